@@ -1,0 +1,52 @@
+# Everything a developer runs. `make setup` once; each target makes what it needs.
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+BUF := node_modules/.bin/buf
+CODE := baton router prefill_worker decode_worker kv_transfer engine cluster bench tests models
+.PHONY: setup demo test test-full check bench proto format
+
+setup: $(VENV)/.ready  ## a virtual environment with everything the project needs
+
+$(VENV)/.ready: pyproject.toml
+	@test -x $(PY) || { echo "[1/3] creating $(VENV)"; python3 -m venv $(VENV); }
+	@echo "[2/3] installing PyTorch (the largest download; a few minutes on a slow line)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check $${BATON_TORCH:-torch==2.13.0}
+	@echo "[3/3] installing Baton and its other dependencies"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev,controller]'
+	@touch $@
+
+demo: setup  ## start the whole cluster on the shipped model, ask it things, stop it
+	@$(VENV)/bin/baton demo
+
+test: setup  ## the tests: every part, one case per fault, under 15 minutes on two cores
+	@$(PY) -m pytest -m "not full and not gpu"
+
+test-full: setup  ## every combination and the soaks
+	@$(PY) -m pytest -m "not gpu" --timeout 1800
+
+bench: setup  ## one table of first numbers, into bench/results/
+	@$(PY) -m bench
+
+check: setup $(BUF)  ## format, lint, types, import rules, wire rules, stale generated code
+	@$(VENV)/bin/ruff format --check $(CODE)
+	@$(VENV)/bin/ruff check $(CODE)
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports --no-cache
+	@$(BUF) lint proto
+	@if git rev-parse -q --verify origin/main >/dev/null 2>&1 && git cat-file -e origin/main:proto/buf.yaml 2>/dev/null; then \
+	  $(BUF) breaking proto --against '.git#branch=origin/main,subdir=proto'; \
+	else $(BUF) breaking proto --against '.git#branch=main,subdir=proto'; fi
+	@$(PY) tests/generated_code.py --check
+
+proto: setup  ## regenerate baton/v1 from proto/
+	@$(PY) tests/generated_code.py
+
+format: setup
+	@$(VENV)/bin/ruff format $(CODE)
+	@$(VENV)/bin/ruff check --fix $(CODE)
+
+$(BUF): package.json
+	@echo "installing buf"
+	@npm install --silent --no-fund --no-audit
+	@touch $@

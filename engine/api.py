@@ -1,0 +1,155 @@
+"""The engine's seams: what a worker drives (`Engine`), what runs a step (`Runner`), where finished
+KV goes (`KvSink`).
+
+An engine is synchronous and belongs to one thread; `engine.loop.EngineThread` gives it one and
+carries commands in and events out. Every engine, torch or fake, is the same scheduler and block
+pool over a different `Runner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.request import (
+    BlockPush,
+    EngineEvent,
+    HandoffId,
+    NoCapacityEvent,
+    RequestId,
+    RequestSpec,
+    ReservedEvent,
+    SampledToken,
+    StepPlan,
+)
+from kv_transfer.block_hash import BlockHash
+from kv_transfer.layout import KvLayout
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the outside must know of a loaded model."""
+
+    name: str
+    layout: KvLayout
+    kv_fingerprint: bytes
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    num_waiting: int
+    num_running: int
+    num_reserved: int
+    num_exporting: int
+    num_queued_tokens: int
+    num_free_blocks: int
+    num_blocks: int
+    num_quarantined_blocks: int
+    num_steps: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+
+
+class KvSink(Protocol):
+    """Receives finished KV on one rank, on the engine's thread. Must not block: it enqueues."""
+
+    def message(self, payload: bytes) -> None:
+        """A sink message of the plan: opens, closes or fences a handoff on this rank."""
+
+    def layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
+        """The KV of `pushes` is written for `layer`; called for each layer, in order."""
+
+    def step_done(self, plan: StepPlan) -> None:
+        """All layers of the step are done."""
+
+
+class KvMemory(Protocol):
+    """A rank's pool of KV memory, one allocation with regions `region_stride_bytes` apart."""
+
+    @property
+    def num_regions(self) -> int: ...
+
+    @property
+    def region_stride_bytes(self) -> int: ...
+
+    @property
+    def blocks_per_region(self) -> int: ...
+
+    @property
+    def buffer(self) -> npt.NDArray[np.uint8]:
+        """The whole reservation as bytes: uint8 [num_regions * region_stride_bytes]."""
+
+
+class Runner(Protocol):
+    """Runs steps on this process's rank and, as rank 0, makes the other ranks run them too."""
+
+    @property
+    def model(self) -> ModelSpec: ...
+
+    def run(self, plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
+        """One sampled token for each of the plan's sequences with `samples`, in order."""
+
+    def close(self) -> None: ...
+
+
+class Engine(Protocol):
+    """Rank 0's engine. Not thread-safe; every method returns at once but `step`.
+
+    Two ways in: `add` computes a prompt here; `reserve` sets blocks aside for KV that comes from
+    another worker, which `admit` turns into a running request.
+    """
+
+    @property
+    def model(self) -> ModelSpec: ...
+
+    def add(self, spec: RequestSpec) -> None:
+        """Prefill and decode here. Raises InvalidRequestError."""
+
+    def add_prefill(
+        self, spec: RequestSpec, handoff_id: HandoffId, num_receiver_cached_tokens: int
+    ) -> None:
+        """Compute the prompt and one token; push what the receiver lacks as layers finish.
+
+        The request stays pinned after its PrefilledEvent until `release`.
+        """
+
+    def reserve(self, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
+        """Set blocks aside for a prompt whose KV another worker computes; pins what is cached."""
+
+    def admit(self, request_id: RequestId, first: SampledToken) -> None:
+        """All KV of a reserved request has arrived: run it from its first token on."""
+
+    def release(self, request_id: RequestId, quarantine: bool = False) -> None:
+        """Let go of a reserved or exported request's blocks.
+
+        `quarantine`: a late writer could still touch them; they are unusable until `unquarantine`.
+        """
+
+    def unquarantine(self, request_id: RequestId) -> None:
+        """The writer of a released reservation has provably stopped: its blocks are free."""
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a waiting, running or exporting request; one that is unknown is already over."""
+
+    def send_to_sinks(self, payload: bytes) -> None:
+        """Deliver a sink message on every rank with the next step."""
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> list[EngineEvent]:
+        """Run one step and return what came of it, KV events included."""
+
+    def cached_chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
+        """Every shareable block, as chains (parent, hashes): the snapshot KV events start from."""
+
+    def load(self) -> EngineLoad: ...
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError with the values when a block is leaked or owned twice."""

@@ -1,0 +1,33 @@
+"""The engine's settings. Standard library only: they are read where torch is not installed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits and sizes of one engine; a worker's memory and its longest step follow from them."""
+
+    block_size: int = 16
+    """Tokens of one KV block."""
+    num_blocks: int | None = None
+    """KV blocks per layer group; None: as many as `kv_memory_bytes` hold."""
+    kv_memory_bytes: int = 256 << 20
+    num_regions: int = 4
+    """Separately registered parts of the KV pool."""
+    max_num_seqs: int = 64
+    """Requests running at once."""
+    max_num_batched_tokens: int = 512
+    """Token budget of a step; longer prompts are prefilled in chunks."""
+    max_model_len: int | None = None
+    """Prompt plus output tokens; None: the model's own limit."""
+    dtype: str = "bfloat16"
+    """bfloat16 or float32; of weights, activations and KV."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    num_threads: int | None = None
+    """Compute threads of one rank; None: the machine's cores divided among its ranks."""
+    prefix_cache: bool = True
+    backend: str = "torch"
+    """torch, or fake: deterministic tokens without a model."""

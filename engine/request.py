@@ -1,0 +1,193 @@
+"""Values that cross the engine's boundary: what a request asks for, what a step gives back."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NewType
+
+import numpy as np
+
+from kv_transfer.block_hash import BlockHash, TokenIds
+from kv_transfer.layout import BlockId
+
+RequestId = NewType("RequestId", str)
+HandoffId = NewType("HandoffId", str)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen, every default filled in. Checked by `engine.sampler.check`."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """None: no log-probabilities; n: the sampled token's and the n likeliest."""
+    ignore_eos: bool = False
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class RequestSpec:
+    """One request as the engine runs it.
+
+    `token_ids` is the prompt followed by the tokens that earlier attempts emitted (none on a first
+    attempt): they are prefilled, never sampled again, and sampling goes on at output index
+    `len(token_ids) - num_prompt_tokens`.
+    """
+
+    request_id: RequestId
+    token_ids: TokenIds
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    cache_salt: str = ""
+    priority: int = 0
+
+    @property
+    def num_emitted_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms, of the model's distribution before temperature and filters."""
+
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+# --- what the engine tells its worker, in order; one batch a step -------------------------------
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One new token of a request that decodes here."""
+
+    request_id: RequestId
+    index: int  # position in the output, counted over all attempts
+    token: SampledToken
+    finished: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class FinishedEvent:
+    """A request ended without a new token: aborted, or failed with `message`."""
+
+    request_id: RequestId
+    reason: FinishReason
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class ReservedEvent:
+    """Blocks are set aside for a prompt's KV, or None of them are to be had."""
+
+    request_id: RequestId
+    num_cached_tokens: int  # whole blocks that this pool holds already and has pinned
+    block_ids: tuple[tuple[BlockId, ...], ...]  # per layer group, from num_cached_tokens on
+
+
+@dataclass(frozen=True)
+class NoCapacityEvent:
+    request_id: RequestId
+    message: str
+
+
+@dataclass(frozen=True)
+class PrefilledEvent:
+    """A prefill-only request has its first token; its blocks stay pinned until `release`."""
+
+    request_id: RequestId
+    token: SampledToken
+    num_cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    finished: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class BlocksStoredEvent:
+    """Full blocks became shareable: a chain, parents first; `parent` None at a prompt's start."""
+
+    parent: BlockHash | None
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True)
+class BlocksRemovedEvent:
+    hashes: tuple[BlockHash, ...]
+
+
+EngineEvent = (
+    TokenEvent
+    | FinishedEvent
+    | ReservedEvent
+    | NoCapacityEvent
+    | PrefilledEvent
+    | BlocksStoredEvent
+    | BlocksRemovedEvent
+)
+
+
+# --- what a step asks of every rank -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockPush:
+    """Blocks of one layer group that a step completes and a handoff must carry.
+
+    `ordinals` are positions in the lease's block table of that group (0 is the first block after
+    the receiver's cached ones); `block_ids` are this pool's blocks with that content.
+    """
+
+    handoff_id: HandoffId
+    group: int
+    ordinals: tuple[int, ...]
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True)
+class ScheduledSeq:
+    """One request's part of a step."""
+
+    request_id: RequestId
+    token_ids: TokenIds  # [num_tokens], those whose KV is computed now
+    start: int  # position of the first one: tokens before it are in the KV cache
+    block_tables: tuple[np.ndarray, ...]  # per layer group, int32 [num_blocks]
+    samples: bool  # the step reaches the end of what is known: a token is sampled
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Everything a rank needs for a step; rank 0 makes it and broadcasts it."""
+
+    step: int
+    seqs: tuple[ScheduledSeq, ...]
+    pushes: tuple[BlockPush, ...] = ()
+    sink_messages: tuple[bytes, ...] = ()
+    """Opaque to the engine: delivered on every rank to its KvSink before the step."""
+    copies: tuple[tuple[int, BlockId, BlockId], ...] = ()
+    """(layer group, source, target): blocks to copy before the step."""
+    num_tokens: int = field(default=0)

@@ -1,0 +1,143 @@
+"""The shape of a KV block, its place in memory, and what two workers must share to exchange one.
+
+A pool of blocks is made of regions of equal block count. Inside a region the order is
+[layer][tensor][block][kv head][slot][head_dim], so that a tensor-parallel slice of a block (a run
+of heads) is one contiguous run of bytes, and so are neighbouring blocks of one layer and tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import NewType
+
+BlockId = NewType("BlockId", int)
+NULL_BLOCK = BlockId(0)  # what a sliding window has left: readable, never written, never pushed
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a layer's KV, for example K: `num_heads` is over all ranks."""
+
+    name: str
+    num_heads: int
+    head_dim: int
+    dtype: str
+
+    def heads_of_rank(self, tp_rank: int, tp_size: int) -> range:
+        """Heads that a rank holds; with fewer heads than ranks, each is replicated on several."""
+        if self.num_heads >= tp_size:
+            per_rank = self.num_heads // tp_size
+            return range(tp_rank * per_rank, (tp_rank + 1) * per_rank)
+        head = tp_rank * self.num_heads // tp_size
+        return range(head, head + 1)
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share a block table: the same tensors and the same window."""
+
+    first_layer: int
+    num_layers: int
+    tensors: tuple[TensorSpec, ...]
+    window: int | None = None  # tokens a layer looks back, None for all
+
+
+@dataclass(frozen=True)
+class Run:
+    """A contiguous run of bytes inside a region, for one block of one tensor of one layer."""
+
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """Shape of the KV of one model, independent of tensor parallelism and of pool sizes."""
+
+    block_size: int
+    groups: tuple[LayerGroup, ...]
+
+    def num_layers(self) -> int:
+        return sum(group.num_layers for group in self.groups)
+
+    def group_of_layer(self, layer: int) -> int:
+        for index, group in enumerate(self.groups):
+            if group.first_layer <= layer < group.first_layer + group.num_layers:
+                return index
+        raise IndexError(f"layer {layer} is in no layer group")
+
+    def head_bytes(self, tensor: TensorSpec) -> int:
+        """Bytes of one head of one block."""
+        return self.block_size * tensor.head_dim * DTYPE_BYTES[tensor.dtype]
+
+    def rank_block_bytes(self, group: int, tp_rank: int, tp_size: int) -> int:
+        """Bytes one block of a group takes on one rank, over all the group's layers."""
+        spec = self.groups[group]
+        return spec.num_layers * sum(
+            len(tensor.heads_of_rank(tp_rank, tp_size)) * self.head_bytes(tensor)
+            for tensor in spec.tensors
+        )
+
+    def token_bytes(self) -> int:
+        """KV bytes of one token over all layers and heads."""
+        return sum(
+            group.num_layers * t.num_heads * t.head_dim * DTYPE_BYTES[t.dtype]
+            for group in self.groups
+            for t in group.tensors
+        )
+
+
+@dataclass(frozen=True)
+class RegionLayout:
+    """Where a rank's block lies inside a region of `num_blocks` blocks. Offsets are in bytes.
+
+    All groups have the same number of blocks per region and ids of their own; a region holds, group
+    after group, each layer's tensors.
+    """
+
+    layout: KvLayout
+    tp_rank: int
+    tp_size: int
+    num_blocks: int
+
+    def num_bytes(self) -> int:
+        return self.num_blocks * sum(
+            self.layout.rank_block_bytes(g, self.tp_rank, self.tp_size)
+            for g in range(len(self.layout.groups))
+        )
+
+    def tensor_offset(self, layer: int, tensor: str) -> int:
+        """Start of one layer's tensor in the region."""
+        offset = 0
+        for index, group in enumerate(self.layout.groups):
+            block_bytes = self.layout.rank_block_bytes(index, self.tp_rank, self.tp_size)
+            if not group.first_layer <= layer < group.first_layer + group.num_layers:
+                offset += block_bytes * self.num_blocks
+                continue
+            offset += (
+                (layer - group.first_layer) * (block_bytes // group.num_layers) * (self.num_blocks)
+            )
+            for spec in group.tensors:
+                if spec.name == tensor:
+                    return offset
+                offset += self.tensor_block_bytes(spec) * self.num_blocks
+        raise KeyError(f"layer {layer} has no tensor {tensor!r}")
+
+    def tensor_block_bytes(self, tensor: TensorSpec) -> int:
+        """Bytes of one block of one layer's tensor on this rank: the stride between blocks."""
+        heads = len(tensor.heads_of_rank(self.tp_rank, self.tp_size))
+        return heads * self.layout.head_bytes(tensor)
+
+
+def kv_fingerprint(layout: KvLayout, weights_digest: str, **model: object) -> bytes:
+    """16 bytes that differ when two workers' KV could differ; seeds every block hash.
+
+    `model` is whatever else decides KV values: rope parameters, tokenizer digest, adapter.
+    """
+    described = {"layout": asdict(layout), "weights": weights_digest, "model": model}
+    text = json.dumps(described, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
