@@ -1,0 +1,93 @@
+"""Random Qwen3-shaped checkpoints to measure on; made once into a cache folder, never committed."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one decoder, under the names of a Hugging Face config."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+
+
+SHAPES = {
+    "0.1B": Shape(640, 2048, 14, 10, 5, 64, 32768),
+    "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151936),
+}
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "baton" / "bench-models"
+
+
+def tensors(shape: Shape) -> dict[str, torch.Tensor]:
+    """Normal weights with the usual scale, in bf16; same values in every run."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) * columns**-0.5).bfloat16()
+
+    hidden, heads, dim = shape.hidden_size, shape.num_attention_heads, shape.head_dim
+    kv = shape.num_key_value_heads * dim
+    found = {
+        "model.embed_tokens.weight": random(shape.vocab_size, hidden),
+        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+    }
+    for layer in range(shape.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            found[f"{prefix}{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+        for name in ("q_norm", "k_norm"):
+            found[f"{prefix}self_attn.{name}.weight"] = torch.ones(dim, dtype=torch.bfloat16)
+        found |= {
+            f"{prefix}self_attn.q_proj.weight": random(heads * dim, hidden),
+            f"{prefix}self_attn.k_proj.weight": random(kv, hidden),
+            f"{prefix}self_attn.v_proj.weight": random(kv, hidden),
+            f"{prefix}self_attn.o_proj.weight": random(hidden, heads * dim),
+            f"{prefix}mlp.gate_proj.weight": random(shape.intermediate_size, hidden),
+            f"{prefix}mlp.up_proj.weight": random(shape.intermediate_size, hidden),
+            f"{prefix}mlp.down_proj.weight": random(hidden, shape.intermediate_size),
+        }
+    return found
+
+
+def make(name: str) -> Path:
+    """Folder of the checkpoint called `name`; written on first use."""
+    folder = cache_folder() / f"qwen3-{name}"
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = SHAPES[name]
+    save_file(tensors(shape), folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        **asdict(shape),
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
