@@ -1,0 +1,230 @@
+"""`ControlService` over a `Registry`: protobuf in, protobuf out.
+
+`python -m cluster.control_service --listen 127.0.0.1:7101` serves a registry by itself, for workers
+that are started without Ray. The supervisor mounts the same servicer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
+from cluster.registry import (
+    FleetSnapshot,
+    Pool,
+    Progress,
+    Registration,
+    Registry,
+    RegistryConfig,
+    Role,
+    WorkerState,
+)
+
+log = logging.getLogger(__name__)
+
+_STATES = {
+    WorkerState.STARTING: control_pb2.WORKER_STATE_STARTING,
+    WorkerState.LIVE: control_pb2.WORKER_STATE_LIVE,
+    WorkerState.SUSPECT: control_pb2.WORKER_STATE_SUSPECT,
+    WorkerState.DRAINING: control_pb2.WORKER_STATE_DRAINING,
+    WorkerState.GONE: control_pb2.WORKER_STATE_GONE,
+}
+ROLES = {
+    Role.PREFILL: common_pb2.WORKER_ROLE_PREFILL,
+    Role.DECODE: common_pb2.WORKER_ROLE_DECODE,
+    Role.MIXED: common_pb2.WORKER_ROLE_MIXED,
+}
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Changes:
+    """Wakes everyone who waits for the registry's version to move on."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return on the next announcement, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+
+class ControlService(control_pb2_grpc.ControlServiceServicer):
+    """Serves one registry. `changes` is announced after everything that may have changed it."""
+
+    def __init__(self, registry: Registry, changes: Changes) -> None:
+        self._registry = registry
+        self._changes = changes
+
+    async def Register(  # noqa: N802
+        self, request_iterator: AsyncIterator[control_pb2.RegisterRequest], context: Context
+    ) -> AsyncIterator[control_pb2.RegisterResponse]:
+        first = await anext(request_iterator, None)
+        if first is None or not first.worker.ref.worker_id:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "the first message must carry `worker`"
+            )
+        ref = first.worker.ref
+        mine = Registration(
+            ref.worker_id, ref.incarnation, first.worker.pool, first.worker.SerializeToString()
+        )
+        if not self._registry.register(mine):
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"a newer incarnation of {ref.worker_id} is registered",
+            )
+        log.info("worker %s (incarnation %d) registered", ref.worker_id, ref.incarnation)
+        beats = asyncio.create_task(self._heartbeats(mine, first, request_iterator))
+        try:
+            told = False
+            while not beats.done():
+                asked = self._registry.drain_asked(mine.worker_id, mine.incarnation)
+                if asked and not told:
+                    told = True
+                    yield control_pb2.RegisterResponse(drain=True)
+                changed = asyncio.create_task(self._changes.wait(1.0))
+                await asyncio.wait({beats, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+        finally:
+            beats.cancel()
+            self._registry.disconnected(mine.worker_id, mine.incarnation)
+            self._changes.announce()
+
+    async def _heartbeats(
+        self,
+        mine: Registration,
+        first: control_pb2.RegisterRequest,
+        rest: AsyncIterator[control_pb2.RegisterRequest],
+    ) -> None:
+        """Book heartbeats until the worker leaves or is no longer known."""
+        version = -1
+        if self._book(mine, first):
+            self._changes.announce()
+            async for message in rest:
+                if not self._book(mine, message):
+                    return
+                now = self._registry.refresh()
+                if now != version:
+                    version = now
+                    self._changes.announce()
+
+    def _book(self, mine: Registration, message: control_pb2.RegisterRequest) -> bool:
+        progress = None
+        if message.HasField("progress"):
+            told = message.progress
+            progress = Progress(told.num_steps, told.runnable, told.idle_s, told.predicted_step_s)
+        load = message.load.SerializeToString() if message.HasField("load") else b""
+        return self._registry.heartbeat(
+            mine.worker_id, mine.incarnation, progress, load, message.draining
+        )
+
+    async def WatchFleet(  # noqa: N802
+        self, request: control_pb2.WatchFleetRequest, context: Context
+    ) -> AsyncIterator[control_pb2.WatchFleetResponse]:
+        sent_version, sent_at = -1, 0.0
+        while True:
+            snapshot = self._registry.snapshot()
+            now = time.monotonic()
+            if snapshot.version != sent_version or now - sent_at >= 1.0:
+                sent_version, sent_at = snapshot.version, now
+                yield fleet_message(snapshot)
+            # Silence announces nothing, so look again at a fraction of silent_after_s.
+            await self._changes.wait(0.5)
+
+    async def SetReplicas(  # noqa: N802
+        self, request: control_pb2.SetReplicasRequest, context: Context
+    ) -> control_pb2.SetReplicasResponse:
+        try:
+            previous = self._registry.set_replicas(request.pool, request.replicas)
+        except KeyError:
+            pools = ", ".join(sorted(self._registry.desired_replicas())) or "none"
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"no pool {request.pool!r}; there are: {pools}"
+            )
+        self._changes.announce()
+        return control_pb2.SetReplicasResponse(previous_replicas=previous)
+
+    async def Drain(  # noqa: N802
+        self, request: control_pb2.ControlServiceDrainRequest, context: Context
+    ) -> control_pb2.ControlServiceDrainResponse:
+        try:
+            self._registry.ask_drain(request.worker_id)
+        except KeyError:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id!r}")
+        self._changes.announce()
+        return control_pb2.ControlServiceDrainResponse()
+
+
+def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
+    return control_pb2.WatchFleetResponse(
+        version=snapshot.version,
+        workers=[
+            control_pb2.FleetWorker(
+                info=control_pb2.WorkerInfo.FromString(entry.registration.info),
+                state=_STATES[entry.state],
+                load=worker_pb2.WorkerLoad.FromString(entry.load),
+            )
+            for entry in snapshot.workers
+        ],
+        pools=[_pool_message(pool) for pool in snapshot.pools],
+    )
+
+
+def _pool_message(pool: Pool) -> control_pb2.PoolStatus:
+    return control_pb2.PoolStatus(
+        name=pool.name,
+        role=ROLES[pool.role],
+        desired_replicas=pool.desired_replicas,
+        live_replicas=pool.live_replicas,
+    )
+
+
+@contextlib.asynccontextmanager
+async def serve(registry: Registry, changes: Changes, listen: str) -> AsyncIterator[str]:
+    """Serve the registry with health checks; yields the bound host:port. Raises OSError."""
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    control_pb2_grpc.add_ControlServiceServicer_to_server(ControlService(registry, changes), server)
+    health = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    host = listen.rpartition(":")[0]
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {listen}: {error}") from error
+    await server.start()
+    await health.set("", health_pb2.HealthCheckResponse.SERVING)
+    try:
+        yield f"{host}:{port}"
+    finally:
+        await server.stop(grace=0.2)
+
+
+async def _main(listen: str) -> None:
+    registry = Registry(RegistryConfig(), time.monotonic)
+    async with serve(registry, Changes(), listen) as address:
+        print(f"control service at {address}", flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m cluster.control_service")
+    parser.add_argument("--listen", default="127.0.0.1:7101", metavar="HOST:PORT")
+    logging.basicConfig(level=logging.INFO)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_main(parser.parse_args().listen))

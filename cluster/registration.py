@@ -1,0 +1,93 @@
+"""A worker's standing in the registry: registers, heartbeats, and comes back for ever.
+
+The registry keeps nothing durable; it is rebuilt from workers that register again, so losing it
+must never disturb a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
+
+log = logging.getLogger(__name__)
+
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One heartbeat's content."""
+
+    progress: control_pb2.StepProgress
+    load: worker_pb2.WorkerLoad
+    draining: bool
+
+
+class Registrar:
+    """Keeps one worker registered at one control service.
+
+    `beat` is asked for the content of each heartbeat; `on_drain` is called when the registry asks
+    the worker to drain, possibly more than once.
+    """
+
+    def __init__(
+        self,
+        control_address: str,
+        info: control_pb2.WorkerInfo,
+        beat: Callable[[], Beat],
+        on_drain: Callable[[], None],
+        interval_s: float = 0.3,
+    ) -> None:
+        self._address = control_address
+        self._info = info
+        self._beat = beat
+        self._on_drain = on_drain
+        self._interval_s = interval_s
+
+    async def run(self) -> None:
+        """Stay registered until cancelled."""
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                heard = await self._stay_registered()
+            except grpc.aio.AioRpcError as error:
+                log.warning(
+                    "registry at %s: %s %s", self._address, error.code().name, error.details()
+                )
+                heard = False
+            wait_s = _FIRST_WAIT_S if heard else min(2 * wait_s, _LONGEST_WAIT_S)
+            await asyncio.sleep(wait_s)
+
+    async def _stay_registered(self) -> bool:
+        """One stream's life. True when the registry ended it in good order."""
+        async with grpc.aio.insecure_channel(self._address) as channel:
+            # A channel that is not there yet fails at once; the caller's back-off is the wait.
+            stub = control_pb2_grpc.ControlServiceStub(channel)
+            call = stub.Register(self._messages())
+            async for response in call:
+                if response.drain:
+                    self._on_drain()
+        return True
+
+    async def _messages(self) -> AsyncIterator[control_pb2.RegisterRequest]:
+        worker: control_pb2.WorkerInfo | None = self._info
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                beat = self._beat()
+                yield control_pb2.RegisterRequest(
+                    worker=worker,
+                    progress=beat.progress,
+                    load=beat.load,
+                    draining=beat.draining,
+                )
+                worker = None
+                await asyncio.sleep(self._interval_s)

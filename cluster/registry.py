@@ -1,0 +1,261 @@
+"""The fleet as workers report it: who is there, in which state, how many a pool should have.
+
+Pure: it reads a clock and nothing else. A worker's life here:
+
+1. `register` (STARTING); a known worker id with a newer incarnation replaces the older one.
+2. The first heartbeat with step progress makes it LIVE.
+3. Silent for `silent_after_s`, cut off, or stuck (runnable work and no step for `stuck_factor`
+   times the predicted time): SUSPECT, until it is heard of and steps again.
+4. Asked to drain: DRAINING for good.
+5. `gone`, cut off while it drains, or SUSPECT by silence for `gone_after_s`: GONE, and forgotten
+   `forget_after_s` later.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+Clock = Callable[[], float]
+
+
+class WorkerState(enum.Enum):
+    STARTING = "starting"
+    LIVE = "live"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+class Role(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True)
+class RegistryConfig:
+    silent_after_s: float = 3.0
+    stuck_after_s: float = 3.0
+    """A step may always take this long, however short it was predicted."""
+    stuck_factor: float = 20.0
+    gone_after_s: float = 15.0
+    forget_after_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a heartbeat says of the engine: seconds since the last step ended, and so on."""
+
+    num_steps: int
+    runnable: bool
+    idle_s: float
+    predicted_step_s: float
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One start of one worker. `info` and the load are opaque here: serialised messages."""
+
+    worker_id: str
+    incarnation: int
+    pool: str
+    info: bytes
+
+
+@dataclass(frozen=True)
+class FleetEntry:
+    registration: Registration
+    state: WorkerState
+    load: bytes
+    suspect_since: float | None
+    """Clock seconds; None unless SUSPECT."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    name: str
+    role: Role
+    desired_replicas: int
+    live_replicas: int
+
+
+@dataclass(frozen=True)
+class FleetSnapshot:
+    version: int
+    workers: tuple[FleetEntry, ...]
+    pools: tuple[Pool, ...]
+
+
+@dataclass
+class _Worker:
+    registration: Registration
+    heard_at: float
+    connected: bool = True
+    drain_asked: bool = False
+    progress: Progress | None = None
+    load: bytes = b""
+    state: WorkerState = WorkerState.STARTING
+    state_since: float = 0.0
+
+
+class Registry:
+    """Own the fleet's membership and states, and the desired size of every pool."""
+
+    def __init__(self, config: RegistryConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._workers: dict[str, _Worker] = {}
+        self._pools: dict[str, Pool] = {}
+        self._version = 0
+
+    # --- pools ----------------------------------------------------------------------------------
+
+    def add_pool(self, name: str, role: Role, replicas: int) -> None:
+        self._pools[name] = Pool(name, role, replicas, 0)
+        self._version += 1
+
+    def set_replicas(self, pool: str, replicas: int) -> int:
+        """Change a pool's desired size and return the former one. Raises KeyError."""
+        previous = self._pools[pool].desired_replicas
+        self._pools[pool] = replace(self._pools[pool], desired_replicas=replicas)
+        self._version += 1
+        return previous
+
+    def desired_replicas(self) -> dict[str, int]:
+        return {name: pool.desired_replicas for name, pool in self._pools.items()}
+
+    # --- workers --------------------------------------------------------------------------------
+
+    def register(self, registration: Registration) -> bool:
+        """Take in a worker; False when a newer incarnation of it is known already."""
+        known = self._workers.get(registration.worker_id)
+        now = self._clock()
+        if known is not None:
+            if known.registration.incarnation > registration.incarnation:
+                return False
+            same = known.registration.incarnation == registration.incarnation
+            if same and known.state is not WorkerState.GONE:
+                known.connected, known.heard_at = True, now
+                known.registration = registration
+                self._settle(known)
+                return True
+        self._workers[registration.worker_id] = _Worker(registration, now, state_since=now)
+        self._version += 1
+        return True
+
+    def heartbeat(
+        self,
+        worker_id: str,
+        incarnation: int,
+        progress: Progress | None,
+        load: bytes,
+        draining: bool,
+    ) -> bool:
+        """Book what a worker says of itself; False: it is not known (any more), so register."""
+        worker = self._find(worker_id, incarnation)
+        if worker is None or worker.state is WorkerState.GONE:
+            return False
+        worker.heard_at = self._clock()
+        worker.connected = True
+        worker.progress = progress or worker.progress
+        worker.load = load or worker.load
+        worker.drain_asked = worker.drain_asked or draining
+        self._settle(worker)
+        return True
+
+    def disconnected(self, worker_id: str, incarnation: int) -> None:
+        """A worker's stream ended: nothing new for it until it is back."""
+        worker = self._find(worker_id, incarnation)
+        if worker is not None:
+            worker.connected = False
+            self._settle(worker)
+
+    def ask_drain(self, worker_id: str) -> None:
+        """Mark a worker to drain. Raises KeyError for one that is unknown or gone."""
+        worker = self._workers[worker_id]
+        if worker.state is WorkerState.GONE:
+            raise KeyError(worker_id)
+        worker.drain_asked = True
+        self._settle(worker)
+
+    def drain_asked(self, worker_id: str, incarnation: int) -> bool:
+        worker = self._find(worker_id, incarnation)
+        return worker is not None and worker.drain_asked
+
+    def gone(self, worker_id: str, incarnation: int) -> None:
+        """The worker's process is known to be over."""
+        worker = self._find(worker_id, incarnation)
+        if worker is not None:
+            self._enter(worker, WorkerState.GONE)
+
+    def refresh(self) -> int:
+        """Let time pass: states that follow from silence. Returns the version afterwards."""
+        now = self._clock()
+        for worker in list(self._workers.values()):
+            self._settle(worker)
+            since_s = now - worker.state_since
+            if worker.state is WorkerState.GONE and since_s >= self._config.forget_after_s:
+                del self._workers[worker.registration.worker_id]
+                self._version += 1
+        return self._version
+
+    def snapshot(self) -> FleetSnapshot:
+        self.refresh()
+        workers = tuple(
+            FleetEntry(
+                worker.registration,
+                worker.state,
+                worker.load,
+                worker.state_since if worker.state is WorkerState.SUSPECT else None,
+            )
+            for worker in self._workers.values()
+        )
+        live: dict[str, int] = {}
+        for entry in workers:
+            if entry.state is WorkerState.LIVE:
+                live[entry.registration.pool] = live.get(entry.registration.pool, 0) + 1
+        pools = tuple(
+            replace(pool, live_replicas=live.get(name, 0)) for name, pool in self._pools.items()
+        )
+        return FleetSnapshot(self._version, workers, pools)
+
+    # --- states ---------------------------------------------------------------------------------
+
+    def _find(self, worker_id: str, incarnation: int) -> _Worker | None:
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.registration.incarnation != incarnation:
+            return None
+        return worker
+
+    def _settle(self, worker: _Worker) -> None:
+        state = self._state_of(worker)
+        if state is not worker.state:
+            self._enter(worker, state)
+
+    def _enter(self, worker: _Worker, state: WorkerState) -> None:
+        worker.state = state
+        worker.state_since = self._clock()
+        self._version += 1
+
+    def _state_of(self, worker: _Worker) -> WorkerState:
+        if worker.state is WorkerState.GONE:
+            return WorkerState.GONE
+        silent_s = self._clock() - worker.heard_at
+        if silent_s >= self._config.gone_after_s:
+            return WorkerState.GONE
+        if worker.drain_asked:
+            return WorkerState.DRAINING if worker.connected else WorkerState.GONE
+        if not worker.connected or silent_s >= self._config.silent_after_s or self._stuck(worker):
+            return WorkerState.SUSPECT
+        return WorkerState.STARTING if worker.progress is None else WorkerState.LIVE
+
+    def _stuck(self, worker: _Worker) -> bool:
+        progress = worker.progress
+        if progress is None or not progress.runnable:
+            return False
+        patience_s = max(
+            self._config.stuck_after_s, self._config.stuck_factor * progress.predicted_step_s
+        )
+        return progress.idle_s >= patience_s

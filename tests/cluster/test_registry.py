@@ -1,0 +1,185 @@
+"""The registry with a clock the test moves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.registry import Progress, Registration, Registry, RegistryConfig, Role, WorkerState
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def registration(worker_id: str = "decode-0", incarnation: int = 7) -> Registration:
+    return Registration(worker_id, incarnation, "decode", b"info")
+
+
+def make() -> tuple[Registry, FakeClock]:
+    clock = FakeClock()
+    registry = Registry(RegistryConfig(), clock)
+    registry.add_pool("decode", Role.DECODE, 1)
+    return registry, clock
+
+
+def beat(
+    registry: Registry,
+    idle_s: float = 0.0,
+    runnable: bool = True,
+    predicted_step_s: float = 0.01,
+    draining: bool = False,
+) -> None:
+    progress = Progress(5, runnable, idle_s, predicted_step_s)
+    registry.heartbeat("decode-0", 7, progress, b"load", draining)
+
+
+def state(registry: Registry) -> WorkerState:
+    (entry,) = registry.snapshot().workers
+    return entry.state
+
+
+def test_a_worker_is_starting_until_its_first_progress_and_then_live() -> None:
+    registry, _ = make()
+    assert registry.register(registration())
+    assert state(registry) is WorkerState.STARTING
+    assert registry.snapshot().pools[0].live_replicas == 0
+    beat(registry)
+    assert state(registry) is WorkerState.LIVE
+    assert registry.snapshot().pools[0].live_replicas == 1
+
+
+def test_a_silent_worker_is_suspect_then_gone_then_forgotten() -> None:
+    registry, clock = make()
+    registry.register(registration())
+    beat(registry)
+    clock.now_s += 2.9
+    assert state(registry) is WorkerState.LIVE
+    clock.now_s += 0.2
+    assert state(registry) is WorkerState.SUSPECT
+    clock.now_s += 13.0
+    assert state(registry) is WorkerState.GONE
+    clock.now_s += 10.0
+    assert registry.snapshot().workers == ()
+
+
+def test_a_suspect_that_is_heard_of_again_is_live() -> None:
+    registry, clock = make()
+    registry.register(registration())
+    beat(registry)
+    clock.now_s += 5.0
+    assert state(registry) is WorkerState.SUSPECT
+    beat(registry)
+    assert state(registry) is WorkerState.LIVE
+
+
+def test_runnable_work_without_a_step_is_stuck_although_heartbeats_come() -> None:
+    registry, _ = make()
+    registry.register(registration())
+    beat(registry, idle_s=3.1)
+    assert state(registry) is WorkerState.SUSPECT
+    beat(registry, idle_s=60.0, runnable=False)
+    assert state(registry) is WorkerState.LIVE
+
+
+def test_a_step_predicted_to_be_long_is_given_its_time() -> None:
+    registry, _ = make()
+    registry.register(registration())
+    beat(registry, idle_s=10.0, predicted_step_s=1.0)
+    assert state(registry) is WorkerState.LIVE
+    beat(registry, idle_s=21.0, predicted_step_s=1.0)
+    assert state(registry) is WorkerState.SUSPECT
+
+
+def test_a_broken_stream_makes_a_suspect_at_once_and_a_new_registration_heals_it() -> None:
+    registry, _ = make()
+    registry.register(registration())
+    beat(registry)
+    registry.disconnected("decode-0", 7)
+    assert state(registry) is WorkerState.SUSPECT
+    assert registry.register(registration())
+    beat(registry)
+    assert state(registry) is WorkerState.LIVE
+
+
+def test_a_worker_given_up_for_gone_may_register_again() -> None:
+    registry, clock = make()
+    registry.register(registration())
+    beat(registry)
+    clock.now_s += 16.0
+    assert state(registry) is WorkerState.GONE
+    assert not registry.heartbeat("decode-0", 7, Progress(1, False, 0.0, 0.0), b"", False)
+    assert registry.register(registration())
+    beat(registry)
+    assert state(registry) is WorkerState.LIVE
+
+
+def test_a_newer_incarnation_replaces_the_older_and_the_older_is_refused() -> None:
+    registry, _ = make()
+    registry.register(registration(incarnation=7))
+    beat(registry)
+    assert registry.register(registration(incarnation=8))
+    assert state(registry) is WorkerState.STARTING
+    beat(registry)  # of the older one: ignored
+    registry.disconnected("decode-0", 7)
+    assert state(registry) is WorkerState.STARTING
+    assert not registry.register(registration(incarnation=7))
+    assert registry.snapshot().workers[0].registration.incarnation == 8
+
+
+def test_a_draining_worker_stays_draining_and_is_gone_when_it_leaves() -> None:
+    registry, _ = make()
+    registry.register(registration())
+    beat(registry)
+    registry.ask_drain("decode-0")
+    assert registry.drain_asked("decode-0", 7)
+    beat(registry, draining=True)
+    assert state(registry) is WorkerState.DRAINING
+    registry.disconnected("decode-0", 7)
+    assert state(registry) is WorkerState.GONE
+    with pytest.raises(KeyError):
+        registry.ask_drain("decode-0")
+
+
+def test_scaling_tells_the_former_size_and_an_unknown_pool_is_an_error() -> None:
+    registry, _ = make()
+    assert registry.set_replicas("decode", 3) == 1
+    assert registry.desired_replicas() == {"decode": 3}
+    with pytest.raises(KeyError):
+        registry.set_replicas("prefil", 1)
+
+
+@given(st.lists(st.sampled_from(["register", "beat", "stuck", "cut", "drain", "gone", "wait"])))
+def test_the_version_rises_exactly_when_a_state_or_the_membership_changes(steps: list[str]) -> None:
+    registry, clock = make()
+
+    def seen() -> list[tuple[str, WorkerState]]:
+        return [(w.registration.worker_id, w.state) for w in registry.snapshot().workers]
+
+    actions = {
+        "register": lambda: registry.register(registration()),
+        "beat": lambda: beat(registry),
+        "stuck": lambda: beat(registry, idle_s=9.0),
+        "cut": lambda: registry.disconnected("decode-0", 7),
+        "drain": lambda: seen() and seen()[0][1] is not WorkerState.GONE and drain(registry),
+        "gone": lambda: registry.gone("decode-0", 7),
+    }
+    for step in steps:
+        before, version = seen(), registry.snapshot().version
+        if step == "wait":
+            clock.now_s += 4.0
+        else:
+            actions[step]()
+        after = registry.snapshot()
+        assert after.version >= version
+        if seen() != before:
+            assert after.version > version
+
+
+def drain(registry: Registry) -> None:
+    registry.ask_drain("decode-0")
