@@ -64,7 +64,10 @@ class KvSink(Protocol):
         """A sink message of the plan: opens, closes or fences a handoff on this rank."""
 
     def layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
-        """The KV of `pushes` is written for `layer`; called for each layer, in order."""
+        """The KV of `pushes`, those of the layer's group, is written for `layer`.
+
+        Called for each layer, in order; not called in a step without pushes.
+        """
 
     def step_done(self, plan: StepPlan) -> None:
         """All layers of the step are done."""
@@ -93,8 +96,17 @@ class Runner(Protocol):
     @property
     def model(self) -> ModelSpec: ...
 
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of each layer group over all regions, the null block included."""
+
     def run(self, plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
-        """One sampled token for each of the plan's sequences with `samples`, in order."""
+        """One sampled token for each of the plan's sequences with `samples`, in order.
+
+        Gives the plan's sink messages to this rank's KvSink first, then calls `layer_done` after
+        each layer and `step_done` at the end. `specs` has every request that samples; where its
+        sampling looks at earlier tokens (penalties), `token_ids` are all tokens known now.
+        """
 
     def close(self) -> None: ...
 
@@ -121,14 +133,22 @@ class Engine(Protocol):
         """
 
     def reserve(self, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
-        """Set blocks aside for a prompt whose KV another worker computes; pins what is cached."""
+        """Set blocks aside for a prompt whose KV another worker computes; pins what is cached.
+
+        Raises InvalidRequestError when the request could never run here.
+        """
 
     def admit(self, request_id: RequestId, first: SampledToken) -> None:
-        """All KV of a reserved request has arrived: run it from its first token on."""
+        """All KV of a reserved request has arrived: run it from its first token on.
+
+        `first` was told to the caller by its writer: no TokenEvent repeats it. Raises
+        UnknownRequestError when nothing is reserved under this id.
+        """
 
     def release(self, request_id: RequestId, quarantine: bool = False) -> None:
-        """Let go of a reserved or exported request's blocks.
+        """Let go of a reserved or exported request's blocks; an unknown one has none.
 
+        A prefill that is still computing ends with a FinishedEvent.
         `quarantine`: a late writer could still touch them; they are unusable until `unquarantine`.
         """
 
@@ -136,12 +156,17 @@ class Engine(Protocol):
         """The writer of a released reservation has provably stopped: its blocks are free."""
 
     def abort(self, request_id: RequestId) -> None:
-        """End a waiting, running or exporting request; one that is unknown is already over."""
+        """End a waiting, running or exporting request; one that is unknown is already over.
+
+        A prefill that has started computes no more, but its blocks stay pinned until `release`:
+        pushes may still read them. A reserved one is `release(quarantine=True)`d.
+        """
 
     def send_to_sinks(self, payload: bytes) -> None:
         """Deliver a sink message on every rank with the next step."""
 
-    def has_work(self) -> bool: ...
+    def has_work(self) -> bool:
+        """Whether a step would do something now; requests that wait for blocks alone are none."""
 
     def step(self) -> list[EngineEvent]:
         """Run one step and return what came of it, KV events included."""

@@ -6,6 +6,20 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class FakeEngineConfig:
+    """The fake engine's model and timing."""
+
+    vocab_size: int = 2048
+    max_model_len: int = 4096
+    window: int | None = None
+    """Tokens that the layers of a second, windowed group look back; None: no such group."""
+    prefill_token_s: float = 0.0
+    """Seconds a step takes for each prompt token in it."""
+    decode_step_s: float = 0.0
+    """Seconds a step takes that decodes anything."""
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Limits and sizes of one engine; a worker's memory and its longest step follow from them."""
 
@@ -31,3 +45,4 @@ class EngineConfig:
     prefix_cache: bool = True
     backend: str = "torch"
     """torch, or fake: deterministic tokens without a model."""
+    fake: FakeEngineConfig = FakeEngineConfig()

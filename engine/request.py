@@ -9,15 +9,15 @@ from typing import NewType
 import numpy as np
 
 from kv_transfer.block_hash import BlockHash, TokenIds
-from kv_transfer.layout import BlockId
+from kv_transfer.layout import BlockId, HandoffId
 
 RequestId = NewType("RequestId", str)
-HandoffId = NewType("HandoffId", str)
+
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen, every default filled in. Checked by `engine.sampler.check`."""
+    """How the next token is chosen, every default filled in. Checked by `engine.sampling_check`."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -33,6 +33,15 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the next token depends on which tokens came before, not only through the model."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -170,7 +179,11 @@ class BlockPush:
 
 @dataclass(frozen=True)
 class ScheduledSeq:
-    """One request's part of a step."""
+    """One request's part of a step.
+
+    The arrays are views of the scheduler's: valid during the step, and any entry of a block table
+    may differ in the next one (a window leaves a block, a block gives way to its cached twin).
+    """
 
     request_id: RequestId
     token_ids: TokenIds  # [num_tokens], those whose KV is computed now
