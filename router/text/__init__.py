@@ -1,0 +1,13 @@
+"""Text on its way in and out: chat template, tokenizer, incremental detokenization, stop strings.
+
+The only place in Baton where text and token ids meet; workers speak token ids. Nothing here knows
+gRPC. A `TextModel` is immutable and may be used from several threads; a `Detokenizer` belongs to
+one request.
+"""
+
+from router.text.chat_template import Message
+from router.text.detokenizer import Detokenizer, Emitted
+from router.text.model_files import SamplingDefaults
+from router.text.text_model import TextModel
+
+__all__ = ["Detokenizer", "Emitted", "Message", "SamplingDefaults", "TextModel"]

@@ -1,0 +1,130 @@
+"""A model's chat template, rendered the way transformers renders it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from baton.errors import ConfigError, InvalidRequestError
+
+# Unicode noncharacters: never part of a text that is meant for interchange.
+_MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+
+
+class Message(Protocol):
+    """One chat message; the protobuf message fits."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def content(self) -> str: ...
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's part for training; here its body is rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and type that jinja2 asks for
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
+    """Unlike jinja2's own filter, leaves <, > and & as they are."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+class ChatTemplate:
+    """Render messages to the text a model was trained on.
+
+    Special tokens in a message's content stay ordinary text: a client cannot close its turn and
+    open another one by writing `<|im_end|>`. Each one is broken by an invisible mark before
+    rendering; the encoder takes the mark out again once the template's own special tokens are
+    told apart (see `SegmentEncoder`).
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], guarded_tokens: Sequence[str]
+    ) -> None:
+        """`guarded_tokens`: texts of the special tokens; raises ConfigError on bad syntax."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
+        self._special_tokens = dict(special_tokens)
+        longest_first = sorted((t for t in guarded_tokens if len(t) > 1), key=len, reverse=True)
+        self._guarded = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def render(self, messages: Sequence[Message]) -> tuple[str, str | None]:
+        """The text up to where the assistant begins, and the mark in it (None: no mark was needed).
+
+        Raises InvalidRequestError when the template refuses the messages.
+        """
+        contents = [message.content for message in messages]
+        mark = self._choose_mark(contents)
+        if mark is not None:
+            contents = [self._guard(content, mark) for content in contents]
+        try:
+            text = self._template.render(
+                messages=[
+                    {"role": message.role, "content": content}
+                    for message, content in zip(messages, contents)
+                ],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequestError(
+                f"the model's chat template refuses these messages: {error}", field="chat"
+            ) from error
+        return text, mark
+
+    def _choose_mark(self, contents: Sequence[str]) -> str | None:
+        if not any(self._guarded.search(content) for content in contents):
+            return None
+        for mark in _MARKS:
+            if not any(mark in content for content in contents):
+                return mark
+        raise InvalidRequestError(
+            "special tokens beside every Unicode noncharacter cannot be kept apart", field="chat"
+        )
+
+    def _guard(self, content: str, mark: str) -> str:
+        """Break every special token after its first character; tokens may overlap."""
+        start = 0
+        pieces = []
+        while match := self._guarded.search(content, start):
+            pieces.append(content[start : match.start() + 1])
+            start = match.start() + 1
+        pieces.append(content[start:])
+        return mark.join(pieces)

@@ -1,0 +1,144 @@
+"""Token ids of one answer to text, as they come.
+
+What has been emitted after n tokens is a function of those n tokens alone, however they were cut
+into pushes. A second router can therefore push what a client has seen, drop the text, and go on.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+from router.text.stop_strings import StopScanner
+from router.text.token_bytes import TokenBytes
+
+REPLACEMENT = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """`text` may be shown; `stop` is the stop string that ended the text, None while it goes on.
+
+    `num_tokens`: how many of the pushed tokens count: all, or those up to the one that completed
+    the stop string.
+    """
+
+    text: str
+    stop: str | None = None
+    num_tokens: int = 0
+
+
+class TextDecoder(Protocol):
+    """Token ids to whole characters."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str:
+        """The rest; bytes that never became a character are U+FFFD."""
+
+
+class Detokenizable(Protocol):
+    """What a Detokenizer needs of a TextModel."""
+
+    def new_decoder(self, *, after_text: bool) -> TextDecoder: ...
+
+
+class BytesDecoder:
+    """Concatenate the tokens' bytes and decode them as UTF-8: O(1) a token."""
+
+    def __init__(self, token_bytes: TokenBytes, *, after_text: bool) -> None:
+        """`after_text`: the tokens go on a text, so a space at their beginning is kept."""
+        self._bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._at_start = bool(token_bytes.rules.strip_first_token) and not after_text
+        self._strip_char, self._strip_left = token_bytes.rules.strip_start
+        if after_text:
+            self._strip_left = 0
+
+    def push(self, token_id: int) -> str:
+        if self._at_start and self._bytes.is_shown(token_id):
+            self._at_start = False
+            data = self._bytes.first(token_id)
+        else:
+            data = self._bytes[token_id]
+        text = self._utf8.decode(data) if data else ""
+        return self._strip(text) if self._strip_left and text else text
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+    def _strip(self, text: str) -> str:
+        while self._strip_left and text:
+            if not text.startswith(self._strip_char):
+                self._strip_left = 0
+                break
+            text = text[1:]
+            self._strip_left -= 1
+        return text
+
+
+class WindowDecoder:
+    """For any other tokenizer: decode the last few tokens with and without the newest ones."""
+
+    MAX_PENDING = 16  # a character never takes more tokens
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []  # tokens whose text is out, there for the rules that join
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        text = self._new_text()
+        if text.endswith(REPLACEMENT) and len(self._pending) < self.MAX_PENDING:
+            return ""
+        if text:
+            self._context, self._pending = self._pending, []
+        return text
+
+    def finish(self) -> str:
+        text = self._new_text() if self._pending else ""
+        self._pending = []
+        return text
+
+    def _new_text(self) -> str:
+        before: str = self._tokenizer.decode(self._context) if self._context else ""
+        whole: str = self._tokenizer.decode(self._context + self._pending)
+        return whole[len(before) :]
+
+
+class Detokenizer:
+    """The text of one answer: whole characters only, and nothing of a stop string.
+
+    `after_text=True` where the answer continues a plain text prompt: tokenizers of the
+    SentencePiece kind otherwise drop the space at its beginning.
+    """
+
+    def __init__(
+        self, text_model: Detokenizable, stop: Sequence[str] = (), *, after_text: bool = False
+    ) -> None:
+        self._decoder = text_model.new_decoder(after_text=after_text)
+        self._scanner = StopScanner(stop)
+
+    def push(self, token_ids: Iterable[int]) -> Emitted:
+        """After a stop string was found, nothing more is emitted."""
+        pieces: list[str] = []
+        num_tokens = 0
+        for token_id in token_ids:
+            scanned = self._scanner.push(self._decoder.push(token_id))
+            num_tokens += 1
+            pieces.append(scanned.text)
+            if scanned.stop is not None:
+                return Emitted("".join(pieces), scanned.stop, num_tokens)
+        return Emitted("".join(pieces), None, num_tokens)
+
+    def finish(self) -> str:
+        """What was held back; to be called once, when no token follows."""
+        scanned = self._scanner.push(self._decoder.finish())
+        if scanned.stop is not None:
+            return scanned.text
+        return scanned.text + self._scanner.finish()

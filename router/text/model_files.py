@@ -1,0 +1,126 @@
+"""What a Hugging Face model folder says about text: read once, checked, handed on frozen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigError
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What the model's own generation_config.json asks for where a request says nothing."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    folder: Path
+    tokenizer_path: Path
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+    """Name to text, for example "bos_token": "<s>"; what a chat template may use."""
+    eos_token_ids: frozenset[int]
+    """From generation_config.json, else config.json; the tokenizer's own is added later."""
+    vocab_size: int | None
+    max_model_len: int | None
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+
+def read_model_files(folder: str | Path) -> ModelFiles:
+    """Read all text-related files of a folder; raises ConfigError naming the file that is wrong."""
+    root = Path(folder)
+    tokenizer_path = root / "tokenizer.json"
+    if not root.is_dir():
+        raise ConfigError(f"{root}: no such model folder")
+    if not tokenizer_path.is_file():
+        raise ConfigError(
+            f"{tokenizer_path}: missing; the router needs the tokenizers library's file"
+        )
+    tokenizer_config = _read_json(root / "tokenizer_config.json")
+    config = _read_json(root / "config.json")
+    text_config = config.get("text_config")
+    if isinstance(text_config, dict):
+        config = {**config, **text_config}
+    generation = _read_json(root / "generation_config.json")
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    return ModelFiles(
+        folder=root,
+        tokenizer_path=tokenizer_path,
+        chat_template=_chat_template(root, tokenizer_config),
+        special_tokens=_special_tokens(root, tokenizer_config),
+        eos_token_ids=_token_ids(root, eos),
+        vocab_size=config.get("vocab_size"),
+        max_model_len=config.get("max_position_embeddings"),
+        defaults=_sampling_defaults(generation),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: a JSON object is expected")
+    return value
+
+
+def _chat_template(root: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    path = root / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from error
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(f"{root / 'tokenizer_config.json'}: chat_template: text is expected")
+    return template
+
+
+def _special_tokens(root: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for source in (_read_json(root / "special_tokens_map.json"), tokenizer_config):
+        for name in SPECIAL_TOKEN_NAMES:
+            value = source.get(name)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                tokens[name] = value
+    return tokens
+
+
+def _token_ids(root: Path, value: object) -> frozenset[int]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, int) and item >= 0 for item in values):
+        raise ConfigError(f"{root}: eos_token_id: token ids are expected, not {value!r}")
+    return frozenset(values)
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+    base = SamplingDefaults()
+    values = {
+        name: type(default)(generation[name])
+        for name, default in vars(base).items()
+        if generation.get(name) is not None
+    }
+    if generation.get("do_sample") is False:
+        values["temperature"] = 0.0
+    return replace(base, **values)
