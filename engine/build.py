@@ -1,0 +1,71 @@
+"""Put an engine together from its configuration: model, memory layout, runner, core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.api import KvMemory, KvSink, ModelSpec, Runner
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from kv_transfer.layout import RegionLayout
+
+if TYPE_CHECKING:
+    from engine.tp import TpGroup
+
+
+def load_model_spec(model_path: str, config: EngineConfig) -> ModelSpec:
+    """Describe the model without loading it. Raises engine.models.errors.ModelError."""
+    if config.backend == "fake":
+        from engine.fake_runner import fake_model_spec
+
+        return fake_model_spec(config)
+    from engine.models.folder import describe
+
+    return describe(model_path, config.block_size, config.dtype, config.max_model_len)
+
+
+def region_layout(
+    spec: ModelSpec, config: EngineConfig, tp_rank: int, tp_size: int
+) -> RegionLayout:
+    """A rank's regions, of equal size; `kv_memory_bytes` and `num_blocks` are per rank.
+
+    Every rank has the same number of blocks. Raises ValueError when not even one block a region
+    fits.
+    """
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        groups = range(len(spec.layout.groups))
+        largest = max(
+            sum(spec.layout.rank_block_bytes(group, rank, tp_size) for group in groups)
+            for rank in range(tp_size)
+        )
+        per_region = config.kv_memory_bytes // largest // config.num_regions
+    else:
+        per_region = -(-num_blocks // config.num_regions)
+    if per_region < 1:
+        raise ValueError(
+            f"kv_memory_bytes={config.kv_memory_bytes} holds no {config.num_regions} blocks of KV"
+        )
+    return RegionLayout(spec.layout, tp_rank, tp_size, per_region)
+
+
+def build_runner(
+    model_path: str,
+    config: EngineConfig,
+    spec: ModelSpec,
+    memory: KvMemory,
+    sink: KvSink,
+    tp: TpGroup | None,
+) -> Runner:
+    """Load this rank's weights and bind them to its KV pool. Raises ModelError."""
+    if config.backend == "fake":
+        from engine.fake_runner import FakeRunner
+
+        return FakeRunner(config, spec, memory, sink)
+    from engine.torch_runner import load_torch_runner
+
+    return load_torch_runner(model_path, config, spec, memory, sink, tp)
+
+
+def build_engine(config: EngineConfig, runner: Runner, sink: KvSink) -> EngineCore:
+    return EngineCore(config, runner, sink)

@@ -1,0 +1,222 @@
+"""A decoder's shape, and how it is read from a Hugging Face config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.models.errors import UnsupportedModelError
+from engine.models.rope import RopeConfig, rope_from_hf
+
+HfConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Sparse MLPs: which layers have them and how a token chooses its experts."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    normalise: bool
+    """Whether the chosen experts' probabilities are scaled to sum to 1."""
+    block_name: str
+    """The layer's module in tensor names: mlp or block_sparse_moe."""
+    projections: tuple[str, str, str]
+    """An expert's gate, up and down projections in tensor names."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that decides the decoder's arithmetic; sizes are over all ranks."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    """Per layer: tokens it looks back, itself included; None for all."""
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    moe: MoeConfig | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one architecture adds to the common decoder, and its config's defaults."""
+
+    windows: Callable[[HfConfig, int], tuple[int | None, ...]]
+    moe: Callable[[HfConfig, int], MoeConfig] | None = None
+    qk_norm: bool = False
+    qkv_bias: bool | None = None  # None: config's attention_bias decides
+    defaults: Mapping[str, Any] | None = None
+
+
+def _no_windows(hf: HfConfig, num_layers: int) -> tuple[int | None, ...]:
+    return (None,) * num_layers
+
+
+def _one_window(hf: HfConfig, num_layers: int) -> tuple[int | None, ...]:
+    return (hf.get("sliding_window"),) * num_layers
+
+
+def _optional_window(hf: HfConfig, num_layers: int) -> tuple[int | None, ...]:
+    window = hf.get("sliding_window") if hf.get("use_sliding_window", False) else None
+    return (window,) * num_layers
+
+
+def _windows_of_upper_layers(hf: HfConfig, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen: `layer_types` if given, else the layers from `max_window_layers` on."""
+    window = _optional_window(hf, 1)[0]
+    types = hf.get("layer_types")
+    if types is None:
+        first = hf.get("max_window_layers", 28)
+        types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    if len(types) != num_layers or not set(types) <= {"sliding_attention", "full_attention"}:
+        raise UnsupportedModelError(f"config.json: layer_types {types} for {num_layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _mixtral_moe(hf: HfConfig, num_layers: int) -> MoeConfig:
+    return MoeConfig(
+        layers=tuple(range(num_layers)),
+        num_experts=hf.get("num_local_experts", 8),
+        num_experts_per_token=hf.get("num_experts_per_tok", 2),
+        intermediate_size=hf["intermediate_size"],
+        normalise=True,
+        block_name="block_sparse_moe",
+        projections=("w1", "w3", "w2"),
+    )
+
+
+def _qwen3_moe(hf: HfConfig, num_layers: int) -> MoeConfig:
+    num_experts = hf.get("num_experts", hf.get("num_local_experts", 128))
+    step = hf.get("decoder_sparse_step", 1)
+    dense = set(hf.get("mlp_only_layers") or ())
+    sparse = (i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+    return MoeConfig(
+        layers=tuple(sparse) if num_experts > 0 else (),
+        num_experts=num_experts,
+        num_experts_per_token=hf.get("num_experts_per_tok", 8),
+        intermediate_size=hf.get("moe_intermediate_size", 768),
+        normalise=hf.get("norm_topk_prob", False),
+        block_name="mlp",
+        projections=("gate_proj", "up_proj", "down_proj"),
+    )
+
+
+# Defaults are those of the published config classes, for keys a config.json may leave out.
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(_no_windows, defaults={"max_position_embeddings": 2048}),
+    "MistralForCausalLM": Family(
+        _one_window,
+        defaults={
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "max_position_embeddings": 131072,
+        },
+    ),
+    "Qwen2ForCausalLM": Family(
+        _windows_of_upper_layers, qkv_bias=True, defaults={"sliding_window": 4096}
+    ),
+    "Qwen3ForCausalLM": Family(
+        _windows_of_upper_layers,
+        qk_norm=True,
+        defaults={"sliding_window": 4096, "head_dim": 128, "num_key_value_heads": 32},
+    ),
+    "MixtralForCausalLM": Family(
+        _one_window,
+        _mixtral_moe,
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        _optional_window,
+        _qwen3_moe,
+        qk_norm=True,
+        defaults={"sliding_window": 4096, "num_key_value_heads": 4},
+    ),
+}
+
+_COMMON_DEFAULTS: HfConfig = {
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+
+
+def model_config(raw: HfConfig) -> ModelConfig:
+    """Read config.json's content. Raises UnsupportedModelError naming architecture or key."""
+    names = raw.get("architectures") or ["(none)"]
+    family = FAMILIES.get(names[0])
+    if family is None:
+        raise UnsupportedModelError(
+            f"architecture {names[0]} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+        )
+    missing = [key for key in _REQUIRED if raw.get(key) is None]
+    if missing:
+        raise UnsupportedModelError(f"config.json of {names[0]} lacks {', '.join(missing)}")
+    hf = {**_COMMON_DEFAULTS, **(family.defaults or {}), **raw}
+    _refuse_unknown_arithmetic(hf, names[0])
+    num_layers, num_heads = hf["num_hidden_layers"], hf["num_attention_heads"]
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // num_heads
+    attention_bias = bool(hf.get("attention_bias", False))
+    config = ModelConfig(
+        architecture=names[0],
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        intermediate_size=hf["intermediate_size"],
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=hf.get("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(hf["rms_norm_eps"]),
+        max_position_embeddings=hf["max_position_embeddings"],
+        rope=rope_from_hf(hf, head_dim),
+        windows=family.windows(hf, num_layers),
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias and family.qkv_bias is None,
+        mlp_bias=bool(hf.get("mlp_bias", False)),
+        qk_norm=family.qk_norm,
+        moe=family.moe(hf, num_layers) if family.moe else None,
+    )
+    if config.num_heads % config.num_kv_heads:
+        raise UnsupportedModelError(
+            f"config.json: {config.num_heads} attention heads are no multiple of "
+            f"{config.num_kv_heads} key-value heads"
+        )
+    return config
+
+
+def _refuse_unknown_arithmetic(hf: HfConfig, architecture: str) -> None:
+    """Settings that change results and that the decoder does not implement."""
+    activation = hf.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"{architecture}: hidden_act {activation!r} is not supported")
+    if hf.get("quantization_config"):
+        method = hf["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModelError(f"{architecture}: quantised weights ({method})")

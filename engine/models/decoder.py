@@ -1,0 +1,99 @@
+"""The decoder: token ids and block tables in, hidden states and logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from engine.attention.kernels import AttentionShape, Kernels, Rotation
+from engine.attention.paged_kv import PagedKv
+from engine.models.config import ModelConfig
+from engine.models.loading import DecoderWeights
+from engine.models.rope import RotaryTable
+from engine.models.sharding import Shard
+from engine.step_batch import StepBatch
+
+
+class Collectives(Protocol):
+    """What the decoder asks of the other tensor-parallel ranks."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place."""
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Rank 0 gets the ranks' columns side by side, the others None."""
+
+
+class Decoder:
+    """One rank's part of the model. Without `collectives` it is the whole model."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        shard: Shard,
+        kernels: Kernels,
+        collectives: Collectives | None,
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._shard = shard
+        self._kernels = kernels
+        self._collectives = collectives
+        self._rotary = RotaryTable(config.rope, weights.norm.device)
+        self._attention = AttentionShape(
+            len(shard.heads), len(shard.kv_heads), config.head_dim, config.rms_norm_eps
+        )
+
+    def forward(
+        self, batch: StepBatch, kv: PagedKv, layer_done: Callable[[int], None]
+    ) -> torch.Tensor:
+        """Write the KV of the batch's tokens and return their hidden states, [n, hidden].
+
+        The last norm is not applied yet. `layer_done(layer)` is called when the layer's KV is
+        written.
+        """
+        kernels, eps = self._kernels, self._config.rms_norm_eps
+        rotation = Rotation(*self._rotary.at(batch.positions))
+        residual = self._embed(batch.token_ids)
+        added: torch.Tensor | None = None  # what the layer before still owes the residual
+        for index, layer in enumerate(self._weights.layers):
+            group = batch.groups[kv.layout.group_of_layer(index)]
+            layer_kv = kv.layers[index]
+            if added is None:
+                x = kernels.rms_norm(residual, layer.input_norm, eps)
+            else:
+                x = kernels.add_rms_norm(added, residual, layer.input_norm, eps)
+            queries = kernels.rotate_and_write(
+                layer.qkv(x), self._attention, layer.head_norms, rotation, layer_kv, group
+            )
+            layer_done(index)
+            window = self._config.windows[index]
+            attended = kernels.attend(queries, layer_kv, batch, group, window)
+            x = self._sum_ranks(layer.attention_out(attended.flatten(1)))
+            x = kernels.add_rms_norm(x, residual, layer.mlp_norm, eps)
+            added = self._sum_ranks(layer.mlp(x, kernels))
+        return residual if added is None else residual.add_(added)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """float32 [n, vocab_size] for hidden states [n, hidden] of `forward`; None on ranks > 0."""
+        x = self._kernels.rms_norm(hidden, self._weights.norm, self._config.rms_norm_eps)
+        logits = self._weights.head(x).float()
+        if self._collectives is None:
+            return logits
+        return self._collectives.gather_logits(logits)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._collectives is None:
+            return F.embedding(token_ids, self._weights.embedding)
+        mine = self._shard.vocab
+        local = token_ids - mine.start
+        elsewhere = (local < 0) | (local >= len(mine))
+        found = F.embedding(local.masked_fill(elsewhere, 0), self._weights.embedding)
+        return self._collectives.all_reduce(found.masked_fill_(elsewhere[:, None], 0))
+
+    def _sum_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._collectives is None else self._collectives.all_reduce(x)

@@ -1,0 +1,89 @@
+"""A model's folder: found on disk or through the Hugging Face hub, and described to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from engine.api import ModelSpec
+from engine.models.config import ModelConfig, model_config
+from engine.models.errors import CheckpointError
+from engine.weights import Checkpoint, read_json
+from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec, kv_fingerprint
+
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+
+
+def resolve(model_path: str) -> Path:
+    """The folder itself, or the hub's snapshot of a model of this name, fetched when needed.
+
+    Raises CheckpointError when there is neither.
+    """
+    folder = Path(model_path).expanduser()
+    if folder.is_dir():
+        return folder
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(model_path, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{model_path} is no folder, nor can it be had from the Hugging Face hub: {error}"
+        ) from error
+
+
+def read_config(folder: Path) -> ModelConfig:
+    return model_config(read_json(folder / "config.json"))
+
+
+def describe(model_path: str, block_size: int, dtype: str, max_model_len: int | None) -> ModelSpec:
+    """Read the config and digest the weights. Raises ModelError."""
+    folder = resolve(model_path)
+    config = read_config(folder)
+    layout = kv_layout(config, block_size, dtype)
+    with Checkpoint(folder) as checkpoint:
+        digest = checkpoint.digest()
+    longest = config.max_position_embeddings
+    return ModelSpec(
+        name=folder.name if Path(model_path).expanduser().is_dir() else model_path,
+        layout=layout,
+        kv_fingerprint=kv_fingerprint(layout, digest, config=asdict(config)),
+        vocab_size=config.vocab_size,
+        max_model_len=min(longest, max_model_len) if max_model_len else longest,
+        eos_token_ids=_eos_token_ids(folder),
+    )
+
+
+def kv_layout(config: ModelConfig, block_size: int, dtype: str) -> KvLayout:
+    """K and V of every layer; each run of layers with one window is a group."""
+    tensors = tuple(
+        TensorSpec(name, config.num_kv_heads, config.head_dim, dtype) for name in ("k", "v")
+    )
+    return KvLayout(
+        block_size,
+        tuple(
+            LayerGroup(first, count, tensors, window)
+            for first, count, window in _runs(config.windows)
+        ),
+    )
+
+
+def _runs(windows: tuple[int | None, ...]) -> Iterator[tuple[int, int, int | None]]:
+    first = 0
+    for layer in range(1, len(windows) + 1):
+        if layer == len(windows) or windows[layer] != windows[first]:
+            yield first, layer - first, windows[first]
+            first = layer
+
+
+def _eos_token_ids(folder: Path) -> frozenset[int]:
+    """generation_config.json decides, where it says so; else config.json."""
+    for name in ("generation_config.json", "config.json"):
+        if not (folder / name).exists():
+            continue
+        found = read_json(folder / name).get("eos_token_id")
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    return frozenset()

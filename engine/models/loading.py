@@ -1,0 +1,149 @@
+"""From a checkpoint's tensors to the decoder's weights: names, fused projections, shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.kernels import HeadNorms
+from engine.models.config import ModelConfig, MoeConfig
+from engine.models.linear import Linear
+from engine.models.mlp import DenseMlp, Mlp, MoeMlp
+from engine.models.sharding import Shard, part
+from engine.weights import Checkpoint
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    input_norm: torch.Tensor
+    qkv: Linear
+    head_norms: HeadNorms | None
+    attention_out: Linear
+    mlp_norm: torch.Tensor
+    mlp: Mlp
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    embedding: torch.Tensor  # [this rank's vocabulary, hidden]
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    head: Linear
+
+
+class WeightLoader:
+    """Reads one rank's weights in the dtype and on the device they are used in."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = config
+        self._shard = shard
+        self._dtype = dtype
+        self._device = device
+
+    def load(self) -> DecoderWeights:
+        """All weights. Raises CheckpointError for a missing, misshapen or unknown tensor."""
+        config = self._config
+        embedding = self._vocabulary("model.embed_tokens.weight")
+        layers = tuple(self._layer(index) for index in range(config.num_layers))
+        norm = self._read("model.norm.weight", (config.hidden_size,))
+        if config.tie_word_embeddings:
+            self._checkpoint.ignore("lm_head.weight")
+            head = embedding
+        else:
+            head = self._vocabulary("lm_head.weight")
+        self._checkpoint.check_all_read()
+        return DecoderWeights(embedding, layers, norm, Linear(head))
+
+    def _read(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
+        tensor = self._checkpoint.read(name, shape, *parts)
+        # clone: a part of a mapped file must not keep the file's pages in use
+        return tensor.to(self._device, self._dtype, copy=True).contiguous()
+
+    def _vocabulary(self, name: str) -> torch.Tensor:
+        rows = slice(self._shard.vocab.start, self._shard.vocab.stop)
+        return self._read(name, (self._config.vocab_size, self._config.hidden_size), rows)
+
+    def _layer(self, index: int) -> LayerWeights:
+        config = self._config
+        prefix = f"model.layers.{index}."
+        hidden = (config.hidden_size,)
+        attention = f"{prefix}self_attn."
+        norms = None
+        if config.qk_norm:
+            head = (config.head_dim,)
+            norms = HeadNorms(
+                self._read(f"{attention}q_norm.weight", head),
+                self._read(f"{attention}k_norm.weight", head),
+            )
+        moe = config.moe
+        return LayerWeights(
+            input_norm=self._read(f"{prefix}input_layernorm.weight", hidden),
+            qkv=self._qkv(attention),
+            head_norms=norms,
+            attention_out=self._columns(
+                f"{attention}o_proj", config.num_heads * config.head_dim, config.o_bias
+            ),
+            mlp_norm=self._read(f"{prefix}post_attention_layernorm.weight", hidden),
+            mlp=self._moe(prefix, moe)
+            if moe is not None and index in moe.layers
+            else self._dense(f"{prefix}mlp.", config.intermediate_size),
+        )
+
+    def _qkv(self, prefix: str) -> Linear:
+        """Query, key and value projections of this rank's heads, as one."""
+        config, shard = self._config, self._shard
+        weights, biases = [], []
+        for name, all_heads, heads in (
+            ("q_proj", config.num_heads, shard.heads),
+            ("k_proj", config.num_kv_heads, shard.kv_heads),
+            ("v_proj", config.num_kv_heads, shard.kv_heads),
+        ):
+            rows = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
+            shape = (all_heads * config.head_dim, config.hidden_size)
+            weights.append(self._read(f"{prefix}{name}.weight", shape, rows))
+            if config.qkv_bias:
+                biases.append(self._read(f"{prefix}{name}.bias", shape[:1], rows))
+        return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
+
+    def _columns(self, name: str, width: int, has_bias: bool) -> Linear:
+        """A projection back to the hidden size, split by columns; its bias is added once."""
+        hidden = self._config.hidden_size
+        weight = self._read(
+            f"{name}.weight", (hidden, width), slice(None), part(width, self._shard)
+        )
+        bias = self._read(f"{name}.bias", (hidden,)) if has_bias else None
+        return Linear(weight, bias if self._shard.rank == 0 else None)
+
+    def _dense(self, prefix: str, width: int) -> DenseMlp:
+        return self._gated(prefix, ("gate_proj", "up_proj", "down_proj"), width)
+
+    def _gated(self, prefix: str, names: tuple[str, str, str], width: int) -> DenseMlp:
+        gate, up, down = names
+        hidden, bias = self._config.hidden_size, self._config.mlp_bias
+        rows = part(width, self._shard)
+        weights = [
+            self._read(f"{prefix}{name}.weight", (width, hidden), rows) for name in (gate, up)
+        ]
+        biases = [self._read(f"{prefix}{name}.bias", (width,), rows) for name in (gate, up) if bias]
+        return DenseMlp(
+            Linear(torch.cat(weights), torch.cat(biases) if biases else None),
+            self._columns(f"{prefix}{down}", width, bias),
+        )
+
+    def _moe(self, prefix: str, moe: MoeConfig) -> MoeMlp:
+        block = f"{prefix}{moe.block_name}."
+        experts = [
+            self._gated(f"{block}experts.{expert}.", moe.projections, moe.intermediate_size)
+            for expert in range(moe.num_experts)
+        ]
+        router = self._read(f"{block}gate.weight", (moe.num_experts, self._config.hidden_size))
+        return MoeMlp(moe, router, experts)

@@ -1,0 +1,84 @@
+"""A step's sequences packed into flat arrays: what the decoder and its kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.request import ScheduledSeq
+
+
+@dataclass(frozen=True)
+class GroupBatch:
+    """Block tables of one layer group, of all sequences one after the other."""
+
+    slots: torch.Tensor
+    """int64 [num_tokens]: where each token's KV goes, block_id * block_size + offset."""
+    tables: torch.Tensor
+    """int32 [sum of table lengths]."""
+    table_starts: npt.NDArray[np.int64]
+    """[num_seqs + 1]: a sequence's table is tables[table_starts[i] : table_starts[i + 1]]."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The tokens of a step, sequence after sequence."""
+
+    token_ids: torch.Tensor
+    """int64 [num_tokens]."""
+    positions: torch.Tensor
+    """int64 [num_tokens]."""
+    query_starts: npt.NDArray[np.int64]
+    """[num_seqs + 1]: a sequence's tokens are query_starts[i] : query_starts[i + 1]."""
+    context_lens: npt.NDArray[np.int64]
+    """[num_seqs]: tokens of each sequence that are in the KV cache before the step."""
+    groups: tuple[GroupBatch, ...]
+    sample_rows: torch.Tensor
+    """int64 [num_samples]: the last token of each sequence that samples."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_starts[-1])
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.context_lens)
+
+
+def pack(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.device) -> StepBatch:
+    """Lay out a plan's sequences. There must be at least one, each with a token and its blocks."""
+    counts = np.array([len(seq.token_ids) for seq in seqs], dtype=np.int64)
+    context_lens = np.array([seq.start for seq in seqs], dtype=np.int64)
+    query_starts = _starts(counts)
+    # Position of token t of sequence i: start_i + (t - query_start_i).
+    positions = np.arange(query_starts[-1]) + np.repeat(context_lens - query_starts[:-1], counts)
+    token_ids = np.concatenate([seq.token_ids for seq in seqs]).astype(np.int64)
+    samples = np.array([seq.samples for seq in seqs], dtype=bool)
+
+    def on_device(array: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    groups = []
+    for group in range(len(seqs[0].block_tables)):
+        tables = [np.asarray(seq.block_tables[group], dtype=np.int32) for seq in seqs]
+        table_starts = _starts(np.array([len(table) for table in tables], dtype=np.int64))
+        flat = np.concatenate(tables)
+        entry = np.repeat(table_starts[:-1], counts) + positions // block_size
+        slots = flat[entry].astype(np.int64) * block_size + positions % block_size
+        groups.append(GroupBatch(on_device(slots), torch.from_numpy(flat).to(device), table_starts))
+    return StepBatch(
+        token_ids=on_device(token_ids),
+        positions=on_device(positions),
+        query_starts=query_starts,
+        context_lens=context_lens,
+        groups=tuple(groups),
+        sample_rows=on_device(query_starts[1:][samples] - 1),
+    )
+
+
+def _starts(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])

@@ -1,0 +1,146 @@
+"""Runs a step's plan on this process's rank, with the real model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.api import KvMemory, KvSink, ModelSpec
+from engine.attention.choice import pick_kernels
+from engine.attention.paged_kv import TORCH_DTYPES, PagedKv
+from engine.config import EngineConfig
+from engine.models.decoder import Decoder
+from engine.models.folder import read_config, resolve
+from engine.models.loading import WeightLoader
+from engine.models.sharding import shard_of
+from engine.request import (
+    BlockPush,
+    RequestId,
+    RequestSpec,
+    SampledToken,
+    ScheduledSeq,
+    StepPlan,
+)
+from engine.step_batch import pack
+from engine.tp import TpGroup
+from engine.weights import Checkpoint
+from kv_transfer.layout import RegionLayout
+
+SampleFn = Callable[
+    [torch.Tensor, Sequence[ScheduledSeq], dict[RequestId, RequestSpec]], list[SampledToken]
+]
+"""Logits float32 [n, vocab_size], the n sequences that sample, specs by id -> n tokens."""
+
+
+class TorchRunner:
+    """One rank. On rank 0 of a group, `run` makes the others run the same plan."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        decoder: Decoder,
+        kv: PagedKv,
+        sink: KvSink,
+        sample: SampleFn,
+        tp: TpGroup | None,
+    ) -> None:
+        self._model = model
+        self._decoder = decoder
+        self._kv = kv
+        self._sink = sink
+        self._sample = sample
+        self._tp = tp
+        self._device = kv.layers[0].keys.device
+
+    @property
+    def model(self) -> ModelSpec:
+        return self._model
+
+    @property
+    def num_blocks(self) -> int:
+        return self._kv.num_blocks
+
+    def run(self, plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
+        """Run the plan on all ranks and sample. Raises TpPeerError when a rank is lost."""
+        if self._tp is not None:
+            self._tp.send_plan(plan)
+        logits = self.run_step(plan)
+        if logits is None:
+            return []
+        return self._sample(logits, [seq for seq in plan.seqs if seq.samples], specs)
+
+    def next_plan(self) -> StepPlan | None:
+        """On ranks > 0: rank 0's next plan, None to stop."""
+        assert self._tp is not None
+        return self._tp.receive_plan()
+
+    @torch.inference_mode()
+    def run_step(self, plan: StepPlan) -> torch.Tensor | None:
+        """This rank's part of a step; logits of the sampling sequences, on rank 0."""
+        for message in plan.sink_messages:
+            self._sink.message(message)
+        for group, source, target in plan.copies:
+            self._kv.copy_block(group, source, target)
+        logits = self._forward(plan) if plan.seqs else None
+        self._sink.step_done(plan)
+        return logits
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor | None:
+        batch = pack(plan.seqs, self._kv.layout.block_size, self._device)
+
+        hidden = self._decoder.forward(batch, self._kv, self._layer_callback(plan.pushes))
+        if not len(batch.sample_rows):
+            return None
+        return self._decoder.logits(hidden[batch.sample_rows])
+
+    def _layer_callback(self, pushes: Sequence[BlockPush]) -> Callable[[int], None]:
+        """What tells the sink that a layer is done: nothing in a step that pushes nothing."""
+        if not pushes:
+            return lambda layer: None
+        layout = self._kv.layout
+        of_group = [
+            [push for push in pushes if push.group == group] for group in range(len(layout.groups))
+        ]
+
+        def layer_done(layer: int) -> None:
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # puts read the memory itself
+            self._sink.layer_done(layer, of_group[layout.group_of_layer(layer)])
+
+        return layer_done
+
+    def close(self) -> None:
+        if self._tp is not None:
+            self._tp.close()
+
+
+def load_torch_runner(
+    model_path: str,
+    config: EngineConfig,
+    spec: ModelSpec,
+    memory: KvMemory,
+    sink: KvSink,
+    tp: TpGroup | None,
+    sample: SampleFn,
+) -> TorchRunner:
+    """This rank's runner, its weights read. Raises ModelError."""
+    rank, size = (0, 1) if tp is None else (tp.rank, tp.size)
+    device = torch.device(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(config.num_threads or max(1, num_cores() // size))
+    folder = resolve(model_path)
+    model = read_config(folder)
+    shard = shard_of(model, rank, size)
+    with Checkpoint(folder) as checkpoint:
+        loader = WeightLoader(checkpoint, model, shard, TORCH_DTYPES[config.dtype], device)
+        weights = loader.load()
+    decoder = Decoder(model, weights, shard, pick_kernels(device), tp)
+    regions = RegionLayout(spec.layout, rank, size, memory.blocks_per_region)
+    return TorchRunner(spec, decoder, PagedKv(memory, regions, device), sink, sample, tp)
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,150 @@
+"""Tensor-parallel ranks: one process each, rank 0 plans and tells the others.
+
+Life of a group:
+1. Every rank joins with `TpGroup.join`; rank 0's address is the meeting point.
+2. Each step rank 0 sends the plan; ranks > 0 wait for it in `follow`, as long as it takes.
+3. Inside a step every collective is bounded by `timeout_s`; a rank that died or hangs makes it
+   raise TpPeerError on the others, and the whole replica is torn down.
+4. Rank 0 sends the stop message with `close`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from engine.request import StepPlan
+
+T = TypeVar("T")
+
+# One broadcast carries a whole plan in the common case; a longer one needs a second.
+_INLINE_BYTES = 16 << 10
+_LENGTH_BYTES = 8
+# An idle replica sends no plans; a dead peer still ends the wait because its connection closes.
+_IDLE_TIMEOUT = timedelta(days=365)
+
+
+class TpPeerError(RuntimeError):
+    """A rank of this replica is dead or hangs: the replica cannot go on."""
+
+
+class TpGroup:
+    """This process's membership in a replica's group of ranks."""
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, timeout_s: float, store: Store
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._device = device
+        timeout = timedelta(seconds=timeout_s)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        self._compute = dist.group.WORLD
+        self._plans = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
+        self._inbox = torch.zeros(_INLINE_BYTES, dtype=torch.uint8)
+
+    @classmethod
+    def join(
+        cls, rank: int, size: int, address: str, device: str = "cpu", timeout_s: float = 30.0
+    ) -> TpGroup:
+        """Meet the other ranks at `address`, host:port, where rank 0 listens.
+
+        Raises TpPeerError when not all of them come within `timeout_s`.
+        """
+        host, _, port = address.rpartition(":")
+
+        def meet() -> TpGroup:
+            timeout = timedelta(seconds=timeout_s)
+            store = TCPStore(host, int(port), size, rank == 0, timeout)
+            return cls(rank, size, torch.device(device), timeout_s, store)
+
+        return _with_peers(meet, f"joining {address} as rank {rank} of {size}")
+
+    def send_plan(self, plan: StepPlan | None) -> None:
+        """Rank 0: what all ranks run next; None stops them."""
+        payload = pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
+        length = len(payload).to_bytes(_LENGTH_BYTES, "little")
+        inline = _INLINE_BYTES - _LENGTH_BYTES
+        head = length + payload[:inline].ljust(inline, b"\0")
+        self._broadcast(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        if len(payload) > inline:
+            self._broadcast(torch.frombuffer(bytearray(payload[inline:]), dtype=torch.uint8))
+
+    def receive_plan(self) -> StepPlan | None:
+        """Ranks > 0: wait for the next plan; None is the stop message."""
+        self._broadcast(self._inbox)
+        head = self._inbox.numpy().tobytes()
+        length = int.from_bytes(head[:_LENGTH_BYTES], "little")
+        payload = head[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        if len(payload) < length:
+            rest = torch.empty(length - len(payload), dtype=torch.uint8)
+            self._broadcast(rest)
+            payload += rest.numpy().tobytes()
+        plan = pickle.loads(payload)  # from our own rank 0
+        assert plan is None or isinstance(plan, StepPlan), type(plan)
+        return plan
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place. Raises TpPeerError."""
+        _with_peers(lambda: dist.all_reduce(x, group=self._compute), "all-reduce")
+        return x
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Rank 0: the ranks' columns side by side, [n, vocab_size]; None on the others.
+
+        Every rank's part is as wide as rank 0's; the last ones may be narrower.
+        """
+        width = torch.tensor([logits.shape[1]], device=logits.device)
+        widths = [torch.empty_like(width) for _ in range(self.size)]
+        _with_peers(lambda: dist.all_gather(widths, width, group=self._compute), "gather")
+        widest = int(max(int(w) for w in widths))
+        padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
+        _with_peers(lambda: dist.gather(padded, parts, dst=0, group=self._compute), "gather")
+        if parts is None:
+            return None
+        return torch.cat([p[:, : int(w)] for p, w in zip(parts, widths)], dim=1)
+
+    def close(self) -> None:
+        """Leave the group; rank 0 tells the others to stop first, if they are still there."""
+        try:
+            if self.rank == 0:
+                self.send_plan(None)
+        finally:
+            dist.destroy_process_group()
+
+    def _broadcast(self, buffer: torch.Tensor) -> None:
+        _with_peers(lambda: dist.broadcast(buffer, src=0, group=self._plans), "plan broadcast")
+
+
+def _with_peers(collective: Callable[[], T], what: str) -> T:
+    try:
+        return collective()
+    except RuntimeError as error:  # torch.distributed's errors derive from it
+        raise TpPeerError(f"{what} failed: {error}") from error
+
+
+class Follower(Protocol):
+    """A runner of a rank > 0."""
+
+    def next_plan(self) -> StepPlan | None: ...
+
+    def run_step(self, plan: StepPlan) -> torch.Tensor | None: ...
+
+    def close(self) -> None: ...
+
+
+def follow(runner: Follower) -> None:
+    """Run rank 0's plans until it says stop. Raises TpPeerError when rank 0 or a peer is lost."""
+    try:
+        while (plan := runner.next_plan()) is not None:
+            runner.run_step(plan)
+    finally:
+        runner.close()

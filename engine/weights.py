@@ -1,0 +1,158 @@
+"""Tensors of a Hugging Face model folder, mapped, never read whole.
+
+A `Checkpoint` checks every name and shape that is asked of it and, at the end, that nothing in the
+folder was left unread: a tensor that the decoder does not know would mean wrong results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.models.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+# Written by some exporters though they follow from the config.
+_REDUNDANT = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of the model folder. Raises CheckpointError naming the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content
+
+
+class Checkpoint:
+    """The safetensors files of a folder, single or sharded, as one map of named tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        self._unread: set[str] = set()
+        for name in self._file_names():
+            self._open(name)
+        self._check_index()
+        self._unread = {name for name in self._file_of if not _REDUNDANT.search(name)}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._files.clear()  # the maps close with the last reference
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def read(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
+        """A tensor, or the part of it that `parts` select along its leading dimensions.
+
+        `shape` is the whole tensor's. Raises CheckpointError when it is missing or has another.
+        """
+        if name not in self._file_of:
+            raise CheckpointError(f"{self._folder}: tensor {name} is missing")
+        view = self._slice(name)
+        found = tuple(view.get_shape())
+        if found != shape:
+            raise CheckpointError(
+                f"{self._folder / self._file_of[name]}: tensor {name} has shape {list(found)}, "
+                f"config.json asks for {list(shape)}"
+            )
+        self._unread.discard(name)
+        try:
+            part: torch.Tensor = view[parts or (slice(None),)]
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._folder / self._file_of[name]}: {error}") from error
+        if not part.is_floating_point():
+            raise CheckpointError(
+                f"{self._folder / self._file_of[name]}: tensor {name} has dtype {part.dtype}"
+            )
+        return part
+
+    def ignore(self, name: str) -> None:
+        """A tensor that may be there and is not needed."""
+        self._unread.discard(name)
+
+    def check_all_read(self) -> None:
+        """Raise CheckpointError naming tensors that nothing asked for."""
+        if self._unread:
+            some = sorted(self._unread)
+            raise CheckpointError(
+                f"{self._folder}: {len(some)} tensors that {self._file_of[some[0]]} has and the "
+                f"architecture does not: {', '.join(some[:5])}"
+            )
+
+    def digest(self) -> str:
+        """Hex digest of all names, types and shapes and of some of every tensor's content.
+
+        It does not depend on how the tensors are spread over files.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        for name in sorted(self._file_of):
+            view = self._slice(name)
+            shape = tuple(view.get_shape())
+            digest.update(f"{name} {view.get_dtype()} {shape}\n".encode())
+            for row in sorted({0, shape[0] // 2, shape[0] - 1} if shape and shape[0] else ()):
+                part = view[(slice(row, row + 1), slice(0, 1))[: max(1, len(shape) - 1)]]
+                digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._file_of[name]].get_slice(name)
+
+    def _file_names(self) -> list[str]:
+        if (self._folder / INDEX_FILE).exists():
+            files = sorted(set(self._index().values()))
+        else:
+            files = [SINGLE_FILE]
+        for name in files:
+            if not (self._folder / name).is_file():
+                raise CheckpointError(f"{self._folder / name} is missing")
+        return files
+
+    def _index(self) -> Mapping[str, str]:
+        index = read_json(self._folder / INDEX_FILE).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise CheckpointError(f"{self._folder / INDEX_FILE} has no weight_map")
+        return index
+
+    def _open(self, file: str) -> None:
+        path = self._folder / file
+        try:
+            opened = safe_open(path, framework="pt")
+            names: list[str] = opened.keys()  # type: ignore[no-untyped-call]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is corrupt or truncated: {error}") from error
+        self._files[file] = opened
+        for name in names:
+            if name in self._file_of:
+                raise CheckpointError(f"{path}: tensor {name} is in {self._file_of[name]} too")
+            self._file_of[name] = file
+
+    def _check_index(self) -> None:
+        if not (self._folder / INDEX_FILE).exists():
+            return
+        for name, file in self._index().items():
+            if self._file_of.get(name) != file:
+                raise CheckpointError(f"{self._folder / file}: tensor {name} is missing")

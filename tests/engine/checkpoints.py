@@ -1,0 +1,125 @@
+"""Tiny random checkpoints of every family, made with transformers, scaled so that KV matters.
+
+At the usual scale of random weights attention is almost uniform and the residual stream drowns what
+it reads: a lost block would go unseen. Here queries and keys are large, so that attention is peaky,
+and attention's outputs outweigh the embeddings.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 384
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.02,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+_MOE = {"num_experts_per_tok": 2, "head_dim": 16}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": _LLAMA3}),
+    "llama-tied-linear": (
+        "Llama",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": 40, "head_dim": 32}),
+    "qwen2": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": _YARN}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            **_MOE,
+            "num_experts": 8,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [1],
+        },
+    ),
+}
+
+
+def oracle_model(family: str, **overrides: Any) -> transformers.PreTrainedModel:
+    """The family's model in fp32 with scaled random weights; the same in every process."""
+    name, settings = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**_COMMON, **settings, **overrides})
+    config._attn_implementation = "eager"
+    torch.manual_seed(1234)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    generator = torch.Generator().manual_seed(99)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            _fill(parameter_name, parameter, generator)
+    return model
+
+
+def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    noise = torch.randn(parameter.shape, generator=generator)
+    if "norm" in name:
+        centre = 1.8 if "q_norm" in name or "k_norm" in name else 1.0
+        parameter.copy_(centre + 0.1 * noise)
+    elif name.endswith("bias"):
+        parameter.copy_(0.2 * noise)
+    elif "embed" in name:
+        parameter.copy_(0.3 * noise)
+    else:
+        peaky = "q_proj" in name or "k_proj" in name
+        scale = 1.8 if peaky else 1.2 if "o_proj" in name else 1.0
+        parameter.copy_(scale * noise * parameter.shape[-1] ** -0.5)
+
+
+def save(family: str, folder: Path, **overrides: Any) -> transformers.PreTrainedModel:
+    """Write the family's checkpoint as transformers does, and give the model back as oracle."""
+    model = oracle_model(family, **overrides)
+    model.save_pretrained(folder)
+    return model
+
+
+def greedy(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    """The oracle: what transformers generates."""
+    with torch.inference_mode():
+        found = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return found[0, len(prompt) :].tolist()

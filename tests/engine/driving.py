@@ -1,0 +1,162 @@
+"""Drives a runner with plans made by hand: the thinnest scheduler there can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.api import ModelSpec
+from engine.build import load_model_spec, region_layout
+from engine.config import EngineConfig
+from engine.request import (
+    BlockPush,
+    RequestId,
+    RequestSpec,
+    SampledToken,
+    ScheduledSeq,
+    StepPlan,
+)
+from engine.torch_runner import TorchRunner, load_torch_runner
+from engine.tp import TpGroup
+from kv_transfer.layout import RegionLayout
+
+
+@dataclass
+class HostMemory:
+    """A KV pool in ordinary memory, filled with NaN so that a stray read shows."""
+
+    num_regions: int
+    region_stride_bytes: int
+    blocks_per_region: int
+    buffer: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.num_regions * self.region_stride_bytes
+        self.buffer = np.full(size, 0xFF, dtype=np.uint8)
+
+
+@dataclass
+class RecordingSink:
+    """A KvSink that notes what it is told."""
+
+    calls: list[tuple[object, ...]] = field(default_factory=list)
+
+    def message(self, payload: bytes) -> None:
+        self.calls.append(("message", payload))
+
+    def layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
+        self.calls.append(("layer_done", layer, tuple(pushes)))
+
+    def step_done(self, plan: StepPlan) -> None:
+        self.calls.append(("step_done", plan.step))
+
+
+def argmax(
+    logits: torch.Tensor, seqs: Sequence[ScheduledSeq], specs: dict[RequestId, RequestSpec]
+) -> list[SampledToken]:
+    assert logits.dtype == torch.float32
+    assert len(logits) == len(seqs)
+    return [SampledToken(int(token)) for token in logits.argmax(-1)]
+
+
+@dataclass
+class Setup:
+    """A runner with its memory and layout."""
+
+    runner: TorchRunner
+    spec: ModelSpec
+    memory: HostMemory
+    regions: RegionLayout
+    sink: RecordingSink
+
+
+def set_up(folder: Path, config: EngineConfig, tp: TpGroup | None = None) -> Setup:
+    spec = load_model_spec(str(folder), config)
+    regions = region_layout(spec, config, tp.rank if tp else 0, tp.size if tp else 1)
+    stride = -(-regions.num_bytes() // 4096) * 4096
+    memory = HostMemory(config.num_regions, stride, regions.num_blocks)
+    sink = RecordingSink()
+    runner = load_torch_runner(str(folder), config, spec, memory, sink, tp, argmax)
+    return Setup(runner, spec, memory, regions, sink)
+
+
+class Driver:
+    """Prefills prompts in chunks and decodes them together; blocks come in a shuffled order."""
+
+    def __init__(self, setup: Setup, seed: int = 0) -> None:
+        self.setup = setup
+        layout = setup.spec.layout
+        self._free = [
+            np.random.default_rng(seed + group).permutation(np.arange(1, setup.runner.num_blocks))
+            for group in range(len(layout.groups))
+        ]
+        self.tables: dict[int, tuple[np.ndarray, ...]] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self._step = 0
+
+    def add(self, seq: int, prompt: list[int], max_tokens: int) -> None:
+        size = self.setup.spec.layout.block_size
+        count = -(-(len(prompt) + max_tokens) // size)
+        tables = []
+        for group, free in enumerate(self._free):
+            tables.append(free[:count].astype(np.int32))
+            assert len(tables[-1]) == count, "the pool is too small for this test"
+            self._free[group] = free[count:]
+        self.tables[seq] = tuple(tables)
+        self.tokens[seq] = list(prompt)
+        self.computed[seq] = 0
+
+    def step(self, counts: dict[int, int]) -> dict[int, int]:
+        """Compute the next `counts[seq]` tokens of each; give the tokens sampled."""
+        seqs = []
+        for seq, count in counts.items():
+            start = self.computed[seq]
+            tokens = np.array(self.tokens[seq][start : start + count], dtype=np.uint32)
+            samples = start + count == len(self.tokens[seq])
+            tables = self._windowed(seq, start)
+            seqs.append(ScheduledSeq(RequestId(str(seq)), tokens, start, tables, samples))
+            self.computed[seq] = start + count
+        self._step += 1
+        plan = StepPlan(self._step, tuple(seqs), num_tokens=sum(counts.values()))
+        sampled = iter(self.setup.runner.run(plan, {}))
+        found = {int(s.request_id): next(sampled).token_id for s in seqs if s.samples}
+        for seq, token in found.items():
+            self.tokens[seq].append(token)
+        return found
+
+    def _windowed(self, seq: int, start: int) -> tuple[np.ndarray, ...]:
+        """Tables as a scheduler gives them: what a window has left is the null block."""
+        layout = self.setup.spec.layout
+        tables = []
+        for group, table in zip(layout.groups, self.tables[seq]):
+            if group.window is not None:
+                table = table.copy()
+                table[: max(0, start + 1 - group.window) // layout.block_size] = 0
+            tables.append(table)
+        return tuple(tables)
+
+
+def generate(
+    driver: Driver, prompts: list[list[int]], num_tokens: int, chunk: int
+) -> list[list[int]]:
+    """Greedy tokens of all prompts, prefilled in chunks and decoded as one batch."""
+    for seq, prompt in enumerate(prompts):
+        driver.add(seq, prompt, num_tokens)
+    pending = {seq: len(prompt) for seq, prompt in enumerate(prompts)}
+    while any(pending.values()):
+        counts = {seq: min(chunk, left) for seq, left in pending.items() if left}
+        driver.step(counts)
+        for seq, count in counts.items():
+            pending[seq] -= count
+    for _ in range(num_tokens - 1):
+        driver.step(dict.fromkeys(range(len(prompts)), 1))
+    return [driver.tokens[seq][len(prompt) :] for seq, prompt in enumerate(prompts)]
+
+
+def random_prompt(length: int, vocab: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab, length).tolist()
