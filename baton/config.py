@@ -1,0 +1,155 @@
+"""A cluster's configuration: one YAML file, every value with a default.
+
+The parts belong to the packages that use them; here they are composed, read and written. Importing
+this needs no torch, ray or libucp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from baton import settings
+from baton.errors import ConfigError
+from engine.config import EngineConfig
+from kv_transfer.config import TransferConfig
+from router.config import RouterConfig
+
+Role = Literal["prefill", "decode", "mixed"]
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """Workers of one role and one shape."""
+
+    role: Role
+    """prefill, decode, or mixed: both."""
+    replicas: int = 1
+    """Workers at the start; `baton scale` changes it while the cluster runs."""
+    tensor_parallel: int = 1
+    """Processes that one worker is made of."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Engine settings of this pool that differ from the cluster's."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.replicas <= 1024:
+            raise ValueError(f"replicas must be between 0 and 1024, not {self.replicas}")
+        if not 1 <= self.tensor_parallel <= 64:
+            raise ValueError(
+                f"tensor_parallel must be between 1 and 64, not {self.tensor_parallel}"
+            )
+
+
+@dataclass(frozen=True)
+class ControlConfig:
+    """Where the registry listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 7101
+    """0: any free port."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be between 0 and 65535, not {self.port}")
+
+
+def _default_pools() -> dict[str, PoolConfig]:
+    return {"prefill": PoolConfig(role="prefill"), "decode": PoolConfig(role="decode")}
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Everything `baton up` starts."""
+
+    model: str = "models/demo"
+    """A folder in the Hugging Face layout, or a name on the Hugging Face hub."""
+    served_model_name: str | None = None
+    """What clients call the model; None: the last part of `model`."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    pools: dict[str, PoolConfig] = field(default_factory=_default_pools)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("model must not be empty")
+        roles = {pool.role for pool in self.pools.values()}
+        if not roles & {"decode", "mixed"}:
+            raise ValueError("pools need at least one of role decode or mixed")
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or Path(self.model).name
+
+    def pool_engine(self, pool: str) -> EngineConfig:
+        """The engine settings of a pool: the cluster's with the pool's own over them."""
+        return dataclasses.replace(self.engine, **self.pools[pool].engine)
+
+    def to_yaml(self) -> str:
+        """What `parse_config` reads back as an equal configuration; defaults are left out."""
+        changed = settings.dump(self, base=ClusterConfig())
+        return yaml.safe_dump(changed, sort_keys=False, allow_unicode=True) if changed else "{}\n"
+
+
+def parse_config(value: object, *, source: str = "configuration") -> ClusterConfig:
+    """Make a configuration from what a YAML file holds; every error is a ConfigError."""
+    config = settings.parse(ClusterConfig, {} if value is None else value, source=source)
+    _check_engine(config.engine, source, "engine")
+    for name, pool in config.pools.items():
+        _check_pool(name, pool, config, source)
+    return config
+
+
+def _check_pool(name: str, pool: PoolConfig, config: ClusterConfig, source: str) -> None:
+    """The overrides of a pool are checked as engine settings, under their own keys."""
+    if not name.replace("-", "").isalnum() or not name.isascii() or len(name) > 40:
+        raise ConfigError(
+            f"{source}: pools.{name}: a pool's name is letters, digits and -", field=f"pools.{name}"
+        )
+    key = f"pools.{name}.engine"
+    merged = {**settings.dump(config.engine), **pool.engine}
+    _check_engine(settings.parse(EngineConfig, merged, source=source, key=key), source, key)
+
+
+_ENGINE_CHOICES = {
+    "dtype": ("bfloat16", "float32"),
+    "device": ("cpu", "cuda"),
+    "backend": ("torch", "fake"),
+}
+
+
+def _check_engine(engine: EngineConfig, source: str, key: str) -> None:
+    for name, value in vars(engine).items():
+        choices = _ENGINE_CHOICES.get(name)
+        if choices is not None and value not in choices:
+            problem = f"must be one of {', '.join(choices)}, not {value!r}"
+        elif isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            problem = f"must be at least 1, not {value}"
+        else:
+            continue
+        raise ConfigError(f"{source}: {key}.{name}: {problem}", field=f"{key}.{name}")
+
+
+def load_config(path: str | Path) -> ClusterConfig:
+    """Read a cluster file; a relative `model` folder is looked for beside the file first."""
+    source = str(path)
+    try:
+        value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"{source}: not valid YAML: {problem}") from error
+    config = parse_config(value, source=source)
+    beside = Path(path).resolve().parent / config.model
+    if not Path(config.model).is_dir() and beside.is_dir():
+        config = dataclasses.replace(config, model=str(beside))
+    return config
