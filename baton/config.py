@@ -91,7 +91,9 @@ class ClusterConfig:
 
     def pool_engine(self, pool: str) -> EngineConfig:
         """The engine settings of a pool: the cluster's with the pool's own over them."""
-        return dataclasses.replace(self.engine, **self.pools[pool].engine)
+        merged = settings.merge(settings.dump(self.engine), self.pools[pool].engine)
+        key = f"pools.{pool}.engine"
+        return settings.parse(EngineConfig, merged, source="configuration", key=key)
 
     def to_yaml(self) -> str:
         """What `parse_config` reads back as an equal configuration; defaults are left out."""
@@ -115,7 +117,7 @@ def _check_pool(name: str, pool: PoolConfig, config: ClusterConfig, source: str)
             f"{source}: pools.{name}: a pool's name is letters, digits and -", field=f"pools.{name}"
         )
     key = f"pools.{name}.engine"
-    merged = {**settings.dump(config.engine), **pool.engine}
+    merged = settings.merge(settings.dump(config.engine), pool.engine)
     _check_engine(settings.parse(EngineConfig, merged, source=source, key=key), source, key)
 
 

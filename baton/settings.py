@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import functools
 import inspect
 import itertools
 import textwrap
@@ -63,6 +62,16 @@ def dump(config: object, *, base: object | None = None) -> dict[str, Any]:
     return result
 
 
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`; mappings inside are merged in turn."""
+    result = dict(base)
+    for name, value in over.items():
+        inner = result.get(name)
+        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        result[name] = merge(inner, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
 def descriptions(cls: type) -> dict[str, str]:
     """Field name to the docstring written below it; fields without one are left out."""
     try:
@@ -84,7 +93,6 @@ def descriptions(cls: type) -> dict[str, str]:
 # --- one value ----------------------------------------------------------------------------------
 
 
-@functools.cache
 def _field_types(cls: Any) -> dict[str, Any]:
     return {
         name: kind
