@@ -9,10 +9,10 @@ from typing import NewType
 import numpy as np
 
 from kv_transfer.block_hash import BlockHash, TokenIds
-from kv_transfer.layout import BlockId, HandoffId
+from kv_transfer.layout import BlockId
+from kv_transfer.layout import HandoffId as HandoffId  # given out by the exporter
 
 RequestId = NewType("RequestId", str)
-
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import NewType
 
 BlockId = NewType("BlockId", int)
+HandoffId = NewType("HandoffId", str)  # one lease's KV on its way, as the writer's engine knows it
 NULL_BLOCK = BlockId(0)  # what a sliding window has left: readable, never written, never pushed
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "uint8": 1}
@@ -28,7 +29,12 @@ class TensorSpec:
     dtype: str
 
     def heads_of_rank(self, tp_rank: int, tp_size: int) -> range:
-        """Heads that a rank holds; with fewer heads than ranks, each is replicated on several."""
+        """Heads that a rank holds; with fewer heads than ranks, each is replicated on several.
+
+        Raises ValueError when the heads cannot be split, or replicated, evenly.
+        """
+        if self.num_heads % tp_size and tp_size % self.num_heads:
+            raise ValueError(f"{self.num_heads} {self.name} heads do not fit {tp_size} ranks")
         if self.num_heads >= tp_size:
             per_rank = self.num_heads // tp_size
             return range(tp_rank * per_rank, (tp_rank + 1) * per_rank)
@@ -44,14 +50,6 @@ class LayerGroup:
     num_layers: int
     tensors: tuple[TensorSpec, ...]
     window: int | None = None  # tokens a layer looks back, None for all
-
-
-@dataclass(frozen=True)
-class Run:
-    """A contiguous run of bytes inside a region, for one block of one tensor of one layer."""
-
-    offset: int
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class RegionLayout:
                 offset += block_bytes * self.num_blocks
                 continue
             offset += (
-                (layer - group.first_layer) * (block_bytes // group.num_layers) * (self.num_blocks)
+                (layer - group.first_layer) * (block_bytes // group.num_layers) * self.num_blocks
             )
             for spec in group.tensors:
                 if spec.name == tensor:
@@ -136,8 +134,9 @@ class RegionLayout:
 def kv_fingerprint(layout: KvLayout, weights_digest: str, **model: object) -> bytes:
     """16 bytes that differ when two workers' KV could differ; seeds every block hash.
 
-    `model` is whatever else decides KV values: rope parameters, tokenizer digest, adapter.
+    `model` is whatever else decides KV values: rope parameters, tokenizer digest, adapter; plain
+    JSON values, for anything else has no form that two processes agree on (TypeError).
     """
     described = {"layout": asdict(layout), "weights": weights_digest, "model": model}
-    text = json.dumps(described, sort_keys=True, default=str)
+    text = json.dumps(described, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

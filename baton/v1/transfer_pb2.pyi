@@ -4,6 +4,7 @@ isort:skip_file
 Worker to worker, as active messages of the transfer layer."""
 
 from baton.v1 import common_pb2 as _common_pb2
+from baton.v1 import worker_pb2 as _worker_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -37,6 +38,8 @@ class TransferMessage(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     RANK_DONE_FIELD_NUMBER: _builtins.int
     RANK_DRAINED_FIELD_NUMBER: _builtins.int
+    RANK_CANCEL_FIELD_NUMBER: _builtins.int
+    RANK_REGIONS_FIELD_NUMBER: _builtins.int
     sender_worker_id: _builtins.str
     """Who sends: replies to an older incarnation are dropped."""
     sender_incarnation: _builtins.int
@@ -61,6 +64,10 @@ class TransferMessage(_message.Message):
     def rank_done(self) -> Global___RankDone: ...
     @_builtins.property
     def rank_drained(self) -> Global___RankDrained: ...
+    @_builtins.property
+    def rank_cancel(self) -> Global___RankCancel: ...
+    @_builtins.property
+    def rank_regions(self) -> Global___RankRegions: ...
     def __init__(
         self,
         *,
@@ -78,12 +85,14 @@ class TransferMessage(_message.Message):
         failed: Global___TransferFailed | None = ...,
         rank_done: Global___RankDone | None = ...,
         rank_drained: Global___RankDrained | None = ...,
+        rank_cancel: Global___RankCancel | None = ...,
+        rank_regions: Global___RankRegions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "done", b"done", "drained", b"drained", "failed", b"failed", "fence", b"fence", "message", b"message", "nack", b"nack", "progress", b"progress", "rank_done", b"rank_done", "rank_drained", b"rank_drained"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "done", b"done", "drained", b"drained", "failed", b"failed", "fence", b"fence", "message", b"message", "nack", b"nack", "progress", b"progress", "rank_cancel", b"rank_cancel", "rank_done", b"rank_done", "rank_drained", b"rank_drained", "rank_regions", b"rank_regions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "done", b"done", "drained", b"drained", "failed", b"failed", "fence", b"fence", "lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "message", b"message", "nack", b"nack", "progress", b"progress", "rank_done", b"rank_done", "rank_drained", b"rank_drained", "sender_incarnation", b"sender_incarnation", "sender_rank", b"sender_rank", "sender_worker_id", b"sender_worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "done", b"done", "drained", b"drained", "failed", b"failed", "fence", b"fence", "lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "message", b"message", "nack", b"nack", "progress", b"progress", "rank_cancel", b"rank_cancel", "rank_done", b"rank_done", "rank_drained", b"rank_drained", "rank_regions", b"rank_regions", "sender_incarnation", b"sender_incarnation", "sender_rank", b"sender_rank", "sender_worker_id", b"sender_worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["done", "ack", "nack", "fence", "drained", "progress", "failed", "rank_done", "rank_drained"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["done", "ack", "nack", "fence", "drained", "progress", "failed", "rank_done", "rank_drained", "rank_cancel", "rank_regions"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -103,6 +112,9 @@ class TransferDone(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_STRIDE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    REPLY_TO_FIELD_NUMBER: _builtins.int
     target_rank: _builtins.int
     num_source_ranks: _builtins.int
     num_bytes: _builtins.int
@@ -110,11 +122,21 @@ class TransferDone(_message.Message):
     kv_fingerprint: _builtins.bytes
     first_token: _builtins.int
     """The first token and what the receiver needs to go on."""
+    checksum_stride: _builtins.int
+    """0: no checksums; n: every n-th pushed block of a group has one."""
     @_builtins.property
     def logprobs(self) -> _common_pb2.Logprobs: ...
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per block checksums, in the order of the lease's blocks; empty when off."""
+        """Checksums of the blocks that checksum_stride chooses, group after group, in the order of `groups`."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.GroupBlocks]:
+        """The target's blocks that were pushed, for the rank that verifies checksums; empty without them."""
+
+    @_builtins.property
+    def reply_to(self) -> _common_pb2.RankAddress:
+        """Where the answer goes: rank 0 of the writer."""
 
     def __init__(
         self,
@@ -127,10 +149,13 @@ class TransferDone(_message.Message):
         first_token: _builtins.int = ...,
         logprobs: _common_pb2.Logprobs | None = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
+        checksum_stride: _builtins.int = ...,
+        groups: _abc.Iterable[_worker_pb2.GroupBlocks] | None = ...,
+        reply_to: _common_pb2.RankAddress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "reply_to", b"reply_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "first_token", b"first_token", "kv_fingerprint", b"kv_fingerprint", "logprobs", b"logprobs", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_source_ranks", b"num_source_ranks", "target_rank", b"target_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_stride", b"checksum_stride", "checksums", b"checksums", "first_token", b"first_token", "groups", b"groups", "kv_fingerprint", b"kv_fingerprint", "logprobs", b"logprobs", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_source_ranks", b"num_source_ranks", "reply_to", b"reply_to", "target_rank", b"target_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,7 +288,10 @@ class RankDone(_message.Message):
 
     SOURCE_RANK_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     source_rank: _builtins.int
+    error: _builtins.str
+    """Set when this rank found the blocks wrong."""
     @_builtins.property
     def done(self) -> Global___TransferDone: ...
     def __init__(
@@ -271,10 +299,11 @@ class RankDone(_message.Message):
         *,
         source_rank: _builtins.int = ...,
         done: Global___TransferDone | None = ...,
+        error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "source_rank", b"source_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "error", b"error", "source_rank", b"source_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -289,20 +318,85 @@ class RankDrained(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    PUT_S_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     num_blocks: _builtins.int
     error: _builtins.str
+    put_s: _builtins.float
+    """Time this rank spent posting and flushing."""
     def __init__(
         self,
         *,
         num_bytes: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         error: _builtins.str = ...,
+        put_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "put_s", b"put_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankDrained: _TypeAlias = RankDrained  # noqa: Y015
+
+@_typing.final
+class RankCancel(_message.Message):
+    """Rank 0 of the writer tells its other ranks to stop pushing and to drain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankCancel: _TypeAlias = RankCancel  # noqa: Y015
+
+@_typing.final
+class RankRegions(_message.Message):
+    """A rank tells its rank 0, once, which memory it offers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lease(self) -> _worker_pb2.RankLease: ...
+    def __init__(
+        self,
+        *,
+        lease: _worker_pb2.RankLease | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankRegions: _TypeAlias = RankRegions  # noqa: Y015
+
+@_typing.final
+class OpenHandoff(_message.Message):
+    """What the exporter has delivered to the sink of each of its ranks: this handoff begins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lease(self) -> _worker_pb2.Lease: ...
+    def __init__(
+        self,
+        *,
+        lease: _worker_pb2.Lease | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenHandoff: _TypeAlias = OpenHandoff  # noqa: Y015

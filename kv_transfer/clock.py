@@ -1,0 +1,69 @@
+"""Time as the lease table and the exporter see it: an event loop's, or one that a test moves."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Clock(Protocol):
+    """Monotonic seconds and callbacks on the owner's thread."""
+
+    def now_s(self) -> float: ...
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer: ...
+
+
+class LoopClock:
+    """The clock of a running event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def now_s(self) -> float:
+        return self._loop.time()
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+        return self._loop.call_later(delay_s, callback)
+
+
+class _ManualTimer:
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class ManualClock:
+    """A clock that stands still until `advance`."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._order = itertools.count()
+        self._timers: list[tuple[float, int, _ManualTimer]] = []
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+        timer = _ManualTimer(callback)
+        heapq.heappush(self._timers, (self._now_s + delay_s, next(self._order), timer))
+        return timer
+
+    def advance(self, seconds: float) -> None:
+        """Move on, running every callback that falls due, in order, at its own time."""
+        end_s = self._now_s + seconds
+        while self._timers and self._timers[0][0] <= end_s:
+            due_s, _, timer = heapq.heappop(self._timers)
+            self._now_s = max(self._now_s, due_s)
+            if timer.callback is not None:
+                timer.callback()
+        self._now_s = end_s

@@ -1,0 +1,74 @@
+"""What can go wrong in a handoff.
+
+TransferError
+├── TransportError          libucp is missing or refused a call: this process cannot transfer
+├── FingerprintError        the two workers' KV could differ: they never exchange any
+├── LeaseError              the lease cannot be served
+│   ├── LeaseFencedError    its owner has fenced it (tombstone): never served any more
+│   └── WrongWriterError    it names another writer, or another incarnation of this one
+└── HandoffError            the handoff began and failed; nothing will be admitted for it
+    ├── PeerLostError       the receiver, or a rank of either side, is gone
+    ├── FencedError         the receiver told us to stop
+    ├── NackError           the receiver refuses the `done`
+    ├── HandoffTimeoutError no acknowledgement in time: it may or may not have been admitted
+    ├── PostFailedError     a put or a flush failed
+    └── CancelledHandoffError  `cancel` was called while `finish` was waiting
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TransferError(Exception):
+    """Base of all."""
+
+
+class TransportError(TransferError):
+    pass
+
+
+class FingerprintError(TransferError):
+    pass
+
+
+class LeaseError(TransferError):
+    pass
+
+
+class LeaseFencedError(LeaseError):
+    pass
+
+
+class WrongWriterError(LeaseError):
+    pass
+
+
+class HandoffError(TransferError):
+    """`reason` is what HandoffFailed carries on the wire."""
+
+    reason: ClassVar[str] = "POST_FAILED"
+
+
+class PeerLostError(HandoffError):
+    reason = "PEER_LOST"
+
+
+class FencedError(HandoffError):
+    reason = "FENCED"
+
+
+class NackError(HandoffError):
+    reason = "NACK"
+
+
+class HandoffTimeoutError(HandoffError):
+    reason = "TIMEOUT"
+
+
+class PostFailedError(HandoffError):
+    reason = "POST_FAILED"
+
+
+class CancelledHandoffError(HandoffError):
+    reason = "CANCELLED"

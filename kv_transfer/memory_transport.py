@@ -1,0 +1,311 @@
+"""Transport inside one interpreter: several "processes", every fault on demand.
+
+Every put, flush, message and loss is an `Operation` that a scheduler runs: a thread by default, or
+a `ManualScheduler` with which a test delays, drops and reorders them. A killed process runs no
+callback any more, but what it has posted stays with the scheduler and can still land, as it can
+on a network card, until it is reaped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.lease import Region
+from kv_transfer.transport import (
+    FlushResult,
+    OnFlushed,
+    OnMessage,
+    OnPeerLost,
+    Peer,
+    PutBatch,
+    TransferMemory,
+)
+
+_ALIGNMENT = 4096
+
+
+@dataclass(eq=False)
+class Operation:
+    """Something one process has asked for. `payload` is a message's."""
+
+    kind: Literal["put", "flush", "message", "lost"]
+    source: bytes
+    target: bytes
+    run: Callable[[], None]
+    payload: bytes = b""
+
+
+class Scheduler(Protocol):
+    def schedule(self, operation: Operation) -> None: ...
+
+    def discard(self, unwanted: Callable[[Operation], bool]) -> None:
+        """Forget the operations that have not run and are unwanted."""
+
+
+class ThreadScheduler:
+    """Runs everything in order on one thread."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Operation] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="memory-transport", daemon=True).start()
+
+    def schedule(self, operation: Operation) -> None:
+        self._queue.put(operation)
+
+    def discard(self, unwanted: Callable[[Operation], bool]) -> None:
+        kept = []
+        while not self._queue.empty():
+            operation = self._queue.get()
+            if not unwanted(operation):
+                kept.append(operation)
+        for operation in kept:
+            self._queue.put(operation)
+
+    def _run(self) -> None:
+        while True:
+            self._queue.get().run()
+
+
+class ManualScheduler:
+    """Runs nothing by itself: `pending` is in the order things were asked for."""
+
+    def __init__(self) -> None:
+        self.pending: list[Operation] = []
+
+    def schedule(self, operation: Operation) -> None:
+        self.pending.append(operation)
+
+    def discard(self, unwanted: Callable[[Operation], bool]) -> None:
+        self.pending = [operation for operation in self.pending if not unwanted(operation)]
+
+    def run(self, operation: Operation) -> None:
+        self.pending.remove(operation)
+        operation.run()
+
+    def drop(self, operation: Operation) -> None:
+        self.pending.remove(operation)
+
+    def run_all(self, kinds: tuple[str, ...] = ("put", "flush", "message", "lost")) -> int:
+        """Run the pending operations of these kinds, and what they cause; the number that ran."""
+        ran = 0
+        while chosen := next((o for o in self.pending if o.kind in kinds), None):
+            self.run(chosen)
+            ran += 1
+        return ran
+
+
+class MemoryMemory:
+    """A pool in this interpreter's memory, in regions as UCX would make them."""
+
+    def __init__(
+        self, address: bytes, num_regions: int, region_bytes: int, blocks_per_region: int
+    ) -> None:
+        self.num_regions = num_regions
+        self.region_stride_bytes = -(-region_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.blocks_per_region = blocks_per_region
+        num_bytes = num_regions * self.region_stride_bytes
+        raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT
+        self.buffer: npt.NDArray[np.uint8] = raw[start : start + num_bytes]
+        base = self.buffer.ctypes.data
+        self.regions = tuple(
+            Region(
+                first_block=index * blocks_per_region,
+                num_blocks=blocks_per_region,
+                base_address=base + index * self.region_stride_bytes,
+                num_bytes=self.region_stride_bytes,
+                rkey=b"%b/%d" % (address, index),
+            )
+            for index in range(num_regions)
+        )
+
+    def check_within(self, region: Region, address: int, num_bytes: int) -> None:
+        end = region.base_address + region.num_bytes
+        assert region.base_address <= address and address + num_bytes <= end, (
+            f"{num_bytes} bytes at {address:#x} are outside region {region.rkey!r}"
+        )
+
+
+@dataclass(eq=False)
+class MemoryPeer:
+    address: bytes
+    lost: bool = False
+    error: str | None = None
+    busy_s: float = field(default=0.0)
+
+
+class MemoryNetwork:
+    """The processes that can reach each other."""
+
+    _shared: ClassVar[MemoryNetwork | None] = None
+
+    def __init__(self, scheduler: Scheduler | None = None) -> None:
+        self.scheduler: Scheduler = scheduler or ThreadScheduler()
+        self._processes: dict[bytes, MemoryTransport] = {}
+        self._numbers = itertools.count()
+
+    @classmethod
+    def shared(cls) -> MemoryNetwork:
+        """The network that `make_transport` joins: one for this interpreter."""
+        if cls._shared is None:
+            cls._shared = cls()
+        return cls._shared
+
+    def join(self) -> MemoryTransport:
+        address = b"memory-%d" % next(self._numbers)
+        transport = self._processes[address] = MemoryTransport(self, address)
+        return transport
+
+    def process(self, address: bytes) -> MemoryTransport | None:
+        """None once it is dead or closed."""
+        return self._processes.get(address)
+
+    def kill(self, address: bytes, noticed: bool = True) -> None:
+        """End a process at once; what it has posted may still land. `noticed`: its peers are told."""
+        self._processes.pop(address).dead = True
+        if noticed:
+            self.notice(address)
+
+    def notice(self, address: bytes) -> None:
+        """Tell everyone connected to a dead process that it is lost."""
+        for process in list(self._processes.values()):
+            process.schedule_loss(address)
+
+    def reap(self, address: bytes) -> None:
+        """After this nothing that a dead process has posted can land any more."""
+        self.scheduler.discard(lambda operation: operation.source == address)
+
+
+class MemoryTransport:
+    """Implements `kv_transfer.transport.Transport`."""
+
+    def __init__(self, network: MemoryNetwork, address: bytes) -> None:
+        self.dead = False
+        self._network = network
+        self._address = address
+        self._memory: MemoryMemory | None = None
+        self._peers: dict[bytes, MemoryPeer] = {}
+        self._lock = threading.Lock()  # of the peers' map
+        self._started: tuple[OnMessage, OnPeerLost] | None = None
+        self._early: list[bytes] = []
+
+    @property
+    def address(self) -> bytes:
+        return self._address
+
+    def allocate(
+        self, num_regions: int, region_bytes: int, blocks_per_region: int
+    ) -> TransferMemory:
+        assert self._memory is None, "the pool exists already"
+        self._memory = MemoryMemory(self._address, num_regions, region_bytes, blocks_per_region)
+        return self._memory
+
+    def start(self, on_message: OnMessage, on_peer_lost: OnPeerLost) -> None:
+        assert self._started is None, "started already"
+        self._started = (on_message, on_peer_lost)
+        early, self._early = self._early, []
+        for payload in early:
+            self._schedule("message", self._address, lambda p=payload: on_message(p), payload)
+
+    def connect(self, address: bytes) -> MemoryPeer:
+        with self._lock:
+            peer = self._peers.get(address)
+            if peer is None:
+                peer = self._peers[address] = MemoryPeer(address)
+                if self._network.process(address) is None:
+                    self._schedule("lost", address, lambda: self._lose(address))
+            return peer
+
+    def put(self, peer: Peer, batch: PutBatch) -> None:
+        assert isinstance(peer, MemoryPeer)
+        self._schedule("put", peer.address, lambda: self._copy(peer, batch))
+
+    def flush(self, peer: Peer, on_flushed: OnFlushed) -> None:
+        assert isinstance(peer, MemoryPeer)
+
+        def run() -> None:
+            error = "the peer is lost" if peer.lost else peer.error
+            result = FlushResult(error, peer.busy_s)
+            peer.error, peer.busy_s = None, 0.0
+            if not self.dead:
+                on_flushed(result)
+
+        self._schedule("flush", peer.address, run)
+
+    def send(self, peer: Peer, payload: bytes) -> None:
+        assert isinstance(peer, MemoryPeer)
+
+        def run() -> None:
+            receiver = self._network.process(peer.address)
+            if receiver is not None and not peer.lost:
+                receiver.receive(payload)
+
+        self._schedule("message", peer.address, run, payload)
+
+    def receive(self, payload: bytes) -> None:
+        if self._started is None:
+            self._early.append(payload)
+        else:
+            self._started[0](payload)
+
+    def schedule_loss(self, address: bytes) -> None:
+        if address in self._peers:
+            self._schedule("lost", address, lambda: self._lose(address))
+
+    def close(self) -> None:
+        if self._network.process(self._address) is self:
+            self._network.kill(self._address)
+        self._network.reap(self._address)
+
+    def _schedule(
+        self,
+        kind: Literal["put", "flush", "message", "lost"],
+        target: bytes,
+        run: Callable[[], None],
+        payload: bytes = b"",
+    ) -> None:
+        if not self.dead:
+            operation = Operation(kind, self._address, target, run, payload)
+            self._network.scheduler.schedule(operation)
+
+    def _copy(self, peer: MemoryPeer, batch: PutBatch) -> None:
+        receiver = self._network.process(peer.address)
+        if peer.lost or receiver is None:
+            return  # as over shared memory: nobody tells
+        assert self._memory is not None and receiver._memory is not None
+        start_s = time.perf_counter()
+        by_rkey = {region.rkey: region for region in receiver._memory.regions}
+        rows = (
+            batch.sources,
+            batch.targets,
+            batch.lengths,
+            batch.source_regions,
+            batch.target_regions,
+        )
+        for source, target, length, here, there in zip(*(r.tolist() for r in rows), strict=True):
+            region = by_rkey.get(batch.rkeys[there])
+            if region is None:
+                peer.error = f"no region with rkey {batch.rkeys[there]!r}"
+                return
+            self._memory.check_within(self._memory.regions[here], source, length)
+            receiver._memory.check_within(region, target, length)
+            ctypes.memmove(target, source, length)
+        peer.busy_s += time.perf_counter() - start_s
+
+    def _lose(self, address: bytes) -> None:
+        with self._lock:
+            peer = self._peers.pop(address, None)
+        if peer is not None:
+            peer.lost = True
+            if self._started is not None and not self.dead:
+                self._started[1](address)

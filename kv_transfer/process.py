@@ -1,0 +1,90 @@
+"""Who a process is, and the proof that it is gone.
+
+A process that no longer exists cannot write into shared memory. A pid alone proves nothing, for
+pids are used again; with its start time it names one process of one kernel. A zombie has released
+its memory already (the kernel drops it before a process can be waited for), once none of its
+threads is left: its main thread may be dead while others still run.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from baton.v1 import common_pb2
+
+_STATE_FIELD = 0  # of what follows the command's name in /proc/<pid>/stat
+_START_TIME_FIELD = 19
+_DEAD_STATES = frozenset("ZXx")
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """One start of one process; `start_time_ticks` are clock ticks since boot."""
+
+    boot_id: str
+    pid_namespace: int
+    pid: int
+    start_time_ticks: int
+
+    def to_proto(self) -> common_pb2.ProcessIdentity:
+        return common_pb2.ProcessIdentity(
+            boot_id=self.boot_id,
+            pid_namespace=self.pid_namespace,
+            pid=self.pid,
+            start_time_ticks=self.start_time_ticks,
+        )
+
+    @staticmethod
+    def from_proto(message: common_pb2.ProcessIdentity) -> ProcessIdentity:
+        return ProcessIdentity(
+            message.boot_id, message.pid_namespace, message.pid, message.start_time_ticks
+        )
+
+
+@cache
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    """The fields of /proc/<pid>/stat after the name, which may hold spaces; None: no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text[text.rindex(")") + 2 :].split()
+
+
+def own_identity() -> ProcessIdentity:
+    """The identity of this process."""
+    fields = _stat_fields(os.getpid())
+    assert fields is not None
+    return ProcessIdentity(
+        _boot_id(), _pid_namespace(), os.getpid(), int(fields[_START_TIME_FIELD])
+    )
+
+
+def is_gone(identity: ProcessIdentity) -> bool | None:
+    """Whether the process can no longer touch memory; None: cannot be known from here.
+
+    It cannot be known of a process of another machine or of another pid namespace.
+    """
+    if identity.boot_id != _boot_id() or identity.pid_namespace != _pid_namespace():
+        return None
+    fields = _stat_fields(identity.pid)
+    if fields is None or int(fields[_START_TIME_FIELD]) != identity.start_time_ticks:
+        return True
+    if fields[_STATE_FIELD] not in _DEAD_STATES:
+        return False
+    try:
+        threads = os.listdir(f"/proc/{identity.pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return set(threads) <= {str(identity.pid)}

@@ -1,0 +1,272 @@
+"""Which rank of the writer feeds which rank of the receiver, and with what bytes. Pure.
+
+Tensor-parallel widths may differ. A head that several source ranks hold is sent by the lowest of
+them; a head that several target ranks hold is sent to each. A rank's share of a block is a run of
+heads, and so one contiguous run of bytes per layer and tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.errors import LeaseError
+from kv_transfer.layout import BlockId, KvLayout, RegionLayout, TensorSpec
+from kv_transfer.lease import Region
+from kv_transfer.transport import PutBatch, TransferMemory, Words
+
+
+@dataclass(frozen=True)
+class RankPair:
+    """One source rank and one target rank."""
+
+    source_rank: int
+    source_size: int
+    target_rank: int
+    target_size: int
+
+    def heads(self, tensor: TensorSpec) -> range:
+        """Heads of a tensor that the source rank owes the target rank; may be empty."""
+        source = tensor.heads_of_rank(self.source_rank, self.source_size)
+        if self.source_rank > 0:
+            below = tensor.heads_of_rank(self.source_rank - 1, self.source_size)
+            if below.stop > source.start:  # replicated: a lower rank holds the same head
+                return range(source.start, source.start)
+        target = tensor.heads_of_rank(self.target_rank, self.target_size)
+        start, stop = max(source.start, target.start), min(source.stop, target.stop)
+        return range(start, max(start, stop))
+
+    def layer_bytes(self, layout: KvLayout, group: int) -> int:
+        """Bytes of one block of one layer that go this way."""
+        return sum(len(self.heads(t)) * layout.head_bytes(t) for t in layout.groups[group].tensors)
+
+    def block_bytes(self, layout: KvLayout, group: int) -> int:
+        """Bytes of one block of a layer group, over its layers, that go this way."""
+        return layout.groups[group].num_layers * self.layer_bytes(layout, group)
+
+    def is_fed(self, layout: KvLayout) -> bool:
+        return any(self.layer_bytes(layout, group) for group in range(len(layout.groups)))
+
+
+def pairs(layout: KvLayout, source_size: int, target_size: int) -> tuple[RankPair, ...]:
+    """All pairs between which something moves. Rank 0 always feeds rank 0."""
+    return tuple(
+        pair
+        for source in range(source_size)
+        for target in range(target_size)
+        if (pair := RankPair(source, source_size, target, target_size)).is_fed(layout)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class GroupRuns:
+    """The puts of some blocks for the first layer of their group; later layers lie at a constant
+    stride on either side."""
+
+    first: PutBatch
+    source_layer_bytes: int
+    target_layer_bytes: int
+
+    def at(self, layer_in_group: int) -> PutBatch:
+        if layer_in_group == 0:
+            return self.first
+        source = np.uint64(layer_in_group * self.source_layer_bytes)
+        target = np.uint64(layer_in_group * self.target_layer_bytes)
+        return PutBatch(
+            self.first.sources + source,
+            self.first.targets + target,
+            self.first.lengths,
+            self.first.source_regions,
+            self.first.target_regions,
+            self.first.rkeys,
+        )
+
+
+class Route:
+    """From a source rank's pool into the regions that one target rank offers."""
+
+    def __init__(
+        self,
+        source: RegionLayout,
+        source_regions: Sequence[Region],
+        target_rank: int,
+        target_size: int,
+        target_regions: Sequence[Region],
+    ) -> None:
+        """Raises LeaseError when the regions cannot hold what the layout says."""
+        self.pair = RankPair(source.tp_rank, source.tp_size, target_rank, target_size)
+        self._source = source
+        self._target = _target_layout(source.layout, target_rank, target_size, target_regions)
+        self._source_bases = _bases(source_regions)
+        self._target_bases = _bases(target_regions)
+        self._rkeys = tuple(region.rkey for region in target_regions)
+
+    def runs(
+        self, group: int, source_blocks: Sequence[BlockId], target_blocks: Sequence[BlockId]
+    ) -> GroupRuns | None:
+        """The puts of these blocks, coalesced; None when nothing of them goes this way.
+
+        Raises LeaseError for a target block outside the offered regions.
+        """
+        source_regions, source_rows = np.divmod(
+            np.asarray(source_blocks, np.int64), self._source.num_blocks
+        )
+        target_regions, target_rows = np.divmod(
+            np.asarray(target_blocks, np.int64), self._target.num_blocks
+        )
+        if target_regions.size and int(target_regions.max()) >= len(self._target_bases):
+            raise LeaseError(f"block {max(target_blocks)} is in none of the offered regions")
+        parts = []
+        spec = self._source.layout.groups[group]
+        for tensor in spec.tensors:
+            heads = self.pair.heads(tensor)
+            if not heads:
+                continue
+            sources = _addresses(
+                self._source, spec.first_layer, tensor, heads, (source_regions, source_rows)
+            )
+            targets = _addresses(
+                self._target, spec.first_layer, tensor, heads, (target_regions, target_rows)
+            )
+            sources += self._source_bases[source_regions]
+            targets += self._target_bases[target_regions]
+            length = len(heads) * self._source.layout.head_bytes(tensor)
+            parts.append(coalesced(sources, targets, length, source_regions, target_regions))
+        if not parts or not len(source_blocks):
+            return None
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        batch = PutBatch(
+            columns[0].astype(np.uint64),
+            columns[1].astype(np.uint64),
+            columns[2].astype(np.uint64),
+            columns[3],
+            columns[4],
+            self._rkeys,
+        )
+        return GroupRuns(
+            batch, layer_stride_bytes(self._source, group), layer_stride_bytes(self._target, group)
+        )
+
+
+def coalesced(
+    sources: npt.NDArray[np.int64],
+    targets: npt.NDArray[np.int64],
+    length: int,
+    source_regions: npt.NDArray[np.int64],
+    target_regions: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], ...]:
+    """Merge neighbours that follow on at both ends: (sources, targets, lengths, regions, regions).
+
+    Runs of `length` bytes each, in order; regions are registered apart and never merged.
+    """
+    starts = np.ones(len(sources), dtype=bool)
+    starts[1:] = (
+        (sources[1:] != sources[:-1] + length)
+        | (targets[1:] != targets[:-1] + length)
+        | (source_regions[1:] != source_regions[:-1])
+        | (target_regions[1:] != target_regions[:-1])
+    )
+    first = np.flatnonzero(starts)
+    lengths = np.diff(first, append=len(sources)) * length
+    return sources[first], targets[first], lengths, source_regions[first], target_regions[first]
+
+
+def layer_stride_bytes(layout: RegionLayout, group: int) -> int:
+    """Distance in a region between one layer of a group and the next."""
+    block_bytes = layout.layout.rank_block_bytes(group, layout.tp_rank, layout.tp_size)
+    return block_bytes // layout.layout.groups[group].num_layers * layout.num_blocks
+
+
+def _addresses(
+    layout: RegionLayout,
+    layer: int,
+    tensor: TensorSpec,
+    heads: range,
+    blocks: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+) -> npt.NDArray[np.int64]:
+    """Offsets in their regions of a run of heads of blocks given as (regions, rows)."""
+    held = tensor.heads_of_rank(layout.tp_rank, layout.tp_size)
+    start = layout.tensor_offset(layer, tensor.name)
+    start += (heads.start - held.start) * layout.layout.head_bytes(tensor)
+    return start + blocks[1] * layout.tensor_block_bytes(tensor)
+
+
+def _bases(regions: Sequence[Region]) -> npt.NDArray[np.int64]:
+    return np.array([region.base_address for region in regions], dtype=np.int64)
+
+
+def _target_layout(
+    layout: KvLayout, target_rank: int, target_size: int, regions: Sequence[Region]
+) -> RegionLayout:
+    if not regions:
+        raise LeaseError(f"rank {target_rank} offers no memory")
+    num_blocks = regions[0].num_blocks
+    target = RegionLayout(layout, target_rank, target_size, num_blocks)
+    for index, region in enumerate(regions):
+        if region.num_blocks != num_blocks or region.first_block != index * num_blocks:
+            raise LeaseError(f"rank {target_rank}'s regions are not of equal block count, in order")
+        if region.num_bytes < target.num_bytes():
+            raise LeaseError(
+                f"rank {target_rank}'s region has {region.num_bytes} bytes, "
+                f"its {num_blocks} blocks take {target.num_bytes()}"
+            )
+    return target
+
+
+def block_checksums(
+    memory: TransferMemory,
+    layout: RegionLayout,
+    pair: RankPair,
+    tables: Sequence[Sequence[BlockId]],
+    stride: int,
+) -> list[int]:
+    """64-bit checksums of every `stride`-th block of each group's table, as far as it is the pair's.
+
+    Equal on both sides for equal bytes: over the layers in order, the tensors in order, and the
+    heads that go from the source rank to the target rank. `layout` is that of the side that asks.
+    """
+    checksums = []
+    for group, table in enumerate(tables):
+        offsets = _share_offsets(layout, pair, group)
+        for block in table[::stride]:
+            region, row = divmod(block, layout.num_blocks)
+            base = region * memory.region_stride_bytes
+            digest = hashlib.blake2b(digest_size=8)
+            for offset, row_bytes, num_bytes in offsets:
+                start = base + offset + row * row_bytes
+                digest.update(memory.buffer[start : start + num_bytes])
+            checksums.append(int.from_bytes(digest.digest(), "little"))
+    return checksums
+
+
+def _share_offsets(layout: RegionLayout, pair: RankPair, group: int) -> list[tuple[int, int, int]]:
+    """(offset in region, bytes between blocks, bytes of the share) for each layer and tensor."""
+    spec = layout.layout.groups[group]
+    offsets = []
+    for layer in range(spec.first_layer, spec.first_layer + spec.num_layers):
+        for tensor in spec.tensors:
+            heads = pair.heads(tensor)
+            if heads:
+                held = tensor.heads_of_rank(layout.tp_rank, layout.tp_size)
+                head_bytes = layout.layout.head_bytes(tensor)
+                offset = layout.tensor_offset(layer, tensor.name)
+                offset += (heads.start - held.start) * head_bytes
+                row_bytes = layout.tensor_block_bytes(tensor)
+                offsets.append((offset, row_bytes, len(heads) * head_bytes))
+    return offsets
+
+
+__all__ = [
+    "GroupRuns",
+    "RankPair",
+    "Route",
+    "Words",
+    "block_checksums",
+    "coalesced",
+    "layer_stride_bytes",
+    "pairs",
+]

@@ -1,0 +1,122 @@
+"""The seam between handoffs and what moves bytes: one-sided puts, flushes and small messages.
+
+A transport belongs to one process and has one progress thread. Every method but `close` may be
+called from any thread and returns at once: it enqueues. Callbacks run on the progress thread, one
+at a time, and must only enqueue or send in their turn.
+
+What a transport promises: operations to one peer start in the order they were asked for; a flush
+completes when every earlier put to that peer has left this process's hands for good, so that
+nothing of it can be written later. A flush that succeeds is no proof that the peer lives, nor that
+it has seen anything: only the peer's own message is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.lease import Region
+
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False)
+class PutBatch:
+    """Contiguous runs to copy into a peer's memory; all arrays are [num_runs].
+
+    `sources` and `targets` are addresses here and there, `lengths` bytes; `source_regions` and
+    `target_regions` (int64) say in which of this process's regions and under which of `rkeys` each
+    run lies.
+    """
+
+    sources: Words
+    targets: Words
+    lengths: Words
+    source_regions: npt.NDArray[np.int64]
+    target_regions: npt.NDArray[np.int64]
+    rkeys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class FlushResult:
+    """`error` is None when every put before the flush is done; `busy_s` is what the peer's puts and
+    flushes have cost this process since the last flush's result."""
+
+    error: str | None
+    busy_s: float
+
+
+OnMessage = Callable[[bytes], None]
+OnPeerLost = Callable[[bytes], None]
+OnFlushed = Callable[[FlushResult], None]
+
+
+class TransferMemory(Protocol):
+    """A rank's pool: `engine.api.KvMemory` and what a peer must know to write into it."""
+
+    @property
+    def num_regions(self) -> int: ...
+
+    @property
+    def region_stride_bytes(self) -> int: ...
+
+    @property
+    def blocks_per_region(self) -> int: ...
+
+    @property
+    def buffer(self) -> npt.NDArray[np.uint8]:
+        """The whole reservation: uint8 [num_regions * region_stride_bytes]; void after `close`."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]: ...
+
+
+class Peer(Protocol):
+    """A connection to one process."""
+
+    @property
+    def address(self) -> bytes: ...
+
+
+class Transport(Protocol):
+    @property
+    def address(self) -> bytes:
+        """What a peer's `connect` takes."""
+
+    def allocate(
+        self, num_regions: int, region_bytes: int, blocks_per_region: int
+    ) -> TransferMemory:
+        """Make, touch and register the pool. Before `start`, once. Raises TransportError."""
+
+    def start(self, on_message: OnMessage, on_peer_lost: OnPeerLost) -> None:
+        """Begin to move things. `on_peer_lost` gets the address of a peer, once per connection."""
+
+    def connect(self, address: bytes) -> Peer:
+        """The connection to that address, made when there is none or the last one was lost."""
+
+    def put(self, peer: Peer, batch: PutBatch) -> None:
+        """Copy into the peer's memory; a failure is told by the next flush."""
+
+    def flush(self, peer: Peer, on_flushed: OnFlushed) -> None: ...
+
+    def send(self, peer: Peer, payload: bytes) -> None:
+        """One message, after every flush that has completed; lost when the peer is."""
+
+    def close(self) -> None:
+        """Drop what is under way and free everything, the pool too. Idempotent."""
+
+
+def make_transport(config: TransferConfig) -> Transport:
+    """The transport that the configuration names. Raises TransportError."""
+    if config.transport == "memory":
+        from kv_transfer.memory_transport import MemoryNetwork
+
+        return MemoryNetwork.shared().join()
+    from kv_transfer.ucx.transport import UcxTransport
+
+    return UcxTransport(config)

@@ -1,0 +1,147 @@
+"""One peer as the progress thread sees it: its UCX endpoint, its rkeys, what it costs."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_void_p
+from typing import Any
+
+from kv_transfer.errors import TransportError
+from kv_transfer.transport import FlushResult, OnFlushed, PutBatch
+from kv_transfer.ucx.binding import (
+    AM_SEND_EAGER,
+    EP_CLOSE_FORCE,
+    ERROR_MODE_PEER,
+    IN_PROGRESS,
+    OP_ATTR_FLAGS,
+    EndpointParams,
+    RequestParams,
+    Ucp,
+    pointer_status,
+)
+from kv_transfer.ucx.native import Poster, PostTarget
+
+_PLAIN = RequestParams()
+_EAGER = RequestParams(op_attr_mask=OP_ATTR_FLAGS, flags=AM_SEND_EAGER)
+
+OnComplete = Callable[[str | None], None]
+
+
+class Requests:
+    """UCX requests under way, each with what to do when it ends and what must live until then."""
+
+    def __init__(self, ucp: Ucp) -> None:
+        self._ucp = ucp
+        self._open: list[tuple[int, OnComplete]] = []
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def track(self, pointer: int | None, on_complete: OnComplete) -> None:
+        """Call `on_complete` with None or an error's text: now, or once the request ends."""
+        status = pointer_status(pointer)
+        if status == IN_PROGRESS:
+            assert pointer is not None
+            self._open.append((pointer, on_complete))
+        else:
+            on_complete(None if status == 0 else self._ucp.text(status))
+
+    def poll(self) -> None:
+        """Complete those that have ended, in the order they were begun."""
+        if not self._open:
+            return
+        begun, self._open = self._open, []
+        for pointer, on_complete in begun:
+            status = self._ucp.ucp_request_check_status(pointer)
+            if status == IN_PROGRESS:
+                self._open.append((pointer, on_complete))
+                continue
+            self._ucp.ucp_request_free(pointer)
+            on_complete(None if status == 0 else self._ucp.text(status))
+
+
+class UcxPeer:
+    """The handle callers hold. Its endpoint is made by the progress thread, at first use."""
+
+    def __init__(self, address: bytes) -> None:
+        self.address = address
+        self.endpoint: Endpoint | None = None
+        self.lost = False
+
+
+class Endpoint:
+    """A UCX endpoint in PEER error mode. Progress thread only. Raises TransportError when made."""
+
+    def __init__(self, ucp: Ucp, worker: int, address: bytes, key: int, on_error: Any) -> None:
+        self._ucp, self._worker = ucp, worker
+        self._rkeys: dict[bytes, int] = {}
+        self._busy_s = 0.0
+        self._error: str | None = None
+        handle = c_void_p()
+        params = EndpointParams(
+            field_mask=1 | 2 | 4,
+            address=ctypes.cast(ctypes.c_char_p(address), c_void_p),
+            error_mode=ERROR_MODE_PEER,
+            error_callback=on_error,
+            error_argument=key,
+        )
+        ucp.check(ucp.ucp_ep_create(worker, byref(params), byref(handle)), "ucp_ep_create")
+        assert handle.value is not None
+        self._handle = handle.value
+
+    def put(self, poster: Poster, batch: PutBatch, memory_handles: Sequence[int]) -> None:
+        """Post a batch; an error is kept for the next flush."""
+        if self._error is not None:
+            return
+        start_s = time.perf_counter()
+        try:
+            rkeys = [self._rkey(packed) for packed in batch.rkeys]
+        except TransportError as error:
+            self._error = str(error)
+            return
+        target = PostTarget(self._worker, self._handle, memory_handles, rkeys)
+        status = poster.post(target, batch)
+        if status < 0:
+            self._error = f"ucp_put_nbx: {self._ucp.text(status)}"
+        self._busy_s += time.perf_counter() - start_s
+
+    def _rkey(self, packed: bytes) -> int:
+        known = self._rkeys.get(packed)
+        if known is not None:
+            return known
+        rkey = c_void_p()
+        status = self._ucp.ucp_ep_rkey_unpack(self._handle, packed, byref(rkey))
+        self._ucp.check(status, "ucp_ep_rkey_unpack")
+        assert rkey.value is not None
+        self._rkeys[packed] = rkey.value
+        return rkey.value
+
+    def flush(self, requests: Requests, on_flushed: OnFlushed) -> None:
+        """Even after a failed put: those before it may still be under way."""
+        error, self._error = self._error, None
+        start_s = time.perf_counter()
+
+        def complete(flush_error: str | None) -> None:
+            busy_s = self._busy_s + time.perf_counter() - start_s
+            self._busy_s = 0.0
+            on_flushed(FlushResult(error or flush_error, busy_s))
+
+        requests.track(self._ucp.ucp_ep_flush_nbx(self._handle, byref(_PLAIN)), complete)
+
+    def send(self, requests: Requests, payload: bytes) -> None:
+        """Eager whatever its size, so that the receiver gets it whole and answers nothing."""
+        pointer = self._ucp.ucp_am_send_nbx(
+            self._handle, 0, None, 0, payload, len(payload), byref(_EAGER)
+        )
+        # The default argument keeps the payload alive until UCX has taken it. A failure needs no
+        # report of its own: the endpoint's error callback tells that the peer is lost.
+        requests.track(pointer, lambda _error, _payload=payload: None)
+
+    def close(self, requests: Requests, force: bool, on_complete: OnComplete) -> None:
+        for rkey in self._rkeys.values():
+            self._ucp.ucp_rkey_destroy(rkey)
+        self._rkeys.clear()
+        params = RequestParams(op_attr_mask=OP_ATTR_FLAGS, flags=EP_CLOSE_FORCE if force else 0)
+        requests.track(self._ucp.ucp_ep_close_nbx(self._handle, byref(params)), on_complete)

@@ -1,0 +1,162 @@
+"""Two posters of a batch of puts: compiled C, and its twin in Python for where no compiler is.
+
+The C source is compiled at first use and kept in the user's cache under the hash of source, flags
+and machine, so that a later start only opens it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_int, c_size_t, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kv_transfer.transport import PutBatch
+from kv_transfer.ucx.binding import IN_PROGRESS, OP_ATTR_MEMH, RequestParams, Ucp, pointer_status
+
+log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("post_loop.c")
+_FLAGS = ("-O2", "-std=c11", "-shared", "-fPIC")
+_COMPILERS = ("cc", "gcc", "clang")
+
+
+@dataclass(frozen=True)
+class PostTarget:
+    """Where a batch goes: libucp handles, as integers."""
+
+    worker: int
+    endpoint: int
+    memory_handles: Sequence[int]  # by source region
+    rkeys: Sequence[int]  # by target region
+
+
+class Poster(Protocol):
+    def post(self, target: PostTarget, batch: PutBatch) -> int:
+        """Post all puts of a batch: 0, or the negative status of the one that failed."""
+
+
+class PythonPoster:
+    """The loop in Python: about 1 us a put, with the GIL held between puts."""
+
+    def __init__(self, ucp: Ucp) -> None:
+        self._put, self._free = ucp.ucp_put_nbx, ucp.ucp_request_free
+
+    def post(self, target: PostTarget, batch: PutBatch) -> int:
+        params = RequestParams(op_attr_mask=OP_ATTR_MEMH)
+        columns = (
+            batch.sources,
+            batch.targets,
+            batch.lengths,
+            batch.source_regions,
+            batch.target_regions,
+        )
+        for source, remote, length, here, there in zip(*(c.tolist() for c in columns), strict=True):
+            params.memory_handle = target.memory_handles[here]
+            request = self._put(
+                target.endpoint, source, length, remote, target.rkeys[there], byref(params)
+            )
+            status = pointer_status(request)
+            if status < 0:
+                return status
+            if status == IN_PROGRESS:
+                self._free(request)
+        return 0
+
+
+class _Api(ctypes.Structure):
+    _fields_ = (("put", c_void_p), ("progress", c_void_p), ("release", c_void_p))
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("sources", c_void_p),
+        ("targets", c_void_p),
+        ("lengths", c_void_p),
+        ("source_regions", c_void_p),
+        ("target_regions", c_void_p),
+        ("memory_handles", c_void_p),
+        ("rkeys", c_void_p),
+    )
+
+
+class NativePoster:
+    """The loop in C, with the GIL released."""
+
+    def __init__(self, ucp: Ucp, library: Path) -> None:
+        self._post = ctypes.CDLL(str(library)).baton_post_puts
+        self._post.restype = c_int
+        self._post.argtypes = [POINTER(_Api), c_void_p, c_void_p, POINTER(_Batch), c_size_t]
+        self._api = _Api(
+            ucp.address_of("ucp_put_nbx"),
+            ucp.address_of("ucp_worker_progress"),
+            ucp.address_of("ucp_request_free"),
+        )
+
+    def post(self, target: PostTarget, batch: PutBatch) -> int:
+        handles = (c_void_p * len(target.memory_handles))(*target.memory_handles)
+        rkeys = (c_void_p * len(target.rkeys))(*target.rkeys)
+        arrays = _Batch(
+            batch.sources.ctypes.data,
+            batch.targets.ctypes.data,
+            batch.lengths.ctypes.data,
+            batch.source_regions.ctypes.data,
+            batch.target_regions.ctypes.data,
+            ctypes.addressof(handles),
+            ctypes.addressof(rkeys),
+        )
+        status: int = self._post(
+            byref(self._api), target.worker, target.endpoint, byref(arrays), len(batch.sources)
+        )
+        return status
+
+
+def make_poster(ucp: Ucp, native: bool) -> Poster:
+    """The compiled poster when it is wanted and can be had, else the one in Python."""
+    if native:
+        try:
+            return NativePoster(ucp, compiled_post_loop())
+        except (OSError, subprocess.SubprocessError) as error:
+            log.warning("puts are posted from Python, for the C loop cannot be built: %s", error)
+    return PythonPoster(ucp)
+
+
+def compiled_post_loop() -> Path:
+    """The compiled library, made when it is not in the cache. Raises OSError, SubprocessError."""
+    source = _SOURCE.read_bytes()
+    key = hashlib.sha256(source + " ".join((*_FLAGS, platform.machine())).encode()).hexdigest()[:16]
+    library = _cache_folder() / f"post_loop-{key}.so"
+    if library.exists():
+        return library
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise FileNotFoundError(f"no C compiler ({', '.join(_COMPILERS)})")
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        output = Path(folder) / library.name
+        command = [compiler, *_FLAGS, "-o", str(output), str(_SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        output.replace(library)  # atomic: several processes may build it at once
+    return library
+
+
+def _cache_folder() -> Path:
+    """A folder only this user may write: what lies in it is loaded as code."""
+    for parent in (Path.home() / ".cache" / "baton", Path(tempfile.gettempdir())):
+        folder = parent / f"native-{os.getuid()}"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        status = folder.stat()
+        if status.st_uid == os.getuid() and not status.st_mode & 0o022:
+            return folder
+    raise PermissionError("no folder to keep compiled code in")

@@ -1,0 +1,270 @@
+"""One process's UCX worker and the thread that progresses it.
+
+Life cycle:
+1. made: context and worker exist, the address is known;
+2. `allocate`: the pool is mapped, registered and touched;
+3. `start`: the progress thread owns the worker from here on. It runs the commands other threads
+   have enqueued, progresses, and sleeps in `ucp_worker_wait` (spinning would starve a small
+   machine) until a peer's event or a command's signal wakes it;
+4. `close`: endpoints are closed, the thread ends, everything is freed in reverse order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from ctypes import byref, c_size_t, c_void_p
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.errors import TransportError
+from kv_transfer.transport import (
+    FlushResult,
+    OnFlushed,
+    OnMessage,
+    OnPeerLost,
+    Peer,
+    PutBatch,
+    TransferMemory,
+)
+from kv_transfer.ucx.binding import (
+    AM_WHOLE_MESSAGE,
+    API_MAJOR,
+    API_MINOR,
+    FEATURE_AM,
+    FEATURE_RMA,
+    FEATURE_WAKEUP,
+    THREAD_MODE_SERIALIZED,
+    ContextParams,
+    ErrorCallback,
+    MessageCallback,
+    MessageHandlerParams,
+    Ucp,
+    WorkerParams,
+    load,
+)
+from kv_transfer.ucx.endpoint import Endpoint, Requests, UcxPeer
+from kv_transfer.ucx.memory import UcxMemory
+from kv_transfer.ucx.native import Poster, make_poster
+
+log = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 1.0
+
+
+class UcxTransport:
+    """Implements `kv_transfer.transport.Transport`."""
+
+    def __init__(self, config: TransferConfig) -> None:
+        self._ucp = load(config)
+        self._poster: Poster = make_poster(self._ucp, config.native)
+        # Callbacks live as long as the worker: UCX keeps only their raw addresses.
+        self._message_callback = MessageCallback(self._receive)
+        self._error_callback = ErrorCallback(self._endpoint_failed)
+        self._context, self._worker = _create_worker(self._ucp, self._message_callback)
+        self._address = _worker_address(self._ucp, self._worker)
+        self._memory: UcxMemory | None = None
+        self._commands: deque[Callable[[], None]] = deque()
+        self._requests = Requests(self._ucp)
+        self._lock = threading.Lock()  # of the peers' map
+        self._peers: dict[bytes, UcxPeer] = {}
+        self._keys: dict[int, UcxPeer] = {}  # what the error callback is given -> peer
+        self._failed: deque[UcxPeer] = deque()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._closed = False
+
+    @property
+    def address(self) -> bytes:
+        return self._address
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        return self._ucp.version
+
+    def allocate(
+        self, num_regions: int, region_bytes: int, blocks_per_region: int
+    ) -> TransferMemory:
+        assert self._memory is None, "the pool exists already"
+        assert self._thread is None, "the pool must be made before the transport starts"
+        self._memory = UcxMemory(
+            self._ucp, self._context, num_regions, region_bytes, blocks_per_region
+        )
+        return self._memory
+
+    def start(self, on_message: OnMessage, on_peer_lost: OnPeerLost) -> None:
+        assert self._thread is None, "started already"
+        self._on_message, self._on_peer_lost = on_message, on_peer_lost
+        self._thread = threading.Thread(target=self._progress, name="kv-transfer", daemon=True)
+        self._thread.start()
+
+    def connect(self, address: bytes) -> UcxPeer:
+        with self._lock:
+            peer = self._peers.get(address)
+            if peer is None:
+                peer = self._peers[address] = UcxPeer(address)
+                self._keys[id(peer)] = peer
+                self._enqueue(lambda: self._open(peer))
+            return peer
+
+    def put(self, peer: Peer, batch: PutBatch) -> None:
+        assert isinstance(peer, UcxPeer) and self._memory is not None
+        handles = self._memory.handles
+
+        def run() -> None:
+            if peer.endpoint is not None:
+                peer.endpoint.put(self._poster, batch, handles)
+
+        self._enqueue(run)
+
+    def flush(self, peer: Peer, on_flushed: OnFlushed) -> None:
+        assert isinstance(peer, UcxPeer)
+
+        def run() -> None:
+            if peer.endpoint is None:
+                on_flushed(FlushResult("the peer is lost", 0.0))
+            else:
+                peer.endpoint.flush(self._requests, on_flushed)
+
+        self._enqueue(run)
+
+    def send(self, peer: Peer, payload: bytes) -> None:
+        assert isinstance(peer, UcxPeer)
+
+        def run() -> None:
+            if peer.endpoint is not None:
+                peer.endpoint.send(self._requests, payload)
+
+        self._enqueue(run)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._stopping = True
+            self._ucp.ucp_worker_signal(self._worker)
+            self._thread.join()
+        if self._memory is not None:
+            self._memory.free()
+        self._ucp.ucp_worker_destroy(self._worker)
+        self._ucp.ucp_cleanup(self._context)
+
+    # --- the progress thread -------------------------------------------------------------------
+
+    def _enqueue(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        # A signal that comes before the thread sleeps is not lost: the wait returns at once.
+        if threading.current_thread() is not self._thread and not self._closed:
+            self._ucp.ucp_worker_signal(self._worker)
+
+    def _progress(self) -> None:
+        while not self._stopping:
+            if not self._turn():
+                self._ucp.check(self._ucp.ucp_worker_wait(self._worker), "ucp_worker_wait")
+        self._close_endpoints()
+
+    def _turn(self) -> bool:
+        """Do what there is to do; False when nothing was."""
+        worked = bool(self._commands)
+        while self._commands:
+            self._commands.popleft()()
+        worked = bool(self._ucp.ucp_worker_progress(self._worker)) or worked
+        self._requests.poll()
+        while self._failed:
+            self._lose(self._failed.popleft(), force=True)
+        return worked or bool(self._commands)
+
+    def _open(self, peer: UcxPeer) -> None:
+        try:
+            peer.endpoint = Endpoint(
+                self._ucp, self._worker, peer.address, id(peer), self._error_callback
+            )
+        except TransportError as error:
+            log.warning("cannot reach a peer: %s", error)
+            self._lose(peer, force=True)
+
+    def _receive(
+        self, _arg: int, _header: int, _header_size: int, data: int | None, size: int, _param: int
+    ) -> int:
+        # Runs inside ucp_worker_progress: the bytes are UCX's, so they are copied.
+        self._on_message(ctypes.string_at(data, size) if data else b"")
+        return 0
+
+    def _endpoint_failed(self, key: int | None, _endpoint: int, status: int) -> None:
+        # An endpoint must not be closed inside its own error callback.
+        peer = self._keys.get(key or 0)
+        if peer is not None and not peer.lost:
+            log.warning("a transfer peer is lost: %s", self._ucp.text(status))
+            self._failed.append(peer)
+
+    def _lose(self, peer: UcxPeer, force: bool) -> None:
+        if peer.lost:
+            return
+        peer.lost = True
+        with self._lock:
+            if self._peers.get(peer.address) is peer:
+                del self._peers[peer.address]
+        endpoint, peer.endpoint = peer.endpoint, None
+        if endpoint is None:
+            del self._keys[id(peer)]
+        else:
+            endpoint.close(self._requests, force, lambda _error: self._forget(peer))
+        self._on_peer_lost(peer.address)
+
+    def _forget(self, peer: UcxPeer) -> None:
+        self._keys.pop(id(peer), None)
+
+    def _close_endpoints(self) -> None:
+        """Finish what is under way, then close; a peer that does not answer costs a second."""
+        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        self._drain_requests(deadline_s)
+        for peer in list(self._peers.values()):
+            if peer.endpoint is not None and not peer.lost:
+                peer.endpoint.close(self._requests, False, lambda _error: None)
+                peer.endpoint = None
+        self._drain_requests(time.monotonic() + _CLOSE_TIMEOUT_S)
+
+    def _drain_requests(self, deadline_s: float) -> None:
+        while time.monotonic() < deadline_s:
+            worked = self._turn()
+            if not worked and not self._requests:
+                return
+
+
+def _create_worker(ucp: Ucp, on_message: object) -> tuple[int, int]:
+    """A context and a worker that can put, be put into, message and sleep."""
+    config, context, worker = c_void_p(), c_void_p(), c_void_p()
+    ucp.check(ucp.ucp_config_read(None, None, byref(config)), "ucp_config_read")
+    features = FEATURE_RMA | FEATURE_WAKEUP | FEATURE_AM
+    # ucp_init is inline in UCX's header, which passes the header's version: ours is the structures'.
+    status = ucp.ucp_init_version(
+        API_MAJOR,
+        min(API_MINOR, ucp.version[1]),
+        byref(ContextParams(field_mask=1, features=features)),
+        config,
+        byref(context),
+    )
+    ucp.ucp_config_release(config)
+    ucp.check(status, "ucp_init_version")
+    params = WorkerParams(field_mask=1, thread_mode=THREAD_MODE_SERIALIZED)
+    ucp.check(ucp.ucp_worker_create(context, byref(params), byref(worker)), "ucp_worker_create")
+    handler = MessageHandlerParams(
+        field_mask=1 | 2 | 4, id=0, flags=AM_WHOLE_MESSAGE, callback=on_message
+    )
+    status = ucp.ucp_worker_set_am_recv_handler(worker, byref(handler))
+    ucp.check(status, "ucp_worker_set_am_recv_handler")
+    assert context.value is not None and worker.value is not None
+    return context.value, worker.value
+
+
+def _worker_address(ucp: Ucp, worker: int) -> bytes:
+    pointer, length = c_void_p(), c_size_t()
+    status = ucp.ucp_worker_get_address(worker, byref(pointer), byref(length))
+    ucp.check(status, "ucp_worker_get_address")
+    address = ctypes.string_at(pointer.value or 0, length.value)
+    ucp.ucp_worker_release_address(worker, pointer)
+    return address
