@@ -1,0 +1,100 @@
+"""The router's settings. Standard library only; checked once, when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LOCAL_PREFILL_MODES = ("auto", "never", "always")
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """Limits, deadlines and cost weights of one router. All times are in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 7100
+    """0: any free port."""
+    metrics_port: int | None = None
+    """Prometheus metrics over HTTP; None: not served."""
+    reuse_port: bool = False
+    """Several router processes share one port."""
+
+    max_queue: int = 4096
+    """Requests waiting for a placement; more are refused as OVERLOADED."""
+    lease_lead_s: float = 0.5
+    """A prompt goes on only when its prefill is predicted to start within this time."""
+    max_bypass_s: float = 1.0
+    """A request that has waited this long is no longer overtaken by later ones."""
+    fleet_wait_s: float = 10.0
+    """How long requests wait while no worker could ever run them."""
+    overload_retry_s: float = 1.0
+    """What a refused client is told to wait."""
+
+    max_attempts: int = 6
+    """Tries of one request, the first included."""
+    max_dead_decode_workers: int = 2
+    """A request that was running on this many workers that died is refused as POISON."""
+    retry_burst: int = 1000
+    retry_per_s: float = 50.0
+    """Fleet-wide retry budget: a bucket of `retry_burst`, refilled at `retry_per_s`."""
+    tenant_retry_burst: int = 500
+    tenant_retry_per_s: float = 25.0
+    retry_backoff_s: float = 0.05
+
+    default_timeout_s: float = 600.0
+    """Deadline of a request that names none."""
+    max_timeout_s: float = 3600.0
+    reserve_timeout_s: float = 5.0
+    first_token_timeout_s: float = 30.0
+    """Longest wait for a first token beyond what was predicted."""
+    token_timeout_s: float = 30.0
+    """Longest gap between tokens of a running request before it is moved."""
+    handoff_report_wait_s: float = 0.25
+    """How long a finished request waits for its handoff's figures."""
+    resume_window_s: float = 30.0
+    """How long a request whose client vanished is kept running, and a finished one remembered."""
+    attach_timeout_s: float = 3.0
+    """Longest search for a request that another router started."""
+    drain_timeout_s: float = 30.0
+
+    keepalive_s: float = 2.0
+    """Ping interval to workers; a host that does not answer for as long again is lost."""
+    connect_timeout_s: float = 5.0
+    reconnect_min_s: float = 0.1
+    reconnect_max_s: float = 2.0
+    eject_s: float = 2.0
+    """A worker that failed a request gets nothing for this long while others can serve."""
+    max_message_bytes: int = 32 << 20
+    max_session_backlog: int = 4096
+    """Unsent session messages to one worker before it counts as hung."""
+
+    local_prefill: str = "auto"
+    """auto, never or always: may a decode worker prefill by itself."""
+    local_prefill_weight: float = 2.0
+    """A second of prefill on a decode worker costs this many: streams stall behind it."""
+    default_prefill_tokens_per_s: float = 2000.0
+    default_decode_step_s: float = 0.02
+    default_handoff_bytes_per_s: float = 2e9
+    handoff_overhead_s: float = 0.002
+    """Fixed cost of a handoff: a reservation and an acknowledgement."""
+    handoff_overlap: float = 0.9
+    """Share of the prefill time that pushes hide behind."""
+    decode_horizon_tokens: int = 32
+    """Tokens over which a decode worker's load is felt when workers are compared."""
+    decode_growth_tokens: int = 128
+    """Output tokens for which room is set aside on a decode worker, at most `max_tokens`."""
+    prediction_ttl_s: float = 5.0
+    """How long a placed prompt's blocks count as cached before the worker's events say so."""
+    max_predictions: int = 200_000
+
+    def __post_init__(self) -> None:
+        if self.local_prefill not in LOCAL_PREFILL_MODES:
+            raise ValueError(
+                f"local_prefill must be one of {LOCAL_PREFILL_MODES}, not {self.local_prefill!r}"
+            )
+        for name in ("max_queue", "max_attempts", "max_dead_decode_workers", "max_message_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if name.endswith("_s") and value < 0:
+                raise ValueError(f"{name} must not be negative, not {value}")

@@ -1,0 +1,349 @@
+"""The workers as this router knows them, and the load it has put on them.
+
+Own a row (slot) per worker incarnation in `FleetArrays`, and every booking. A booking is made when
+a request is placed and released exactly once: its prefill part with the first token, the rest when
+the attempt ends.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NewType
+
+import numpy as np
+
+from baton.v1 import common_pb2
+from router.config import RouterConfig
+from router.placement import FleetArrays, Placement
+
+Slot = NewType("Slot", int)
+Clock = Callable[[], float]
+
+LEARNING_RATE = 0.2  # weight of the newest observation
+
+
+class WorkerState(enum.Enum):
+    """What the registry says; UNLISTED: it no longer names the worker, perhaps it was restarted."""
+
+    STARTING = "starting"
+    LIVE = "live"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    GONE = "gone"
+    UNLISTED = "unlisted"
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What never changes in one incarnation of a worker."""
+
+    worker_id: str
+    incarnation: int
+    can_prefill: bool
+    can_decode: bool
+    address: str
+    model: str
+    kv_fingerprint: bytes
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    kv_bytes_per_token: int
+    ref: common_pb2.WorkerRef = field(compare=False)
+    """Passed on unread: it names the writer of a lease."""
+
+    @property
+    def kv_class(self) -> tuple[bytes, int]:
+        return (self.kv_fingerprint, self.block_size)
+
+
+@dataclass(frozen=True)
+class ReportedLoad:
+    """A worker's own figures; rates are 0 until it has learned them."""
+
+    num_requests: int = 0
+    num_queued_tokens: int = 0
+    num_quarantined_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    handoff_bytes_per_s: float = 0.0
+
+
+@dataclass
+class WorkerEntry:
+    """One worker's row, as kept by `Fleet`; read-only elsewhere."""
+
+    slot: Slot
+    facts: WorkerFacts
+    state: WorkerState = WorkerState.STARTING
+    connected: bool = False
+    prefills: dict[int, int] = field(default_factory=dict)  # booking id -> tokens, oldest first
+    decodes: dict[int, int] = field(default_factory=dict)  # booking id -> tokens of KV
+    others_queued_tokens: int = 0  # not booked by this router, when the worker last reported
+    others_requests: int = 0
+    num_quarantined_blocks: int = 0
+
+    @property
+    def usable(self) -> bool:
+        return self.connected and self.state in (WorkerState.LIVE, WorkerState.UNLISTED)
+
+
+@dataclass
+class Booking:
+    """Load put on a prefill worker (`prefill_slot`, for `prefill_tokens`) and a decode worker."""
+
+    booking_id: int
+    prefill: WorkerEntry
+    decode: WorkerEntry
+    prefill_tokens: int
+    kv_tokens: int
+    prefill_held: bool = True
+    decode_held: bool = True
+
+
+class Fleet:
+    """Own worker rows and bookings; everything here runs on the event loop."""
+
+    def __init__(self, config: RouterConfig, clock: Clock, on_change: Callable[[], None]) -> None:
+        self._config = config
+        self._clock = clock
+        self._on_change = on_change
+        self._entries: dict[str, WorkerEntry] = {}
+        self._by_slot: dict[Slot, WorkerEntry] = {}
+        self._classes: dict[tuple[bytes, int], int] = {}
+        self._booking_ids = itertools.count(1)
+        self._bookings: dict[int, Booking] = {}
+        self.arrays = _empty_arrays(8)
+
+    # --- membership ----------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[WorkerEntry]:
+        return iter(list(self._entries.values()))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, worker_id: str) -> WorkerEntry | None:
+        return self._entries.get(worker_id)
+
+    def at(self, slot: int) -> WorkerEntry:
+        return self._by_slot[Slot(slot)]
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.arrays.names)
+
+    def classes(self) -> list[tuple[bytes, int, int]]:
+        """(kv_fingerprint, block_size, class number) of the workers that are here."""
+        here = {entry.facts.kv_class for entry in self._entries.values()}
+        return [(*key, self._classes[key]) for key in here]
+
+    def add(self, facts: WorkerFacts) -> WorkerEntry:
+        """Give a new worker a row. The caller removes an older incarnation first."""
+        assert facts.worker_id not in self._entries, facts.worker_id
+        slot = next(Slot(n) for n in itertools.count() if Slot(n) not in self._by_slot)
+        if slot >= self.num_slots:
+            self.arrays = _grown(self.arrays)
+        entry = WorkerEntry(slot, facts)
+        self._entries[facts.worker_id] = self._by_slot[slot] = entry
+        kv_class = self._classes.setdefault(facts.kv_class, len(self._classes))
+        a, config = self.arrays, self._config
+        a.names[slot] = facts.worker_id
+        a.kv_class[slot] = kv_class
+        a.can_prefill[slot] = facts.can_prefill
+        a.can_decode[slot] = facts.can_decode
+        a.kv_bytes_per_token[slot] = facts.kv_bytes_per_token
+        a.max_running[slot] = max(1, facts.max_num_seqs)
+        a.prefill_tokens_per_s[slot] = config.default_prefill_tokens_per_s
+        a.decode_step_s[slot] = config.default_decode_step_s
+        a.handoff_bytes_per_s[slot] = config.default_handoff_bytes_per_s
+        a.hold_until_s[slot] = 0.0
+        self._recount(entry)
+        return entry
+
+    def remove(self, entry: WorkerEntry) -> None:
+        """The worker is gone; bookings on it die with it."""
+        if self._entries.get(entry.facts.worker_id) is not entry:
+            return
+        del self._entries[entry.facts.worker_id]
+        del self._by_slot[entry.slot]
+        entry.connected = False
+        self.arrays.kv_class[entry.slot] = -1
+        self.arrays.usable[entry.slot] = False
+        self.arrays.names[entry.slot] = ""
+        self._on_change()
+
+    def set_state(self, entry: WorkerEntry, state: WorkerState) -> None:
+        entry.state = state
+        self._recount(entry)
+
+    def set_connected(self, entry: WorkerEntry, connected: bool) -> None:
+        entry.connected = connected
+        self._recount(entry)
+
+    def hold(self, entry: WorkerEntry, seconds: float) -> None:
+        """Place nothing on the worker for a while."""
+        if self._is_here(entry):
+            a = self.arrays
+            a.hold_until_s[entry.slot] = max(a.hold_until_s[entry.slot], self._clock() + seconds)
+
+    def eject(self, entry: WorkerEntry, seconds: float) -> None:
+        """Hold a worker that failed a request, but never more than a third of its pool, unless
+        another worker of its role is left to serve."""
+        now = self._clock()
+        peers = [
+            peer
+            for peer in self._entries.values()
+            if peer.usable and peer.facts.can_decode == entry.facts.can_decode
+        ]
+        held = sum(bool(self.arrays.hold_until_s[peer.slot] > now) for peer in peers)
+        if len(peers) >= 2 and held + 1 <= max(1, len(peers) // 3):
+            self.hold(entry, seconds)
+
+    # --- load ----------------------------------------------------------------------------------
+
+    def report(self, entry: WorkerEntry, load: ReportedLoad) -> None:
+        """Take in a worker's figures; what exceeds this router's own books is others' load."""
+        a, slot = self.arrays, entry.slot
+        booked = len(entry.decodes.keys() | entry.prefills.keys())
+        entry.others_requests = max(0, load.num_requests - booked)
+        entry.others_queued_tokens = max(0, load.num_queued_tokens - sum(entry.prefills.values()))
+        entry.num_quarantined_blocks = load.num_quarantined_blocks
+        if load.prefill_tokens_per_s > 0:
+            a.prefill_tokens_per_s[slot] = load.prefill_tokens_per_s
+        if load.decode_step_s > 0:
+            a.decode_step_s[slot] = load.decode_step_s
+        if load.handoff_bytes_per_s > 0:
+            a.handoff_bytes_per_s[slot] = load.handoff_bytes_per_s
+        self._recount(entry)
+
+    def observe_handoff(self, entry: WorkerEntry, num_bytes: int, seconds: float) -> None:
+        """Learn a prefill worker's bandwidth from a handoff large enough to tell."""
+        if self._is_here(entry) and num_bytes >= 1 << 16 and seconds > 0:
+            rates = self.arrays.handoff_bytes_per_s
+            rates[entry.slot] += LEARNING_RATE * (num_bytes / seconds - rates[entry.slot])
+
+    def _recount(self, entry: WorkerEntry) -> None:
+        """Bring a worker's row up to date with its entry."""
+        if not self._is_here(entry):
+            return
+        a, slot, facts = self.arrays, entry.slot, entry.facts
+        was_idle = a.queued_tokens[slot] == 0
+        a.usable[slot] = entry.usable
+        a.queued_tokens[slot] = sum(entry.prefills.values()) + entry.others_queued_tokens
+        a.head_tokens[slot] = next(iter(entry.prefills.values()), 0)
+        if was_idle:
+            a.head_since_s[slot] = self._clock()
+        a.running[slot] = len(entry.decodes) + entry.others_requests
+        blocks = facts.num_blocks - entry.num_quarantined_blocks
+        a.free_tokens[slot] = blocks * facts.block_size - sum(entry.decodes.values())
+        self._on_change()
+
+    def _is_here(self, entry: WorkerEntry) -> bool:
+        return self._by_slot.get(entry.slot) is entry
+
+    # --- bookings ------------------------------------------------------------------------------
+
+    def book(self, placement: Placement, max_new_tokens: int) -> Booking:
+        """Record the load of a placement on the workers it names."""
+        decode = self.at(placement.decode_slot)
+        local = placement.prefill_slot is None
+        prefill = decode if placement.prefill_slot is None else self.at(placement.prefill_slot)
+        uncached = placement.num_tokens - placement.num_cached_tokens_decode
+        booking = Booking(
+            booking_id=next(self._booking_ids),
+            prefill=prefill,
+            decode=decode,
+            prefill_tokens=placement.num_uncached_tokens,
+            kv_tokens=max(0, uncached) + max_new_tokens,
+        )
+        self._bookings[booking.booking_id] = booking
+        prefill.prefills[booking.booking_id] = booking.prefill_tokens
+        decode.decodes[booking.booking_id] = booking.kv_tokens
+        self._recount(prefill)
+        if not local:
+            self._recount(decode)
+        return booking
+
+    def book_running(self, entry: WorkerEntry, kv_tokens: int) -> Booking:
+        """Record a request that runs on a decode worker already: another router placed it."""
+        booking = Booking(next(self._booking_ids), entry, entry, 0, kv_tokens, prefill_held=False)
+        self._bookings[booking.booking_id] = booking
+        entry.decodes[booking.booking_id] = kv_tokens
+        self._recount(entry)
+        return booking
+
+    def release_prefill(self, booking: Booking) -> None:
+        """The prompt is computed: its tokens no longer queue. Later calls do nothing."""
+        if not booking.prefill_held:
+            return
+        booking.prefill_held = False
+        del booking.prefill.prefills[booking.booking_id]
+        if self._is_here(booking.prefill):
+            self.arrays.head_since_s[booking.prefill.slot] = self._clock()
+        self._recount(booking.prefill)
+
+    def release(self, booking: Booking) -> None:
+        """The attempt is over. Must be called exactly once."""
+        assert booking.decode_held, f"booking {booking.booking_id} was released before"
+        self.release_prefill(booking)
+        booking.decode_held = False
+        del booking.decode.decodes[booking.booking_id]
+        del self._bookings[booking.booking_id]
+        self._recount(booking.decode)
+
+    @property
+    def num_bookings(self) -> int:
+        return len(self._bookings)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when rows and bookings disagree."""
+        for entry in self._entries.values():
+            slot = entry.slot
+            assert self._by_slot[slot] is entry, f"slot {slot} is not {entry.facts.worker_id}'s"
+            booked = {
+                b.booking_id for b in self._bookings.values() if b.decode is entry and b.decode_held
+            }
+            assert booked == set(entry.decodes), (entry.facts.worker_id, booked, entry.decodes)
+            queued = {
+                b.booking_id
+                for b in self._bookings.values()
+                if b.prefill is entry and b.prefill_held
+            }
+            assert queued == set(entry.prefills), (entry.facts.worker_id, queued, entry.prefills)
+            expected = sum(entry.prefills.values()) + entry.others_queued_tokens
+            assert self.arrays.queued_tokens[slot] == expected, (slot, expected)
+
+
+def _empty_arrays(n: int) -> FleetArrays:
+    return FleetArrays(
+        names=[""] * n,
+        kv_class=np.full(n, -1, dtype=np.int64),
+        can_prefill=np.zeros(n, dtype=np.bool_),
+        can_decode=np.zeros(n, dtype=np.bool_),
+        usable=np.zeros(n, dtype=np.bool_),
+        hold_until_s=np.zeros(n),
+        prefill_tokens_per_s=np.ones(n),
+        decode_step_s=np.zeros(n),
+        handoff_bytes_per_s=np.ones(n),
+        kv_bytes_per_token=np.zeros(n),
+        queued_tokens=np.zeros(n),
+        head_tokens=np.zeros(n),
+        head_since_s=np.zeros(n),
+        running=np.zeros(n),
+        max_running=np.ones(n),
+        free_tokens=np.zeros(n),
+    )
+
+
+def _grown(arrays: FleetArrays) -> FleetArrays:
+    """Twice the rows, the old ones first."""
+    size = len(arrays.names)
+    bigger = _empty_arrays(2 * size)
+    for name, column in vars(arrays).items():
+        getattr(bigger, name)[:size] = column
+    return bigger

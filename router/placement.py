@@ -1,0 +1,222 @@
+"""Where a prompt should run: a pure choice over what the fleet looks like now.
+
+Every (prefill worker, decode worker) pair is a candidate, and so is every decode worker alone,
+which then prefills by itself. A candidate's cost is in predicted seconds. Nothing is booked here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from router.config import RouterConfig
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+RETRY_PENALTY_S = 30.0  # against a worker that just failed this very request
+TIE_TOLERANCE = 1e-6
+
+
+@dataclass
+class FleetArrays:
+    """The fleet as columns, one row per worker slot. Owned by `Fleet`; read here."""
+
+    names: list[str]
+    kv_class: Ints  # workers of one class exchange KV; -1: no worker
+    can_prefill: Bools
+    can_decode: Bools
+    usable: Bools  # live, connected, not draining
+    hold_until_s: Floats  # gets nothing before this time
+    prefill_tokens_per_s: Floats
+    decode_step_s: Floats
+    handoff_bytes_per_s: Floats
+    kv_bytes_per_token: Floats
+    queued_tokens: Floats  # to be prefilled before a new prompt
+    head_tokens: Floats  # of these, the prompt at the head of the queue
+    head_since_s: Floats
+    running: Floats  # requests that decode, or will
+    max_running: Floats
+    free_tokens: Floats  # room for KV by this router's books
+
+    def queue_s(self, now_s: float) -> Floats:
+        """Predicted wait before a new prompt starts; the prompt at the head has made progress."""
+        progress = np.minimum(
+            self.head_tokens, self.prefill_tokens_per_s * np.maximum(0.0, now_s - self.head_since_s)
+        )
+        return np.maximum(0.0, self.queued_tokens - progress) / self.prefill_tokens_per_s
+
+
+@dataclass(frozen=True)
+class PlacementQuery:
+    """One prompt as the choice sees it."""
+
+    num_tokens: int
+    max_new_tokens: int
+    kv_class: int
+    cached_tokens: Ints  # [slots]
+    failed: frozenset[int] = frozenset()
+    """Slots on which this request failed before."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A candidate with every term of its cost, in seconds."""
+
+    prefill_slot: int | None  # None: the decode worker prefills
+    decode_slot: int
+    prefill_worker: str
+    decode_worker: str
+    cost_s: float
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    decode_s: float
+    num_cached_tokens_prefill: int
+    num_cached_tokens_decode: int
+    num_tokens: int
+
+    @property
+    def num_uncached_tokens(self) -> int:
+        """Tokens the chosen worker has to compute."""
+        cached = (
+            self.num_cached_tokens_decode
+            if self.prefill_slot is None
+            else self.num_cached_tokens_prefill
+        )
+        return max(1, self.num_tokens - cached)
+
+    @property
+    def reason(self) -> str:
+        """One line a person can read."""
+        terms = (
+            f"{self.queue_s * 1e3:.0f} ms queue + {self.prefill_s * 1e3:.0f} ms prefill"
+            f" + {self.transfer_s * 1e3:.1f} ms transfer + {self.decode_s * 1e3:.1f} ms decode load"
+        )
+        if self.prefill_slot is None:
+            held = f"{self.num_cached_tokens_decode} of {self.num_tokens} tokens cached"
+            return f"local prefill on {self.decode_worker} ({held}): {terms}"
+        return (
+            f"prefill on {self.prefill_worker} ({self.num_cached_tokens_prefill} of"
+            f" {self.num_tokens} tokens cached), decode on {self.decode_worker}"
+            f" ({self.num_cached_tokens_decode} cached): {terms}"
+        )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All candidates: rows are prefill workers and, last, local prefill; columns decode workers.
+
+    Seconds, float64 [num_prefill + 1, num_decode]; infinite where no candidate is.
+    """
+
+    prefill_slots: Ints
+    decode_slots: Ints
+    total_s: Floats
+    queue_s: Floats
+    prefill_s: Floats
+    transfer_s: Floats
+    decode_s: Floats
+
+
+def evaluate(
+    query: PlacementQuery, fleet: FleetArrays, policy: RouterConfig, now_s: float
+) -> Costs:
+    """Cost of every candidate, vectorised over the fleet. Pure."""
+    open_ = fleet.usable & (fleet.kv_class == query.kv_class) & (fleet.hold_until_s <= now_s)
+    room = (fleet.running < fleet.max_running) & (
+        (fleet.free_tokens >= query.num_tokens - query.cached_tokens + query.max_new_tokens)
+        | (fleet.running == 0)
+    )
+    p = np.flatnonzero(open_ & fleet.can_prefill)
+    d = np.flatnonzero(open_ & fleet.can_decode & room)
+    shape = (len(p) + 1, len(d))
+    queue_all = fleet.queue_s(now_s)
+    uncached = np.maximum(1, query.num_tokens - query.cached_tokens)
+    compute_all = uncached / fleet.prefill_tokens_per_s
+    queue, prefill, transfer = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    queue[:-1], queue[-1] = queue_all[p][:, None], queue_all[d]
+    prefill[:-1], prefill[-1] = compute_all[p][:, None], compute_all[d]
+    bytes_to_move = (query.num_tokens - query.cached_tokens[d]) * fleet.kv_bytes_per_token[d]
+    move = np.maximum(0, bytes_to_move)[None, :] / fleet.handoff_bytes_per_s[p][:, None]
+    hidden = policy.handoff_overlap * prefill[:-1]
+    transfer[:-1] = policy.handoff_overhead_s + np.maximum(0.0, move - hidden)
+    share = (fleet.running[d] + 1) / fleet.max_running[d]
+    decode = np.broadcast_to(
+        policy.decode_horizon_tokens * fleet.decode_step_s[d] * share, shape
+    ).copy()
+    if len(p):  # a decode worker's compute is dearer than a prefill worker's: streams wait for it
+        decode[-1] += compute_all[d] * (policy.local_prefill_weight - 1.0 + share)
+    total = queue + prefill + transfer + decode
+    _exclude(total, p, d, policy)
+    for slot in query.failed:
+        total[:-1][p == slot] += RETRY_PENALTY_S
+        total[:, d == slot] += RETRY_PENALTY_S
+    return Costs(p, d, total, queue, prefill, transfer, decode)
+
+
+def _exclude(total: Floats, p: Ints, d: Ints, policy: RouterConfig) -> None:
+    """No pair of a worker with itself: that is local prefill; and what the policy rules out."""
+    total[:-1][p[:, None] == d[None, :]] = np.inf
+    if policy.local_prefill == "never":
+        total[-1] = np.inf
+    if policy.local_prefill == "always":
+        total[:-1] = np.inf
+
+
+def choose(
+    query: PlacementQuery,
+    fleet: FleetArrays,
+    policy: RouterConfig,
+    now_s: float,
+    rng: random.Random,
+) -> Placement | None:
+    """The cheapest placement, ties at random; None when no decode worker has room."""
+    costs = evaluate(query, fleet, policy, now_s)
+    if not costs.total_s.size:
+        return None
+    best = float(costs.total_s.min())
+    if not np.isfinite(best):
+        return None
+    ties = np.flatnonzero(costs.total_s <= best + TIE_TOLERANCE)
+    return _placement(query, fleet, costs, int(ties[rng.randrange(len(ties))]))
+
+
+def ranked(
+    query: PlacementQuery, fleet: FleetArrays, policy: RouterConfig, now_s: float, limit: int
+) -> Sequence[Placement]:
+    """Candidates, cheapest first, at most `limit`."""
+    costs = evaluate(query, fleet, policy, now_s)
+    order = np.argsort(costs.total_s, axis=None, kind="stable")[:limit]
+    return [
+        _placement(query, fleet, costs, int(flat))
+        for flat in order
+        if np.isfinite(costs.total_s.flat[flat])
+    ]
+
+
+def _placement(query: PlacementQuery, fleet: FleetArrays, costs: Costs, flat: int) -> Placement:
+    row, column = divmod(flat, len(costs.decode_slots))
+    decode_slot = int(costs.decode_slots[column])
+    local = row == len(costs.prefill_slots)
+    prefill_slot = None if local else int(costs.prefill_slots[row])
+    cached = query.cached_tokens
+    return Placement(
+        prefill_slot=prefill_slot,
+        decode_slot=decode_slot,
+        prefill_worker="" if prefill_slot is None else fleet.names[prefill_slot],
+        decode_worker=fleet.names[decode_slot],
+        cost_s=float(costs.total_s[row, column]),
+        queue_s=float(costs.queue_s[row, column]),
+        prefill_s=float(costs.prefill_s[row, column]),
+        transfer_s=float(costs.transfer_s[row, column]),
+        decode_s=float(costs.decode_s[row, column]),
+        num_cached_tokens_prefill=0 if prefill_slot is None else int(cached[prefill_slot]),
+        num_cached_tokens_decode=int(cached[decode_slot]),
+        num_tokens=query.num_tokens,
+    )

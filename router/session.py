@@ -1,0 +1,178 @@
+"""The one stream between this router and one decode worker.
+
+1. `run` waits for the connection, opens the session and stays until it is lost.
+2. Reservations and cancels go out in order; what comes in is handed to the attempt it names.
+3. When the session is lost every attempt on it is told, once, and forgotten here. Cancels that
+   could not be sent are kept and go first in the next session with the same worker: an attempt that
+   was abandoned may still run there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+MAX_KEPT_CANCELS = 10_000
+
+
+@dataclass(frozen=True)
+class RouterIdentity:
+    router_id: str
+    incarnation: int
+
+
+class SessionLostError(Exception):
+    """There is no session with the worker, or it broke."""
+
+
+class AttemptHandler(Protocol):
+    """What a session calls for one attempt; all on the event loop, none may block."""
+
+    @property
+    def wire_id(self) -> str: ...
+    @property
+    def number(self) -> int | None:
+        """Messages of other attempts are dropped; None while the number is not known yet."""
+
+    def on_reserved(self, reserved: worker_pb2.Reserved) -> None: ...
+    def on_rejected(self, rejected: worker_pb2.Rejected) -> None: ...
+    def on_admitted(self) -> None: ...
+    def on_tokens(self, tokens: worker_pb2.RequestTokens) -> None: ...
+    def on_session_lost(self, message: str) -> None: ...
+
+
+class Session:
+    """Own the stream to one worker and the attempts that listen on it."""
+
+    def __init__(self, worker_id: str, identity: RouterIdentity, max_backlog: int) -> None:
+        self._worker_id = worker_id
+        self._identity = identity
+        self._max_backlog = max_backlog
+        self._handlers: dict[str, AttemptHandler] = {}
+        self._outbox: asyncio.Queue[worker_pb2.SessionRequest] | None = None
+        self._cancel_call: Callable[[], object] = lambda: None
+        self._kept_cancels: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self.num_stale_messages = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._outbox is not None
+
+    @property
+    def num_attempts(self) -> int:
+        return len(self._handlers)
+
+    # --- what attempts call --------------------------------------------------------------------
+
+    def listen(self, handler: AttemptHandler) -> None:
+        """Hand messages about the handler's request to it. Raises SessionLostError."""
+        if self._outbox is None:
+            raise SessionLostError(f"no session with {self._worker_id}")
+        self._handlers[handler.wire_id] = handler
+
+    def leave(self, handler: AttemptHandler) -> None:
+        if self._handlers.get(handler.wire_id) is handler:
+            del self._handlers[handler.wire_id]
+
+    def reserve(self, reserve: worker_pb2.Reserve) -> None:
+        """Raises SessionLostError."""
+        if self._outbox is None:
+            raise SessionLostError(f"no session with {self._worker_id}")
+        self._put(self._outbox, worker_pb2.SessionRequest(reserve=reserve))
+
+    def cancel(self, wire_id: str, attempt: int) -> None:
+        """Abort an attempt, now or when the worker is heard of again."""
+        if self._outbox is not None:
+            cancel = worker_pb2.Cancel(request_id=wire_id, attempt=attempt)
+            self._put(self._outbox, worker_pb2.SessionRequest(cancel=cancel))
+            return
+        self._kept_cancels[(wire_id, attempt)] = None
+        if len(self._kept_cancels) > MAX_KEPT_CANCELS:
+            self._kept_cancels.popitem(last=False)
+
+    def _put(
+        self,
+        outbox: asyncio.Queue[worker_pb2.SessionRequest],
+        message: worker_pb2.SessionRequest,
+    ) -> None:
+        try:
+            outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            self._cancel_call()
+            self._lose(f"{self._worker_id} takes no messages")
+            raise SessionLostError(f"{self._worker_id} takes no messages") from None
+
+    # --- the stream ----------------------------------------------------------------------------
+
+    async def run(
+        self, stub: worker_pb2_grpc.DecodeServiceAsyncStub, on_open: Callable[[], None]
+    ) -> None:
+        """Open a session and serve it until it ends; raises grpc.aio.AioRpcError when it breaks."""
+        outbox: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue(self._max_backlog)
+        kept, self._kept_cancels = self._kept_cancels, OrderedDict()
+        for wire_id, attempt in list(kept)[: self._max_backlog // 2]:
+            cancel = worker_pb2.Cancel(request_id=wire_id, attempt=attempt)
+            outbox.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
+        call = stub.Session(self._outgoing(outbox))
+        self._outbox, self._cancel_call = outbox, call.cancel
+        on_open()
+        message = "the worker closed its session"
+        try:
+            async for response in call:
+                if self._outbox is not outbox:
+                    break
+                self._dispatch(response)
+        except BaseException as error:
+            message = f"{type(error).__name__} on the session"
+            raise
+        finally:
+            call.cancel()
+            if self._outbox is outbox:
+                self._lose(f"{self._worker_id}: {message}")
+
+    async def _outgoing(
+        self, outbox: asyncio.Queue[worker_pb2.SessionRequest]
+    ) -> AsyncIterator[worker_pb2.SessionRequest]:
+        identity = self._identity
+        yield worker_pb2.SessionRequest(
+            open=worker_pb2.OpenSession(
+                router_id=identity.router_id, incarnation=identity.incarnation
+            )
+        )
+        while True:
+            yield await outbox.get()
+
+    def _lose(self, message: str) -> None:
+        self._outbox = None
+        handlers, self._handlers = self._handlers, {}
+        for handler in handlers.values():
+            handler.on_session_lost(message)
+
+    def _dispatch(self, response: worker_pb2.SessionResponse) -> None:
+        for reserved in response.reserved:
+            if handler := self._handler(reserved.request_id, reserved.attempt):
+                handler.on_reserved(reserved)
+        for admitted in response.admitted:
+            if handler := self._handler(admitted.request_id, admitted.attempt):
+                handler.on_admitted()
+        for tokens in response.tokens:
+            if handler := self._handler(tokens.request_id, tokens.attempt):
+                handler.on_tokens(tokens)
+        for rejected in response.rejected:
+            if handler := self._handler(rejected.request_id, rejected.attempt):
+                handler.on_rejected(rejected)
+
+    def _handler(self, wire_id: str, attempt: int) -> AttemptHandler | None:
+        handler = self._handlers.get(wire_id)
+        if handler is not None and handler.number in (None, attempt):
+            return handler
+        self.num_stale_messages += 1
+        return None

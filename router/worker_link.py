@@ -1,0 +1,161 @@
+"""One worker as this router is connected to it: a channel, a session, its KV events.
+
+A worker gets requests only while it is connected: a decode worker while its session is open, a
+prefill worker while it sends KV events. A lost connection is noticed at once, a dead or hung host
+by unanswered keepalive pings. The link is remade until `close`; whether the worker belongs to the
+fleet is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+import grpc
+import grpc.aio
+
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from router.backoff import Backoff
+from router.config import RouterConfig
+from router.fleet import WorkerEntry
+from router.kv_follower import IndexState, KvFollower
+from router.prefix_index import PrefixIndex
+from router.session import RouterIdentity, Session
+
+log = logging.getLogger(__name__)
+
+PrefillCall = grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]
+
+
+def channel_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
+    """A peer that answers no ping for twice `keepalive_s` is lost; reconnecting is quick.
+
+    The server has to allow such pings: `grpc.http2.min_recv_ping_interval_without_data_ms`.
+    """
+    keepalive_ms = int(config.keepalive_s * 1e3)
+    return (
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
+        ("grpc.min_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
+        ("grpc.max_reconnect_backoff_ms", int(config.reconnect_max_s * 1e3)),
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.use_local_subchannel_pool", 1),
+    )
+
+
+class WorkerLink:
+    """Own the connection to one worker incarnation."""
+
+    def __init__(
+        self,
+        entry: WorkerEntry,
+        config: RouterConfig,
+        identity: RouterIdentity,
+        index: PrefixIndex,
+        on_connected: Callable[[WorkerEntry, bool], None],
+    ) -> None:
+        self.entry = entry
+        self._config = config
+        self._on_connected = on_connected
+        self._rng = random.Random()
+        facts = entry.facts
+        self._channel = grpc.aio.insecure_channel(facts.address, options=channel_options(config))
+        self._decode = worker_pb2_grpc.DecodeServiceStub(self._channel)
+        self._prefill = worker_pb2_grpc.PrefillServiceStub(self._channel)
+        self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self.session = Session(facts.worker_id, identity, config.max_session_backlog)
+        self._identity = identity
+        self._kv = KvFollower(index, entry.slot, facts.incarnation)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.tried = asyncio.Event()
+        """Set when the first try to connect has ended, well or not."""
+
+    @property
+    def index_state(self) -> IndexState:
+        return self._kv.state
+
+    @property
+    def num_gaps(self) -> int:
+        return self._kv.num_gaps
+
+    def start(self) -> None:
+        name = self.entry.facts.worker_id
+        self._tasks.append(asyncio.create_task(self._follow_kv(), name=f"kv:{name}"))
+        if self.entry.facts.can_decode:
+            self._tasks.append(asyncio.create_task(self._hold_session(), name=f"session:{name}"))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
+
+    def prefill(self, request: worker_pb2.PrefillRequest, timeout_s: float) -> PrefillCall:
+        return self._prefill.Prefill(request, timeout=timeout_s)
+
+    async def attach(
+        self, wire_id: str, tenant: str, body_digest: bytes, timeout_s: float
+    ) -> worker_pb2.AttachResponse:
+        """Raises grpc.aio.AioRpcError: NOT_FOUND when the worker does not know the request."""
+        request = worker_pb2.AttachRequest(
+            router_id=self._identity.router_id,
+            request_id=wire_id,
+            tenant=tenant,
+            body_digest=body_digest,
+        )
+        return await self._decode.Attach(request, timeout=timeout_s)
+
+    # --- keeping it up -------------------------------------------------------------------------
+
+    async def _follow_kv(self) -> None:
+        counts = not self.entry.facts.can_decode
+        backoff = self._backoff()
+
+        def connected() -> None:
+            backoff.reset()
+            if counts:
+                self._set_connected(True)
+
+        while True:
+            missed = False
+            try:
+                missed = await self._kv.run(self._worker, connected)
+            except grpc.aio.AioRpcError as error:
+                log.info("KV events of %s: %s", self.entry.facts.worker_id, error.code().name)
+            if counts and not missed:
+                self._set_connected(False)
+            await asyncio.sleep(backoff.next_s())
+
+    async def _hold_session(self) -> None:
+        backoff = self._backoff()
+        while True:
+            try:
+                async with asyncio.timeout(self._config.connect_timeout_s):
+                    await self._channel.channel_ready()
+            except TimeoutError:
+                self.tried.set()
+                continue
+            opened_at = asyncio.get_running_loop().time()
+            try:
+                await self.session.run(self._decode, lambda: self._set_connected(True))
+            except grpc.aio.AioRpcError as error:
+                log.info("session with %s: %s", self.entry.facts.worker_id, error.code().name)
+            finally:
+                self._set_connected(False)
+            if asyncio.get_running_loop().time() - opened_at > 1.0:
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
+
+    def _backoff(self) -> Backoff:
+        return Backoff(self._config.reconnect_min_s, self._config.reconnect_max_s, self._rng)
+
+    def _set_connected(self, connected: bool) -> None:
+        self.tried.set()
+        if connected != self.entry.connected:
+            self._on_connected(self.entry, connected)
