@@ -1,0 +1,44 @@
+"""A request on the wire as the engine's request: what both roles are given to read one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton.v1 import worker_pb2
+from engine.request import RequestId, RequestSpec, SamplingParams
+
+_TOKEN_BYTES = 4
+
+
+def read_spec(message: worker_pb2.RequestSpec) -> RequestSpec:
+    """The engine's request, under an id unique to its attempt. Raises ValueError."""
+    if not message.request_id:
+        raise ValueError("request_id: empty")
+    if len(message.token_ids) % _TOKEN_BYTES:
+        raise ValueError("token_ids: not a whole number of little-endian uint32")
+    token_ids = np.frombuffer(message.token_ids, dtype="<u4").astype(np.uint32)
+    if not 0 < message.num_prompt_tokens <= len(token_ids):
+        raise ValueError(
+            f"num_prompt_tokens: {message.num_prompt_tokens} of {len(token_ids)} token ids"
+        )
+    return RequestSpec(
+        request_id=attempt_key(message.request_id, message.attempt),
+        token_ids=token_ids,
+        num_prompt_tokens=message.num_prompt_tokens,
+        sampling=read_sampling(message),
+        cache_salt=message.cache_salt,
+        priority=message.priority,
+    )
+
+
+def attempt_key(request_id: str, attempt: int) -> RequestId:
+    """One attempt's id inside a worker, so that two attempts never meet in an engine."""
+    return RequestId(f"{request_id}#{attempt}")
+
+
+def read_sampling(message: worker_pb2.RequestSpec) -> SamplingParams:
+    """Unset fields take the engine's defaults; the engine checks the values."""
+    present = {field.name: value for field, value in message.sampling.ListFields()}
+    return SamplingParams(
+        **present, seed=message.seed, stop_token_ids=frozenset(message.stop_token_ids)
+    )

@@ -1,0 +1,149 @@
+"""What every request on this worker has emitted, so that any router can take it over.
+
+A record lives from the request's reservation until `forget` or until `finished_ttl_s` after its
+end. It holds the output from index 0: the tokens that earlier attempts emitted, the first token of
+a handoff, and what is decoded here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.request import FinishReason, RequestSpec, SampledToken, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One attempt of a request as a router submitted it.
+
+    `spec.request_id` is the engine's key, unique per attempt; `request_id` is the router's name for
+    the request. `wire` is the message it came as, given back to whoever attaches.
+    """
+
+    spec: RequestSpec
+    request_id: str
+    attempt: int
+    tenant: str
+    body_digest: bytes
+    kv_fingerprint: bytes
+    timeout_s: float | None
+    wire: bytes
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """Output tokens in a row; `index` is the first one's. `logprobs` is empty or one per token."""
+
+    request_id: str
+    attempt: int
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+    finished: FinishReason | None
+    error: str
+
+
+@dataclass
+class Record:
+    """The output of one request. Written by the decode role only."""
+
+    submission: Submission
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    finished: FinishReason | None = None
+    error: str = ""
+    finished_at_s: float = 0.0
+
+    def append(self, index: int, token: SampledToken) -> None:
+        """Take the next token; an index that is not the next one is a bug of the engine's."""
+        assert index == len(self.token_ids), (
+            self.submission.request_id,
+            index,
+            len(self.token_ids),
+        )
+        self.token_ids.append(token.token_id)
+        if self._keeps_logprobs:
+            self.logprobs.append(token.logprobs)
+
+    def since(self, index: int) -> TokenRun:
+        """Everything from an output index on, with the end if it has ended."""
+        return TokenRun(
+            self.submission.request_id,
+            self.submission.attempt,
+            index,
+            tuple(self.token_ids[index:]),
+            tuple(self.logprobs[index:]),
+            self.finished,
+            self.error,
+        )
+
+    @property
+    def _keeps_logprobs(self) -> bool:
+        return self.submission.spec.sampling.logprobs is not None
+
+
+class RequestLog:
+    """Own the records, by the routers' request ids."""
+
+    def __init__(self, finished_ttl_s: float, max_finished: int) -> None:
+        self._finished_ttl_s = finished_ttl_s
+        self._max_finished = max_finished
+        self._records: dict[str, Record] = {}
+        self._finished: dict[str, Record] = {}  # in order of their end
+        self._used_up: dict[
+            str, tuple[Submission, float]
+        ] = {}  # attempts without a record, and when
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def open(self, submission: Submission) -> Record:
+        """Begin a record, in place of an older attempt's; it starts with what that one emitted."""
+        self.forget(submission.request_id)
+        record = Record(submission)
+        emitted = submission.spec.token_ids[submission.spec.num_prompt_tokens :]
+        for index, token_id in enumerate(emitted.tolist()):
+            record.append(index, SampledToken(token_id))
+        self._records[submission.request_id] = record
+        return record
+
+    def find(self, request_id: str) -> Record | None:
+        return self._records.get(request_id)
+
+    def use_up(self, submission: Submission, now_s: float) -> None:
+        """Remember an attempt that left no record, so that it is not served again."""
+        self._used_up[submission.request_id] = (submission, now_s)
+
+    def last_submission(self, request_id: str) -> Submission | None:
+        """The newest attempt that is remembered."""
+        record = self._records.get(request_id)
+        if record is not None:
+            return record.submission
+        return self._used_up.get(request_id, (None, 0.0))[0]
+
+    def finish(self, record: Record, reason: FinishReason, error: str, now_s: float) -> None:
+        record.finished, record.error, record.finished_at_s = reason, error, now_s
+        request_id = record.submission.request_id
+        if self._records.get(request_id) is not record:
+            return  # replaced by a newer attempt
+        self._finished[request_id] = record
+        while len(self._finished) > self._max_finished:
+            self.forget(next(iter(self._finished)))
+
+    def forget(self, request_id: str) -> None:
+        self._records.pop(request_id, None)
+        self._finished.pop(request_id, None)
+        self._used_up.pop(request_id, None)
+
+    def expire(self, now_s: float) -> None:
+        """Forget what finished `finished_ttl_s` ago."""
+        while self._finished:
+            request_id, record = next(iter(self._finished.items()))
+            if now_s - record.finished_at_s < self._finished_ttl_s:
+                break
+            self.forget(request_id)
+        while self._used_up:
+            request_id, (_, since_s) = next(iter(self._used_up.items()))
+            if now_s - since_s < self._finished_ttl_s:
+                break
+            del self._used_up[request_id]

@@ -1,0 +1,429 @@
+"""The decode role: takes requests from routers, runs them, remembers what they emitted.
+
+One attempt of a request on this worker:
+
+1. `submit` with a writer: RESERVING. The engine sets blocks aside, the lease table grants them:
+   LEASED, and the session is told the lease. Without a writer the engine prefills: RUNNING.
+2. `admitted`: all KV is here, RUNNING. `failed`: the blocks are quarantined, the session is told.
+3. The engine's events fill the request log; sessions read from it.
+4. The end, in whatever way. An attempt whose lease may still be written stays in `_fenced` until
+   `quiescent`.
+
+A newer attempt ends the older one; an older one is refused. A request whose session is lost runs on
+as an orphan until another session attaches it or `orphan_ttl_s` passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from decode_worker.request_log import Record, RequestLog, Submission
+from decode_worker.session import Admitted, Refusal, Rejected, Reserved, RouterSession
+from engine.errors import EngineStoppedError, InvalidRequestError
+from engine.loop import EngineThread
+from engine.request import (
+    EngineEvent,
+    FinishedEvent,
+    FinishReason,
+    NoCapacityEvent,
+    RequestId,
+    ReservedEvent,
+    SampledToken,
+    TokenEvent,
+    TokenLogprobs,
+)
+from kv_transfer.clock import Clock
+from kv_transfer.lease import FirstToken, LeaseId, WorkerIdentity
+from kv_transfer.lease_table import LeaseTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    orphan_ttl_s: float = 30.0
+    """How long a request runs on, or its output is kept, after its router is gone."""
+    finished_ttl_s: float = 30.0
+    max_finished: int = 4096
+    """Ended requests remembered at most."""
+    no_capacity_retry_s: float = 0.1
+    max_lease_s: float = 600.0
+    """Longest life of a lease for a request without a deadline."""
+
+
+class Phase(enum.Enum):
+    RESERVING = "reserving"
+    LEASED = "leased"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(eq=False)
+class _Run:
+    """One attempt on this worker, from `submit` to its end."""
+
+    submission: Submission
+    record: Record
+    session: RouterSession | None
+    phase: Phase
+    deadline_s: float | None
+    lease_id: LeaseId | None = None
+    orphaned_at_s: float | None = None
+
+    @property
+    def key(self) -> RequestId:
+        return self.submission.spec.request_id
+
+
+class NotHereError(LookupError):
+    """No such request is known here to this tenant."""
+
+
+class OtherBodyError(ValueError):
+    """The request id runs here with another body."""
+
+
+class NoSessionError(LookupError):
+    """The router that attaches has no open session here."""
+
+
+class DecodeRole:
+    """Lives on the event loop; the engine runs on its own thread. Is the table's LeaseListener."""
+
+    def __init__(
+        self, engine: EngineThread, kv_fingerprint: bytes, config: DecodeConfig, clock: Clock
+    ) -> None:
+        self._engine = engine
+        self._kv_fingerprint = kv_fingerprint
+        self._config = config
+        self._clock = clock
+        self._leases: LeaseTable | None = None
+        self._log = RequestLog(config.finished_ttl_s, config.max_finished)
+        self._sessions: dict[str, RouterSession] = {}
+        self._runs: dict[RequestId, _Run] = {}  # not ended
+        self._current: dict[str, _Run] = {}  # the newest attempt of each request, by its id
+        self._fenced: set[RequestId] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._draining = False
+
+    def bind(self, leases: LeaseTable) -> None:
+        """Give the role the table whose listener it is; once, before the first `submit`."""
+        self._leases = leases
+
+    # --- sessions -------------------------------------------------------------------------------
+
+    def open_session(self, router_id: str) -> RouterSession:
+        """A router's session; one that it had before is closed and its requests are orphans."""
+        former = self._sessions.get(router_id)
+        if former is not None:
+            self.close_session(former)
+        session = self._sessions[router_id] = RouterSession(router_id)
+        return session
+
+    def close_session(self, session: RouterSession) -> None:
+        """The session is lost: its requests run on as orphans."""
+        session.close()
+        if self._sessions.get(session.router_id) is session:
+            del self._sessions[session.router_id]
+        for run in self._runs.values():
+            if run.session is session:
+                run.session = None
+                run.orphaned_at_s = self._clock.now_s()
+
+    def attach(self, router_id: str, request_id: str, tenant: str, body_digest: bytes) -> Record:
+        """Move a request to the caller's session; its later tokens flow there.
+
+        Raises NotHereError, OtherBodyError, NoSessionError.
+        """
+        record = self._log.find(request_id)
+        if record is None or record.submission.tenant != tenant:
+            raise NotHereError(f"no request {request_id!r} here")
+        if body_digest and body_digest != record.submission.body_digest:
+            raise OtherBodyError(f"request {request_id!r} has another body")
+        session = self._sessions.get(router_id)
+        if session is None:
+            raise NoSessionError(f"router {router_id!r} has no session here")
+        run = self._current.get(request_id)
+        if run is not None and run.phase is not Phase.ENDED:
+            if run.session is not None and run.session is not session:
+                run.session.drop(request_id)
+            run.session, run.orphaned_at_s = session, None
+            session.follow(record, sent=len(record.token_ids))
+        return record
+
+    # --- requests in ----------------------------------------------------------------------------
+
+    def submit(
+        self, session: RouterSession, submission: Submission, writer: WorkerIdentity | None
+    ) -> None:
+        """Take a request, or tell the session why not. `writer` None: prefill here."""
+        if session.closed:
+            return
+        refused = self._refusal(submission)
+        if refused is not None:
+            self._reject(session, submission, *refused)
+            return
+        former = self._current.get(submission.request_id)
+        if former is not None:
+            self._end(former, FinishReason.ABORTED, "replaced by a newer attempt")
+            if former.session is not None:
+                former.session.drop(submission.request_id)
+        record = self._log.open(submission)
+        deadline_s = None
+        if submission.timeout_s is not None:
+            deadline_s = self._clock.now_s() + submission.timeout_s
+        run = _Run(submission, record, session, Phase.RESERVING, deadline_s)
+        self._runs[run.key] = run
+        self._current[submission.request_id] = run
+        # A writer tells the first token to the router itself: this worker starts after it.
+        session.follow(record, len(record.token_ids) + (writer is not None))
+        self._spawn(self._start(run) if writer is None else self._reserve(run, writer))
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Abort this attempt and every older one; unknown or newer: nothing to do."""
+        run = self._current.get(request_id)
+        if run is not None and run.submission.attempt <= attempt:
+            self._end(run, FinishReason.ABORTED, "cancelled")
+
+    def _refusal(self, submission: Submission) -> tuple[Refusal, str] | None:
+        if self._draining:
+            return Refusal.DRAINING, "this worker is draining"
+        if submission.kv_fingerprint != self._kv_fingerprint:
+            return Refusal.FINGERPRINT, "this worker's KV is of another kind"
+        was = self._log.last_submission(submission.request_id)
+        if was is None:
+            return None
+        if (was.tenant, was.body_digest) != (submission.tenant, submission.body_digest):
+            return Refusal.INVALID, f"request id {submission.request_id!r} is taken"
+        if submission.attempt <= was.attempt:
+            return Refusal.STALE_ATTEMPT, f"attempt {was.attempt} is known here"
+        return None
+
+    async def _start(self, run: _Run) -> None:
+        """Prefill and decode here."""
+        spec = run.submission.spec
+        try:
+            await asyncio.wrap_future(self._engine.call(lambda engine: engine.add(spec)))
+        except InvalidRequestError as error:
+            self._refuse(run, Refusal.INVALID, str(error))
+            return
+        if run.phase is Phase.ENDED:
+            self._engine.post(lambda engine: engine.abort(spec.request_id))
+        else:
+            self._started(run)
+
+    def _started(self, run: _Run) -> None:
+        """The engine has a request that it prefills itself."""
+        if run.phase is Phase.RESERVING:
+            run.phase = Phase.RUNNING
+            self._tell(run, Reserved(run.submission.request_id, run.submission.attempt, None, 0))
+
+    async def _reserve(self, run: _Run, writer: WorkerIdentity) -> None:
+        """Set blocks aside and promise them to the writer."""
+        spec = run.submission.spec
+        try:
+            event = await asyncio.wrap_future(self._engine.call(lambda e: e.reserve(spec)))
+        except InvalidRequestError as error:
+            self._refuse(run, Refusal.INVALID, str(error))
+            return
+        if isinstance(event, NoCapacityEvent):
+            self._refuse(run, Refusal.NO_CAPACITY, event.message, self._config.no_capacity_retry_s)
+        elif run.phase is Phase.ENDED:  # nobody was told of the blocks: nobody can write
+            self._engine.post(lambda engine: engine.release(spec.request_id))
+        else:
+            self._grant(run, writer, event)
+
+    def _grant(self, run: _Run, writer: WorkerIdentity, event: ReservedEvent) -> None:
+        latest_s = self._clock.now_s() + self._config.max_lease_s
+        deadline_s = latest_s if run.deadline_s is None else run.deadline_s
+        lease = self._lease_table.grant(
+            run.key, writer, event.block_ids, event.num_cached_tokens, deadline_s
+        )
+        run.phase, run.lease_id = Phase.LEASED, lease.lease_id
+        submission = run.submission
+        self._tell(
+            run,
+            Reserved(submission.request_id, submission.attempt, lease, event.num_cached_tokens),
+        )
+
+    # --- what the lease table tells (LeaseListener) ---------------------------------------------
+
+    def admitted(self, request_id: str, first: FirstToken) -> None:
+        """All KV of a lease is here: the request joins the running batch."""
+        run = self._runs.get(RequestId(request_id))
+        assert run is not None, request_id
+        assert run.phase is Phase.LEASED, (request_id, run.phase)
+        run.phase, run.lease_id = Phase.RUNNING, None
+        logprobs = None
+        if first.logprobs is not None:
+            told = first.logprobs
+            logprobs = TokenLogprobs(told.logprob, told.rank, told.top)
+        token = SampledToken(first.token_id, logprobs)
+        run.record.append(len(run.record.token_ids), token)
+        key = run.key
+        self._engine.post(lambda engine: engine.admit(key, token))
+        if run.session is not None:
+            run.session.changed(run.record)
+        self._tell(run, Admitted(run.submission.request_id, run.submission.attempt))
+
+    def failed(self, request_id: str, reason: str) -> None:
+        """A handoff will not finish; its blocks wait for the writer's silence."""
+        run = self._runs.get(RequestId(request_id))
+        if run is None or run.phase is not Phase.LEASED:
+            return
+        self._quarantine(run)
+        run.lease_id = None  # the table has let go of it
+        self._refuse(run, Refusal.HANDOFF_FAILED, reason)
+
+    def quiescent(self, request_id: str) -> None:
+        """The writer of an ended lease has provably stopped."""
+        key = RequestId(request_id)
+        self._fenced.discard(key)
+        self._engine.post(lambda engine: engine.unquarantine(key))
+
+    # --- what the engine tells ------------------------------------------------------------------
+
+    def on_events(self, events: Iterable[EngineEvent]) -> None:
+        """Book one step's events and let every session concerned send one message."""
+        touched: set[RouterSession] = set()
+        for event in events:
+            if not isinstance(event, TokenEvent | FinishedEvent):
+                continue
+            run = self._runs.get(event.request_id)
+            if run is None:
+                continue  # another role's, or ended here already
+            self._started(run)  # its first token may come before `_start` hears of its success
+            if isinstance(event, TokenEvent):
+                run.record.append(event.index, event.token)
+                reason, error = event.finished, ""
+            else:
+                reason, error = event.reason, event.message
+            if run.session is not None:
+                run.session.changed(run.record)
+                touched.add(run.session)
+            if reason is not None:
+                self._close(run, reason, error)
+        for session in touched:
+            session.flush()
+
+    # --- ends -----------------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Let time pass: deadlines, orphans nobody claimed, records nobody will ask for."""
+        now_s = self._clock.now_s()
+        for run in list(self._runs.values()):
+            if run.deadline_s is not None and now_s >= run.deadline_s:
+                self._end(run, FinishReason.ABORTED, "deadline")
+            elif (
+                run.orphaned_at_s is not None
+                and now_s - run.orphaned_at_s >= self._config.orphan_ttl_s
+            ):
+                self._end(run, FinishReason.ABORTED, "its router is gone")
+        self._log.expire(now_s)
+
+    def _end(self, run: _Run, reason: FinishReason, error: str) -> None:
+        """End an attempt from outside, wherever it is."""
+        if run.phase is Phase.ENDED:
+            return
+        key, lease_id = run.key, run.lease_id
+        if run.phase is Phase.LEASED:
+            self._quarantine(run)
+        elif run.phase is Phase.RUNNING:
+            self._engine.post(lambda engine: engine.abort(key))
+        self._close(run, reason, error)
+        if lease_id is not None:
+            self._lease_table.release(lease_id)
+        if run.session is not None:
+            run.session.changed(run.record)
+            run.session.flush()
+
+    def _close(self, run: _Run, reason: FinishReason, error: str) -> None:
+        run.phase = Phase.ENDED
+        del self._runs[run.key]
+        if self._current.get(run.submission.request_id) is run:
+            del self._current[run.submission.request_id]
+        self._log.finish(run.record, reason, error, self._clock.now_s())
+
+    def _refuse(
+        self, run: _Run, refusal: Refusal, message: str, retry_after_s: float = 0.0
+    ) -> None:
+        """End an attempt that never ran. It emitted nothing here, so nobody may attach to it."""
+        if run.phase is Phase.ENDED:
+            return
+        self._close(run, FinishReason.ERROR, message)
+        self._log.forget(run.submission.request_id)
+        if refusal is Refusal.HANDOFF_FAILED:  # it was told of a lease: that attempt is used up
+            self._log.use_up(run.submission, self._clock.now_s())
+        if run.session is not None:
+            run.session.drop(run.submission.request_id)
+            self._reject(run.session, run.submission, refusal, message, retry_after_s)
+
+    def _quarantine(self, run: _Run) -> None:
+        key = run.key
+        self._fenced.add(key)
+        self._engine.post(lambda engine: engine.release(key, quarantine=True))
+
+    # --- drain ----------------------------------------------------------------------------------
+
+    def begin_drain(self) -> None:
+        self._draining = True
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs, and no writer may still touch this worker's memory."""
+        return not self._runs and not self._fenced and not self._tasks
+
+    def num_orphans(self) -> int:
+        return sum(run.orphaned_at_s is not None for run in self._runs.values())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when an attempt is owned twice or by nobody."""
+        for key, run in self._runs.items():
+            assert run.key == key, (run.key, key)
+            assert run.phase is not Phase.ENDED, key
+            assert self._current.get(run.submission.request_id) is run, key
+            assert (run.session is None) == (run.orphaned_at_s is not None), key
+            assert (run.lease_id is not None) == (run.phase is Phase.LEASED), (key, run.phase)
+        assert len(self._current) == len(self._runs), (len(self._current), len(self._runs))
+
+    # --- small parts ----------------------------------------------------------------------------
+
+    @property
+    def _lease_table(self) -> LeaseTable:
+        assert self._leases is not None, "bind comes before submit"
+        return self._leases
+
+    def _tell(self, run: _Run, notice: Reserved | Admitted) -> None:
+        if run.session is not None:
+            run.session.notice(notice)
+            run.session.flush()
+
+    def _reject(
+        self,
+        session: RouterSession,
+        submission: Submission,
+        refusal: Refusal,
+        message: str,
+        retry_after_s: float = 0.0,
+    ) -> None:
+        session.notice(
+            Rejected(submission.request_id, submission.attempt, refusal, message, retry_after_s)
+        )
+        session.flush()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._guard(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        """The engine's end is the process's end and is reported there."""
+        try:
+            await work
+        except EngineStoppedError as error:
+            log.warning("a request came to a stopped engine: %s", error)

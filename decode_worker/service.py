@@ -1,0 +1,162 @@
+"""`DecodeService`: the wire's side of the decode role. Protobuf messages stop here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from decode_worker.request_log import Submission, TokenRun
+from decode_worker.role import DecodeRole, NoSessionError, NotHereError, OtherBodyError
+from decode_worker.session import Refusal, Rejected, RouterSession, Update
+from engine.request import FinishReason, RequestSpec, TokenLogprobs
+from kv_transfer.lease import WorkerIdentity, logprobs_to_proto
+
+Context = grpc.aio.ServicerContext[Any, Any]
+ReadSpec = Callable[[worker_pb2.RequestSpec], RequestSpec]
+
+_FINISHED = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORTED: common_pb2.FINISH_REASON_ABORTED,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+_REFUSALS = {
+    Refusal.NO_CAPACITY: worker_pb2.REJECT_REASON_NO_CAPACITY,
+    Refusal.DRAINING: worker_pb2.REJECT_REASON_DRAINING,
+    Refusal.FINGERPRINT: worker_pb2.REJECT_REASON_FINGERPRINT,
+    Refusal.INVALID: worker_pb2.REJECT_REASON_INVALID,
+    Refusal.STALE_ATTEMPT: worker_pb2.REJECT_REASON_STALE_ATTEMPT,
+    Refusal.HANDOFF_FAILED: worker_pb2.REJECT_REASON_HANDOFF_FAILED,
+}
+
+
+class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
+    """`read_spec` makes the engine's request of a message, under an id unique to its attempt.
+
+    It raises ValueError for one that cannot be read.
+    """
+
+    def __init__(self, role: DecodeRole, read_spec: ReadSpec) -> None:
+        self._role = role
+        self._read_spec = read_spec
+
+    async def Session(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or not first.open.router_id:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "a session begins with `open` and a router_id"
+            )
+        session = self._role.open_session(first.open.router_id)
+        reader = asyncio.create_task(self._read(session, request_iterator))
+        try:
+            async for update in session.updates():
+                yield _update_message(update)
+        finally:
+            reader.cancel()
+            self._role.close_session(session)
+
+    async def _read(
+        self, session: RouterSession, requests: AsyncIterator[worker_pb2.SessionRequest]
+    ) -> None:
+        try:
+            async for request in requests:
+                if request.HasField("reserve"):
+                    self._reserve(session, request.reserve)
+                elif request.HasField("cancel"):
+                    self._role.cancel(request.cancel.request_id, request.cancel.attempt)
+        finally:
+            session.close()
+
+    def _reserve(self, session: RouterSession, message: worker_pb2.Reserve) -> None:
+        wire = message.spec
+        try:
+            spec = self._read_spec(wire)
+        except ValueError as error:
+            refusal = Rejected(wire.request_id, wire.attempt, Refusal.INVALID, str(error))
+            session.notice(refusal)
+            session.flush()
+            return
+        submission = Submission(
+            spec=spec,
+            request_id=wire.request_id,
+            attempt=wire.attempt,
+            tenant=wire.tenant,
+            body_digest=wire.body_digest,
+            kv_fingerprint=wire.kv_fingerprint,
+            timeout_s=wire.timeout_ms / 1000 if wire.HasField("timeout_ms") else None,
+            wire=wire.SerializeToString(),
+        )
+        writer = WorkerIdentity.from_proto(message.writer) if message.HasField("writer") else None
+        self._role.submit(session, submission, writer)
+
+    async def Attach(  # noqa: N802
+        self, request: worker_pb2.AttachRequest, context: Context
+    ) -> worker_pb2.AttachResponse:
+        try:
+            record = self._role.attach(
+                request.router_id, request.request_id, request.tenant, request.body_digest
+            )
+        except NotHereError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        except OtherBodyError as error:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, str(error))
+        except NoSessionError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return worker_pb2.AttachResponse(
+            spec=worker_pb2.RequestSpec.FromString(record.submission.wire),
+            tokens=_tokens_message(record.since(0)),
+        )
+
+
+def _update_message(update: Update) -> worker_pb2.SessionResponse:
+    return worker_pb2.SessionResponse(
+        reserved=[
+            worker_pb2.Reserved(
+                request_id=r.request_id,
+                attempt=r.attempt,
+                lease=None if r.lease is None else r.lease.to_proto(),
+                num_cached_tokens=r.num_cached_tokens,
+            )
+            for r in update.reserved
+        ],
+        rejected=[
+            worker_pb2.Rejected(
+                request_id=r.request_id,
+                attempt=r.attempt,
+                reason=_REFUSALS[r.refusal],
+                message=r.message,
+                retry_after_ms=round(r.retry_after_s * 1000),
+            )
+            for r in update.rejected
+        ],
+        tokens=[_tokens_message(run) for run in update.tokens],
+        admitted=[
+            worker_pb2.HandoffAdmitted(request_id=a.request_id, attempt=a.attempt)
+            for a in update.admitted
+        ],
+    )
+
+
+def _tokens_message(run: TokenRun) -> worker_pb2.RequestTokens:
+    return worker_pb2.RequestTokens(
+        request_id=run.request_id,
+        attempt=run.attempt,
+        index=run.index,
+        ids=run.token_ids,
+        logprobs=[_logprobs_message(logprobs) for logprobs in run.logprobs],
+        finished=_FINISHED[run.finished],
+        error=run.error,
+    )
+
+
+def _logprobs_message(logprobs: TokenLogprobs | None) -> common_pb2.Logprobs:
+    """Empty for a token that an earlier attempt emitted: its log-probabilities are not here."""
+    return common_pb2.Logprobs() if logprobs is None else logprobs_to_proto(logprobs)

@@ -1,0 +1,132 @@
+"""The worker's end of a session: what one router has still to be told.
+
+Tokens are not queued: a session remembers up to which output index each request was sent and reads
+the rest from the request log. So a slow router costs nothing but the log that is kept anyway, and
+gets its tokens in fewer, longer runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from decode_worker.request_log import Record, TokenRun
+from kv_transfer.lease import Lease
+
+
+class Refusal(enum.Enum):
+    NO_CAPACITY = "no capacity"
+    DRAINING = "draining"
+    FINGERPRINT = "fingerprint"
+    INVALID = "invalid"
+    STALE_ATTEMPT = "stale attempt"
+    HANDOFF_FAILED = "handoff failed"
+
+
+@dataclass(frozen=True)
+class Reserved:
+    request_id: str
+    attempt: int
+    lease: Lease | None
+    """None: the worker prefills by itself."""
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    request_id: str
+    attempt: int
+    refusal: Refusal
+    message: str
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Admitted:
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """One message to the router: all that is new since the one before."""
+
+    reserved: tuple[Reserved, ...]
+    rejected: tuple[Rejected, ...]
+    admitted: tuple[Admitted, ...]
+    tokens: tuple[TokenRun, ...]
+
+
+class RouterSession:
+    """Owned by the event loop. Notices collect until `flush`, which lets the stream send them."""
+
+    def __init__(self, router_id: str) -> None:
+        self.router_id = router_id
+        self.closed = False
+        self._reserved: list[Reserved] = []
+        self._rejected: list[Rejected] = []
+        self._admitted: list[Admitted] = []
+        self._news: dict[str, Record] = {}
+        self._sent: dict[str, int] = {}  # output tokens this router has, by request
+        self._wake = asyncio.Event()
+
+    def follow(self, record: Record, sent: int) -> None:
+        """From now on this router gets a request's tokens from output index `sent` on."""
+        self._sent[record.submission.request_id] = sent
+
+    def drop(self, request_id: str) -> None:
+        """Tell this router nothing more of a request."""
+        self._sent.pop(request_id, None)
+        self._news.pop(request_id, None)
+
+    def notice(self, what: Reserved | Rejected | Admitted) -> None:
+        if isinstance(what, Reserved):
+            self._reserved.append(what)
+        elif isinstance(what, Rejected):
+            self._rejected.append(what)
+        else:
+            self._admitted.append(what)
+
+    def changed(self, record: Record) -> None:
+        """A followed request has new tokens or has ended."""
+        if record.submission.request_id in self._sent:
+            self._news[record.submission.request_id] = record
+
+    def flush(self) -> None:
+        self._wake.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self._wake.set()
+
+    async def updates(self) -> AsyncIterator[Update]:
+        """One update per flush, or fewer while the reader is busy; ends when closed."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self.closed:
+                return
+            update = self._take()
+            if update is not None:
+                yield update
+
+    def _take(self) -> Update | None:
+        tokens = []
+        for request_id, record in self._news.items():
+            run = record.since(min(self._sent[request_id], len(record.token_ids)))
+            if not run.token_ids and run.finished is None:
+                continue
+            tokens.append(run)
+            self._sent[request_id] = run.index + len(run.token_ids)
+            if record.finished is not None:
+                del self._sent[request_id]
+        update = Update(
+            tuple(self._reserved), tuple(self._rejected), tuple(self._admitted), tuple(tokens)
+        )
+        self._reserved, self._rejected, self._admitted = [], [], []
+        self._news = {}
+        if not (update.reserved or update.rejected or update.admitted or update.tokens):
+            return None
+        return update

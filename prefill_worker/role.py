@@ -1,0 +1,237 @@
+"""The prefill role: computes a prompt, pushes its KV under a lease, samples the first token.
+
+One prefill here:
+
+1. `start`: the exporter opens the lease, the engine takes the request.
+2. The engine's PrefilledEvent: the first token is told at once, while KV is still moving.
+3. The exporter finishes the handoff and gives a receipt, or says why not.
+4. Always, and whatever happened before: the handoff is drained first, then the engine lets go of
+   the blocks. Cancelling a prefill goes straight there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.errors import EngineStoppedError, InvalidRequestError
+from engine.loop import EngineThread
+from engine.request import (
+    EngineEvent,
+    FinishedEvent,
+    FinishReason,
+    HandoffId,
+    PrefilledEvent,
+    RequestId,
+    RequestSpec,
+    SampledToken,
+)
+from kv_transfer.errors import HandoffError
+from kv_transfer.exporter import Exporter
+from kv_transfer.lease import FirstTokenLogprobs, Lease, Receipt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FirstTokenReady:
+    token: SampledToken
+    num_cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    finished: FinishReason | None
+
+
+@dataclass(frozen=True)
+class HandedOff:
+    receipt: Receipt
+
+
+@dataclass(frozen=True)
+class HandoffBroken:
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Nothing was computed: the request could never run here."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The prefill ended without a first token: aborted, or the engine failed."""
+
+    message: str
+
+
+Outcome = FirstTokenReady | HandedOff | HandoffBroken | Refused | Stopped
+
+
+class DrainingError(RuntimeError):
+    """This worker takes no new work."""
+
+
+class DuplicatePrefillError(RuntimeError):
+    """This attempt of the request is computed here already."""
+
+
+class PrefillRun:
+    """One prefill under way, as its caller sees it."""
+
+    def __init__(self) -> None:
+        self._outcomes: asyncio.Queue[Outcome | None] = asyncio.Queue()  # at most three
+        self.cancelled = asyncio.Event()
+
+    def tell(self, outcome: Outcome | None) -> None:
+        self._outcomes.put_nowait(outcome)
+
+    async def next(self) -> Outcome | None:
+        """The next outcome; None when there will be no more."""
+        return await self._outcomes.get()
+
+    def cancel(self) -> None:
+        """Stop it wherever it is; it drains in the background."""
+        self.cancelled.set()
+
+
+class PrefillRole:
+    """Lives on the event loop; the engine runs on its own thread."""
+
+    def __init__(self, engine: EngineThread, exporter: Exporter) -> None:
+        self._engine = engine
+        self._exporter = exporter
+        self._waiting: dict[RequestId, asyncio.Future[PrefilledEvent | FinishedEvent]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._draining = False
+        self._handoff_bytes_per_s = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._tasks
+
+    @property
+    def handoff_bytes_per_s(self) -> float:
+        """Moving average over this worker's handoffs; 0 before the first."""
+        return self._handoff_bytes_per_s
+
+    def begin_drain(self) -> None:
+        self._draining = True
+
+    def start(self, spec: RequestSpec, lease: Lease, timeout_s: float | None) -> PrefillRun:
+        """Begin a prefill whose KV goes into `lease`.
+
+        Raises DrainingError, DuplicatePrefillError, and from the exporter LeaseError (fenced, or
+        not ours) and FingerprintError; then nothing was begun.
+        """
+        if self._draining:
+            raise DrainingError("this worker is draining")
+        key = spec.request_id
+        if key in self._waiting:
+            raise DuplicatePrefillError(f"{key} is computed here already")
+        handoff = self._exporter.open(lease)
+        prefill = PrefillRun()
+        self._waiting[key] = asyncio.get_running_loop().create_future()
+        task = asyncio.get_running_loop().create_task(
+            self._run(prefill, spec, handoff, lease.num_cached_tokens, timeout_s)
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return prefill
+
+    def on_events(self, events: Iterable[EngineEvent]) -> None:
+        """Give each prefill the event that ends its computation."""
+        for event in events:
+            if isinstance(event, PrefilledEvent | FinishedEvent):
+                future = self._waiting.get(event.request_id)
+                if future is not None and not future.done():
+                    future.set_result(event)
+
+    async def _run(
+        self,
+        prefill: PrefillRun,
+        spec: RequestSpec,
+        handoff: HandoffId,
+        num_receiver_cached_tokens: int,
+        timeout_s: float | None,
+    ) -> None:
+        """Steps 1 to 4. `work` may be cut short at any await; what follows it may not."""
+        work = asyncio.create_task(
+            self._compute_and_hand_off(prefill, spec, handoff, num_receiver_cached_tokens)
+        )
+        cancelled = asyncio.create_task(prefill.cancelled.wait())
+        try:
+            await asyncio.wait(
+                {work, cancelled}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            cancelled.cancel()
+            work.cancel()
+            await asyncio.wait({work})
+            await self._let_go(spec.request_id, handoff)
+        if work.cancelled():
+            prefill.tell(Stopped("cancelled" if prefill.cancelled.is_set() else "deadline"))
+        else:
+            work.result()
+        prefill.tell(None)
+
+    async def _compute_and_hand_off(
+        self, prefill: PrefillRun, spec: RequestSpec, handoff: HandoffId, num_cached: int
+    ) -> None:
+        try:
+            await asyncio.wrap_future(
+                self._engine.call(lambda engine: engine.add_prefill(spec, handoff, num_cached))
+            )
+        except InvalidRequestError as error:
+            prefill.tell(Refused(str(error)))
+            return
+        except EngineStoppedError as error:
+            prefill.tell(Stopped(str(error)))
+            return
+        event = await self._waiting[spec.request_id]
+        if isinstance(event, FinishedEvent):
+            prefill.tell(Stopped(event.message or event.reason.value))
+            return
+        prefill.tell(
+            FirstTokenReady(
+                event.token,
+                event.num_cached_tokens,
+                event.queue_s,
+                event.prefill_s,
+                event.finished,
+            )
+        )
+        if event.finished is None:
+            prefill.tell(await self._hand_off(handoff, event.token))
+
+    async def _hand_off(self, handoff: HandoffId, token: SampledToken) -> Outcome:
+        logprobs = None
+        if token.logprobs is not None:
+            logprobs = FirstTokenLogprobs(
+                token.logprobs.logprob, token.logprobs.rank, token.logprobs.top
+            )
+        try:
+            receipt = await self._exporter.finish(handoff, token.token_id, logprobs, None)
+        except HandoffError as error:
+            log.warning("handoff %s: %s: %s", handoff, error.reason, error)
+            return HandoffBroken(error.reason, str(error))
+        if receipt.put_s > 0:
+            seen = receipt.num_bytes / receipt.put_s
+            former = self._handoff_bytes_per_s or seen
+            self._handoff_bytes_per_s = former + (seen - former) / 8
+        return HandedOff(receipt)
+
+    async def _let_go(self, key: RequestId, handoff: HandoffId) -> None:
+        """Stop computing, wait until nothing is in flight, and only then free the blocks."""
+        self._engine.post(lambda engine: engine.abort(key))
+        await self._exporter.cancel(handoff)
+        self._engine.post(lambda engine: engine.release(key))
+        del self._waiting[key]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a prefill is watched by nobody."""
+        assert len(self._waiting) <= len(self._tasks), (len(self._waiting), len(self._tasks))

@@ -1,0 +1,109 @@
+"""`PrefillService`: the wire's side of the prefill role. Protobuf messages stop here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from engine.request import FinishReason, RequestSpec
+from kv_transfer.errors import FingerprintError, LeaseError
+from kv_transfer.lease import Lease, logprobs_to_proto
+from prefill_worker.role import (
+    DrainingError,
+    DuplicatePrefillError,
+    FirstTokenReady,
+    HandedOff,
+    HandoffBroken,
+    Outcome,
+    PrefillRole,
+    PrefillRun,
+    Refused,
+    Stopped,
+)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+ReadSpec = Callable[[worker_pb2.RequestSpec], RequestSpec]
+
+_FINISHED = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORTED: common_pb2.FINISH_REASON_ABORTED,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+
+
+class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
+    """`read_spec` makes the engine's request of a message; it raises ValueError."""
+
+    def __init__(self, role: PrefillRole, kv_fingerprint: bytes, read_spec: ReadSpec) -> None:
+        self._role = role
+        self._kv_fingerprint = kv_fingerprint
+        self._read_spec = read_spec
+
+    async def Prefill(  # noqa: N802
+        self, request: worker_pb2.PrefillRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+        prefill = await self._start(request, context)
+        try:
+            while (outcome := await prefill.next()) is not None:
+                if isinstance(outcome, Refused):
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, outcome.message)
+                if isinstance(outcome, Stopped):
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, outcome.message)
+                yield _message(outcome)
+        finally:
+            prefill.cancel()
+
+    async def _start(self, request: worker_pb2.PrefillRequest, context: Context) -> PrefillRun:
+        wire = request.spec
+        if wire.kv_fingerprint != self._kv_fingerprint:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "this worker's KV is of another kind"
+            )
+        timeout_s = wire.timeout_ms / 1000 if wire.HasField("timeout_ms") else None
+        try:
+            spec = self._read_spec(wire)
+            return self._role.start(spec, Lease.from_proto(request.lease), timeout_s)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except DrainingError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        except DuplicatePrefillError as error:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, str(error))
+        except (FingerprintError, LeaseError) as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+
+def _message(outcome: Outcome) -> worker_pb2.PrefillResponse:
+    if isinstance(outcome, FirstTokenReady):
+        logprobs = outcome.token.logprobs
+        return worker_pb2.PrefillResponse(
+            first_token=worker_pb2.FirstToken(
+                id=outcome.token.token_id,
+                logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
+                num_cached_tokens=outcome.num_cached_tokens,
+                queue_ms=outcome.queue_s * 1000,
+                prefill_ms=outcome.prefill_s * 1000,
+                finished=_FINISHED[outcome.finished],
+            )
+        )
+    if isinstance(outcome, HandedOff):
+        receipt = outcome.receipt
+        return worker_pb2.PrefillResponse(
+            handoff_done=worker_pb2.HandoffDone(
+                num_bytes=receipt.num_bytes,
+                num_blocks=receipt.num_blocks,
+                put_ms=receipt.put_s * 1000,
+                exposed_ms=receipt.exposed_s * 1000,
+            )
+        )
+    if isinstance(outcome, HandoffBroken):
+        return worker_pb2.PrefillResponse(
+            handoff_failed=worker_pb2.HandoffFailed(reason=outcome.reason, message=outcome.message)
+        )
+    raise AssertionError(outcome)
