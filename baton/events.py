@@ -1,0 +1,149 @@
+"""What happens to one request, as its client sees it. The protobuf messages, as frozen values."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, fields
+from typing import Any
+
+from baton.v1 import common_pb2, router_pb2
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Where the request runs. Comes again when it is tried again."""
+
+    request_id: str
+    seed: int
+    prefill_worker: str  # "" when the decode worker prefills by itself
+    decode_worker: str
+    reason: str
+    num_prompt_tokens: int
+    num_cached_tokens_prefill: int
+    num_cached_tokens_decode: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """The first token exists."""
+
+    ttft_ms: float
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class HandedOff:
+    """The prompt's KV has reached the decode worker."""
+
+    kv_bytes: int
+    put_ms: float
+    exposed_ms: float
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Natural logarithms; `rank` 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One or more tokens in a row. `text` is whole characters and may lag behind `ids`."""
+
+    index: int
+    ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[Logprobs, ...] = ()
+
+
+@dataclass(frozen=True)
+class Migrated:
+    """The request goes on elsewhere; nothing is lost or repeated."""
+
+    from_index: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Timings:
+    queue_ms: float
+    ttft_ms: float
+    itl_ms: float
+    e2e_ms: float
+    tokenize_ms: float
+    reserve_ms: float
+    prefill_ms: float
+    second_token_ms: float
+
+
+@dataclass(frozen=True)
+class Finished:
+    reason: FinishReason
+    usage: Usage
+    timings: Timings
+    stop: str = ""
+
+
+Event = Routed | Prefilled | HandedOff | Tokens | Migrated | Finished
+
+_PLAIN: dict[str, type[Any]] = {
+    "routed": Routed,
+    "prefilled": Prefilled,
+    "handed_off": HandedOff,
+    "migrated": Migrated,
+}
+
+
+def from_response(response: router_pb2.GenerateResponse) -> Event | None:
+    """None for an event that this release does not know."""
+    kind = response.WhichOneof("event")
+    match kind:
+        case None:
+            return None
+        case "tokens":
+            return _tokens(response.tokens)
+        case "finished":
+            return _finished(response.finished)
+        case _:
+            event: Event = _plain(_PLAIN[kind], getattr(response, kind))
+            return event
+
+
+def _plain(kind: type[Any], message: Any) -> Any:
+    return kind(**{field.name: getattr(message, field.name) for field in fields(kind)})
+
+
+def _tokens(message: router_pb2.Tokens) -> Tokens:
+    logprobs = tuple(
+        Logprobs(entry.logprob, entry.rank, tuple((top.id, top.logprob) for top in entry.top))
+        for entry in message.logprobs
+    )
+    return Tokens(message.index, tuple(message.ids), message.text, logprobs)
+
+
+def _finished(message: router_pb2.Finished) -> Finished:
+    name = common_pb2.FinishReason.Name(message.reason).removeprefix("FINISH_REASON_")
+    return Finished(
+        reason=FinishReason.__members__.get(name, FinishReason.ERROR),
+        usage=_plain(Usage, message.usage),
+        timings=_plain(Timings, message.timings),
+        stop=message.stop,
+    )

@@ -1,0 +1,123 @@
+"""Baton's errors as gRPC statuses, and back: google.rpc details beside code and message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from baton import errors
+from baton.errors import BatonError
+
+DOMAIN = "baton.dev"
+DETAILS_KEY = "grpc-status-details-bin"
+
+_BY_REASON: dict[str, type[BatonError]] = {
+    kind.reason: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, BatonError)
+}
+# For servers and proxies that send no details.
+_BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
+    grpc.StatusCode.NOT_FOUND: errors.NotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyExistsError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.OverloadedError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
+    grpc.StatusCode.FAILED_PRECONDITION: errors.NotResumableError,
+    grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
+}
+
+
+class RpcFailure(Protocol):
+    """What sync and asyncio calls raise: grpc.RpcError with these."""
+
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
+
+
+def status_code(error: BatonError) -> grpc.StatusCode:
+    return grpc.StatusCode[error.grpc_status]
+
+
+def status_metadata(error: BatonError) -> tuple[tuple[str, bytes], ...]:
+    """Trailing metadata that carries ErrorInfo, the field at fault and when to retry."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    details = [info]
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=error.message
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=status_code(error).value[0], message=error.message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def from_rpc_error(failure: RpcFailure) -> BatonError:
+    """The typed error behind a failed call."""
+    message = failure.details() or failure.code().name
+    detailed = _from_details(failure, message)
+    if detailed is not None:
+        return detailed
+    if _is_too_large(failure):
+        return errors.InvalidRequestError(f"the message is too large: {message}")
+    return _BY_CODE.get(failure.code(), BatonError)(message)
+
+
+def is_connection_lost(failure: RpcFailure) -> bool:
+    """Whether the call broke under way, rather than being answered by a Baton router."""
+    return failure.code() in (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+    ) and not _status_details(failure)
+
+
+def is_never_connected(failure: RpcFailure) -> bool:
+    """Whether nothing listened at the address."""
+    return is_connection_lost(failure) and "failed to connect" in (failure.details() or "").lower()
+
+
+def _status_details(failure: RpcFailure) -> bytes:
+    for key, value in failure.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            return value
+    return b""
+
+
+def _from_details(failure: RpcFailure, message: str) -> BatonError | None:
+    info = error_details_pb2.ErrorInfo()
+    request = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    for detail in status_pb2.Status.FromString(_status_details(failure)).details:
+        for target in (info, request, retry):
+            if detail.Is(target.DESCRIPTOR):
+                detail.Unpack(target)
+    if info.domain != DOMAIN:
+        return None
+    violations = request.field_violations
+    return _BY_REASON.get(info.reason, BatonError)(
+        message,
+        field=violations[0].field if violations else None,
+        retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9
+        if retry.HasField("retry_delay")
+        else None,
+    )
+
+
+def _is_too_large(failure: RpcFailure) -> bool:
+    text = failure.details() or ""
+    return failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than" in text
