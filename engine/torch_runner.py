@@ -136,7 +136,7 @@ def load_torch_runner(
     with Checkpoint(folder) as checkpoint:
         loader = WeightLoader(checkpoint, model, shard, TORCH_DTYPES[config.dtype], device)
         weights = loader.load()
-    decoder = Decoder(model, weights, shard, pick_kernels(device), tp)
+    decoder = Decoder(model, weights, shard, pick_kernels(device, TORCH_DTYPES[config.dtype]), tp)
     regions = RegionLayout(spec.layout, rank, size, memory.blocks_per_region)
     return TorchRunner(spec, decoder, PagedKv(memory, regions, device), sink, sample, tp)
 
