@@ -34,7 +34,7 @@ class KvFollower:
         self.num_gaps = 0
 
     async def run(
-        self, stub: worker_pb2_grpc.WorkerServiceAsyncStub, on_connected: Callable[[], None]
+        self, stub: worker_pb2_grpc.WorkerServiceStub, on_connected: Callable[[], None]
     ) -> bool:
         """Follow one subscription; raises grpc.aio.AioRpcError when it breaks.
 

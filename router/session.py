@@ -113,7 +113,7 @@ class Session:
     # --- the stream ----------------------------------------------------------------------------
 
     async def run(
-        self, stub: worker_pb2_grpc.DecodeServiceAsyncStub, on_open: Callable[[], None]
+        self, stub: worker_pb2_grpc.DecodeServiceStub, on_open: Callable[[], None]
     ) -> None:
         """Open a session and serve it until it ends; raises grpc.aio.AioRpcError when it breaks."""
         outbox: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue(self._max_backlog)
@@ -149,6 +149,12 @@ class Session:
         )
         while True:
             yield await outbox.get()
+
+    def end(self, message: str) -> None:
+        """The worker is given up: attempts on it are told at once."""
+        if self._outbox is not None:
+            self._cancel_call()
+            self._lose(message)
 
     def _lose(self, message: str) -> None:
         self._outbox = None

@@ -1,0 +1,354 @@
+"""One try of a request on the workers it was placed on.
+
+1. `Reserve` goes to the decode worker; it answers with a lease, without one (it prefills by itself)
+   or with a rejection.
+2. `Prefill` with the lease goes to the prefill worker; its first token is emitted at once.
+3. The decode worker's tokens follow on the session. They may come before the first token does:
+   tokens are emitted strictly by index, early ones wait, duplicates are dropped.
+4. It ends with the last token, or with an `AttemptError`. What is then still under way on either
+   worker is cancelled. Every wait has a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc.aio
+
+from baton.v1 import common_pb2, worker_pb2
+from router.config import RouterConfig
+from router.fleet import WorkerEntry
+from router.output import FinishReason, TokenLogprobs
+from router.session import SessionLostError
+from router.worker_link import WorkerLink
+
+
+class Failure(enum.Enum):
+    """Why an attempt failed: what is done about it depends on it."""
+
+    NO_CAPACITY = "no capacity"
+    DRAINING = "draining"
+    INVALID = "invalid"
+    STALE = "stale attempt"
+    REJECTED = "rejected"
+    PREFILL_FAILED = "prefill failed"
+    HANDOFF_FAILED = "handoff failed"
+    DECODE_LOST = "decode worker lost"
+    DECODE_FAILED = "decode failed"
+    STUCK = "stuck"
+
+
+class AttemptError(Exception):
+    """The attempt is over, the request is not. `worker` is who failed it, as far as is known."""
+
+    def __init__(
+        self,
+        failure: Failure,
+        worker: WorkerEntry,
+        message: str,
+        retry_after_s: float = 0.0,
+    ) -> None:
+        super().__init__(message)
+        self.failure, self.worker, self.message = failure, worker, message
+        self.retry_after_s = retry_after_s
+
+
+_REJECTIONS = {
+    worker_pb2.REJECT_REASON_NO_CAPACITY: Failure.NO_CAPACITY,
+    worker_pb2.REJECT_REASON_DRAINING: Failure.DRAINING,
+    worker_pb2.REJECT_REASON_INVALID: Failure.INVALID,
+    worker_pb2.REJECT_REASON_STALE_ATTEMPT: Failure.STALE,
+    worker_pb2.REJECT_REASON_HANDOFF_FAILED: Failure.HANDOFF_FAILED,
+}
+_FINISHED = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+class TokenSink(Protocol):
+    """Who owns the request's output: its `RequestRun`."""
+
+    @property
+    def num_emitted(self) -> int: ...
+    def emit(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finished: FinishReason | None,
+    ) -> bool:
+        """Put out the next tokens; True when the request is over with them."""
+
+    def reserved(self, num_cached_tokens: int) -> None: ...
+    def first_token(self, first: worker_pb2.FirstToken | None) -> None:
+        """The prompt is computed; None where the decode worker did it."""
+
+    def handed_off(self, done: worker_pb2.HandoffDone) -> None: ...
+
+
+@dataclass(frozen=True)
+class Workers:
+    decode: WorkerLink
+    prefill: WorkerLink | None
+    """None: local prefill, or the request was found running."""
+
+
+class Attempt:
+    """One try; an `AttemptHandler` of the decode worker's session."""
+
+    def __init__(
+        self,
+        wire_id: str,
+        workers: Workers,
+        sink: TokenSink,
+        config: RouterConfig,
+        clock: Callable[[], float],
+        predicted_s: float = 0.0,
+    ) -> None:
+        """`predicted_s`: until the first token, by the placement."""
+        self.wire_id = wire_id
+        self.number: int | None = None
+        self.running = False
+        self._workers, self._sink = workers, sink
+        self._config, self._clock = config, clock
+        self._predicted_s = predicted_s
+        self._spec = worker_pb2.RequestSpec()
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._early: list[worker_pb2.RequestTokens] = []
+        self._adopted = True
+        self._first_seen = False
+        self._over_at_worker = False
+        self._prefill_task: asyncio.Task[None] | None = None
+        self._quiet_until_s = 0.0
+        self._waits_for = (self._decode, "an answer to Reserve")
+
+    @property
+    def _decode(self) -> WorkerEntry:
+        return self._workers.decode.entry
+
+    @property
+    def _prefill(self) -> WorkerEntry:
+        link = self._workers.prefill
+        return self._decode if link is None else link.entry
+
+    # --- running it ----------------------------------------------------------------------------
+
+    async def run(self, spec: worker_pb2.RequestSpec) -> None:
+        """Submit the request and return when it has finished; raises AttemptError."""
+        self._spec, self.number = spec, spec.attempt
+        writer = None if self._workers.prefill is None else self._workers.prefill.entry.facts.ref
+        session = self._workers.decode.session
+        self._expect(self._decode, "an answer to Reserve", self._config.reserve_timeout_s)
+        try:
+            session.listen(self)
+            session.reserve(worker_pb2.Reserve(spec=spec, writer=writer))
+        except SessionLostError as error:
+            session.leave(self)
+            self._done.cancel()
+            raise AttemptError(Failure.DECODE_LOST, self._decode, str(error)) from None
+        await self._follow()
+
+    def listen(self) -> None:
+        """Before attaching: keep what the session says until `adopt`. Raises SessionLostError."""
+        self._adopted = False
+        self._workers.decode.session.listen(self)
+
+    async def run_adopted(self, response: worker_pb2.AttachResponse) -> None:
+        """Go on with a request that another router started; raises AttemptError."""
+        self._spec, self.number = response.spec, response.spec.attempt
+        self.running = self._adopted = True
+        self._first_seen = bool(response.tokens.ids)
+        self._expect(self._decode, "a token", self._config.token_timeout_s)
+        early = [t for t in self._early if t.attempt == self.number]
+        self._early = []
+        for tokens in (response.tokens, *early):
+            self.on_tokens(tokens)
+        await self._follow()
+
+    async def _follow(self) -> None:
+        """Wait for the end, as long as there is progress."""
+        try:
+            while not self._done.done():
+                left_s = self._quiet_until_s - self._clock()
+                if left_s <= 0:
+                    worker, what = self._waits_for
+                    raise AttemptError(
+                        Failure.STUCK, worker, f"{worker.facts.worker_id}: no sign of {what}"
+                    )
+                await asyncio.wait({self._done}, timeout=left_s)
+            self._done.result()
+            await self._await_handoff_report()
+        finally:
+            self._stop()
+
+    async def _await_handoff_report(self) -> None:
+        """The figures of the handoff may trail the last token."""
+        if self._prefill_task is not None and self.running and not self._prefill_task.done():
+            await asyncio.wait({self._prefill_task}, timeout=self._config.handoff_report_wait_s)
+
+    def _stop(self) -> None:
+        self._workers.decode.session.leave(self)
+        if self._prefill_task is not None:
+            self._prefill_task.cancel()
+        if not self._done.done():
+            self._done.cancel()
+        elif not self._done.cancelled():
+            self._done.exception()  # it may have failed while something else ended it
+
+    def abandon(self) -> None:
+        """After `listen`: the request is not here, or found better elsewhere."""
+        self._stop()
+
+    def cancel_on_worker(self) -> None:
+        """Abort what the decode worker may still do for this attempt; unless it is over there."""
+        if not self._over_at_worker and self.number is not None:
+            self._workers.decode.session.cancel(self.wire_id, self.number)
+
+    def _expect(self, worker: WorkerEntry, what: str, seconds: float) -> None:
+        self._waits_for = (worker, what)
+        self._quiet_until_s = self._clock() + seconds
+
+    def _fail(
+        self, failure: Failure, worker: WorkerEntry, message: str, retry_after_s: float = 0.0
+    ) -> None:
+        if not self._done.done():
+            self._done.set_exception(AttemptError(failure, worker, message, retry_after_s))
+
+    # --- what the session says -----------------------------------------------------------------
+
+    def on_reserved(self, reserved: worker_pb2.Reserved) -> None:
+        if self._done.done() or self._prefill_task is not None:
+            return
+        self._sink.reserved(reserved.num_cached_tokens)
+        limit_s = self._predicted_s + self._config.first_token_timeout_s
+        if reserved.HasField("lease") and self._workers.prefill is not None:
+            self._expect(self._prefill, "a first token", limit_s)
+            request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
+            self._prefill_task = asyncio.create_task(self._run_prefill(request))
+        else:
+            self._expect(self._decode, "a first token", limit_s)
+
+    def on_rejected(self, rejected: worker_pb2.Rejected) -> None:
+        self._over_at_worker = True
+        failure = _REJECTIONS.get(rejected.reason, Failure.REJECTED)
+        worker = self._prefill if failure is Failure.HANDOFF_FAILED else self._decode
+        message = f"{self._decode.facts.worker_id}: {failure.value}: {rejected.message}"
+        self._fail(failure, worker, message, rejected.retry_after_ms / 1e3)
+
+    def on_admitted(self) -> None:
+        self.running = True
+        if self._first_seen:
+            self._expect(self._decode, "a token", self._config.token_timeout_s)
+
+    def on_tokens(self, tokens: worker_pb2.RequestTokens) -> None:
+        if not self._adopted:
+            self._early.append(tokens)
+            return
+        if self._done.done():
+            return
+        self.running = True
+        if tokens.index > self._sink.num_emitted:
+            self._early.append(tokens)
+            return
+        self._deliver(tokens)
+        self._deliver_early()
+
+    def on_session_lost(self, message: str) -> None:
+        self._fail(Failure.DECODE_LOST, self._decode, message)
+
+    # --- what the prefill worker says ----------------------------------------------------------
+
+    async def _run_prefill(self, request: worker_pb2.PrefillRequest) -> None:
+        link = self._workers.prefill
+        assert link is not None
+        limit_s = self._predicted_s + self._config.first_token_timeout_s
+        call = link.prefill(request, limit_s + self._config.token_timeout_s)
+        handed_off = False
+        try:
+            async for response in call:
+                handed_off |= self._on_prefill(response)
+        except grpc.aio.AioRpcError as error:
+            if not handed_off:
+                message = f"{link.entry.facts.worker_id}: {error.code().name}: {error.details()}"
+                self._prefill_failed(Failure.PREFILL_FAILED, message)
+            return
+        finally:
+            call.cancel()
+        if not handed_off and not self._done.done():
+            self._prefill_failed(
+                Failure.PREFILL_FAILED, f"{link.entry.facts.worker_id} ended its answer early"
+            )
+
+    def _on_prefill(self, response: worker_pb2.PrefillResponse) -> bool:
+        """True when the handoff is done."""
+        kind = response.WhichOneof("event")
+        if kind == "first_token":
+            self._on_first_token(response.first_token)
+        elif kind == "handoff_done":
+            self._sink.handed_off(response.handoff_done)
+            return True
+        elif kind == "handoff_failed":
+            failed = response.handoff_failed
+            message = f"{self._prefill.facts.worker_id}: {failed.reason}: {failed.message}"
+            self._prefill_failed(Failure.HANDOFF_FAILED, message)
+        return False
+
+    def _on_first_token(self, first: worker_pb2.FirstToken) -> None:
+        if self._done.done():
+            return
+        self._see_first(first)
+        self._expect(self._decode, "the handed-off request", self._config.token_timeout_s)
+        has_logprobs = first.HasField("logprobs")
+        self._deliver(
+            worker_pb2.RequestTokens(
+                index=len(self._spec.token_ids) // 4 - self._spec.num_prompt_tokens,
+                ids=[first.id],
+                logprobs=[first.logprobs] if has_logprobs else [],
+                finished=first.finished,
+            ),
+            at_decode_worker=False,
+        )
+        self._deliver_early()
+
+    def _see_first(self, first: worker_pb2.FirstToken | None) -> None:
+        if not self._first_seen:
+            self._first_seen = True
+            self._sink.first_token(first)
+
+    def _prefill_failed(self, failure: Failure, message: str) -> None:
+        """Of no account once the decode worker has taken over, unless the first token is lost."""
+        if not (self.running and self._first_seen):
+            self._fail(failure, self._prefill, message)
+
+    # --- tokens --------------------------------------------------------------------------------
+
+    def _deliver(self, tokens: worker_pb2.RequestTokens, at_decode_worker: bool = True) -> None:
+        """Emit what is new of a run of tokens that leaves no gap."""
+        if at_decode_worker:
+            if tokens.ids:
+                self._see_first(None)
+            self._expect(self._decode, "a token", self._config.token_timeout_s)
+        self._over_at_worker |= at_decode_worker and tokens.finished != 0
+        skip = self._sink.num_emitted - tokens.index
+        finished = _FINISHED.get(tokens.finished)
+        ids, logprobs = tokens.ids[skip:], tokens.logprobs[skip:]
+        if (ids or finished) and self._sink.emit(ids, logprobs, finished):
+            self._done.set_result(None)
+        elif tokens.finished:
+            self._fail(
+                Failure.DECODE_FAILED,
+                self._decode,
+                f"{self._decode.facts.worker_id}: "
+                f"{common_pb2.FinishReason.Name(tokens.finished)}: {tokens.error}",
+            )
+
+    def _deliver_early(self) -> None:
+        self._early.sort(key=lambda tokens: tokens.index)
+        while self._early and not self._done.done():
+            if self._early[0].index > self._sink.num_emitted:
+                return
+            self._deliver(self._early.pop(0))

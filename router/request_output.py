@@ -1,0 +1,171 @@
+"""A request's tokens on their way out: text, stop strings, figures. Its attempts' `TokenSink`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from baton.errors import BatonError
+from baton.v1 import worker_pb2
+from router.fleet import Booking
+from router.output import (
+    Finished,
+    FinishReason,
+    HandedOff,
+    OutputLog,
+    Prefilled,
+    Timings,
+    TokenLogprobs,
+)
+from router.run_parts import Arrival, RunParts
+from router.text import Detokenizer
+
+
+class RequestOutput:
+    """Own a request's log and the text state behind it."""
+
+    def __init__(self, arrival: Arrival, parts: RunParts) -> None:
+        self.log = OutputLog()
+        self.queue_s = 0.0
+        self._arrival, self._parts = arrival, parts
+        parsed = arrival.parsed
+        self._detokenizer = Detokenizer(
+            parts.text_model, parsed.stop, after_text=not parsed.is_chat
+        )
+        self._ends = frozenset(parsed.stop_token_ids)
+        self._booking: Booking | None = None
+        self._attempt_at_s = 0.0
+        self._token_at_s: list[float] = []
+        self._reserve_s = self._prefill_s = 0.0
+        self._num_cached_tokens = self._num_cached_decode = 0
+        self._reason, self._stop_found = FinishReason.ABORTED, ""  # until `emit` knows
+
+    # --- what attempts call --------------------------------------------------------------------
+
+    def new_attempt(self, booking: Booking) -> None:
+        """Tokens come of this booking now."""
+        self._booking, self._attempt_at_s = booking, self._parts.clock()
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.log.ids)
+
+    def reserved(self, num_cached_tokens: int) -> None:
+        self._reserve_s = self._parts.clock() - self._attempt_at_s
+        self._num_cached_decode = num_cached_tokens
+
+    def first_token(self, first: worker_pb2.FirstToken | None) -> None:
+        now = self._parts.clock()
+        if self._booking is not None:
+            self._parts.fleet.release_prefill(self._booking)
+        if self.log.ids:
+            return  # a later attempt: the client has had its first token
+        if first is None:
+            self._prefill_s = now - self._attempt_at_s - self._reserve_s
+            self._num_cached_tokens = self._num_cached_decode
+        else:
+            self._prefill_s = first.prefill_ms / 1e3
+            self._num_cached_tokens = first.num_cached_tokens
+        ttft_s = now - self._arrival.arrived_s
+        self._parts.metrics.ttft.observe(ttft_s)
+        self._parts.metrics.cached_tokens.inc(self._num_cached_tokens)
+        self.log.mark(Prefilled(ttft_s, self._num_cached_tokens))
+
+    def handed_off(self, done: worker_pb2.HandoffDone) -> None:
+        put_s = done.put_ms / 1e3
+        if self._booking is not None:
+            self._parts.fleet.observe_handoff(self._booking.prefill, done.num_bytes, put_s)
+        self._parts.metrics.handoff_bytes.inc(done.num_bytes)
+        self.log.mark(HandedOff(done.num_bytes, put_s, done.exposed_ms / 1e3))
+
+    def emit(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finished: FinishReason | None,
+    ) -> bool:
+        """Put out the next tokens; True when the request is over with them."""
+        log, now = self.log, self._parts.clock()
+        stop: str | None = None
+        num_before = len(log.ids)
+        for position, token_id in enumerate(ids):
+            ends = finished is FinishReason.STOP and position == len(ids) - 1
+            log.ids.append(token_id)
+            self._token_at_s.append(now)
+            if ends and token_id in self._ends:
+                log.texts.append("")  # what ends the text is no part of it
+                continue
+            emitted = self._detokenizer.push((token_id,))
+            log.texts.append(emitted.text)
+            if emitted.stop is not None:
+                stop, finished = emitted.stop, FinishReason.STOP
+                break
+        num_new = len(log.ids) - num_before
+        log.logprobs.extend(logprobs[:num_new])
+        self._parts.metrics.tokens.inc(num_new)
+        if finished is None and len(log.ids) >= self._arrival.parsed.sampling.max_tokens:
+            finished = FinishReason.LENGTH
+        if finished is None:
+            log.wake()
+            return False
+        self._flush(stop)
+        self._stop_found = self._stop_name(finished, stop)
+        self._reason = finished
+        log.wake()
+        return True
+
+    def _flush(self, stop: str | None) -> None:
+        """The text held back comes with the last token, which no client has taken yet."""
+        if stop is None:
+            self.log.tail = self._detokenizer.finish()
+
+    def _stop_name(self, reason: FinishReason, stop: str | None) -> str:
+        if stop is not None:
+            return stop
+        last = self.log.ids[-1] if self.log.ids else None
+        return str(last) if reason is FinishReason.STOP and last in self._ends else ""
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """After `emit` said that the request is over, and its attempt is."""
+        self._close(self._reason, self._stop_found)
+
+    def abort(self) -> None:
+        self._close(FinishReason.ABORTED, "")
+
+    def fail(self, error: BatonError) -> None:
+        self._parts.metrics.requests.labels(error.reason).inc()
+        self.log.close(error)
+
+    def _close(self, reason: FinishReason, stop: str) -> None:
+        metrics, timings = self._parts.metrics, self._timings()
+        metrics.requests.labels(reason.value).inc()
+        metrics.e2e.observe(timings.e2e_s)
+        metrics.queue_wait.observe(timings.queue_s)
+        if timings.itl_s:
+            metrics.itl.observe(timings.itl_s)
+        self.log.close(
+            Finished(
+                reason=reason,
+                num_prompt_tokens=len(self._arrival.parsed.token_ids),
+                num_output_tokens=len(self.log.ids),
+                num_cached_tokens=self._num_cached_tokens,
+                timings=timings,
+                stop=stop,
+            )
+        )
+
+    def _timings(self) -> Timings:
+        at_s, arrived_s = self._token_at_s, self._arrival.arrived_s
+        return Timings(
+            queue_s=self.queue_s,
+            ttft_s=at_s[0] - arrived_s if at_s else 0.0,
+            itl_s=float(np.median(np.diff(at_s[1:]))) if len(at_s) > 2 else 0.0,
+            e2e_s=self._parts.clock() - arrived_s,
+            tokenize_s=self._arrival.tokenize_s,
+            reserve_s=self._reserve_s,
+            prefill_s=self._prefill_s,
+            second_token_s=at_s[1] - at_s[0] if len(at_s) > 1 else 0.0,
+        )

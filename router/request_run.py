@@ -1,0 +1,312 @@
+"""One client request, from its arrival to its last token.
+
+1. It waits in line for a placement (`Admission`), then runs as an `Attempt`.
+2. An attempt that fails is cancelled where it may still run. The next one goes elsewhere with the
+   prompt and every token emitted so far: an emitted index is never sampled again, and a client
+   that has seen tokens is told `Migrated`.
+3. A request whose router vanished is looked for at the decode workers first (`resume_from_index`).
+4. It ends as Finished or as a BatonError, at its deadline at the latest. A cancelled one is
+   cancelled at every hop.
+
+Clients read its `OutputLog`; none has to be there for it to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+from baton.errors import (
+    BatonError,
+    DeadlineError,
+    InvalidRequestError,
+    KvTransferError,
+    NotResumableError,
+    PoisonError,
+    UnavailableError,
+    WorkerLostError,
+)
+from baton.v1 import worker_pb2
+from router.admission import Placed, Ticket
+from router.attempt import Attempt, AttemptError, Failure, Workers
+from router.fleet import Booking, WorkerState
+from router.output import Migrated, OutputLog, Routed
+from router.prompt import PromptBlocks
+from router.request_output import RequestOutput
+from router.resume import find_running
+from router.run_parts import Arrival, RunParts
+from router.worker_link import WorkerLink
+
+log = logging.getLogger(__name__)
+
+MIN_HOLD_S = 0.05  # a worker that has no room is not asked again sooner
+
+
+class RequestRun:
+    """Own a request's attempts, retry budget and output."""
+
+    def __init__(self, arrival: Arrival, parts: RunParts) -> None:
+        self.arrival, self._parts = arrival, parts
+        parsed, config = arrival.parsed, parts.config
+        self.seed = parts.rng.getrandbits(64) if parsed.seed is None else parsed.seed
+        self._output = RequestOutput(arrival, parts)
+        self._prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
+        timeout_s = min(parsed.timeout_s or config.default_timeout_s, config.max_timeout_s)
+        self._deadline_s = arrival.arrived_s + timeout_s
+        self._attempt_number = 0
+        self._num_failures = self._num_stale = 0
+        self._lost: list[tuple[str, int]] = []  # (worker id, incarnation) lost while it ran there
+        self._aborted = self._orphaned = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def log(self) -> OutputLog:
+        return self._output.log
+
+    # --- from outside --------------------------------------------------------------------------
+
+    def start(self, on_end: Callable[[RequestRun], None]) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"request:{self.arrival.request_id}")
+
+        def ended(_: asyncio.Task[None]) -> None:
+            if self.log.end is None:  # cancelled before its first step
+                self._output.abort()
+            on_end(self)
+
+        self._task.add_done_callback(ended)
+
+    def abort(self) -> None:
+        """Cancel the request at every hop, at once; nothing happens to one that has ended."""
+        if self._task is not None and not self._task.done():
+            self._aborted = True
+            self._task.cancel()
+
+    def orphan(self) -> None:
+        """Stop following the request; it goes on at its decode worker for another router."""
+        if self._task is not None and not self._task.done():
+            self._orphaned = True
+            self._task.cancel()
+
+    async def wait(self) -> None:
+        """Return when nothing of the request is left here."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    # --- its life ------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        try:
+            await self._drive_until_deadline()
+            self._output.finish()
+        except asyncio.CancelledError:
+            if self._aborted:
+                self._output.abort()
+            else:
+                self._output.fail(UnavailableError("the router is shutting down"))
+        except BatonError as error:
+            self._output.fail(error)
+        finally:
+            if self.log.end is None:
+                self._output.fail(BatonError("internal error"))
+
+    async def _drive_until_deadline(self) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, self._deadline_s - self._parts.clock())):
+                await self._drive()
+        except TimeoutError:
+            raise DeadlineError("the request's deadline has passed") from None
+
+    async def _drive(self) -> None:
+        parsed, parts = self.arrival.parsed, self._parts
+        max_new = parsed.sampling.max_tokens
+        ticket = parts.admission.ticket(self._prompt, max_new, parsed.priority)
+        if parsed.resume_from_index is not None and await self._resume(ticket):
+            return
+        while True:
+            self._prompt.extend_to(self.log.ids)
+            ticket.max_new_tokens = max(1, max_new - len(self.log.ids))
+            queued_at_s = parts.clock()
+            placed = await parts.admission.place(ticket)
+            self._output.queue_s += parts.clock() - queued_at_s
+            if await self._ends_well(self._try_placed(placed), ticket):
+                return
+
+    async def _ends_well(self, trying: Coroutine[None, None, None], ticket: Ticket) -> bool:
+        """Whether an attempt finished the request; raises BatonError when no other may follow."""
+        try:
+            await trying
+            return True
+        except AttemptError as error:
+            wait_s = self._judge(error, ticket)
+        if wait_s:
+            await asyncio.sleep(wait_s)
+        return False
+
+    async def _try_placed(self, placed: Placed) -> None:
+        """One attempt where the request was placed; raises AttemptError."""
+        parts, booking, placement = self._parts, placed.booking, placed.placement
+        self._attempt_number += 1
+        decode = parts.links.get(booking.decode)
+        prefill = None if placement.prefill_slot is None else parts.links.get(booking.prefill)
+        if decode is None or (prefill is None and placement.prefill_slot is not None):
+            parts.fleet.release(booking)
+            raise AttemptError(Failure.DRAINING, booking.decode, "a worker has just left")
+        self.log.mark(self._routed(placed))
+        attempt = self._new_attempt(
+            Workers(decode, prefill), placement.queue_s + placement.prefill_s
+        )
+        await self._follow(attempt, attempt.run(self._spec(placed)), booking)
+
+    async def _follow(
+        self, attempt: Attempt, running: Coroutine[None, None, None], booking: Booking
+    ) -> None:
+        """See an attempt through to its end, however it ends, and leave nothing of it behind."""
+        self._output.new_attempt(booking)
+        try:
+            await running
+        except AttemptError as error:
+            if error.failure is Failure.DECODE_LOST and attempt.running:
+                facts = booking.decode.facts
+                self._lost.append((facts.worker_id, facts.incarnation))
+            raise
+        finally:
+            self._parts.fleet.release(booking)
+            if not self._orphaned:
+                attempt.cancel_on_worker()
+
+    def _new_attempt(self, workers: Workers, predicted_s: float = 0.0) -> Attempt:
+        parts = self._parts
+        return Attempt(
+            self.arrival.wire_id, workers, self._output, parts.config, parts.clock, predicted_s
+        )
+
+    # --- taking over from another router -------------------------------------------------------
+
+    async def _resume(self, ticket: Ticket) -> bool:
+        """Attach to the request where it runs; True when it finished there.
+
+        Raises NotResumableError when it runs nowhere and its seed is not known.
+        """
+        parsed, parts = self.arrival.parsed, self._parts
+        found = await find_running(
+            self.arrival,
+            parts.links,
+            lambda link: self._new_attempt(Workers(link, None)),
+            parts.config.attach_timeout_s,
+        )
+        if found is None:
+            if parsed.seed is None and parsed.resume_from_index:
+                raise NotResumableError(
+                    "no decode worker keeps the request, and without its seed it cannot be run"
+                    " again; send the seed that Routed told",
+                    field="seed",
+                )
+            return False
+        spec = found.response.spec
+        if parsed.seed is not None and parsed.seed != spec.seed:
+            found.attempt.abandon()
+            raise NotResumableError(f"the request runs with seed {spec.seed}", field="seed")
+        self.seed, self._attempt_number = spec.seed, spec.attempt
+        self.log.mark(self._attached(found.link))
+        growth = min(ticket.max_new_tokens, parts.config.decode_growth_tokens)
+        booking = parts.fleet.book_running(found.link.entry, len(self._prompt) + growth)
+        running = found.attempt.run_adopted(found.response)
+        return await self._ends_well(self._follow(found.attempt, running, booking), ticket)
+
+    def _attached(self, link: WorkerLink) -> Routed:
+        worker_id = link.entry.facts.worker_id
+        return Routed(
+            request_id=self.arrival.request_id,
+            seed=self.seed,
+            prefill_worker="",
+            decode_worker=worker_id,
+            reason=f"found running on {worker_id}",
+            num_prompt_tokens=self._prompt.num_prompt_tokens,
+            num_cached_tokens_prefill=0,
+            num_cached_tokens_decode=0,
+            attempt=self._attempt_number,
+        )
+
+    # --- failures ------------------------------------------------------------------------------
+
+    def _judge(self, error: AttemptError, ticket: Ticket) -> float:
+        """What a failed attempt means: seconds until the next one, or a BatonError."""
+        parts, failure = self._parts, error.failure
+        parts.metrics.failures.labels(failure.name).inc()
+        log.info("request %s: attempt %d: %s", *self._who(), error.message)
+        if failure is Failure.INVALID:
+            raise InvalidRequestError(error.message)
+        if failure is Failure.NO_CAPACITY:
+            parts.fleet.hold(error.worker, max(MIN_HOLD_S, error.retry_after_s))
+            return 0.0
+        if failure is Failure.DRAINING:
+            parts.fleet.set_state(error.worker, WorkerState.DRAINING)
+            return 0.0
+        if self.log.ids:
+            parts.metrics.migrations.inc()
+            self.log.mark(Migrated(len(self.log.ids), error.message))
+        if failure is Failure.STALE:  # another router got further with this id
+            self._num_stale += 1
+            self._attempt_number += 4**self._num_stale
+        self._num_failures += 1
+        self._give_up_if_hopeless(error)
+        ticket.failed.add(error.worker.slot)
+        parts.fleet.eject(error.worker, parts.config.eject_s)
+        return parts.config.retry_backoff_s if self._num_failures > 1 else 0.0
+
+    def _give_up_if_hopeless(self, error: AttemptError) -> None:
+        config = self._parts.config
+        dead = [lost for lost in self._lost if not self._parts.links.is_connected(*lost)]
+        if len(dead) >= config.max_dead_decode_workers:
+            names = ", ".join(worker_id for worker_id, _ in dead)
+            raise PoisonError(f"{len(dead)} workers died while they ran this request: {names}")
+        if self._num_failures >= config.max_attempts:
+            raise self._final(error, f"after {self._num_failures} attempts")
+        if not self._parts.retries.take(self.arrival.parsed.tenant):
+            raise self._final(error, "and the retry budget is used up")
+
+    def _final(self, error: AttemptError, why: str) -> BatonError:
+        if error.failure in (Failure.HANDOFF_FAILED, Failure.PREFILL_FAILED):
+            return KvTransferError(f"{error.message} ({why})", retry_after_s=1.0)
+        return WorkerLostError(f"{error.message} ({why})", retry_after_s=1.0)
+
+    def _who(self) -> tuple[str, int]:
+        return self.arrival.request_id, self._attempt_number
+
+    # --- values for workers and clients --------------------------------------------------------
+
+    def _spec(self, placed: Placed) -> worker_pb2.RequestSpec:
+        arrival, parsed = self.arrival, self.arrival.parsed
+        left_s = self._deadline_s - self._parts.clock()
+        return worker_pb2.RequestSpec(
+            request_id=arrival.wire_id,
+            body_digest=parsed.body_digest,
+            tenant=parsed.tenant,
+            attempt=self._attempt_number,
+            token_ids=self._prompt.wire_tokens,
+            num_prompt_tokens=self._prompt.num_prompt_tokens,
+            sampling=parsed.sampling,
+            seed=self.seed,
+            stop_token_ids=parsed.stop_token_ids,
+            cache_salt=parsed.cache_salt,
+            priority=parsed.priority,
+            timeout_ms=max(1, int(left_s * 1e3)),
+            traceparent=arrival.traceparent,
+            kv_fingerprint=placed.kv_fingerprint,
+            client_request=arrival.client_request,
+        )
+
+    def _routed(self, placed: Placed) -> Routed:
+        placement = placed.placement
+        return Routed(
+            request_id=self.arrival.request_id,
+            seed=self.seed,
+            prefill_worker=placement.prefill_worker,
+            decode_worker=placement.decode_worker,
+            reason=placement.reason,
+            num_prompt_tokens=self._prompt.num_prompt_tokens,
+            num_cached_tokens_prefill=placement.num_cached_tokens_prefill,
+            num_cached_tokens_decode=placement.num_cached_tokens_decode,
+            attempt=self._attempt_number,
+        )

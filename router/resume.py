@@ -1,0 +1,84 @@
+"""Find a request that another router started: its decode worker keeps it for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from baton.errors import AlreadyExistsError
+from baton.v1 import worker_pb2
+from router.attempt import Attempt
+from router.fleet_links import FleetLinks
+from router.run_parts import Arrival
+from router.session import SessionLostError
+from router.worker_link import WorkerLink
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    link: WorkerLink
+    attempt: Attempt
+    response: worker_pb2.AttachResponse
+
+
+async def find_running(
+    arrival: Arrival,
+    links: FleetLinks,
+    make_attempt: Callable[[WorkerLink], Attempt],
+    timeout_s: float,
+) -> Found | None:
+    """Ask every decode worker; of several attempts the newest is taken, the others are cancelled.
+
+    Raises AlreadyExistsError when the id runs with another body.
+    """
+    await links.wait_tried(timeout_s)
+    asked = [
+        _ask(link, make_attempt(link), arrival, timeout_s) for link in links.with_open_session()
+    ]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    found = [answer for answer in answers if isinstance(answer, Found)]
+    found.sort(key=lambda one: one.response.spec.attempt)
+    for older in found[:-1]:
+        older.attempt.abandon()
+        older.link.session.cancel(arrival.wire_id, older.response.spec.attempt)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            if found:
+                found[-1].attempt.abandon()
+            raise answer
+    return found[-1] if found else None
+
+
+async def _ask(
+    link: WorkerLink, attempt: Attempt, arrival: Arrival, timeout_s: float
+) -> Found | None:
+    """The attempt listens before the worker is asked, so that no token falls between."""
+    parsed = arrival.parsed
+    try:
+        attempt.listen()
+    except SessionLostError:
+        attempt.abandon()
+        return None
+    kept = False
+    try:
+        response = await link.attach(arrival.wire_id, parsed.tenant, parsed.body_digest, timeout_s)
+        kept = True
+        return Found(link, attempt, response)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.ALREADY_EXISTS:
+            raise AlreadyExistsError(
+                f"request {arrival.request_id!r} runs with another body", field="request_id"
+            ) from None
+        if error.code() is not grpc.StatusCode.NOT_FOUND:
+            log.warning("attach at %s: %s", link.entry.facts.worker_id, error.code().name)
+        return None
+    finally:
+        if not kept:
+            attempt.abandon()

@@ -1,0 +1,59 @@
+"""What a request brings along, and what all requests of a router share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from router.admission import Admission
+from router.config import RouterConfig
+from router.fleet import Fleet
+from router.fleet_links import FleetLinks
+from router.metrics import RouterMetrics
+from router.retry_budget import RetryBudget
+from router.text import TextModel
+from router.validate import ParsedRequest
+
+
+@dataclass(frozen=True)
+class RunParts:
+    config: RouterConfig
+    text_model: TextModel
+    fleet: Fleet
+    links: FleetLinks
+    admission: Admission
+    retries: RetryBudget
+    metrics: RouterMetrics
+    clock: Callable[[], float]
+    rng: random.Random
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request as the service took it in."""
+
+    request_id: str  # the client's, or drawn
+    parsed: ParsedRequest
+    client_request: bytes  # a serialised GenerateRequest
+    traceparent: str
+    arrived_s: float
+    tokenize_s: float
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(tenant, request id): what a request is known by in a router."""
+        return (self.parsed.tenant, self.request_id)
+
+    @property
+    def chose_id(self) -> bool:
+        """The client named the request, so it may come back for it."""
+        return bool(self.parsed.request_id)
+
+    @property
+    def wire_id(self) -> str:
+        """The id workers know the request by: one tenant's ids never meet another's."""
+        own = quote(self.request_id, safe="")
+        tenant = self.parsed.tenant
+        return f"{quote(tenant, safe='')}/{own}" if tenant else own
