@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
@@ -79,14 +79,14 @@ class Client:
         chat: Chat | None = None,
         token_ids: Sequence[int] | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, None]:
         """Run one request; its events as they happen, ending with Finished.
 
         Raises a BatonError: here for a request the wire cannot carry, while iterating for all else.
         """
         return self.run(build_request(prompt, chat, token_ids, **options))
 
-    def run(self, request: router_pb2.GenerateRequest) -> Iterator[Event]:
+    def run(self, request: router_pb2.GenerateRequest) -> Generator[Event, None, None]:
         """As `generate`, of a message made elsewhere; it needs a request_id."""
         stream = RequestStream(
             request,
@@ -149,7 +149,7 @@ class Client:
     ) -> None:
         self.close()
 
-    def _events(self, stream: RequestStream) -> Iterator[Event]:
+    def _events(self, stream: RequestStream) -> Generator[Event, None, None]:
         while not stream.is_finished:
             failure: status.RpcFailure | None = None
             stub = self._stubs[stream.address_index]
@@ -221,14 +221,14 @@ class AsyncClient:
         chat: Chat | None = None,
         token_ids: Sequence[int] | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """Run one request; its events as they happen, ending with Finished.
 
         Close the iterator (`contextlib.aclosing`) or cancel the task to abort the request.
         """
         return self.run(build_request(prompt, chat, token_ids, **options))
 
-    def run(self, request: router_pb2.GenerateRequest) -> AsyncIterator[Event]:
+    def run(self, request: router_pb2.GenerateRequest) -> AsyncGenerator[Event, None]:
         """As `generate`, of a message made elsewhere; it needs a request_id."""
         stream = RequestStream(
             request,
@@ -272,7 +272,7 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _events(self, stream: RequestStream) -> AsyncIterator[Event]:
+    async def _events(self, stream: RequestStream) -> AsyncGenerator[Event, None]:
         while not stream.is_finished:
             failure: status.RpcFailure | None = None
             stub = self._stubs[stream.address_index]

@@ -1,0 +1,154 @@
+"""`baton generate`, `baton chat`, `baton explain`: everything asked of a router."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterable
+
+from baton import render
+from baton.answer_meter import AnswerMeter
+from baton.client import Client
+from baton.errors import BatonError
+from baton.events import Event, Finished, FinishReason, Tokens
+from baton.progress import Patience
+from baton.request_stream import GenerateOptions, build_request
+from baton.v1 import router_pb2
+
+_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "model")
+
+
+def sampling_options(arguments: argparse.Namespace) -> GenerateOptions:
+    """The options that were given on the command line."""
+    options = GenerateOptions()
+    for name in _SAMPLING:
+        value = getattr(arguments, name, None)
+        if value is not None:
+            options[name] = value  # type: ignore[literal-required]
+    return options
+
+
+def stream_answer(events: Iterable[Event]) -> tuple[str, AnswerMeter]:
+    """Print an answer as it comes; its text and what it cost."""
+    meter = AnswerMeter()
+    pieces: list[str] = []
+    patience = Patience(render.err(), "waiting for the first token")
+    with patience:
+        for event in events:
+            meter.add(event)
+            if isinstance(event, Tokens) and event.text:
+                patience.stop()
+                pieces.append(event.text)
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+            elif isinstance(event, Finished):
+                _check_end(event)
+    text = "".join(pieces)
+    if not text.endswith("\n"):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return text, meter
+
+
+def _check_end(finished: Finished) -> None:
+    if finished.reason in (FinishReason.ABORTED, FinishReason.ERROR):
+        raise BatonError(f"the request was ended by the server: {finished.reason.value}")
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    options = sampling_options(arguments)
+    with Client(arguments.router) as client:
+        if arguments.raw:
+            events = client.generate(prompt, **options)
+        else:
+            events = client.generate(chat=[{"role": "user", "content": prompt}], **options)
+        _, meter = stream_answer(events)
+    if arguments.stats or render.err().is_terminal:
+        render.err().print(meter.lines(), no_wrap=True)
+    return 0
+
+
+def chat(arguments: argparse.Namespace) -> int:
+    opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    history = list(opening)
+    _enable_line_editing()
+    if sys.stdin.isatty():
+        render.out().print("ctrl-C stops an answer, ctrl-D leaves, /new starts over", style="dim")
+    with Client(arguments.router) as client:
+        while (line := _read_line()) is not None:
+            if line in ("/quit", "/exit"):
+                break
+            if line == "/new":
+                history = list(opening)
+            elif line:
+                _exchange(client, history, line, arguments)
+    return 0
+
+
+def _exchange(
+    client: Client, history: list[dict[str, str]], line: str, arguments: argparse.Namespace
+) -> None:
+    """Ask, stream, and remember both sides; an interrupted or failed exchange is forgotten."""
+    turns = [*history, {"role": "user", "content": line}]
+    events = client.generate(chat=turns, **sampling_options(arguments))
+    try:
+        with contextlib.closing(events):
+            text, meter = stream_answer(events)
+    except KeyboardInterrupt:
+        render.out().print("\nstopped", style="dim")
+        return
+    history[:] = [*turns, {"role": "assistant", "content": text}]
+    if arguments.stats:
+        render.err().print(meter.lines(), no_wrap=True)
+
+
+def _read_line() -> str | None:
+    """What was typed; None at the end of the input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        if sys.stdin.isatty():
+            print()
+        return None
+
+
+def _enable_line_editing() -> None:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - importing it gives input() its arrow keys
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    options = sampling_options(arguments)
+    if arguments.raw:
+        request = build_request(arguments.prompt, **options)
+    else:
+        message = {"role": "user", "content": arguments.prompt}
+        request = build_request(chat=[message], **options)
+    with Client(arguments.router) as client:
+        candidates = client.explain(request)
+    if not candidates:
+        render.out().print("no worker can take this prompt now; see `baton status`")
+        return 1
+    columns = (
+        "prefill", "decode", ">cost", ">queue", ">prefill ", ">transfer", ">decode ",
+        ">cached there", ">cached at decode",
+    )  # fmt: skip
+    rows = [_candidate_row(candidate) for candidate in candidates]
+    render.out().print(render.table("Candidates, cheapest first", columns, rows))
+    return 0
+
+
+def _candidate_row(candidate: router_pb2.RouteCandidate) -> list[str]:
+    return [
+        candidate.prefill_worker or "(by itself)",
+        candidate.decode_worker,
+        render.milliseconds(candidate.cost_ms),
+        render.milliseconds(candidate.queue_ms),
+        render.milliseconds(candidate.prefill_ms),
+        render.milliseconds(candidate.transfer_ms),
+        render.milliseconds(candidate.decode_ms),
+        f"{candidate.num_cached_tokens_prefill} tok" if candidate.prefill_worker else "-",
+        f"{candidate.num_cached_tokens_decode} tok",
+    ]

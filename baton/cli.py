@@ -1,0 +1,172 @@
+"""`baton`: bring a cluster up, ask it, look at it, change it.
+
+Exit codes: 0 done · 1 the request failed · 2 wrong usage or configuration · 3 nothing answers at
+the address · 130 interrupted. Each command's code is imported only when it runs, so that asking a
+running cluster needs neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from baton.errors import BatonError, ConfigError, NotFoundError, UnavailableError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+# Command -> module that has a function of that name taking the parsed arguments.
+_COMMANDS = {
+    "up": "baton.bring_up",
+    "demo": "baton.demo",
+    "generate": "baton.ask",
+    "chat": "baton.ask",
+    "explain": "baton.ask",
+    "status": "baton.operate",
+    "scale": "baton.operate",
+    "drain": "baton.operate",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    command = getattr(importlib.import_module(_COMMANDS[arguments.command]), arguments.command)
+    try:
+        code: int = command(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has left; Python would complain again while it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except BatonError as error:
+        return _report(error, arguments)
+    return code
+
+
+def _report(error: BatonError, arguments: argparse.Namespace) -> int:
+    from baton.render import err
+
+    err().print("[red]baton:[/red]", end=" ")
+    err().print(error.message, markup=False)
+    hint = _hint(error, arguments)
+    if hint:
+        err().print(f"  {hint}", style="dim", markup=False)
+    if isinstance(error, ConfigError):
+        return EXIT_USAGE
+    return EXIT_UNAVAILABLE if isinstance(error, UnavailableError) else EXIT_FAILED
+
+
+def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
+    """What to do next."""
+    if isinstance(error, UnavailableError):
+        asks_control = arguments.command in ("status", "scale", "drain")
+        option = "--control HOST:PORT" if asks_control else "--router HOST:PORT"
+        return f"Is the cluster up? Start one with `baton up`, or name another with {option}."
+    if isinstance(error, NotFoundError):
+        return "`baton status` lists pools and workers."
+    if error.field == "chat" and arguments.command == "generate":
+        return "Send the prompt as it is with `baton generate --raw`."
+    if error.retry_after_s is not None:
+        return f"Try again in {error.retry_after_s:g} s."
+    return ""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="baton",
+        description="Serve large language models with prefill and decode on separate pools.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_cluster_commands(commands)
+    _add_request_commands(commands)
+    _add_operator_commands(commands)
+    return parser
+
+
+Subparsers = argparse._SubParsersAction  # the type argparse has for it
+
+
+def _add_cluster_commands(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    up = commands.add_parser("up", help="start a cluster on this machine; ctrl-C ends it")
+    up.add_argument("-f", "--file", metavar="YAML", help="cluster file (default: 1 + 1 workers)")
+    up.add_argument("--model", metavar="FOLDER", help="serve this model instead")
+    demo = commands.add_parser("demo", help="start a cluster, ask it things, stop it")
+    demo.add_argument("-f", "--file", metavar="YAML", help="cluster file")
+
+
+def _add_request_commands(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    generate = commands.add_parser("generate", help="ask one thing and stream the answer")
+    generate.add_argument("prompt", metavar="PROMPT", help='what to ask; "-" reads standard input')
+    generate.add_argument(
+        "--raw", action="store_true", help="send the prompt as it is, without the chat template"
+    )
+    chat = commands.add_parser("chat", help="talk to the model")
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    for command in (generate, chat):
+        _add_sampling(command)
+        _add_router(command)
+    explain = commands.add_parser("explain", help="where a prompt would run, and at what cost")
+    explain.add_argument("prompt", metavar="PROMPT")
+    explain.add_argument("--raw", action="store_true", help="without the chat template")
+    explain.add_argument("--max-tokens", type=int, metavar="N")
+    _add_router(explain)
+
+
+def _add_operator_commands(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    status = commands.add_parser("status", help="pools, workers, load, cache, queue")
+    scale = commands.add_parser("scale", help="change how many workers a pool has")
+    scale.add_argument("pool", metavar="POOL")
+    scale.add_argument("replicas", metavar="N", type=_count)
+    drain = commands.add_parser("drain", help="let a worker finish what it runs, then leave")
+    drain.add_argument("worker", metavar="WORKER")
+    for command in (scale, drain):
+        command.add_argument(
+            "--no-wait", action="store_true", help="return at once instead of when it is done"
+        )
+        command.add_argument(
+            "--timeout", type=float, default=120.0, metavar="S", help="longest wait (%(default)g)"
+        )
+    for command in (status, scale, drain):
+        command.add_argument(
+            "--control",
+            metavar="HOST:PORT",
+            default=os.environ.get("BATON_CONTROL", "127.0.0.1:7101"),
+            help="the control service (BATON_CONTROL; %(default)s)",
+        )
+
+
+def _add_router(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", metavar="NAME", help="only if several are served")
+    command.add_argument(
+        "--router",
+        metavar="HOST:PORT[,...]",
+        default=os.environ.get("BATON_ROUTER", "127.0.0.1:7100"),
+        help="one or more routers (BATON_ROUTER; %(default)s)",
+    )
+
+
+def _add_sampling(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--max-tokens", type=int, metavar="N")
+    command.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    command.add_argument("--top-k", type=int, metavar="K")
+    command.add_argument("--top-p", type=float, metavar="P")
+    command.add_argument("--min-p", type=float, metavar="P")
+    command.add_argument("--seed", type=int, metavar="N")
+    command.add_argument("--stop", action="append", metavar="TEXT", help="may be given again")
+    command.add_argument("--stats", action="store_true", help="say what the answer cost")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What operators ask of the registry: the fleet, a pool's size, a worker's drain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self, cast
+
+import grpc
+import grpc.aio
+
+from baton import status
+from baton.v1 import control_pb2, control_pb2_grpc
+
+DEFAULT_ADDRESS = "127.0.0.1:7101"
+_CALL_TIMEOUT_S = 10.0
+
+
+class ControlClient:
+    """Errors are those of `baton.errors`."""
+
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, call_timeout_s: float = _CALL_TIMEOUT_S
+    ) -> None:
+        self._channel = grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),))
+        # The generated stub serves both kinds of channel; its types speak of asyncio alone.
+        self._stub: Any = control_pb2_grpc.ControlServiceStub(cast(grpc.aio.Channel, self._channel))
+        self._call_timeout_s = call_timeout_s
+
+    def fleet(self) -> control_pb2.WatchFleetResponse:
+        return next(self.watch_fleet(self._call_timeout_s))
+
+    def watch_fleet(self, timeout_s: float) -> Iterator[control_pb2.WatchFleetResponse]:
+        """The whole fleet on every change; ends after `timeout_s` with DeadlineError."""
+        call = self._stub.WatchFleet(control_pb2.WatchFleetRequest(), timeout=timeout_s)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise status.from_rpc_error(cast(status.RpcFailure, error)) from error
+        finally:
+            call.cancel()
+
+    def set_replicas(self, pool: str, replicas: int) -> int:
+        """The number of replicas the pool had before."""
+        request = control_pb2.SetReplicasRequest(pool=pool, replicas=replicas)
+        return int(self._call("SetReplicas", request).previous_replicas)
+
+    def drain(self, worker_id: str) -> None:
+        self._call("Drain", control_pb2.ControlServiceDrainRequest(worker_id=worker_id))
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _call(self, method: str, request: Any) -> Any:
+        try:
+            return getattr(self._stub, method)(request, timeout=self._call_timeout_s)
+        except grpc.RpcError as error:
+            raise status.from_rpc_error(cast(status.RpcFailure, error)) from error

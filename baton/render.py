@@ -1,0 +1,79 @@
+"""How the command line prints: quantities with their units, and aligned tables."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH_WITHOUT_TERMINAL = 200  # tables in a pipe are not cut
+
+
+@functools.cache
+def out() -> Console:
+    return _console(stderr=False)
+
+
+@functools.cache
+def err() -> Console:
+    """Progress and errors, so that answers can be piped on."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(
+        stderr=stderr, highlight=False, width=None if is_terminal else _WIDTH_WITHOUT_TERMINAL
+    )
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Columns whose name begins with ">" are flushed right."""
+    result = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        header_style="dim",
+    )
+    for column in columns:
+        right = column.startswith(">")
+        result.add_column(
+            column.removeprefix(">"), justify="right" if right else "left", no_wrap=True
+        )
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def milliseconds(value: float) -> str:
+    """Three digits that matter: 0.42 ms, 4.2 ms, 42 ms, 4.2 s."""
+    if value >= 1000:
+        return f"{value / 1000:.1f} s"
+    if value >= 100:
+        return f"{value:.0f} ms"
+    return f"{value:.1f} ms" if value >= 1 else f"{value:.2f} ms"
+
+
+def num_bytes(value: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError(value)
+
+
+def bandwidth(num: float, milliseconds: float) -> str:
+    """Of `num` bytes in that time; "-" where nothing moved."""
+    if not num or not milliseconds:
+        return "-"
+    return f"{num / milliseconds / 1e6:.1f} GB/s"
+
+
+def rate(value: float, unit: str) -> str:
+    return "-" if not value else f"{value:,.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
