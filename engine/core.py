@@ -1,0 +1,170 @@
+"""The engine on rank 0: a scheduler that decides and records, a runner that computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine.api import EngineLoad, KvSink, ModelSpec, Runner
+from engine.config import EngineConfig
+from engine.kv_cache import KvCache
+from engine.request import (
+    EngineEvent,
+    HandoffId,
+    NoCapacityEvent,
+    RequestId,
+    RequestSpec,
+    ReservedEvent,
+    SampledToken,
+    StepPlan,
+)
+from engine.scheduler import Limits, Scheduler
+from kv_transfer.block_hash import BlockHash
+
+_EWMA_WEIGHT = 0.2  # of the newest step in a learned rate
+
+
+class EngineCore:
+    """Implements `engine.api.Engine`.
+
+    `sink` must be the one that the runner delivers to: layers finish inside the runner, so it is
+    the runner that calls it, and the core only says (in plans) what is to be delivered.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        sink: KvSink,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        model = runner.model
+        self._runner = runner
+        self._sink = sink
+        self._clock = clock
+        self._kv = KvCache(
+            model.layout, runner.num_blocks, model.kv_fingerprint, config.prefix_cache
+        )
+        limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=min(config.max_model_len or model.max_model_len, model.max_model_len),
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        )
+        self._scheduler = Scheduler(limits, self._kv, clock)
+        self._sink_messages: list[bytes] = []
+        self._rates = LearnedRates()
+        self._num_steps = 0
+
+    @property
+    def model(self) -> ModelSpec:
+        return self._runner.model
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def add(self, spec: RequestSpec) -> None:
+        self._scheduler.add(spec)
+
+    def add_prefill(
+        self, spec: RequestSpec, handoff_id: HandoffId, num_receiver_cached_tokens: int
+    ) -> None:
+        self._scheduler.add_prefill(spec, handoff_id, num_receiver_cached_tokens)
+
+    def reserve(self, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
+        return self._scheduler.reserve(spec)
+
+    def admit(self, request_id: RequestId, first: SampledToken) -> None:
+        self._scheduler.admit(request_id, first)
+
+    def release(self, request_id: RequestId, quarantine: bool = False) -> None:
+        self._scheduler.release(request_id, quarantine)
+
+    def unquarantine(self, request_id: RequestId) -> None:
+        self._scheduler.unquarantine(request_id)
+
+    def abort(self, request_id: RequestId) -> None:
+        self._scheduler.abort(request_id)
+
+    def send_to_sinks(self, payload: bytes) -> None:
+        self._sink_messages.append(payload)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return (
+            self._scheduler.has_work()
+            or bool(self._sink_messages)
+            or self._scheduler.has_events
+            or self._kv.has_events
+        )
+
+    def step(self) -> list[EngineEvent]:
+        messages, self._sink_messages = tuple(self._sink_messages), []
+        plan = self._scheduler.plan(messages)
+        sampled = self._run(plan)
+        events = self._scheduler.commit(plan, sampled)
+        return [*self._scheduler.take_events(), *events, *self._kv.take_events()]
+
+    def _run(self, plan: StepPlan) -> list[SampledToken]:
+        if not plan.seqs and not plan.sink_messages:
+            return []
+        started_at = self._clock()
+        sampled = self._runner.run(plan, self._scheduler.specs(plan))
+        self._rates.learn(plan, self._clock() - started_at)
+        self._num_steps += 1
+        return sampled
+
+    # --- what the outside may know --------------------------------------------------------------
+
+    def cached_chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
+        return self._kv.chains()
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            num_reserved=self._scheduler.num_reserved,
+            num_exporting=self._scheduler.num_exported,
+            num_queued_tokens=self._scheduler.num_queued_tokens,
+            num_free_blocks=self._kv.num_free_blocks,
+            num_blocks=self._kv.num_blocks - 1,  # the null block is nobody's
+            num_quarantined_blocks=self._kv.num_quarantined_blocks,
+            num_steps=self._num_steps,
+            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            decode_step_s=self._rates.decode_step_s,
+        )
+
+    def check_integrity(self) -> None:
+        self._scheduler.check_integrity()
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class LearnedRates:
+    """Speed of past steps, newest weighing most; 0.0 while nothing is known."""
+
+    def __init__(self) -> None:
+        self.prefill_tokens_per_s = 0.0
+        self.decode_step_s = 0.0
+
+    def learn(self, plan: StepPlan, elapsed_s: float) -> None:
+        """A step with prompts in it took what its decodes take alone, the rest is prefill."""
+        if not plan.seqs or elapsed_s <= 0:
+            return
+        num_decodes = sum(len(seq.token_ids) == 1 for seq in plan.seqs)
+        num_prefill_tokens = plan.num_tokens - num_decodes
+        if not num_prefill_tokens:
+            self.decode_step_s = _blend(self.decode_step_s, elapsed_s)
+            return
+        decode_s = self.decode_step_s if num_decodes else 0.0
+        prefill_s = max(elapsed_s - decode_s, 0.1 * elapsed_s)
+        self.prefill_tokens_per_s = _blend(
+            self.prefill_tokens_per_s, num_prefill_tokens / prefill_s
+        )
+
+
+def _blend(known: float, new: float) -> float:
+    return known + _EWMA_WEIGHT * (new - known) if known else new

@@ -1,0 +1,345 @@
+"""Block tables over one `BlockPool` per layer group, and the prefix cache that all groups share.
+
+Life of a request's blocks:
+
+1. `open` hashes the prompt's full blocks; nothing is held yet.
+2. `place` pins the longest cached prefix and acquires the rest, in all groups or in none.
+3. `grow` adds blocks as the output gets longer.
+4. `computed` names full blocks once their KV exists (they become shareable) and lets go of blocks
+   that every later token's window has left: the table then has the null block there.
+5. `free` gives everything back, or `quarantine` what a late writer could still touch.
+
+A block whose content is cached already under another id gives way to that twin, so that a request
+always holds a cached block together with the cached blocks before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.block_pool import BlockPool
+from engine.request import BlocksRemovedEvent, BlocksStoredEvent
+from kv_transfer.block_hash import BlockHash, TokenIds, block_hash, block_hashes, chain_seed
+from kv_transfer.layout import NULL_BLOCK, BlockId, KvLayout
+
+KvEvent = BlocksStoredEvent | BlocksRemovedEvent
+
+
+def first_live_block(window: int | None, position: int, block_size: int) -> int:
+    """Index of the first block that a token at `position`, or any later one, still looks at."""
+    if window is None:
+        return 0
+    return max(0, position - window + 1) // block_size
+
+
+@dataclass(eq=False)
+class RequestBlocks:
+    """One request's block tables and hashes. Written by `KvCache` alone."""
+
+    seed: BlockHash
+    hashes: list[BlockHash]  # of the full blocks whose tokens are known
+    tables: list[npt.NDArray[np.int32]]  # per group, [most blocks the request can ever have]
+    num_blocks: int = 0  # entries in use, the same in every group
+    num_stored: int = 0  # leading blocks that are named, or were when a window left them
+    first_live: list[int] = field(default_factory=list)  # per group
+    views: tuple[npt.NDArray[np.int32], ...] = ()  # per group, tables[:num_blocks]
+    keeps_twins: bool = False  # a push may still read a block that has given way to its twin
+    twins: list[tuple[int, BlockId]] = field(default_factory=list)  # (group, block)
+
+    def blocks(self, group: int, start: int = 0) -> list[BlockId]:
+        """Blocks held from the table's entry `start` on, without the null block."""
+        return [BlockId(b) for b in self.tables[group][start : self.num_blocks].tolist() if b]
+
+
+class KvCache:
+    """All KV blocks of one engine; `num_blocks` a group, the null block included."""
+
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, kv_fingerprint: bytes, prefix_cache: bool = True
+    ) -> None:
+        self.block_size = layout.block_size
+        self.num_blocks = num_blocks
+        self.windows = [group.window for group in layout.groups]
+        self.pools = [
+            BlockPool(
+                num_blocks,
+                leaf_first=group.window is None,
+                on_evicted=self._evicted if index == 0 else None,
+            )
+            for index, group in enumerate(layout.groups)
+        ]
+        self._windowed = [g for g, window in enumerate(self.windows) if window is not None]
+        self._fingerprint = kv_fingerprint
+        self._prefix_cache = prefix_cache
+        self._held: set[RequestBlocks] = set()
+        self._parked: dict[RequestBlocks, list[list[BlockId]]] = {}
+        self._events: list[KvEvent] = []
+        self._removed: list[BlockHash] = []
+
+    # --- a request's blocks ---------------------------------------------------------------------
+
+    def num_blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def open(self, tokens: TokenIds, cache_salt: str, max_tokens: int) -> RequestBlocks:
+        """`max_tokens` is the most the request can ever hold, prompt and output."""
+        seed = chain_seed(self._fingerprint, cache_salt)
+        hashes = block_hashes(seed, tokens, self.block_size) if self._prefix_cache else []
+        capacity = self.num_blocks_of(max_tokens)
+        tables = [np.zeros(capacity, np.int32) for _ in self.pools]
+        return RequestBlocks(seed, hashes, tables, first_live=[0] * len(self.pools))
+
+    def place(
+        self, blocks: RequestBlocks, num_tokens: int, headroom: int = 0, computed_here: bool = True
+    ) -> int | None:
+        """Hold blocks for `num_tokens` tokens; returns the leading ones that are cached.
+
+        At least one token is left to compute. None, and nothing held, when a group has fewer than
+        `headroom` free blocks beyond what is needed. `computed_here` False: another worker fills
+        the blocks, so that those a window has left by the end are not needed at all.
+        """
+        assert not blocks.num_blocks, "blocks are held already"
+        bound = (num_tokens - 1) // self.block_size
+        live = None if computed_here else num_tokens
+        num_cached = self._match(blocks.hashes[:bound], live)
+        total = self.num_blocks_of(num_tokens)
+        # Tokens from `position` on will be computed here, and look no further back than that.
+        position = num_cached * self.block_size if computed_here else num_tokens
+        starts = [first_live_block(w, position, self.block_size) for w in self.windows]
+        pinned = self._pin_cached(blocks.hashes, starts, num_cached)
+        fresh = [range(max(start, num_cached), total) for start in starts]
+        if any(len(f) + headroom > pool.num_free for f, pool in zip(fresh, self.pools)):
+            for pool, prefix in zip(self.pools, pinned):
+                pool.release(prefix)
+            return None
+        for g, pool in enumerate(self.pools):
+            taken = pool.acquire(len(fresh[g]))
+            assert taken is not None
+            entries = pinned[g] + taken
+            blocks.tables[g][:total] = NULL_BLOCK
+            blocks.tables[g][total - len(entries) : total] = entries
+        blocks.first_live = starts
+        blocks.num_stored = num_cached
+        self._held.add(blocks)
+        self._set_length(blocks, total)
+        return num_cached * self.block_size
+
+    def _pin_cached(
+        self, hashes: list[BlockHash], starts: list[int], num_cached: int
+    ) -> list[list[BlockId]]:
+        pinned = []
+        for pool, start in zip(self.pools, starts):
+            found = [pool.find(h) for h in hashes[start:num_cached]]
+            prefix = [block for block in found if block is not None]
+            assert len(prefix) == len(found), "a matched block is not resident"
+            pool.pin(prefix)
+            pinned.append(prefix)
+        return pinned
+
+    def grow(self, blocks: RequestBlocks, num_tokens: int) -> bool:
+        """Hold blocks for `num_tokens` tokens; False, and nothing changed, when there are none."""
+        total = self.num_blocks_of(num_tokens)
+        count = total - blocks.num_blocks
+        if count <= 0:
+            return True
+        if any(pool.num_free < count for pool in self.pools):
+            return False
+        for pool, table in zip(self.pools, blocks.tables):
+            taken = pool.acquire(count)
+            assert taken is not None
+            table[blocks.num_blocks : total] = taken
+        self._set_length(blocks, total)
+        return True
+
+    def computed(self, blocks: RequestBlocks, tokens: TokenIds, num_computed: int) -> None:
+        """The KV of the leading `num_computed` of `tokens` exists: share it, let go of windows."""
+        num_full = num_computed // self.block_size
+        if self._prefix_cache and num_full > blocks.num_stored:
+            self._extend_hashes(blocks, tokens, num_full)
+            self._store(blocks, num_full)
+        for g in self._windowed:
+            self._leave_window(blocks, g, num_computed)
+
+    def free(self, blocks: RequestBlocks) -> None:
+        """Give everything back; blocks that are shareable stay cached. Idempotent."""
+        if blocks not in self._held:
+            return
+        self._held.remove(blocks)
+        for g, pool in enumerate(self.pools):
+            pool.release(blocks.blocks(g))
+        for g, block in blocks.twins:
+            self.pools[g].release([block])
+        blocks.twins.clear()
+        self._set_length(blocks, 0)
+
+    def quarantine(self, blocks: RequestBlocks) -> None:
+        """Give back the cached prefix and set aside the blocks that were waiting to be written."""
+        self._held.remove(blocks)
+        parked = []
+        for g, pool in enumerate(self.pools):
+            fresh = blocks.blocks(g, blocks.num_stored)
+            pool.quarantine(fresh)
+            parked.append(fresh)
+            cached = blocks.blocks(g)
+            pool.release(cached[: len(cached) - len(fresh)])
+        self._parked[blocks] = parked
+        self._set_length(blocks, 0)
+
+    def unquarantine(self, blocks: RequestBlocks) -> None:
+        for pool, parked in zip(self.pools, self._parked.pop(blocks)):
+            pool.unquarantine(parked)
+
+    def _set_length(self, blocks: RequestBlocks, num_blocks: int) -> None:
+        blocks.num_blocks = num_blocks
+        blocks.views = tuple(table[:num_blocks] for table in blocks.tables)
+
+    # --- prefix cache ---------------------------------------------------------------------------
+
+    def _match(self, hashes: list[BlockHash], live_position: int | None) -> int:
+        """Most leading blocks that are cached in every group.
+
+        A windowed group needs those alone that a token at `live_position` looks at (None: the
+        first token after the prefix).
+        """
+        longest = self._match_full(hashes)
+        if not self._windowed:
+            return longest
+        resident = [[self.pools[g].find(h) is not None for h in hashes] for g in self._windowed]
+        runs = [0] * len(self._windowed)  # resident blocks in a row, up to the one looked at
+        best = 0
+        for num_blocks in range(1, longest + 1):
+            fits = True
+            for i, g in enumerate(self._windowed):
+                runs[i] = runs[i] + 1 if resident[i][num_blocks - 1] else 0
+                position = live_position or num_blocks * self.block_size
+                live = first_live_block(self.windows[g], position, self.block_size)
+                fits &= runs[i] >= num_blocks - live
+            if fits:
+                best = num_blocks
+        return best
+
+    def _match_full(self, hashes: list[BlockHash]) -> int:
+        longest = len(hashes)
+        for pool, window in zip(self.pools, self.windows):
+            if window is not None:
+                continue
+            for index in range(longest):
+                if pool.find(hashes[index]) is None:
+                    longest = index
+                    break
+        return longest
+
+    def _extend_hashes(self, blocks: RequestBlocks, tokens: TokenIds, num_full: int) -> None:
+        for index in range(len(blocks.hashes), num_full):
+            parent = blocks.hashes[-1] if index else blocks.seed
+            start = index * self.block_size
+            blocks.hashes.append(block_hash(parent, tokens[start : start + self.block_size]))
+
+    def _store(self, blocks: RequestBlocks, num_full: int) -> None:
+        start, blocks.num_stored = blocks.num_stored, num_full
+        new: list[bool] = []
+        for g, pool in enumerate(self.pools):
+            table = blocks.tables[g]
+            for index in range(start, num_full):
+                block = BlockId(int(table[index]))
+                if block == NULL_BLOCK:
+                    stored = False
+                else:
+                    parent = blocks.hashes[index - 1] if index else None
+                    stored = pool.store(block, blocks.hashes[index], parent)
+                    if not stored:
+                        self._give_way(blocks, g, index)
+                if g == 0:
+                    new.append(stored)
+        self._announce(blocks.hashes, start, new)
+
+    def _give_way(self, blocks: RequestBlocks, group: int, index: int) -> None:
+        """Use the cached block of the same content in place of the request's own."""
+        pool = self.pools[group]
+        own = BlockId(int(blocks.tables[group][index]))
+        twin = pool.find(blocks.hashes[index])
+        assert twin is not None, f"block {own} has no twin"
+        pool.pin([twin])
+        blocks.tables[group][index] = twin
+        if blocks.keeps_twins:
+            blocks.twins.append((group, own))
+        else:
+            pool.release([own])
+
+    def _leave_window(self, blocks: RequestBlocks, group: int, num_computed: int) -> None:
+        live = first_live_block(self.windows[group], num_computed, self.block_size)
+        start = blocks.first_live[group]
+        if live <= start:
+            return
+        left = [BlockId(b) for b in blocks.tables[group][start:live].tolist() if b]
+        blocks.tables[group][start:live] = NULL_BLOCK
+        blocks.first_live[group] = live
+        self.pools[group].release(left)
+
+    # --- events, of the first group -------------------------------------------------------------
+
+    def take_events(self) -> list[KvEvent]:
+        """What became and ceased to be shareable since the last call, in order."""
+        self._flush_removed()
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events or self._removed)
+
+    def chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
+        return self.pools[0].chains()
+
+    def _evicted(self, block_hash: BlockHash) -> None:
+        self._removed.append(block_hash)
+
+    def _flush_removed(self) -> None:
+        if self._removed:
+            self._events.append(BlocksRemovedEvent(tuple(self._removed)))
+            self._removed = []
+
+    def _announce(self, hashes: list[BlockHash], start: int, new: list[bool]) -> None:
+        self._flush_removed()
+        for begin, end in _runs(new):
+            parent = hashes[start + begin - 1] if start + begin else None
+            self._events.append(
+                BlocksStoredEvent(parent, tuple(hashes[start + begin : start + end]))
+            )
+
+    # --- counts and integrity -------------------------------------------------------------------
+
+    @property
+    def num_free_blocks(self) -> int:
+        return min(pool.num_free for pool in self.pools)
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        return max(pool.num_quarantined for pool in self.pools)
+
+    def check_integrity(self, owners: Iterable[RequestBlocks]) -> None:
+        """`owners` are the requests that hold blocks now. Raises AssertionError with the values."""
+        assert set(owners) == self._held, "blocks are held for a request that is not there"
+        for g, pool in enumerate(self.pools):
+            references: Counter[BlockId] = Counter()
+            for blocks in self._held:
+                references.update(blocks.blocks(g))
+                references.update(block for group, block in blocks.twins if group == g)
+            parked = [block for groups in self._parked.values() for block in groups[g]]
+            pool.check_integrity(references, parked)
+
+
+def _runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
+    """Ranges [begin, end) of consecutive true flags."""
+    begin = None
+    for index, flag in enumerate([*flags, False]):
+        if flag and begin is None:
+            begin = index
+        elif not flag and begin is not None:
+            yield begin, index
+            begin = None

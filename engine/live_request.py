@@ -1,0 +1,100 @@
+"""A request inside the engine: its tokens, how far its KV is, and when it is over."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from engine.kv_cache import RequestBlocks
+from engine.request import FinishReason, HandoffId, RequestId, RequestSpec
+from kv_transfer.block_hash import TokenIds
+
+
+class Status(enum.Enum):
+    """States of a request in the engine; a finished one is forgotten."""
+
+    WAITING = "waiting"  # holds no blocks: new, or preempted
+    RUNNING = "running"
+    RESERVED = "reserved"  # another worker writes its KV
+    EXPORTED = "exported"  # computes no more; its blocks are pinned until release
+
+
+@dataclass(frozen=True)
+class Export:
+    """Where a prefill-only request's KV goes."""
+
+    handoff_id: HandoffId
+    num_receiver_blocks: int  # leading blocks that the receiver holds already
+
+
+@dataclass(eq=False)
+class LiveRequest:
+    """Written by the `Scheduler` alone."""
+
+    spec: RequestSpec
+    arrival: int
+    arrived_at: float
+    max_len: int  # tokens, prompt and output, after which it is over
+    blocks: RequestBlocks
+    export: Export | None = None
+    status: Status = Status.WAITING
+    num_tokens: int = field(init=False)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # of the first placement
+    num_pushed_blocks: int = 0
+    started_at: float | None = None
+    _tokens: TokenIds = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.spec.token_ids)
+        self._tokens = np.zeros(max(self.max_len, self.num_tokens), np.uint32)
+        self._tokens[: self.num_tokens] = self.spec.token_ids
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.spec.request_id
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: higher priority, then earlier arrival."""
+        return (-self.spec.priority, self.arrival)
+
+    @property
+    def num_left(self) -> int:
+        """Known tokens whose KV is not computed yet."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Lacks one token, and maybe the block for it; an export has all of its blocks."""
+        return self.num_tokens - self.num_computed_tokens == 1 and self.export is None
+
+    @property
+    def tokens(self) -> TokenIds:
+        """Everything known, prompt and output: uint32 [num_tokens], a view."""
+        return self._tokens[: self.num_tokens]
+
+    def tokens_between(self, start: int, end: int) -> TokenIds:
+        return self._tokens[start:end]
+
+    def current_spec(self) -> RequestSpec:
+        """What a runner is given to sample the next token."""
+        if self.spec.sampling.has_penalties:
+            return replace(self.spec, token_ids=self.tokens)
+        return self.spec
+
+    def append(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Take the next output token; a reason when it is the last one."""
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+        sampling = self.spec.sampling
+        num_output = self.num_tokens - self.spec.num_prompt_tokens
+        # Up to min_tokens the sampler gives no such token; one sampled elsewhere is held to it too.
+        if num_output > sampling.min_tokens and (
+            token_id in sampling.stop_token_ids
+            or (token_id in eos_token_ids and not sampling.ignore_eos)
+        ):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_tokens >= self.max_len else None

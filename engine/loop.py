@@ -1,0 +1,189 @@
+"""A thread for an engine: commands go in between steps, events come out after each.
+
+1. `start`: the thread waits until there is a command or something to step.
+2. It runs the commands that are there, in order, then one step, then `on_events`, and again.
+3. `stop` ends it after the step under way; commands that have not run fail with
+   EngineStoppedError, as do later ones.
+4. An exception in a step, in `on_events` or in a posted command is fatal: KV and requests are in
+   an unknown state. It is logged, every waiting future gets it, `on_fatal` is told, the thread ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from engine.api import Engine
+from engine.errors import EngineError, EngineStoppedError
+from engine.request import EngineEvent
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Own the engine's thread. Every public method may be called from any thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_events: Callable[[list[EngineEvent]], None],
+        on_fatal: Callable[[BaseException], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_events` and `on_fatal` run on the engine's thread."""
+        self._engine = engine
+        self._on_events = on_events
+        self._on_fatal = on_fatal
+        self._clock = clock
+        self._wake = threading.Condition()
+        self._commands: deque[_Command] = deque()
+        self._ended = False  # no command is taken any more
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._num_steps = 0
+        self._last_step_at = clock()
+        self._runnable = False
+
+    # --- for the heartbeat ----------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    @property
+    def last_step_at(self) -> float:
+        """When the last step ended, or there was nothing to step, on `clock` (monotonic)."""
+        return self._last_step_at
+
+    @property
+    def runnable(self) -> bool:
+        """Whether a step is under way or the engine has work that a step would advance."""
+        return self._runnable
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the thread; None while it runs and after an ordinary stop."""
+        return self._error
+
+    # --- commands -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the step under way, and wait for that. Idempotent; not on the engine's thread."""
+        with self._wake:
+            self._ended = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._fail_commands(EngineStoppedError("the engine was stopped"))
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Run `function(engine)` between steps; its result, or what it raises, is the future's.
+
+        An EngineError is the caller's alone; anything else it raises is fatal for the engine too.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = function(self._engine)
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, EngineError):
+                    raise
+            else:
+                future.set_result(result)
+
+        def fail(error: BaseException) -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+        self._put(_Command(run, fail))
+        return future
+
+    def post(self, function: Callable[[Engine], object]) -> None:
+        """Run `function(engine)` between steps; an EngineError is logged. Dropped after the end."""
+
+        def run() -> None:
+            try:
+                function(self._engine)
+            except EngineError:
+                log.exception("a command to the engine was refused")
+
+        self._put(_Command(run, lambda error: None))
+
+    def _put(self, command: _Command) -> None:
+        with self._wake:
+            if not self._ended:
+                self._commands.append(command)
+                self._wake.notify()
+                return
+        command.fail(self._error or EngineStoppedError("the engine was stopped"))
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                self._run_commands()
+                self._step()
+        except Exception as error:  # noqa: BLE001  the outermost loop of the engine's thread
+            log.critical("the engine failed and cannot go on", exc_info=error)
+            with self._wake:
+                self._ended = True
+                self._error = error
+            self._fail_commands(error)
+            if self._on_fatal is not None:
+                self._on_fatal(error)
+        finally:
+            self._runnable = False
+
+    def _wait(self) -> bool:
+        """Wait for a command or for work; False when the thread is to end."""
+        with self._wake:
+            while not self._ended and not self._commands:
+                if self._engine.has_work():
+                    break
+                self._runnable = False
+                self._wake.wait()
+            if not self._runnable:
+                self._last_step_at = self._clock()  # idleness is not lack of progress
+            return not self._ended
+
+    def _run_commands(self) -> None:
+        for _ in range(len(self._commands)):  # those that come meanwhile wait for a step
+            self._commands.popleft().run()
+
+    def _step(self) -> None:
+        if not self._engine.has_work():
+            return
+        self._runnable = True
+        events = self._engine.step()
+        self._num_steps += 1
+        self._last_step_at = self._clock()
+        if events:
+            self._on_events(events)
+
+    def _fail_commands(self, error: BaseException) -> None:
+        with self._wake:
+            commands, self._commands = self._commands, deque()
+        for command in commands:
+            command.fail(error)
+
+
+@dataclass(frozen=True)
+class _Command:
+    run: Callable[[], None]
+    fail: Callable[[BaseException], None]

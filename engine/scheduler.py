@@ -1,0 +1,467 @@
+"""Decide what each step computes, and record what came of it.
+
+A request advances `num_computed_tokens` towards `num_tokens`, whatever it is made of: a step gives
+each running request the tokens it lacks within the step's budget, decodes (which lack one) first,
+then prompts in chunks, then waiting requests. Order is priority, then arrival.
+
+1. `add`, `add_prefill`: waiting. It holds nothing until a step can place all of its known tokens,
+   so that a prompt that starts can always finish.
+2. running: the next token is sampled when nothing is left to compute. A decode that finds no block
+   preempts the newest running request, which waits again and is recomputed (from the prefix cache,
+   as far as it is still there).
+3. A prefill-only request stops after its first token and stays pinned until `release`.
+4. `reserve` holds blocks that another worker fills; `admit` makes it a running request.
+
+What is reserved or exported is never preempted: another process reads or writes its blocks.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.errors import InvalidRequestError, UnknownRequestError
+from engine.kv_cache import KvCache, first_live_block
+from engine.live_request import Export, LiveRequest, Status
+from engine.request import (
+    BlockPush,
+    EngineEvent,
+    FinishedEvent,
+    FinishReason,
+    HandoffId,
+    NoCapacityEvent,
+    PrefilledEvent,
+    RequestId,
+    RequestSpec,
+    ReservedEvent,
+    SampledToken,
+    ScheduledSeq,
+    StepPlan,
+    TokenEvent,
+)
+from engine.sampling_check import check
+from kv_transfer.layout import BlockId
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a step and a request."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+class Scheduler:
+    """Own the state of every request; `plan` and `commit` alternate."""
+
+    def __init__(
+        self, limits: Limits, kv: KvCache, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limits = limits
+        self._kv = kv
+        self._clock = clock
+        self._requests: dict[RequestId, LiveRequest] = {}
+        self._waiting: list[LiveRequest] = []  # in order
+        self._running: list[LiveRequest] = []  # in order
+        self._quarantined: dict[RequestId, _Quarantine] = {}
+        self._events: list[EngineEvent] = []
+        self._num_arrived = 0
+        self._num_steps = 0
+        self._blocked = False  # the waiting ones were seen to wait for blocks, nothing freed since
+
+    # --- requests in ----------------------------------------------------------------------------
+
+    def add(self, spec: RequestSpec) -> None:
+        """Raises InvalidRequestError, as do the next two."""
+        self._wait(self._take(spec))
+
+    def add_prefill(
+        self, spec: RequestSpec, handoff_id: HandoffId, num_receiver_cached_tokens: int
+    ) -> None:
+        num_blocks, rest = divmod(num_receiver_cached_tokens, self._kv.block_size)
+        if rest or num_receiver_cached_tokens >= max(1, len(spec.token_ids)):
+            raise InvalidRequestError(
+                "num_cached_tokens",
+                f"{num_receiver_cached_tokens} cached tokens at the receiver are no whole blocks"
+                f" of {self._kv.block_size} or leave nothing of {len(spec.token_ids)} to compute",
+            )
+        request = self._take(spec, Export(handoff_id, num_blocks))
+        request.num_pushed_blocks = num_blocks
+        request.blocks.keeps_twins = True
+        self._wait(request)
+
+    def reserve(self, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
+        request = self._take(spec)
+        num_seqs = len(self._running) + self.num_reserved
+        if num_seqs >= self._limits.max_num_seqs:
+            return NoCapacityEvent(spec.request_id, f"{num_seqs} requests run here already")
+        cached = self._kv.place(
+            request.blocks, request.num_tokens, headroom=len(self._running), computed_here=False
+        )
+        if cached is None:
+            free = self._kv.num_free_blocks
+            needed = self._kv.num_blocks_of(request.num_tokens)
+            return NoCapacityEvent(
+                spec.request_id, f"{free} blocks are free, the prompt needs up to {needed}"
+            )
+        request.status = Status.RESERVED
+        request.num_cached_tokens = cached
+        self._requests[spec.request_id] = request
+        first = cached // self._kv.block_size
+        tables = tuple(
+            tuple(BlockId(b) for b in table[first:].tolist()) for table in request.blocks.views
+        )
+        return ReservedEvent(spec.request_id, cached, tables)
+
+    def admit(self, request_id: RequestId, first: SampledToken) -> None:
+        request = self._requests.get(request_id)
+        if request is None or request.status is not Status.RESERVED:
+            raise UnknownRequestError(request_id)
+        request.num_computed_tokens = request.num_tokens
+        self._kv.computed(request.blocks, request.tokens, request.num_computed_tokens)
+        finished = request.append(first.token_id, self._limits.eos_token_ids)
+        if finished is not None:
+            self._forget(request)
+            self._events.append(FinishedEvent(request_id, finished))
+            return
+        self._run(request)
+
+    # --- requests out ---------------------------------------------------------------------------
+
+    def release(self, request_id: RequestId, quarantine: bool = False) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.status is not Status.RESERVED:
+            assert request.export is not None, f"{request_id} decodes here: nothing to release"
+            self.abort(request_id)
+        if request_id not in self._requests:
+            return  # it had not started
+        if quarantine:
+            self._quarantine(request)
+        else:
+            self._forget(request)
+
+    def _quarantine(self, request: LiveRequest) -> None:
+        if request.export is None:
+            self._kv.quarantine(request.blocks)
+        # A late reader of an export needs the content unchanged: those blocks stay pinned.
+        self._quarantined.setdefault(request.request_id, _Quarantine()).requests.append(request)
+        del self._requests[request.request_id]
+        self._blocked = False
+
+    def unquarantine(self, request_id: RequestId) -> None:
+        """Frees the blocks when every quarantine of this id has ended: ids may be used again."""
+        quarantine = self._quarantined.get(request_id)
+        if quarantine is None:
+            return
+        quarantine.num_quiescent += 1
+        if quarantine.num_quiescent < len(quarantine.requests):
+            return
+        del self._quarantined[request_id]
+        for request in quarantine.requests:
+            if request.export is not None:
+                self._kv.free(request.blocks)
+            else:
+                self._kv.unquarantine(request.blocks)
+        self._blocked = False
+
+    def abort(self, request_id: RequestId) -> None:
+        request = self._requests.get(request_id)
+        if request is None or request.status is Status.EXPORTED:
+            return
+        if request.status is Status.RESERVED:
+            self.release(request_id, quarantine=True)
+        elif request.status is Status.RUNNING and request.export is not None:
+            self._stop_running(request)
+        else:
+            self._forget(request)
+        self._events.append(FinishedEvent(request_id, FinishReason.ABORTED))
+
+    # --- a step ---------------------------------------------------------------------------------
+
+    def plan(self, sink_messages: tuple[bytes, ...] = ()) -> StepPlan:
+        """Choose the step's sequences; the caller runs it and then calls `commit`."""
+        draft = _Draft(self._limits.max_num_batched_tokens)
+        num_running = len(self._running)
+        self._plan_decodes(draft)
+        for request in self._running:
+            if draft.budget and not request.decodes:
+                self._schedule(request, draft)
+        # Blocks are short when a decode had to preempt: nobody new starts.
+        preempted = len(self._running) < num_running
+        if not preempted:
+            self._plan_waiting(draft)
+        self._blocked = not draft.seqs and not preempted
+        self._num_steps += 1
+        num_tokens = self._limits.max_num_batched_tokens - draft.budget
+        return StepPlan(
+            step=self._num_steps,
+            seqs=tuple(draft.seqs),
+            pushes=tuple(draft.pushes),
+            sink_messages=sink_messages,
+            num_tokens=num_tokens,
+        )
+
+    def commit(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> list[EngineEvent]:
+        """Record a step that has run: `sampled` has a token for each sequence that samples."""
+        events: list[EngineEvent] = []
+        tokens = iter(sampled)
+        block_size = self._kv.block_size
+        for seq in plan.seqs:
+            request = self._requests[seq.request_id]
+            num_new = len(seq.token_ids)
+            request.num_computed_tokens += num_new
+            if request.num_computed_tokens % block_size < num_new:  # a block became full
+                self._kv.computed(request.blocks, request.tokens, request.num_computed_tokens)
+            if seq.samples:
+                events.append(self._sampled(request, next(tokens)))
+        return events
+
+    def specs(self, plan: StepPlan) -> dict[RequestId, RequestSpec]:
+        """What the runner needs of every request that samples in this step."""
+        return {
+            seq.request_id: self._requests[seq.request_id].current_spec()
+            for seq in plan.seqs
+            if seq.samples
+        }
+
+    def take_events(self) -> list[EngineEvent]:
+        """What happened between steps."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def has_work(self) -> bool:
+        return bool(self._running) or (bool(self._waiting) and not self._blocked)
+
+    # --- planning -------------------------------------------------------------------------------
+
+    def _plan_decodes(self, draft: _Draft) -> None:
+        index = 0
+        while index < len(self._running) and draft.budget:
+            request = self._running[index]
+            if request.decodes:
+                if request.num_tokens > request.blocks.num_blocks * self._kv.block_size and (
+                    not self._make_room(request)
+                ):
+                    continue  # it is no longer at this index
+                self._schedule(request, draft)
+            index += 1
+
+    def _make_room(self, request: LiveRequest) -> bool:
+        """Grow a decode by a block, preempting the newest; False when that is the decode itself."""
+        while not self._kv.grow(request.blocks, request.num_tokens):
+            victim = next(r for r in reversed(self._running) if r.export is None)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _plan_waiting(self, draft: _Draft) -> None:
+        num_seqs = len(self._running) + self.num_reserved
+        while self._waiting and draft.budget and num_seqs < self._limits.max_num_seqs:
+            request = self._waiting[0]
+            # A free block for each running request, so that the newcomer is not preempted at once.
+            cached = self._kv.place(request.blocks, request.num_tokens, len(self._running))
+            if cached is None:
+                return
+            self._waiting.pop(0)
+            request.num_computed_tokens = cached
+            if request.started_at is None:
+                request.started_at = self._clock()
+                request.num_cached_tokens = cached
+            self._run(request)
+            self._schedule(request, draft)
+            num_seqs += 1
+
+    def _schedule(self, request: LiveRequest, draft: _Draft) -> None:
+        start = request.num_computed_tokens
+        num_new = min(request.num_left, draft.budget)
+        end = start + num_new
+        samples = end == request.num_tokens
+        draft.budget -= num_new
+        draft.seqs.append(
+            ScheduledSeq(
+                request.request_id,
+                request.tokens_between(start, end),
+                start,
+                request.blocks.views,
+                samples,
+            )
+        )
+        if request.export is not None:
+            num_complete = self._kv.num_blocks_of(end) if samples else end // self._kv.block_size
+            self._push(request, request.export, num_complete, draft)
+
+    def _push(self, request: LiveRequest, export: Export, num_complete: int, draft: _Draft) -> None:
+        """Hand over blocks from where the last push ended: cached ones too, on the first."""
+        begin, request.num_pushed_blocks = (
+            request.num_pushed_blocks,
+            max(request.num_pushed_blocks, num_complete),
+        )
+        for g, window in enumerate(self._kv.windows):
+            # The receiver has no block either for what its next token does not look at.
+            live = first_live_block(window, request.num_tokens, self._kv.block_size)
+            first = max(begin, live)
+            if first >= num_complete:
+                continue
+            ordinals = range(
+                first - export.num_receiver_blocks, num_complete - export.num_receiver_blocks
+            )
+            block_ids = tuple(BlockId(b) for b in request.blocks.tables[g][first:num_complete])
+            draft.pushes.append(BlockPush(export.handoff_id, g, tuple(ordinals), block_ids))
+
+    # --- recording ------------------------------------------------------------------------------
+
+    def _sampled(self, request: LiveRequest, token: SampledToken) -> EngineEvent:
+        finished = request.append(token.token_id, self._limits.eos_token_ids)
+        if request.export is None:
+            if finished is not None:
+                self._forget(request)
+            index = request.num_tokens - 1 - request.spec.num_prompt_tokens
+            return TokenEvent(request.request_id, index, token, finished)
+        self._stop_running(request)
+        now, started_at = self._clock(), request.started_at
+        assert started_at is not None, f"{request.request_id} sampled before it started"
+        return PrefilledEvent(
+            request.request_id,
+            token,
+            request.num_cached_tokens,
+            queue_s=started_at - request.arrived_at,
+            prefill_s=now - started_at,
+            finished=finished,
+        )
+
+    def _take(self, spec: RequestSpec, export: Export | None = None) -> LiveRequest:
+        """Check a request and give it its place in the order."""
+        num_tokens = len(spec.token_ids)
+        limits = self._limits
+        if spec.request_id in self._requests:
+            raise InvalidRequestError("request_id", f"{spec.request_id} runs here already")
+        if not 0 < spec.num_prompt_tokens <= num_tokens:
+            raise InvalidRequestError("prompt", "the prompt is empty")
+        if num_tokens >= limits.max_model_len:
+            raise InvalidRequestError(
+                "prompt",
+                f"{num_tokens} tokens leave no room in a context of {limits.max_model_len}",
+            )
+        largest = int(spec.token_ids.max())
+        if largest >= limits.vocab_size:
+            raise InvalidRequestError(
+                "token_ids", f"token id {largest} is outside the vocabulary of {limits.vocab_size}"
+            )
+        check(spec.sampling, limits.vocab_size)
+        max_tokens = spec.sampling.max_tokens
+        if spec.num_emitted_tokens >= max_tokens:
+            raise InvalidRequestError("max_tokens", f"all {max_tokens} tokens are emitted already")
+        max_len = min(spec.num_prompt_tokens + max_tokens, limits.max_model_len)
+        # The last token's KV is never computed; a prefill-only request computes its prompt alone.
+        self._check_fits(num_tokens, num_tokens if export else max_len - 1)
+        blocks = self._kv.open(spec.token_ids, spec.cache_salt, max_len)
+        self._num_arrived += 1
+        return LiveRequest(spec, self._num_arrived, self._clock(), max_len, blocks, export)
+
+    def _check_fits(self, num_tokens: int, most_tokens: int) -> None:
+        most = (self._kv.num_blocks - 1) * self._kv.block_size
+        if most_tokens > most:
+            culprit = "prompt" if num_tokens > most else "max_tokens"
+            raise InvalidRequestError(
+                culprit, f"{most_tokens} tokens can never fit into KV memory for {most}"
+            )
+
+    def _wait(self, request: LiveRequest) -> None:
+        request.status = Status.WAITING
+        self._requests[request.request_id] = request
+        bisect.insort(self._waiting, request, key=_order)
+        self._blocked = False
+
+    def _run(self, request: LiveRequest) -> None:
+        request.status = Status.RUNNING
+        bisect.insort(self._running, request, key=_order)
+
+    def _preempt(self, request: LiveRequest) -> None:
+        self._running.remove(request)
+        self._kv.free(request.blocks)
+        request.num_computed_tokens = 0
+        self._wait(request)
+
+    def _stop_running(self, request: LiveRequest) -> None:
+        self._running.remove(request)
+        request.status = Status.EXPORTED
+
+    def _forget(self, request: LiveRequest) -> None:
+        if request.status is Status.RUNNING:
+            self._running.remove(request)
+        elif request.status is Status.WAITING:
+            self._waiting.remove(request)
+        self._kv.free(request.blocks)
+        del self._requests[request.request_id]
+        self._blocked = False
+
+    # --- counts and integrity -------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_reserved(self) -> int:
+        return self._count(Status.RESERVED)
+
+    @property
+    def num_exported(self) -> int:
+        return self._count(Status.EXPORTED)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Known tokens still to be computed, one for a decode left out."""
+        waiting = sum(request.num_left for request in self._waiting)
+        return waiting + sum(r.num_left for r in self._running if not r.decodes)
+
+    def _count(self, status: Status) -> int:
+        return sum(request.status is status for request in self._requests.values())
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError with the values when requests and blocks disagree."""
+        owners = [r for r in self._requests.values() if r.status is not Status.WAITING]
+        for parked in self._quarantined.values():
+            owners.extend(r for r in parked.requests if r.export is not None)
+        self._kv.check_integrity([request.blocks for request in owners])
+        for status, queue in ((Status.WAITING, self._waiting), (Status.RUNNING, self._running)):
+            ids = [r.request_id for r in self._requests.values() if r.status is status]
+            assert sorted(ids) == sorted(r.request_id for r in queue), f"{status} differs: {ids}"
+            assert queue == sorted(queue, key=_order), f"{status} is out of order"
+
+
+@dataclass
+class _Draft:
+    """A plan in the making."""
+
+    budget: int
+    seqs: list[ScheduledSeq] = field(default_factory=list)
+    pushes: list[BlockPush] = field(default_factory=list)
+
+
+@dataclass
+class _Quarantine:
+    """Reservations of one request id whose writers may still write."""
+
+    requests: list[LiveRequest] = field(default_factory=list)
+    num_quiescent: int = 0
+
+
+def _order(request: LiveRequest) -> tuple[int, int]:
+    return request.order
