@@ -1,0 +1,198 @@
+"""Greedy tokens are those of transformers, and the comparison would notice a lost block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from engine.config import EngineConfig
+from tests.engine import checkpoints
+from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
+
+FAMILIES = list(checkpoints.FAMILIES)
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @lru_cache
+    def folder(family: str) -> Path:
+        path = tmp_path_factory.mktemp(family)
+        checkpoints.save(family, path)
+        return path
+
+    return folder
+
+
+@lru_cache
+def oracle(family: str) -> transformers.PreTrainedModel:
+    return checkpoints.oracle_model(family)
+
+
+@lru_cache
+def oracle_tokens(family: str, length: int) -> tuple[int, ...]:
+    prompt = random_prompt(length, checkpoints.VOCAB, length)
+    return tuple(checkpoints.greedy(oracle(family), prompt, NUM_TOKENS))
+
+
+def check(folder: Path, family: str, lengths: list[int], chunk: int, block_size: int) -> None:
+    config = EngineConfig(
+        dtype="float32", num_blocks=4096 // block_size, block_size=block_size, num_threads=1
+    )
+    prompts = [random_prompt(length, checkpoints.VOCAB, length) for length in lengths]
+    found = generate(Driver(set_up(folder, config)), prompts, NUM_TOKENS, chunk)
+    assert found == [list(oracle_tokens(family, length)) for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("family", "chunk", "block_size", "lengths"),
+    [
+        ("llama", 16, 16, [1, 2, 15, 333]),
+        ("llama-tied-linear", 64, 32, [16, 17, 200]),
+        ("mistral", 512, 8, [39, 40, 41, 700]),
+        ("qwen2", 64, 16, [1, 23, 24, 25, 400]),
+        ("qwen3", 512, 16, [63, 64, 65, 1500]),
+        ("mixtral", 16, 32, [5, 31, 129]),
+        ("qwen3-moe", 64, 8, [1, 47, 300]),
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers(
+    folders: Callable[[str], Path], family: str, chunk: int, block_size: int, lengths: list[int]
+) -> None:
+    check(folders(family), family, lengths, chunk, block_size)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+@pytest.mark.parametrize("chunk", [16, 64, 512])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers_in_every_combination(
+    folders: Callable[[str], Path], family: str, chunk: int, block_size: int
+) -> None:
+    for lengths in ([1], [2, 3, 15, 16, 17], [63, 64, 65, 500], [1500]):
+        check(folders(family), family, lengths, chunk, block_size)
+
+
+# --- the oracle has power: one change of the KV between prefill and decode changes the tokens -----
+#
+# Attention does not see the order of its keys, as their positions are rotated into them: two of a
+# request's own blocks, swapped whole, are no error. Swaps are with what belongs elsewhere.
+
+LENGTH = 70
+POWER_TOKENS = 32
+
+
+class Harm:
+    """Ways to damage the KV of sequence 0; sequence 1 is a bystander of the same length."""
+
+    def __init__(self, setup: Setup, driver: Driver) -> None:
+        self.layout = setup.spec.layout
+        self._kv = setup.runner._kv.layers
+        self._tables = driver.tables
+
+    def all(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        for group in range(len(self.layout.groups)):
+            for ordinal in self._visible(group):
+                for harm in (self.zero, self.repeat_neighbour, self.exchange, self.shift_keys):
+                    name = f"{harm.__name__} block {ordinal} of group {group}"
+                    yield name, partial(harm, group, ordinal)
+        for layer in range(self.layout.num_layers()):
+            yield f"zero layer {layer}", partial(self.zero_heads, layer, slice(None))
+            yield f"swap heads of layer {layer}", partial(self.swap_heads, layer)
+            for head in range(2):
+                yield f"zero head {head} of layer {layer}", partial(self.zero_heads, layer, head)
+
+    def _visible(self, group: int) -> range:
+        """Full blocks that the next token still sees whole."""
+        spec, size = self.layout.groups[group], self.layout.block_size
+        first = 0 if spec.window is None else max(0, LENGTH + 1 - spec.window)
+        return range(-(-first // size), LENGTH // size)
+
+    def _tensors(self, group: int) -> Iterator[torch.Tensor]:
+        spec = self.layout.groups[group]
+        for layer in self._kv[spec.first_layer : spec.first_layer + spec.num_layers]:
+            yield layer.keys.flatten(0, 1)
+            yield layer.values.flatten(0, 1)
+
+    def _block(self, seq: int, group: int, ordinal: int) -> int:
+        return int(self._tables[seq][group][ordinal])
+
+    def zero(self, group: int, ordinal: int) -> None:
+        block = self._block(0, group, ordinal)
+        for tensor in self._tensors(group):
+            tensor[block] = 0
+
+    def repeat_neighbour(self, group: int, ordinal: int) -> None:
+        """An off-by-one in a block table."""
+        block, other = self._block(0, group, ordinal), self._block(0, group, ordinal - 1)
+        for tensor in self._tensors(group):
+            tensor[block] = tensor[other]
+
+    def exchange(self, group: int, ordinal: int) -> None:
+        """Another request's block in the same place."""
+        block, other = self._block(0, group, ordinal), self._block(1, group, ordinal)
+        for tensor in self._tensors(group):
+            tensor[[block, other]] = tensor[[other, block]]
+
+    def shift_keys(self, group: int, ordinal: int) -> None:
+        """Keys one slot beside their values."""
+        block = self._block(0, group, ordinal)
+        for tensor in islice(self._tensors(group), 0, None, 2):
+            tensor[block] = tensor[block].roll(1, dims=1)
+
+    def zero_heads(self, layer: int, heads: int | slice) -> None:
+        for tensor in (self._kv[layer].keys, self._kv[layer].values):
+            tensor[:, :, heads] = 0
+
+    def swap_heads(self, layer: int) -> None:
+        for tensor in (self._kv[layer].keys, self._kv[layer].values):
+            tensor[:, :, [0, 1]] = tensor[:, :, [1, 0]]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2",
+        "qwen3",
+        *(pytest.param(f, marks=pytest.mark.full) for f in FAMILIES if f not in ("qwen2", "qwen3")),
+    ],
+)
+def test_any_one_harm_to_the_kv_changes_the_tokens(
+    folders: Callable[[str], Path], family: str
+) -> None:
+    config = EngineConfig(dtype="float32", num_blocks=40, num_regions=1, num_threads=1)
+    setup = set_up(folders(family), config)
+    driver = Driver(setup)
+    for seq in range(2):
+        driver.add(seq, random_prompt(LENGTH, checkpoints.VOCAB, LENGTH + seq), POWER_TOKENS)
+    driver.step({0: LENGTH, 1: LENGTH})
+    start = list(driver.tokens[0])
+    prefilled = setup.memory.buffer.copy()
+
+    def decode() -> list[int]:
+        driver.tokens[0], driver.computed[0] = list(start), LENGTH
+        for _ in range(POWER_TOKENS - 1):
+            driver.step({0: 1})
+        return driver.tokens[0][LENGTH:]
+
+    unharmed = decode()
+    assert unharmed == checkpoints.greedy(oracle(family), start[:LENGTH], POWER_TOKENS)
+    unseen = []
+    for name, harm in Harm(setup, driver).all():
+        setup.memory.buffer[:] = prefilled
+        harm()
+        if decode() == unharmed:
+            unseen.append(name)
+    assert not unseen
