@@ -39,7 +39,7 @@ from engine.request import (
 )
 from kv_transfer.clock import Clock
 from kv_transfer.lease import FirstToken, LeaseId, WorkerIdentity
-from kv_transfer.lease_table import LeaseTable
+from kv_transfer.lease_table import LeaseFailure, LeaseTable
 
 log = logging.getLogger(__name__)
 
@@ -239,10 +239,11 @@ class DecodeRole:
             self._grant(run, writer, event)
 
     def _grant(self, run: _Run, writer: WorkerIdentity, event: ReservedEvent) -> None:
-        latest_s = self._clock.now_s() + self._config.max_lease_s
-        deadline_s = latest_s if run.deadline_s is None else run.deadline_s
+        left_s = self._config.max_lease_s
+        if run.deadline_s is not None:
+            left_s = max(0.0, run.deadline_s - self._clock.now_s())
         lease = self._lease_table.grant(
-            run.key, writer, event.block_ids, event.num_cached_tokens, deadline_s
+            run.key, writer, event.block_ids, event.num_cached_tokens, left_s
         )
         run.phase, run.lease_id = Phase.LEASED, lease.lease_id
         submission = run.submission
@@ -271,14 +272,14 @@ class DecodeRole:
             run.session.changed(run.record)
         self._tell(run, Admitted(run.submission.request_id, run.submission.attempt))
 
-    def failed(self, request_id: str, reason: str) -> None:
+    def failed(self, request_id: str, reason: LeaseFailure) -> None:
         """A handoff will not finish; its blocks wait for the writer's silence."""
         run = self._runs.get(RequestId(request_id))
         if run is None or run.phase is not Phase.LEASED:
             return
         self._quarantine(run)
         run.lease_id = None  # the table has let go of it
-        self._refuse(run, Refusal.HANDOFF_FAILED, reason)
+        self._refuse(run, Refusal.HANDOFF_FAILED, reason.value)
 
     def quiescent(self, request_id: str) -> None:
         """The writer of an ended lease has provably stopped."""

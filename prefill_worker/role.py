@@ -108,7 +108,9 @@ class PrefillRole:
         self._waiting: dict[RequestId, asyncio.Future[PrefilledEvent | FinishedEvent]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
+        self._computing: dict[HandoffId, RequestId] = {}
         self._handoff_bytes_per_s = 0.0
+        exporter.on_broken = self._handoff_broken
 
     @property
     def is_idle(self) -> bool:
@@ -135,6 +137,7 @@ class PrefillRole:
             raise DuplicatePrefillError(f"{key} is computed here already")
         handoff = self._exporter.open(lease)
         prefill = PrefillRun()
+        self._computing[handoff] = key
         self._waiting[key] = asyncio.get_running_loop().create_future()
         task = asyncio.get_running_loop().create_task(
             self._run(prefill, spec, handoff, lease.num_cached_tokens, timeout_s)
@@ -142,6 +145,12 @@ class PrefillRole:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return prefill
+
+    def _handoff_broken(self, handoff: HandoffId, error: HandoffError) -> None:
+        """Computing on is in vain; later than that, `finish` is waiting and reports it."""
+        key = self._computing.pop(handoff, None)
+        if key is not None and not self._waiting[key].done():
+            self._waiting[key].set_exception(error)
 
     def on_events(self, events: Iterable[EngineEvent]) -> None:
         """Give each prefill the event that ends its computation."""
@@ -192,7 +201,11 @@ class PrefillRole:
         except EngineStoppedError as error:
             prefill.tell(Stopped(str(error)))
             return
-        event = await self._waiting[spec.request_id]
+        try:
+            event = await self._waiting[spec.request_id]
+        except HandoffError as error:
+            prefill.tell(HandoffBroken(error.reason, str(error)))
+            return
         if isinstance(event, FinishedEvent):
             prefill.tell(Stopped(event.message or event.reason.value))
             return
@@ -227,6 +240,7 @@ class PrefillRole:
 
     async def _let_go(self, key: RequestId, handoff: HandoffId) -> None:
         """Stop computing, wait until nothing is in flight, and only then free the blocks."""
+        self._computing.pop(handoff, None)
         self._engine.post(lambda engine: engine.abort(key))
         await self._exporter.cancel(handoff)
         self._engine.post(lambda engine: engine.release(key))
@@ -235,3 +249,4 @@ class PrefillRole:
     def check_integrity(self) -> None:
         """Raise AssertionError when a prefill is watched by nobody."""
         assert len(self._waiting) <= len(self._tasks), (len(self._waiting), len(self._tasks))
+        assert set(self._computing.values()) <= set(self._waiting), self._computing

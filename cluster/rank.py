@@ -1,0 +1,121 @@
+"""One rank of a replica put together: model, memory, transfer, runner. Blocks; no event loop."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+
+from cluster.worker_config import RankPlace, WorkerConfig
+from engine.api import ModelSpec, Runner
+from engine.build import build_runner, load_model_spec, region_layout
+from kv_transfer.lease import RankAddress, WorkerIdentity
+from kv_transfer.rank import TransferRank
+from kv_transfer.transport import Transport, make_transport
+
+log = logging.getLogger(__name__)
+
+_MEETING_TIMEOUT_S = 120.0
+_INCARNATION_RANDOM_BITS = 20
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What every rank has; rank 0 puts an engine and services on top, the others follow."""
+
+    model: ModelSpec
+    identity: WorkerIdentity
+    transport: Transport
+    transfer: TransferRank
+    runner: Runner
+
+    def close(self) -> None:
+        """After the engine's thread has ended."""
+        self.runner.close()
+        self.transport.close()
+
+
+def new_incarnation() -> int:
+    """Milliseconds since 1970 and random bits: later starts are larger, no two are equal."""
+    milliseconds = time.time_ns() // 1_000_000
+    return milliseconds << _INCARNATION_RANDOM_BITS | secrets.randbits(_INCARNATION_RANDOM_BITS)
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def build_rank(config: WorkerConfig, place: RankPlace) -> Rank:
+    """Load this rank's part of the model and join the other ranks.
+
+    Raises ModelError, TransportError, TpPeerError, ValueError.
+    """
+    started_at = time.monotonic()
+    spec = load_model_spec(config.model_path, config.engine)
+    layout = region_layout(spec, config.engine, place.rank, place.size)
+    transport = make_transport(config.transfer)
+    memory = transport.allocate(config.engine.num_regions, layout.num_bytes(), layout.num_blocks)
+    group = None
+    if place.size > 1:
+        if config.engine.backend == "fake":
+            raise ValueError("the fake engine has one rank: set tensor_parallel to 1")
+        from engine.tp import TpGroup  # torch, which a fake worker does without
+
+        group = TpGroup.join(
+            place.rank, place.size, place.meeting, config.engine.device, _MEETING_TIMEOUT_S
+        )
+    identity = _meet(config.worker_id, place, TransferRank.address_of(transport, place.rank))
+    transfer = TransferRank(
+        transport,
+        memory,
+        layout,
+        identity,
+        place.rank,
+        None if place.rank == 0 else identity.rank0_address,
+        config.transfer,
+    )
+    runner = build_runner(config.model_path, config.engine, spec, memory, transfer, group)
+    if place.rank == 0 and not transfer.wait_ready(_MEETING_TIMEOUT_S):
+        raise TimeoutError("not every rank has told which memory it offers")
+    log.info(
+        "%s rank %d of %d ready after %.1f s: %s, %d blocks of %d tokens",
+        config.worker_id,
+        place.rank,
+        place.size,
+        time.monotonic() - started_at,
+        config.model_name,
+        runner.num_blocks,
+        spec.layout.block_size,
+    )
+    return Rank(spec, identity, transport, transfer, runner)
+
+
+def follow_rank0(config: WorkerConfig, place: RankPlace) -> None:
+    """The life of a rank > 0: run rank 0's plans until it stops. Raises TpPeerError."""
+    from engine.tp import follow
+
+    rank = build_rank(config, place)
+    try:
+        follow(rank.runner)  # type: ignore[arg-type]  # runners of a group are followers
+    finally:
+        rank.transport.close()
+
+
+def _meet(worker_id: str, place: RankPlace, mine: RankAddress) -> WorkerIdentity:
+    """Exchange addresses; rank 0's incarnation is the replica's."""
+    incarnation = new_incarnation()
+    if place.size == 1:
+        return WorkerIdentity(worker_id, incarnation, (mine,))
+    import torch.distributed as dist
+
+    told: list[tuple[int, RankAddress] | None] = [None] * place.size
+    dist.all_gather_object(told, (incarnation, mine))
+    everyone = [entry for entry in told if entry is not None]
+    assert len(everyone) == place.size, told
+    return WorkerIdentity(worker_id, everyone[0][0], tuple(address for _, address in everyone))

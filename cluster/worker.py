@@ -1,0 +1,315 @@
+"""Rank 0 of a replica as a server: engine thread, roles, services, standing in the registry.
+
+1. `serve` starts the engine's thread, mounts the role's services, registers.
+2. It runs until `stop`, until a drain is over, or until the engine fails.
+3. A drain: no new work, health says NOT_SERVING, what runs finishes, for `drain_timeout_s` at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc.aio
+import prometheus_client
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
+from cluster.control_service import ROLES
+from cluster.kv_feed import KvFeed
+from cluster.rank import Rank
+from cluster.registration import Beat, Registrar
+from cluster.registry import Role
+from cluster.request_wire import read_spec
+from cluster.worker_config import WorkerConfig
+from cluster.worker_metrics import WorkerCollector
+from cluster.worker_service import WorkerService
+from decode_worker.role import DecodeRole
+from decode_worker.service import DecodeService
+from engine.api import Engine, EngineLoad
+from engine.build import build_engine
+from engine.loop import EngineThread
+from engine.request import EngineEvent
+from kv_transfer.clock import LoopClock
+from kv_transfer.exporter import Exporter
+from kv_transfer.lease_table import LeaseTable
+from prefill_worker.role import PrefillRole
+from prefill_worker.service import PrefillService
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S = 0.1
+_MAX_MESSAGE_BYTES = 32 << 20
+# Routers ping every few seconds, also while nothing is asked: that is how a dead host is noticed.
+_SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+class EngineFailedError(RuntimeError):
+    """The engine's thread ended by an error; this process cannot serve any more."""
+
+
+class Worker:
+    """Owns rank 0's parts from the engine's thread upwards. Made on a running event loop."""
+
+    def __init__(self, config: WorkerConfig, rank: Rank) -> None:
+        loop = asyncio.get_running_loop()
+        clock = LoopClock(loop)
+        self._config = config
+        self._rank = rank
+        self._loop = loop
+        fingerprint = rank.model.kv_fingerprint
+        engine = build_engine(config.engine, rank.runner, rank.transfer)
+        self.engine = EngineThread(engine, self._from_engine, self._engine_failed)
+        self.feed = KvFeed(self.engine, loop)
+        self.prefill: PrefillRole | None = None
+        self.decode: DecodeRole | None = None
+        self.exporter: Exporter | None = None
+        self.leases: LeaseTable | None = None
+        if config.role is not Role.DECODE:
+            self.exporter = Exporter(
+                rank.transfer,
+                rank.identity,
+                fingerprint,
+                config.transfer,
+                self._send_to_sinks,
+                clock,
+            )
+            self.prefill = PrefillRole(self.engine, self.exporter)
+        if config.role is not Role.PREFILL:
+            self.decode = DecodeRole(self.engine, fingerprint, config.decode, clock)
+            self.leases = LeaseTable(
+                rank.transfer, rank.identity, fingerprint, config.transfer, self.decode, clock
+            )
+            self.decode.bind(self.leases)
+        self._stopped = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+        self._load = worker_pb2.WorkerLoad()
+        self._load_asked = False
+        self._quiet_at = time.monotonic()  # when there was last seen to be nothing to step
+        self._health = health_aio.HealthServicer()
+        self.address = ""
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def serve(self) -> None:
+        """Serve until stopped or drained. Raises EngineFailedError."""
+        self.engine.start()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, self.engine.stop)
+            await stack.enter_async_context(self._server())
+            stack.enter_context(self._metrics())
+            registrar = Registrar(
+                self._config.control_address,
+                self.info(),
+                self._beat,
+                self.drain,
+                self._config.heartbeat_s,
+            )
+            for work in (registrar.run(), self._sweep()):
+                task = self._loop.create_task(work)
+                stack.push_async_callback(_end, task)
+            log.info("%s serves at %s", self._config.worker_id, self.address)
+            await self._stopped.wait()
+            await _end(self._drain)
+        if self._failure is not None:
+            raise EngineFailedError(str(self._failure)) from self._failure
+
+    def stop(self) -> None:
+        """Leave now; what runs is lost."""
+        self._stopped.set()
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Take no new work, finish what runs, then leave."""
+        if self._drain is None:
+            log.info("%s drains", self._config.worker_id)
+            limit_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
+            self._drain = self._loop.create_task(self._drain_and_stop(limit_s))
+
+    async def _drain_and_stop(self, timeout_s: float) -> None:
+        for role in (self.prefill, self.decode):
+            if role is not None:
+                role.begin_drain()
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        # Routers still read the last tokens, and the registry a last heartbeat.
+        await asyncio.sleep(2 * self._config.heartbeat_s)
+        self._stopped.set()
+
+    def _is_idle(self) -> bool:
+        roles = (self.prefill, self.decode)
+        return all(role is None or role.is_idle for role in roles)
+
+    @contextlib.asynccontextmanager
+    async def _server(self) -> AsyncIterator[None]:
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        fingerprint = self._rank.model.kv_fingerprint
+        if self.prefill is not None:
+            worker_pb2_grpc.add_PrefillServiceServicer_to_server(
+                PrefillService(self.prefill, fingerprint, read_spec), server
+            )
+        if self.decode is not None:
+            worker_pb2_grpc.add_DecodeServiceServicer_to_server(
+                DecodeService(self.decode, read_spec), server
+            )
+        incarnation = self._rank.identity.incarnation
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(
+            WorkerService(incarnation, self.feed, lambda: self._load, self.drain), server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        port = server.add_insecure_port(f"{self._config.host}:{self._config.port}")
+        self.address = f"{self._config.host}:{port}"
+        await server.start()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        try:
+            yield
+        finally:
+            await server.stop(grace=0.5)
+
+    @contextlib.contextmanager
+    def _metrics(self) -> Iterator[None]:
+        if self._config.metrics_port is None:
+            yield
+            return
+        collector = WorkerCollector(
+            self._config.worker_id,
+            self._config.pool,
+            lambda: self._load,
+            self._progress,
+            lambda: 0 if self.decode is None else self.decode.num_orphans(),
+        )
+        server, thread = prometheus_client.start_http_server(
+            self._config.metrics_port, self._config.host, registry=collector.registry()
+        )
+        try:
+            yield
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    # --- the engine's thread --------------------------------------------------------------------
+
+    def _from_engine(self, events: list[EngineEvent]) -> None:
+        """On the engine's thread: one wake-up of the event loop per step."""
+        if events:
+            self._loop.call_soon_threadsafe(self._dispatch, events)
+
+    def _engine_failed(self, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        self._stopped.set()
+
+    def _dispatch(self, events: list[EngineEvent]) -> None:
+        if self.decode is not None:
+            self.decode.on_events(events)
+        if self.prefill is not None:
+            self.prefill.on_events(events)
+        self.feed.on_events(events)
+
+    def _send_to_sinks(self, payload: bytes) -> None:
+        self.engine.post(lambda engine: engine.send_to_sinks(payload))
+
+    # --- what others are told -------------------------------------------------------------------
+
+    def info(self) -> control_pb2.WorkerInfo:
+        model, config = self._rank.model, self._config
+        return control_pb2.WorkerInfo(
+            ref=self._rank.identity.to_proto(),
+            pool=config.pool,
+            role=ROLES[config.role],
+            address=self.address,
+            model=config.model_name,
+            kv_fingerprint=model.kv_fingerprint,
+            tp_size=self._rank.identity.tp_size,
+            block_size=model.layout.block_size,
+            num_blocks=self._rank.runner.num_blocks,
+            max_model_len=model.max_model_len,
+            max_num_seqs=config.engine.max_num_seqs,
+            max_num_batched_tokens=config.engine.max_num_batched_tokens,
+            vocab_size=model.vocab_size,
+            kv_bytes_per_token=model.layout.token_bytes(),
+        )
+
+    def _beat(self) -> Beat:
+        self._ask_load()
+        return Beat(self._progress(), self._load, self._drain is not None)
+
+    def _progress(self) -> control_pb2.StepProgress:
+        load = self._load
+        prefill_s = 0.0
+        if load.prefill_tokens_per_s > 0:
+            prefill_s = self._config.engine.max_num_batched_tokens / load.prefill_tokens_per_s
+        now, runnable = time.monotonic(), self.engine.runnable
+        if not runnable:
+            self._quiet_at = now
+        return control_pb2.StepProgress(
+            num_steps=self.engine.num_steps,
+            runnable=runnable,
+            idle_s=now - max(self.engine.last_step_at, self._quiet_at),
+            predicted_step_s=max(load.decode_step_s, prefill_s),
+        )
+
+    def _ask_load(self) -> None:
+        """Have the engine's thread tell its load between two steps; a stuck one tells nothing."""
+        if self._load_asked:
+            return
+        self._load_asked = True
+
+        def ask(engine: Engine) -> None:
+            self._loop.call_soon_threadsafe(self._take_load, engine.load())
+
+        self.engine.post(ask)
+
+    def _take_load(self, load: EngineLoad) -> None:
+        self._load_asked = False
+        self._load = worker_pb2.WorkerLoad(
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            num_reserved=load.num_reserved,
+            num_queued_tokens=load.num_queued_tokens,
+            num_free_blocks=load.num_free_blocks,
+            num_blocks=load.num_blocks,
+            num_quarantined_blocks=load.num_quarantined_blocks,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_step_s=load.decode_step_s,
+            handoff_bytes_per_s=0.0 if self.prefill is None else self.prefill.handoff_bytes_per_s,
+        )
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            if self.decode is not None:
+                self.decode.sweep()
+            if self._drain is not None and self._is_idle():
+                self._idle.set()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a part above the engine holds something twice or for nobody."""
+        for part in (self.prefill, self.decode, self.leases):
+            if part is not None:
+                part.check_integrity()
+
+
+async def _end(task: asyncio.Task[Any] | None) -> None:
+    """Cancel a task and wait for it; its failure is a failure of this process."""
+    if task is None:
+        return
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,74 @@
+"""What one worker process is told: picklable, so that it can travel to a Ray actor."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+
+from baton.config import ClusterConfig
+from cluster.registry import Role
+from decode_worker.role import DecodeConfig
+from engine.config import EngineConfig
+from kv_transfer.config import TransferConfig
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """A process's place in its replica; `meeting` is host:port where rank 0 listens."""
+
+    rank: int = 0
+    size: int = 1
+    meeting: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """One replica of one pool, the same for all of its ranks."""
+
+    worker_id: str
+    pool: str
+    role: Role
+    model_name: str
+    model_path: str
+    engine: EngineConfig
+    transfer: TransferConfig
+    tp_size: int
+    control_address: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free port; it is told to the registry."""
+    metrics_port: int | None = None
+    """Prometheus metrics over HTTP; None: not served, 0: any free port."""
+    heartbeat_s: float = 0.3
+    drain_timeout_s: float = 30.0
+    log_level: str = "info"
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+
+
+def worker_config(
+    cluster: ClusterConfig, pool: str, worker_id: str, control_address: str
+) -> WorkerConfig:
+    """The configuration of one replica of a pool. Raises ConfigError."""
+    wanted = cluster.pools[pool]
+    engine = cluster.pool_engine(pool)
+    if engine.num_threads is None:
+        engine = dataclasses.replace(engine, num_threads=threads_per_rank(cluster))
+    return WorkerConfig(
+        worker_id=worker_id,
+        pool=pool,
+        role=Role(wanted.role),
+        model_name=cluster.model_name,
+        model_path=cluster.model,
+        engine=engine,
+        transfer=cluster.transfer,
+        tp_size=wanted.tensor_parallel,
+        control_address=control_address,
+        log_level=cluster.log_level,
+    )
+
+
+def threads_per_rank(cluster: ClusterConfig) -> int:
+    """The machine's cores divided among all ranks: oversubscribed, torch slows down 10-100x."""
+    num_ranks = sum(pool.replicas * pool.tensor_parallel for pool in cluster.pools.values())
+    return max(1, len(os.sched_getaffinity(0)) // max(1, num_ranks))
