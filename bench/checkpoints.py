@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ def tensors(shape: Shape) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def random(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * columns**-0.5).bfloat16()
+        values = torch.randn(rows, columns, generator=generator) * float(columns) ** -0.5
+        return values.bfloat16()
 
     hidden, heads, dim = shape.hidden_size, shape.num_attention_heads, shape.head_dim
     kv = shape.num_key_value_heads * dim
@@ -68,6 +70,14 @@ def tensors(shape: Shape) -> dict[str, torch.Tensor]:
     return found
 
 
+def save_tokenizer(shape: Shape, folder: Path) -> None:
+    """One word per token id, so that a router can serve the checkpoint."""
+    words = {f"w{token_id}": token_id for token_id in range(shape.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def make(name: str) -> Path:
     """Folder of the checkpoint called `name`; written on first use."""
     folder = cache_folder() / f"qwen3-{name}"
@@ -75,6 +85,7 @@ def make(name: str) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[name]
+    save_tokenizer(shape, folder)
     save_file(tensors(shape), folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["Qwen3ForCausalLM"],

@@ -19,9 +19,9 @@ import torch
 
 from bench import checkpoints
 from engine import build
-from engine.api import Engine, KvSink
+from engine.api import Engine
 from engine.config import EngineConfig
-from engine.local_memory import LocalKvMemory
+from engine.local_memory import LocalKvMemory, LocalSink
 from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
 
 PREFILL_LENGTHS = (512, 2048)
@@ -45,17 +45,6 @@ class Cell:
         return self.baton / self.transformers
 
 
-class NoSink:
-    """Nothing is handed off in this benchmark."""
-
-    def message(self, payload: bytes) -> None:
-        raise AssertionError("no handoff was opened")
-
-    def layer_done(self, layer: int, pushes: object) -> None: ...
-
-    def step_done(self, plan: object) -> None: ...
-
-
 def random_prompt(length: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(10, 30000, length, dtype=np.uint32)
 
@@ -73,8 +62,8 @@ class BatonSide:
         )
         spec = build.load_model_spec(str(folder), config)
         region = build.region_layout(spec, config, 0, 1)
-        memory = LocalKvMemory(config.num_regions, region.num_bytes())
-        sink: KvSink = NoSink()
+        memory = LocalKvMemory.of(region, config.num_regions)
+        sink = LocalSink()
         runner = build.build_runner(str(folder), config, spec, memory, sink, None)
         self.engine: Engine = build.build_engine(config, runner, sink)
         self._next = 0
@@ -115,7 +104,8 @@ class TransformersSide:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self.model.train(False)
 
     @torch.inference_mode()
     def prefill_s(self, prompt: np.ndarray) -> float:

@@ -1,0 +1,89 @@
+"""`make bench`: first numbers in one table each, written to bench/results/ and printed.
+
+python -m bench [engine] [handoff] [path] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import machine
+from bench.table import markdown
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def progress(message: str) -> None:
+    print(f"  {message} ...", file=sys.stderr, flush=True)
+
+
+def engine_section() -> str:
+    from bench import checkpoints, engine
+
+    rows = [
+        [
+            f"{cell.model} {cell.what}",
+            f"{cell.baton:.0f}",
+            f"{cell.transformers:.0f}",
+            f"{cell.ratio:.2f}",
+        ]
+        for model in checkpoints.SHAPES
+        for cell in engine.measure(model, progress)
+    ]
+    header = ("random Qwen3, bf16", "Baton tokens/s", "transformers tokens/s", "ratio")
+    return f"## Engine beside transformers\n\n{engine.__doc__}\n{markdown(header, rows)}\n"
+
+
+def handoff_section() -> str:
+    """In a process of its own: it sets UCX's environment and ends its peers."""
+    progress("handoff GB/s beside memcpy")
+    answer = subprocess.run(
+        [sys.executable, "-m", "bench.handoff"], capture_output=True, text=True, check=True
+    )
+    return f"## Handoff beside memcpy\n\n```\n{answer.stdout.rstrip()}\n```\n"
+
+
+def path_section() -> str:
+    from bench import checkpoints, path
+
+    parts = [f"## Whole path\n\n{path.__doc__}"]
+    demo = Path(__file__).parent.parent / "models" / "demo"
+    small = checkpoints.make("0.1B")
+    for title, folder, vocab in (
+        ("models/demo", demo, 2000),
+        ("random Qwen3 0.1B", small, checkpoints.SHAPES["0.1B"].vocab_size),
+    ):
+        rows = [row.cells() for row in path.measure(folder, vocab, progress)]
+        parts.append(f"{title}\n\n{markdown(path.HEADER, rows)}\n")
+    return "\n".join(parts)
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "engine": engine_section,
+    "handoff": handoff_section,
+    "path": path_section,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], default=[])
+    today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    parser.add_argument("--output", type=Path, default=RESULTS / f"{today}-first-numbers.md")
+    options = parser.parse_args()
+    chosen = options.sections or list(SECTIONS)
+    command = "make bench" if not options.sections else f"python -m bench {' '.join(chosen)}"
+    head = f"# Benchmarks of {today}\n\n{machine.describe(command)}\n"
+    text = "\n".join([head, *(SECTIONS[name]() for name in chosen)])
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

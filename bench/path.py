@@ -1,0 +1,157 @@
+"""Time to first token and gaps between tokens through the whole path: client, router, workers.
+
+Two clusters one after the other on this machine: disaggregated (one prefill, one decode worker)
+and local (one decode worker, which prefills by itself). One request at a time, every prompt new, so
+that no prefix is cached; medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from baton.client import Client
+from baton.config import ClusterConfig, ControlConfig, PoolConfig
+from baton.events import Finished, HandedOff, Tokens
+from cluster import local
+from engine.config import EngineConfig
+from router.config import RouterConfig
+
+PROMPT_LENGTHS = (128, 512, 1024)
+NUM_TOKENS = 32
+ROUNDS = 7
+WARM_UPS = 2
+
+
+@dataclass
+class Sample:
+    """One request, milliseconds; None where the path has no such stage."""
+
+    ttft_ms: float
+    second_token_ms: float
+    itl_ms: float
+    finished: Finished
+    handed_off: HandedOff | None
+
+
+@dataclass
+class PathRow:
+    """Medians of one prompt length on one cluster."""
+
+    cluster: str
+    prompt: int
+    samples: list[Sample] = field(default_factory=list)
+
+    def median(self, value: Callable[[Sample], float]) -> float:
+        return statistics.median(value(sample) for sample in self.samples)
+
+    def cells(self) -> list[str]:
+        handoffs = [s.handed_off for s in self.samples if s.handed_off is not None]
+        exposed = f"{statistics.median(h.exposed_ms for h in handoffs):.1f}" if handoffs else "-"
+        put = f"{statistics.median(h.put_ms for h in handoffs):.2f}" if handoffs else "-"
+        kv = f"{handoffs[0].kv_bytes / 2**20:.2f}" if handoffs else "-"
+        timings = [s.finished.timings for s in self.samples]
+        prefill = statistics.median(t.prefill_ms for t in timings)
+        return [
+            f"{self.cluster}, {self.prompt} tokens",
+            f"{self.median(lambda s: s.ttft_ms):.1f}",
+            f"{prefill:.1f}",
+            f"{statistics.median(t.tokenize_ms for t in timings):.2f}",
+            f"{statistics.median(t.queue_ms for t in timings):.2f}",
+            f"{statistics.median(t.reserve_ms for t in timings):.2f}",
+            f"{self.median(lambda s: s.second_token_ms):.1f}",
+            f"{self.median(lambda s: s.itl_ms):.2f}",
+            kv,
+            put,
+            exposed,
+        ]
+
+
+HEADER = (
+    "cluster",
+    "TTFT ms",
+    "prefill ms",
+    "tokenize ms",
+    "queue ms",
+    "reserve ms",
+    "2nd token ms",
+    "ITL ms",
+    "KV MiB",
+    "put ms",
+    "exposed ms",
+)
+
+
+def request(client: Client, prompt: np.ndarray) -> Sample:
+    """Send one prompt; times are the client's own."""
+    times: list[float] = []
+    finished: Finished | None = None
+    handed_off: HandedOff | None = None
+    start = time.perf_counter()
+    events = client.generate(
+        token_ids=prompt.tolist(), max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+    )
+    for event in events:
+        match event:
+            case Tokens():
+                times += [time.perf_counter()] * len(event.ids)
+            case HandedOff():
+                handed_off = event
+            case Finished():
+                finished = event
+    assert finished is not None
+    assert len(times) == NUM_TOKENS, len(times)
+    gaps = np.diff(times) * 1e3
+    return Sample(
+        (times[0] - start) * 1e3, float(gaps[0]), float(np.median(gaps[1:])), finished, handed_off
+    )
+
+
+@contextmanager
+def running(
+    model: Path, pools: dict[str, PoolConfig], progress: Callable[[str], None]
+) -> Iterator[Client]:
+    config = ClusterConfig(
+        model=str(model),
+        pools=pools,
+        engine=EngineConfig(max_num_batched_tokens=1024, max_model_len=2048, prefix_cache=True),
+        router=RouterConfig(port=0),
+        control=ControlConfig(port=0),
+    )
+    with (
+        local.up(config, on_progress=progress) as cluster,
+        Client(cluster.router_address) as client,
+    ):
+        yield client
+
+
+CLUSTERS = {
+    "disaggregated": {
+        "prefill": PoolConfig(role="prefill"),
+        "decode": PoolConfig(role="decode"),
+    },
+    "local": {"decode": PoolConfig(role="decode")},
+}
+
+
+def measure(model: Path, vocab_size: int, progress: Callable[[str], None]) -> list[PathRow]:
+    rng = np.random.default_rng(0)
+    rows = []
+    for name, pools in CLUSTERS.items():
+        with running(model, pools, progress) as client:
+            for length in PROMPT_LENGTHS:
+                progress(f"{name}: {length} tokens")
+                row = PathRow(name, length)
+                for index in range(WARM_UPS + ROUNDS):
+                    prompt = rng.integers(10, vocab_size, length, dtype=np.uint32)
+                    sample = request(client, prompt)
+                    if index >= WARM_UPS:
+                        row.samples.append(sample)
+                rows.append(row)
+    return rows
