@@ -1,4 +1,4 @@
-"""The transfer layer's settings. Standard library only: they are read where libucp is not installed."""
+"""The transfer layer's settings. Standard library only: they are read where libucp is missing."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class TransferConfig:
     renew_within_s: float = 10.0
     """A lease whose writer is not heard of for this long is fenced."""
     ack_timeout_s: float = 10.0
-    """Longest wait for a handoff to drain, be sent and be acknowledged, unless a call says otherwise."""
+    """Longest wait for a handoff to be sent and acknowledged, and for a broken one to drain."""
     tombstone_s: float = 600.0
     """How long a fenced or finished lease is remembered: longer than the longest RPC deadline."""
     keepalive_s: float = 1.0
     """How often UCX asks whether a peer's process still runs."""
     drain_poll_s: float = 0.05
-    """First pause between two attempts to prove that a fenced writer has stopped; doubles up to 1 s."""
+    """First pause between attempts to prove that a fenced writer has stopped; doubles up to 1 s."""
     native: bool = True
     """Post batches from compiled code; False, or no compiler: from Python."""
 

@@ -1,4 +1,4 @@
-"""Values of a handoff and their conversion from and to the wire: a lease names its writer exactly."""
+"""Values of a handoff, and their conversion from and to the wire."""
 
 from __future__ import annotations
 

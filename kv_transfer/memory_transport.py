@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
@@ -171,7 +172,7 @@ class MemoryNetwork:
         return self._processes.get(address)
 
     def kill(self, address: bytes, noticed: bool = True) -> None:
-        """End a process at once; what it has posted may still land. `noticed`: its peers are told."""
+        """End a process; what it has posted may still land. `noticed`: its peers are told."""
         self._processes.pop(address).dead = True
         if noticed:
             self.notice(address)
@@ -215,7 +216,7 @@ class MemoryTransport:
         self._started = (on_message, on_peer_lost)
         early, self._early = self._early, []
         for payload in early:
-            self._schedule("message", self._address, lambda p=payload: on_message(p), payload)
+            self._schedule("message", self._address, partial(on_message, payload), payload)
 
     def connect(self, address: bytes) -> MemoryPeer:
         with self._lock:
@@ -282,7 +283,8 @@ class MemoryTransport:
         receiver = self._network.process(peer.address)
         if peer.lost or receiver is None:
             return  # as over shared memory: nobody tells
-        assert self._memory is not None and receiver._memory is not None
+        assert self._memory is not None
+        assert receiver._memory is not None
         start_s = time.perf_counter()
         by_rkey = {region.rkey: region for region in receiver._memory.regions}
         rows = (

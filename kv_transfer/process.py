@@ -54,7 +54,7 @@ def _pid_namespace() -> int:
 
 
 def _stat_fields(pid: int) -> list[str] | None:
-    """The fields of /proc/<pid>/stat after the name, which may hold spaces; None: no such process."""
+    """What follows the name in /proc/<pid>/stat; None: no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

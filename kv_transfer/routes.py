@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import BlockId, KvLayout, RegionLayout, TensorSpec
 from kv_transfer.lease import Region
-from kv_transfer.transport import PutBatch, TransferMemory, Words
+from kv_transfer.transport import PutBatch, TransferMemory
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def block_checksums(
     tables: Sequence[Sequence[BlockId]],
     stride: int,
 ) -> list[int]:
-    """64-bit checksums of every `stride`-th block of each group's table, as far as it is the pair's.
+    """64-bit checksums of the pair's share of every `stride`-th block of each group's table.
 
     Equal on both sides for equal bytes: over the layers in order, the tensors in order, and the
     heads that go from the source rank to the target rank. `layout` is that of the side that asks.
@@ -238,7 +238,7 @@ def block_checksums(
             digest = hashlib.blake2b(digest_size=8)
             for offset, row_bytes, num_bytes in offsets:
                 start = base + offset + row * row_bytes
-                digest.update(memory.buffer[start : start + num_bytes])
+                digest.update(memory.buffer[start : start + num_bytes].data)
             checksums.append(int.from_bytes(digest.digest(), "little"))
     return checksums
 
@@ -258,15 +258,3 @@ def _share_offsets(layout: RegionLayout, pair: RankPair, group: int) -> list[tup
                 row_bytes = layout.tensor_block_bytes(tensor)
                 offsets.append((offset, row_bytes, len(heads) * head_bytes))
     return offsets
-
-
-__all__ = [
-    "GroupRuns",
-    "RankPair",
-    "Route",
-    "Words",
-    "block_checksums",
-    "coalesced",
-    "layer_stride_bytes",
-    "pairs",
-]

@@ -115,6 +115,7 @@ class TransferDone(_message.Message):
     CHECKSUM_STRIDE_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     REPLY_TO_FIELD_NUMBER: _builtins.int
+    NUM_WRITER_RANKS_FIELD_NUMBER: _builtins.int
     target_rank: _builtins.int
     num_source_ranks: _builtins.int
     num_bytes: _builtins.int
@@ -124,6 +125,8 @@ class TransferDone(_message.Message):
     """The first token and what the receiver needs to go on."""
     checksum_stride: _builtins.int
     """0: no checksums; n: every n-th pushed block of a group has one."""
+    num_writer_ranks: _builtins.int
+    """Tensor-parallel width of the writer."""
     @_builtins.property
     def logprobs(self) -> _common_pb2.Logprobs: ...
     @_builtins.property
@@ -152,10 +155,11 @@ class TransferDone(_message.Message):
         checksum_stride: _builtins.int = ...,
         groups: _abc.Iterable[_worker_pb2.GroupBlocks] | None = ...,
         reply_to: _common_pb2.RankAddress | None = ...,
+        num_writer_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "reply_to", b"reply_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_stride", b"checksum_stride", "checksums", b"checksums", "first_token", b"first_token", "groups", b"groups", "kv_fingerprint", b"kv_fingerprint", "logprobs", b"logprobs", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_source_ranks", b"num_source_ranks", "reply_to", b"reply_to", "target_rank", b"target_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_stride", b"checksum_stride", "checksums", b"checksums", "first_token", b"first_token", "groups", b"groups", "kv_fingerprint", b"kv_fingerprint", "logprobs", b"logprobs", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_source_ranks", b"num_source_ranks", "num_writer_ranks", b"num_writer_ranks", "reply_to", b"reply_to", "target_rank", b"target_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,11 +323,14 @@ class RankDrained(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     PUT_S_FIELD_NUMBER: _builtins.int
+    PEER_LOST_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     num_blocks: _builtins.int
     error: _builtins.str
     put_s: _builtins.float
     """Time this rank spent posting and flushing."""
+    peer_lost: _builtins.bool
+    """A process it pushed to is gone."""
     def __init__(
         self,
         *,
@@ -331,10 +338,11 @@ class RankDrained(_message.Message):
         num_blocks: _builtins.int = ...,
         error: _builtins.str = ...,
         put_s: _builtins.float = ...,
+        peer_lost: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "put_s", b"put_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "peer_lost", b"peer_lost", "put_s", b"put_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

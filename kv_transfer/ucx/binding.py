@@ -141,7 +141,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {  # name: (result, *arguments)
 
 
 def pointer_status(pointer: int | None) -> int:
-    """Decode a ucs_status_ptr_t: NULL is done, the last 100 addresses are errors, else a request."""
+    """Decode a ucs_status_ptr_t: NULL is done, the last 100 addresses are errors."""
     if pointer is None:
         return OK
     return pointer - 2**64 if pointer >= 2**64 - 100 else IN_PROGRESS

@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_void_p
+from functools import partial
 from typing import Any
 
 from kv_transfer.errors import TransportError
@@ -27,6 +28,10 @@ _PLAIN = RequestParams()
 _EAGER = RequestParams(op_attr_mask=OP_ATTR_FLAGS, flags=AM_SEND_EAGER)
 
 OnComplete = Callable[[str | None], None]
+
+
+def _sent(_payload: bytes, _error: str | None) -> None:
+    """Bound to a payload, keeps it alive until UCX has taken it."""
 
 
 class Requests:
@@ -135,9 +140,8 @@ class Endpoint:
         pointer = self._ucp.ucp_am_send_nbx(
             self._handle, 0, None, 0, payload, len(payload), byref(_EAGER)
         )
-        # The default argument keeps the payload alive until UCX has taken it. A failure needs no
-        # report of its own: the endpoint's error callback tells that the peer is lost.
-        requests.track(pointer, lambda _error, _payload=payload: None)
+        # A failure needs no report of its own: the error callback tells that the peer is lost.
+        requests.track(pointer, partial(_sent, payload))
 
     def close(self, requests: Requests, force: bool, on_complete: OnComplete) -> None:
         for rkey in self._rkeys.values():

@@ -1,4 +1,4 @@
-"""The KV pool as UCX-allocated memory: regions side by side, each with a registration of its own."""
+"""The KV pool as UCX-allocated memory: regions side by side, each registered on its own."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _libc.munmap.argtypes = [c_void_p, c_size_t]
 class UcxMemory:
     """One reservation of addresses; UCX allocates every region at its own fixed place in it.
 
-    Allocated so, regions are shared-memory segments (System V or POSIX, UCX's choice) that a peer on
-    this machine maps and writes directly; memory that is only registered would go through the
+    Allocated so, regions are shared-memory segments (System V or POSIX, UCX's choice) that a peer
+    on this machine maps and writes directly; memory that is only registered would go through the
     peer's process instead. Every page is touched here: first touch costs several times a put.
     """
 
@@ -48,7 +48,7 @@ class UcxMemory:
             self.free()
             raise
         array = (ctypes.c_uint8 * self._num_bytes).from_address(self._base)
-        self.buffer: npt.NDArray[np.uint8] = np.frombuffer(array, dtype=np.uint8)
+        self.buffer: npt.NDArray[np.uint8] = np.frombuffer(memoryview(array), dtype=np.uint8)
         self.buffer[:: mmap.PAGESIZE] = 0
 
     def _allocate(self, index: int) -> int:

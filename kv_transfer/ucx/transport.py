@@ -111,7 +111,8 @@ class UcxTransport:
             return peer
 
     def put(self, peer: Peer, batch: PutBatch) -> None:
-        assert isinstance(peer, UcxPeer) and self._memory is not None
+        assert isinstance(peer, UcxPeer)
+        assert self._memory is not None
         handles = self._memory.handles
 
         def run() -> None:
@@ -240,7 +241,7 @@ def _create_worker(ucp: Ucp, on_message: object) -> tuple[int, int]:
     config, context, worker = c_void_p(), c_void_p(), c_void_p()
     ucp.check(ucp.ucp_config_read(None, None, byref(config)), "ucp_config_read")
     features = FEATURE_RMA | FEATURE_WAKEUP | FEATURE_AM
-    # ucp_init is inline in UCX's header, which passes the header's version: ours is the structures'.
+    # ucp_init is inline in UCX's header and passes the header's version: ours is the structures'.
     status = ucp.ucp_init_version(
         API_MAJOR,
         min(API_MINOR, ucp.version[1]),
@@ -257,7 +258,8 @@ def _create_worker(ucp: Ucp, on_message: object) -> tuple[int, int]:
     )
     status = ucp.ucp_worker_set_am_recv_handler(worker, byref(handler))
     ucp.check(status, "ucp_worker_set_am_recv_handler")
-    assert context.value is not None and worker.value is not None
+    assert context.value is not None
+    assert worker.value is not None
     return context.value, worker.value
 
 

@@ -1,0 +1,356 @@
+"""Handoffs this worker sends, seen from its rank 0.
+
+A handoff:
+1. `open`: the lease is checked and delivered to the sink of every rank; the engine computes and the
+   ranks push while layers finish;
+2. `finish`: the first token is known. The ranks flush and send `done`; the receiver answers `Ack`;
+3. or it breaks at any moment (fenced, refused, a peer lost, no answer in time, cancelled): every
+   rank is told to stop, and once all have drained the receiver is told `Failed` and `Drained`.
+
+Either way the handoff is remembered by a tombstone, as is a lease that was fenced before it was
+ever seen: it is never opened (again), and a fence for it is answered with `Drained` at once.
+No wait is without a bound: a handoff that broke ends for its caller after `ack_timeout_s` even when
+a rank has not answered; the receiver is told `Drained` only when all really have.
+
+Lives on rank 0's event loop; not thread-safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.v1 import transfer_pb2
+from kv_transfer.clock import Clock, LoopClock, Timer
+from kv_transfer.config import TransferConfig
+from kv_transfer.errors import (
+    CancelledHandoffError,
+    FencedError,
+    FingerprintError,
+    HandoffError,
+    HandoffTimeoutError,
+    LeaseError,
+    LeaseFencedError,
+    NackError,
+    PeerLostError,
+    PostFailedError,
+    WrongWriterError,
+)
+from kv_transfer.layout import HandoffId
+from kv_transfer.lease import (
+    FirstToken,
+    FirstTokenLogprobs,
+    Lease,
+    LogprobsLike,
+    Receipt,
+    WorkerIdentity,
+    handoff_id,
+)
+from kv_transfer.mailbox import Event, PeerLost
+from kv_transfer.process import is_gone
+from kv_transfer.rank import TransferRank
+from kv_transfer.tombstones import Tombstones
+
+log = logging.getLogger(__name__)
+
+_RESENDS = 4  # a `done` is repeated this often within its timeout, until it is answered
+
+
+@dataclass(eq=False)
+class _Export:
+    lease: Lease
+    outcome: asyncio.Future[Receipt]
+    drained: dict[int, transfer_pb2.RankDrained] = field(default_factory=dict)  # by rank
+    error: HandoffError | None = None
+    acked_at_s: float | None = None
+    finishing_at_s: float | None = None
+    owner_told: bool = False  # that it failed and has drained
+    collected: bool = False  # the caller of `finish` or `cancel` has its outcome
+    timers: list[Timer] = field(default_factory=list)
+
+    def stop_timers(self) -> None:
+        for timer in self.timers:
+            timer.cancel()
+        self.timers.clear()
+
+
+class Exporter:
+    def __init__(
+        self,
+        rank: TransferRank,
+        identity: WorkerIdentity,
+        fingerprint: bytes,
+        config: TransferConfig,
+        send_to_sinks: Callable[[bytes], None],
+        clock: Clock | None = None,
+    ) -> None:
+        """On the running event loop. `send_to_sinks` delivers a payload to `KvSink.message` of every
+        rank of this worker, before anything of a later `add_prefill`."""
+        self._rank, self._identity, self._fingerprint = rank, identity, fingerprint
+        self._config, self._send_to_sinks = config, send_to_sinks
+        self._loop = asyncio.get_running_loop()
+        self._clock = clock or LoopClock(self._loop)
+        self._exports: dict[HandoffId, _Export] = {}
+        self._tombstones = Tombstones(config.tombstone_s)
+        self.on_broken: Callable[[HandoffId, HandoffError], None] | None = None
+        """Told, once, when a handoff breaks: computing on for it is in vain."""
+        for other in identity.ranks[1:]:  # so that their death is noticed
+            rank.transport.connect(other.transfer_address)
+        rank.exporter_mail.bind(self._loop.call_soon_threadsafe, self._handle)
+
+    def open(self, lease: Lease) -> HandoffId:
+        """Begin to serve a lease; `finish` or `cancel` must be called for it in the end.
+
+        Raises LeaseFencedError when its owner has fenced it or it was served already,
+        FingerprintError, WrongWriterError, or LeaseError when it does not fit this worker's layout.
+        """
+        handoff = lease.handoff_id
+        if self._tombstones.holds(handoff, self._clock.now_s()):
+            raise LeaseFencedError(f"lease {lease.lease_id} is fenced or over")
+        if handoff in self._exports:
+            raise LeaseError(f"lease {lease.lease_id} is being served already")
+        named = (lease.writer.worker_id, lease.writer.incarnation)
+        if named != (self._identity.worker_id, self._identity.incarnation):
+            raise WrongWriterError(f"lease {lease.lease_id} is for {named[0]}, start {named[1]}")
+        if lease.kv_fingerprint != self._fingerprint:
+            raise FingerprintError(
+                f"KV of {lease.owner.worker_id} ({lease.kv_fingerprint.hex()}) is not of the kind "
+                f"of {self._identity.worker_id} ({self._fingerprint.hex()})"
+            )
+        self._rank.check_lease(lease)
+        self._exports[handoff] = _Export(lease, self._loop.create_future())
+        self._send_to_sinks(self._rank.open_payload(lease))
+        self._rank.send_progress(lease)
+        return handoff
+
+    async def finish(
+        self,
+        handoff: HandoffId,
+        first_token: int,
+        logprobs: LogprobsLike | None,
+        timeout_s: float | None = None,
+    ) -> Receipt:
+        """Send `done` once all is pushed and wait for the receiver's `Ack`.
+
+        Raises PeerLostError, FencedError, NackError, HandoffTimeoutError (after `timeout_s`, or the
+        configured one), PostFailedError or CancelledHandoffError; then it has drained on every
+        rank, or `ack_timeout_s` more have passed.
+        """
+        export = self._exports.get(handoff)
+        if export is None:
+            raise CancelledHandoffError(f"handoff {handoff} is over")
+        assert export.finishing_at_s is None, f"handoff {handoff} is finished twice"
+        export.finishing_at_s = self._clock.now_s()
+        if export.error is None:
+            self._begin_finish(handoff, export, first_token, logprobs, timeout_s)
+        try:
+            return await asyncio.shield(export.outcome)
+        finally:
+            if export.outcome.done():
+                self._close(handoff, export)
+
+    def _begin_finish(
+        self,
+        handoff: HandoffId,
+        export: _Export,
+        first_token: int,
+        logprobs: LogprobsLike | None,
+        timeout_s: float | None,
+    ) -> None:
+        kept = None
+        if logprobs is not None:
+            kept = FirstTokenLogprobs(logprobs.logprob, logprobs.rank, logprobs.top)
+        self._rank.finish(handoff, FirstToken(first_token, kept))
+        timeout_s = self._config.ack_timeout_s if timeout_s is None else timeout_s
+
+        def time_out() -> None:
+            self._break(handoff, HandoffTimeoutError(f"no acknowledgement in {timeout_s:.3g} s"))
+
+        export.timers.append(self._clock.call_later(timeout_s, time_out))
+        for number in range(1, _RESENDS):
+            export.timers.append(
+                self._clock.call_later(
+                    timeout_s * number / _RESENDS, lambda: self._rank.resend_done(handoff)
+                )
+            )
+
+    async def cancel(self, handoff: HandoffId) -> None:
+        """Stop a handoff; returns when it has drained on every rank (at the latest after
+        `ack_timeout_s`). One that is over or unknown is drained already."""
+        export = self._exports.get(handoff)
+        if export is None:
+            return
+        self._break(handoff, CancelledHandoffError(f"handoff {handoff} was cancelled"))
+        await asyncio.wait([export.outcome])
+        self._close(handoff, export)
+
+    def error(self, handoff: HandoffId) -> HandoffError | None:
+        """What broke an open handoff, if anything has."""
+        export = self._exports.get(handoff)
+        return export.error if export is not None else None
+
+    def num_open(self) -> int:
+        return len(self._exports)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a rank still holds a handoff that is not open here."""
+        assert self._rank.num_open_handoffs() <= len(self._exports), (
+            self._rank.num_open_handoffs(),
+            list(self._exports),
+        )
+
+    # --- what arrives ----------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, PeerLost):
+            self._peer_lost(event.address)
+            return
+        kind = event.WhichOneof("message")
+        handoff = handoff_id(event.lease_id, event.lease_epoch)
+        if kind == "fence":
+            self._fenced(handoff, event)
+            return
+        export = self._exports.get(handoff)
+        if export is None:
+            return
+        if kind == "rank_drained":
+            self._rank_drained(handoff, export, event)
+        elif not _is_from_owner(export.lease, event):
+            log.warning("%s of handoff %s from %s", kind, handoff, event.sender_worker_id)
+        elif kind == "ack":
+            export.acked_at_s = self._clock.now_s()
+            self._settle(handoff, export)
+        elif kind == "nack":
+            self._break(handoff, NackError(event.nack.reason))
+
+    def _fenced(self, handoff: HandoffId, message: transfer_pb2.TransferMessage) -> None:
+        export = self._exports.get(handoff)
+        if export is None:
+            self._tombstones.bury(handoff, self._clock.now_s())
+            self._tell_drained(message.fence.reply_to.transfer_address, message)
+        elif not _is_from_owner(export.lease, message):
+            log.warning("fence of handoff %s from %s", handoff, message.sender_worker_id)
+        elif export.outcome.done() and self._is_drained(export):
+            self._tell_drained(export.lease.owner.rank0_address, message)
+        else:
+            self._break(handoff, FencedError(f"lease {message.lease_id} was fenced by its owner"))
+
+    def _rank_drained(
+        self, handoff: HandoffId, export: _Export, message: transfer_pb2.TransferMessage
+    ) -> None:
+        report = message.rank_drained
+        if message.sender_worker_id != self._identity.worker_id:
+            return
+        export.drained.setdefault(message.sender_rank, report)
+        if report.error:
+            kind = PeerLostError if report.peer_lost else PostFailedError
+            self._break(handoff, kind(f"rank {message.sender_rank}: {report.error}"))
+        self._settle(handoff, export)
+
+    def _peer_lost(self, address: bytes) -> None:
+        own = address in (rank.transfer_address for rank in self._identity.ranks)
+        for handoff, export in list(self._exports.items()):
+            owner = export.lease.owner
+            if own:
+                self._break(handoff, PeerLostError("a rank of this worker is lost"))
+            elif address in (rank.transfer_address for rank in owner.ranks):
+                self._break(handoff, PeerLostError(f"{owner.worker_id} is lost"))
+
+    # --- what follows ----------------------------------------------------------------------------
+
+    def _break(self, handoff: HandoffId, error: HandoffError) -> None:
+        """The handoff will not succeed: stop every rank. The first reason stands."""
+        export = self._exports[handoff]
+        if export.error is not None or export.outcome.done():
+            return
+        export.error = error
+        export.stop_timers()
+        export.timers.append(
+            self._clock.call_later(
+                self._config.ack_timeout_s, lambda: self._give_up_waiting(handoff, export)
+            )
+        )
+        self._rank.cancel(handoff)
+        if self.on_broken is not None:
+            self.on_broken(handoff, error)
+
+    def _give_up_waiting(self, handoff: HandoffId, export: _Export) -> None:
+        """A rank does not answer. A process that is gone has drained; another is not waited for."""
+        for rank in self._identity.ranks:
+            if rank.tp_rank not in export.drained and is_gone(rank.process):
+                export.drained[rank.tp_rank] = transfer_pb2.RankDrained()
+        self._settle(handoff, export)
+        if not export.outcome.done():
+            log.error("handoff %s: not every rank has drained", handoff)
+            self._set_error(export)
+
+    def _is_drained(self, export: _Export) -> bool:
+        return len(export.drained) == self._identity.tp_size
+
+    def _settle(self, handoff: HandoffId, export: _Export) -> None:
+        """Give the outcome once every rank has drained."""
+        if not self._is_drained(export):
+            return
+        if export.error is None:
+            if export.acked_at_s is not None and not export.outcome.done():
+                export.stop_timers()
+                export.outcome.set_result(_receipt(export))
+            return
+        if not export.owner_told:
+            export.owner_told = True
+            self._tell_failed(export)
+        self._set_error(export)
+        if export.collected:
+            self._exports.pop(handoff, None)
+
+    def _set_error(self, export: _Export) -> None:
+        export.stop_timers()
+        if not export.outcome.done():
+            assert export.error is not None
+            export.outcome.set_exception(export.error)
+            export.outcome.exception()  # whoever waits raises it; nobody has to
+
+    def _close(self, handoff: HandoffId, export: _Export) -> None:
+        export.stop_timers()
+        export.collected = True
+        self._tombstones.bury(handoff, self._clock.now_s())
+        self._rank.forget(handoff)
+        if self._is_drained(export):
+            self._exports.pop(handoff, None)
+
+    # --- what is said ----------------------------------------------------------------------------
+
+    def _tell_failed(self, export: _Export) -> None:
+        lease = export.lease
+        message = self._rank.new_message(lease.lease_id, lease.lease_epoch)
+        assert export.error is not None
+        message.failed.reason = f"{export.error.reason}: {export.error}"
+        self._rank.send(lease.owner.rank0_address, message)
+        self._tell_drained(lease.owner.rank0_address, message)
+
+    def _tell_drained(self, address: bytes, about: transfer_pb2.TransferMessage) -> None:
+        message = self._rank.new_message(about.lease_id, about.lease_epoch)
+        message.drained.SetInParent()
+        self._rank.send(address, message)
+
+
+def _is_from_owner(lease: Lease, message: transfer_pb2.TransferMessage) -> bool:
+    owner = lease.owner
+    return (message.sender_worker_id, message.sender_incarnation) == (
+        owner.worker_id,
+        owner.incarnation,
+    )
+
+
+def _receipt(export: _Export) -> Receipt:
+    reports = export.drained.values()
+    assert export.acked_at_s is not None
+    assert export.finishing_at_s is not None
+    return Receipt(
+        num_bytes=sum(report.num_bytes for report in reports),
+        num_blocks=max(report.num_blocks for report in reports),
+        put_s=max(report.put_s for report in reports),
+        exposed_s=export.acked_at_s - export.finishing_at_s,
+    )

@@ -1,0 +1,62 @@
+"""From the progress thread to rank 0's event loop: one wake-up for whatever has come together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.v1 import transfer_pb2
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    """The process at this transfer address can no longer be reached."""
+
+    address: bytes
+
+
+Event = transfer_pb2.TransferMessage | PeerLost
+Post = Callable[[Callable[[], None]], object]
+
+
+class Mailbox:
+    """Events for one reader. Those that come before `bind` wait for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: list[Event] = []
+        self._reader: tuple[Post, Callable[[Event], None]] | None = None
+        self._posted = False
+
+    def bind(self, post: Post, handle: Callable[[Event], None]) -> None:
+        """`post` runs a callback on the reader's thread (`loop.call_soon_threadsafe`)."""
+        with self._lock:
+            assert self._reader is None, "a mailbox has one reader"
+            self._reader = (post, handle)
+            waiting = bool(self._events)
+            self._posted = waiting
+        if waiting:
+            post(self._deliver)
+
+    def put(self, event: Event) -> None:
+        with self._lock:
+            self._events.append(event)
+            if self._reader is None or self._posted:
+                return
+            self._posted = True
+            post = self._reader[0]
+        try:
+            post(self._deliver)
+        except RuntimeError:
+            # The loop is closed: this process is on its way out and nobody reads any more.
+            self._posted = False
+
+    def _deliver(self) -> None:
+        with self._lock:
+            events, self._events = self._events, []
+            self._posted = False
+            assert self._reader is not None
+            handle = self._reader[1]
+        for event in events:
+            handle(event)

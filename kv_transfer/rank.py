@@ -1,0 +1,411 @@
+"""One tensor-parallel rank's part in handoffs, sending and receiving: the `KvSink` of its engine.
+
+A handoff on a rank of the writer:
+1. `message`: rank 0's exporter has delivered the lease to every rank; routes are worked out;
+2. `layer_done`: the blocks of a layer are coalesced and enqueued, to every target rank owed any;
+3. when all is pushed (and, on rank 0, the first token known), every target is flushed;
+4. flushed: `done` goes to that target, from the progress thread; after the last, the rank is
+   drained and says so to its rank 0.
+A cancel, a fence or a lost peer skips to 3 and sends no `done`. Once a rank has said that it is
+drained, nothing of the handoff is in flight and nothing will be.
+
+On the receiver, rank 0 passes what arrives to its `LeaseTable`; the others verify checksums and
+forward to rank 0. Three threads meet here (engine, progress, rank 0's event loop): `_lock` guards
+the handoffs, is held briefly, and never while a callback runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from google.protobuf.message import DecodeError
+
+from baton.v1 import transfer_pb2, worker_pb2
+from kv_transfer.config import TransferConfig
+from kv_transfer.errors import LeaseError
+from kv_transfer.layout import BlockId, HandoffId, RegionLayout
+from kv_transfer.lease import (
+    FirstToken,
+    Lease,
+    RankAddress,
+    RankLease,
+    WorkerIdentity,
+    handoff_id,
+    logprobs_to_proto,
+)
+from kv_transfer.mailbox import Event, Mailbox, PeerLost
+from kv_transfer.process import own_identity
+from kv_transfer.rank_handoff import Lane, Phase, Push, RankHandoff
+from kv_transfer.routes import RankPair, Route, block_checksums, pairs
+from kv_transfer.tombstones import Tombstones
+from kv_transfer.transport import FlushResult, Peer, TransferMemory, Transport
+
+log = logging.getLogger(__name__)
+
+_TO_LEASE_TABLE = frozenset({"rank_done", "progress", "failed", "drained"})
+_TO_EXPORTER = frozenset({"ack", "nack", "fence", "rank_drained"})
+
+
+class TransferRank:
+    """Own what one rank sends and receives. Starts the transport."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        memory: TransferMemory,
+        region_layout: RegionLayout,
+        identity: WorkerIdentity,
+        tp_rank: int,
+        rank0_address: bytes | None,
+        config: TransferConfig,
+    ) -> None:
+        """`rank0_address` is None on rank 0. `identity.ranks` names every rank of this worker."""
+        assert region_layout.num_blocks == memory.blocks_per_region, (
+            region_layout.num_blocks,
+            memory.blocks_per_region,
+        )
+        assert (tp_rank == 0) == (rank0_address is None), (tp_rank, rank0_address)
+        self.transport, self.region_layout, self.identity = transport, region_layout, identity
+        self.tp_rank = tp_rank
+        self.exporter_mail, self.lease_mail = Mailbox(), Mailbox()
+        self._memory, self._config = memory, config
+        self._lock = threading.Lock()
+        self._handoffs: dict[HandoffId, RankHandoff] = {}
+        self._tombstones = Tombstones(config.tombstone_s)
+        self._rank_leases: dict[int, RankLease] = {tp_rank: RankLease(tp_rank, memory.regions)}
+        self._all_ranks_ready = threading.Event()
+        transport.start(self._receive, self._peer_lost)
+        self._rank0: Peer | None = None
+        if rank0_address is not None:
+            self._rank0 = transport.connect(rank0_address)
+            message = self.new_message("", 0)
+            message.rank_regions.lease.CopyFrom(self._rank_leases[tp_rank].to_proto())
+            transport.send(self._rank0, message.SerializeToString())
+        elif identity.tp_size == 1:
+            self._all_ranks_ready.set()
+
+    @staticmethod
+    def address_of(transport: Transport, tp_rank: int) -> RankAddress:
+        """This process as a rank of a `WorkerIdentity`."""
+        return RankAddress(tp_rank, transport.address, own_identity())
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """On rank 0: wait until every rank has told which memory it offers. Blocks the thread."""
+        return self._all_ranks_ready.wait(timeout_s)
+
+    def rank_leases(self) -> tuple[RankLease, ...]:
+        """On rank 0: the memory every rank offers, in order."""
+        assert self._all_ranks_ready.is_set(), "not every rank has told which memory it offers"
+        return tuple(self._rank_leases[rank] for rank in range(self.identity.tp_size))
+
+    # --- the engine's thread: KvSink -------------------------------------------------------------
+
+    def message(self, payload: bytes) -> None:
+        """A lease to serve, as `open_payload` made it."""
+        opened = transfer_pb2.OpenHandoff.FromString(payload)
+        lease = Lease.from_proto(opened.lease)
+        handoff = RankHandoff(lease, self.region_layout.layout, {})
+        try:
+            handoff.lanes.update(self._lanes(lease))
+        except LeaseError as error:
+            handoff.error = str(error)
+        with self._lock:
+            if self._tombstones.holds(lease.handoff_id, time.monotonic()):
+                return  # cancelled before it began
+            assert lease.handoff_id not in self._handoffs, lease.handoff_id
+            self._handoffs[lease.handoff_id] = handoff
+            self._settle(handoff)
+
+    def layer_done(self, layer: int, pushes: Sequence[Push]) -> None:
+        group = self.region_layout.layout.group_of_layer(layer)
+        with self._lock:
+            for push in pushes:
+                handoff = self._handoffs.get(push.handoff_id)
+                if push.group != group or handoff is None or handoff.phase is not Phase.PUSHING:
+                    continue
+                try:
+                    for lane, batch in handoff.layer_batches(layer, push):
+                        self.transport.put(lane.peer, batch)
+                except LeaseError as error:
+                    handoff.error = str(error)
+                self._settle(handoff)
+
+    def step_done(self, plan: object) -> None:
+        """Renew the leases that this step has pushed to."""
+        with self._lock:
+            pushed = [h for h in self._handoffs.values() if h.pushed_since_progress]
+            for handoff in pushed:
+                handoff.pushed_since_progress = False
+                handoff.step_done()
+        if self.tp_rank == 0:
+            for handoff in pushed:
+                self.send_progress(handoff.lease)
+
+    # --- rank 0's event loop: the exporter and the lease table -----------------------------------
+
+    def open_payload(self, lease: Lease) -> bytes:
+        """The sink message that opens a handoff on every rank."""
+        return transfer_pb2.OpenHandoff(lease=lease.to_proto()).SerializeToString()
+
+    def check_lease(self, lease: Lease) -> None:
+        """Raise LeaseError when the lease's memory or tables do not fit the layout."""
+        groups = len(self.region_layout.layout.groups)
+        if len(lease.block_ids) != groups:
+            raise LeaseError(f"the lease has {len(lease.block_ids)} block tables, not {groups}")
+        if [rank.tp_rank for rank in lease.ranks] != list(range(lease.owner.tp_size)):
+            raise LeaseError("the lease does not offer the memory of every rank of its owner")
+        for rank in lease.ranks:
+            Route(
+                self.region_layout,
+                self._memory.regions,
+                rank.tp_rank,
+                len(lease.ranks),
+                rank.regions,
+            )
+
+    def finish(self, handoff: HandoffId, first: FirstToken) -> None:
+        """The first token is known: rank 0's `done` may go once all is pushed."""
+        with self._lock:
+            found = self._handoffs.get(handoff)
+            if found is not None:
+                found.first = first
+                self._settle(found)
+
+    def cancel(self, handoff: HandoffId) -> None:
+        """Stop on every rank; each reports RankDrained, also when it never knew the handoff."""
+        self._cancel(handoff)
+        if self.identity.tp_size > 1:
+            lease_id, epoch = _split(handoff)
+            message = self.new_message(lease_id, epoch)
+            message.rank_cancel.SetInParent()
+            for rank in self.identity.ranks[1:]:
+                self.send(rank.transfer_address, message)
+
+    def forget(self, handoff: HandoffId) -> None:
+        """The handoff is over and acknowledged."""
+        with self._lock:
+            self._handoffs.pop(handoff, None)
+
+    def resend_done(self, handoff: HandoffId) -> None:
+        """Send this rank's `done`s again, where they have been sent."""
+        with self._lock:
+            found = self._handoffs.get(handoff)
+            lanes = list(found.lanes.values()) if found is not None else []
+        for lane in lanes:
+            if lane.done is not None:
+                self.transport.send(lane.peer, lane.done)
+
+    def send_progress(self, lease: Lease) -> None:
+        message = self.new_message(lease.lease_id, lease.lease_epoch)
+        message.progress.SetInParent()
+        self.send(lease.owner.rank0_address, message)
+
+    def send(self, address: bytes, message: transfer_pb2.TransferMessage) -> None:
+        self.transport.send(self.transport.connect(address), message.SerializeToString())
+
+    def new_message(self, lease_id: str, lease_epoch: int) -> transfer_pb2.TransferMessage:
+        """A message of this rank about a lease, without its content."""
+        return transfer_pb2.TransferMessage(
+            sender_worker_id=self.identity.worker_id,
+            sender_incarnation=self.identity.incarnation,
+            sender_rank=self.tp_rank,
+            lease_id=lease_id,
+            lease_epoch=lease_epoch,
+        )
+
+    def num_open_handoffs(self) -> int:
+        with self._lock:
+            return len(self._handoffs)
+
+    # --- inside: under the lock ------------------------------------------------------------------
+
+    def _lanes(self, lease: Lease) -> dict[int, Lane]:
+        layout, size = self.region_layout, len(lease.ranks)
+        fed = [
+            pair.target_rank
+            for pair in pairs(layout.layout, layout.tp_size, size)
+            if pair.source_rank == self.tp_rank
+        ]
+        lanes = {}
+        for rank in fed:
+            route = Route(layout, self._memory.regions, rank, size, lease.ranks[rank].regions)
+            lanes[rank] = Lane(
+                self.transport.connect(lease.owner.ranks[rank].transfer_address), route
+            )
+        return lanes
+
+    def _settle(self, handoff: RankHandoff) -> None:
+        """Begin to flush when there is nothing left to push, or no sense in it."""
+        if handoff.phase is not Phase.PUSHING:
+            return
+        over = handoff.cancelled or handoff.error is not None
+        complete = handoff.is_pushed and (self.tp_rank > 0 or handoff.first is not None)
+        if not over and not complete:
+            return
+        handoff.phase = Phase.FLUSHING
+        handoff.num_flushing = len(handoff.lanes)
+        for rank, lane in handoff.lanes.items():
+            self.transport.flush(lane.peer, partial(self._flushed, handoff, rank))
+        if not handoff.lanes:
+            self._drained(handoff)
+
+    def _drained(self, handoff: RankHandoff) -> None:
+        handoff.phase = Phase.DRAINED
+        if self.tp_rank > 0 or handoff.cancelled or handoff.error is not None:
+            self._handoffs.pop(handoff.lease.handoff_id, None)
+            self._tombstones.bury(handoff.lease.handoff_id, time.monotonic())
+        message = self.new_message(handoff.lease.lease_id, handoff.lease.lease_epoch)
+        report = message.rank_drained
+        report.error = handoff.error or ""
+        report.peer_lost = handoff.peer_lost
+        report.put_s = handoff.put_s
+        if not handoff.cancelled and handoff.error is None:
+            report.num_bytes = sum(handoff.lane_bytes(lane) for lane in handoff.lanes.values())
+            report.num_blocks = handoff.num_blocks()
+        self._report(message)
+
+    def _report(self, message: transfer_pb2.TransferMessage) -> None:
+        """To this worker's rank 0."""
+        if self._rank0 is None:
+            self.exporter_mail.put(message)
+        else:
+            self.transport.send(self._rank0, message.SerializeToString())
+
+    # --- the progress thread ---------------------------------------------------------------------
+
+    def _flushed(self, handoff: RankHandoff, target_rank: int, result: FlushResult) -> None:
+        lane = handoff.lanes[target_rank]
+        with self._lock:
+            handoff.put_s += result.busy_s
+            if result.error is not None and handoff.error is None:
+                handoff.error = result.error
+            sends = not handoff.cancelled and handoff.error is None
+        if sends:
+            # Outside the lock: checksums take time, and the blocks are pinned.
+            lane.done = self._done_message(handoff, lane)
+            self.transport.send(lane.peer, lane.done)
+        with self._lock:
+            handoff.num_flushing -= 1
+            if handoff.num_flushing == 0:
+                self._drained(handoff)
+
+    def _done_message(self, handoff: RankHandoff, lane: Lane) -> bytes:
+        lease = handoff.lease
+        message = self.new_message(lease.lease_id, lease.lease_epoch)
+        done = message.done
+        done.target_rank = lane.route.pair.target_rank
+        done.num_source_ranks = sum(
+            pair.target_rank == done.target_rank
+            for pair in pairs(handoff.layout, self.region_layout.tp_size, len(lease.ranks))
+        )
+        done.num_bytes, done.num_blocks = handoff.lane_bytes(lane), handoff.num_blocks()
+        done.num_writer_ranks = self.region_layout.tp_size
+        done.kv_fingerprint = lease.kv_fingerprint
+        done.reply_to.CopyFrom(self.identity.ranks[0].to_proto())
+        if handoff.first is not None:
+            done.first_token = handoff.first.token_id
+            if handoff.first.logprobs is not None:
+                done.logprobs.CopyFrom(logprobs_to_proto(handoff.first.logprobs))
+        stride = self._config.checksum_stride
+        if stride:
+            sources, targets = handoff.tables()
+            done.checksum_stride = stride
+            done.groups.extend(worker_pb2.GroupBlocks(block_ids=table) for table in targets)
+            done.checksums.extend(
+                block_checksums(self._memory, self.region_layout, lane.route.pair, sources, stride)
+            )
+        return message.SerializeToString()
+
+    def _cancel(self, handoff: HandoffId) -> None:
+        with self._lock:
+            found = self._handoffs.get(handoff)
+            if found is not None and found.phase is not Phase.DRAINED:
+                found.cancelled = True
+                self._settle(found)
+                return
+            self._handoffs.pop(handoff, None)
+            self._tombstones.bury(handoff, time.monotonic())
+        message = self.new_message(*_split(handoff))
+        message.rank_drained.SetInParent()
+        self._report(message)
+
+    def _receive(self, payload: bytes) -> None:
+        try:
+            message = transfer_pb2.TransferMessage.FromString(payload)
+        except DecodeError as error:
+            log.error("a transfer message of %d bytes cannot be read: %s", len(payload), error)
+            return
+        kind = message.WhichOneof("message")
+        if kind == "done":
+            self._receive_done(message)
+        elif kind == "rank_cancel":
+            self._cancel(handoff_id(message.lease_id, message.lease_epoch))
+        elif kind == "rank_regions":
+            self._receive_regions(RankLease.from_proto(message.rank_regions.lease))
+        elif kind in _TO_LEASE_TABLE:
+            self.lease_mail.put(message)
+        elif kind in _TO_EXPORTER:
+            self.exporter_mail.put(message)
+        else:
+            log.error("a transfer message of an unknown kind from %s", message.sender_worker_id)
+
+    def _receive_regions(self, lease: RankLease) -> None:
+        self._rank_leases[lease.tp_rank] = lease
+        if len(self._rank_leases) == self.identity.tp_size:
+            self._all_ranks_ready.set()
+
+    def _receive_done(self, message: transfer_pb2.TransferMessage) -> None:
+        """Verify what has arrived here, then tell rank 0 (this rank, or the one we report to)."""
+        report = transfer_pb2.TransferMessage()
+        report.CopyFrom(message)  # the sender stays the writer: rank 0 checks it
+        report.rank_done.source_rank = message.sender_rank
+        report.rank_done.done.CopyFrom(message.done)
+        report.rank_done.error = self._verify(message)
+        if self._rank0 is None:
+            self.lease_mail.put(report)
+        else:
+            self.transport.send(self._rank0, report.SerializeToString())
+
+    def _verify(self, message: transfer_pb2.TransferMessage) -> str:
+        """Why the pushed blocks are wrong; empty when they are right, or not checked."""
+        done = message.done
+        if done.target_rank != self.tp_rank:
+            return f"a done for rank {done.target_rank} came to rank {self.tp_rank}"
+        if not done.checksum_stride:
+            return ""
+        tables = [[BlockId(block) for block in group.block_ids] for group in done.groups]
+        num_blocks = self._memory.num_regions * self._memory.blocks_per_region
+        if len(tables) != len(self.region_layout.layout.groups) or any(
+            block >= num_blocks for table in tables for block in table
+        ):
+            return "the done names blocks that do not exist"
+        pair = RankPair(
+            message.sender_rank, done.num_writer_ranks, self.tp_rank, self.region_layout.tp_size
+        )
+        found = block_checksums(
+            self._memory, self.region_layout, pair, tables, done.checksum_stride
+        )
+        wrong = sum(a != b for a, b in zip(found, done.checksums, strict=False))
+        if wrong or len(found) != len(done.checksums):
+            return f"{wrong} of {len(found)} checksums differ ({len(done.checksums)} were sent)"
+        return ""
+
+    def _peer_lost(self, address: bytes) -> None:
+        with self._lock:
+            for handoff in list(self._handoffs.values()):
+                if any(lane.peer.address == address for lane in handoff.lanes.values()):
+                    handoff.peer_lost = True
+                    handoff.error = handoff.error or "the receiver is lost"
+                    self._settle(handoff)
+        event: Event = PeerLost(address)
+        self.exporter_mail.put(event)
+        self.lease_mail.put(event)
+
+
+def _split(handoff: HandoffId) -> tuple[str, int]:
+    lease_id, epoch = handoff.rsplit(":", 1)
+    return lease_id, int(epoch)

@@ -1,0 +1,154 @@
+"""One handoff as one rank of the writer sees it: what is pushed, what is missing, how it ends."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from kv_transfer.errors import LeaseError
+from kv_transfer.layout import NULL_BLOCK, BlockId, HandoffId, KvLayout
+from kv_transfer.lease import FirstToken, Lease
+from kv_transfer.routes import GroupRuns, Route
+from kv_transfer.transport import Peer, PutBatch
+
+
+class Push(Protocol):
+    """As `engine.request.BlockPush`, which this package does not know."""
+
+    @property
+    def handoff_id(self) -> HandoffId: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def ordinals(self) -> tuple[int, ...]: ...
+    @property
+    def block_ids(self) -> tuple[BlockId, ...]: ...
+
+
+class Phase(enum.Enum):
+    PUSHING = "pushing"
+    FLUSHING = "flushing"  # nothing more is posted; waiting for what is under way
+    DRAINED = "drained"  # nothing of it is in flight, and nothing will be
+
+
+@dataclass
+class Lane:
+    """The way to one target rank."""
+
+    peer: Peer
+    route: Route
+    done: bytes | None = None  # the message that was sent, to be sent again
+
+
+@dataclass
+class _PushRuns:
+    push: Push  # keeps the key alive: its identity
+    ordinals: tuple[int, ...]
+    runs: dict[int, GroupRuns]  # target rank ->
+
+
+@dataclass
+class RankHandoff:
+    """Owned by its rank and guarded by the rank's lock."""
+
+    lease: Lease
+    layout: KvLayout
+    lanes: dict[int, Lane]  # target rank ->
+    phase: Phase = Phase.PUSHING
+    first: FirstToken | None = None
+    cancelled: bool = False
+    error: str | None = None
+    peer_lost: bool = False
+    put_s: float = 0.0
+    num_flushing: int = 0
+    pushed_since_progress: bool = False
+    source_blocks: list[dict[int, BlockId]] = field(init=False)  # per group: ordinal -> block here
+    _missing: list[np.ndarray] = field(init=False)  # per group: bool [num_layers, num_ordinals]
+    _num_missing: int = field(init=False)
+    _runs: dict[int, _PushRuns] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._missing = []
+        for spec, table in zip(self.layout.groups, self.lease.block_ids, strict=True):
+            wanted = np.array([block != NULL_BLOCK for block in table], dtype=bool)
+            self._missing.append(np.repeat(wanted[None], spec.num_layers, axis=0))
+        self._num_missing = sum(int(missing.sum()) for missing in self._missing)
+        self.source_blocks = [{} for _ in self.layout.groups]
+
+    @property
+    def is_pushed(self) -> bool:
+        """Every layer of every block the lease lacks has been enqueued."""
+        return self._num_missing == 0
+
+    def layer_batches(self, layer: int, push: Push) -> list[tuple[Lane, PutBatch]]:
+        """The puts of one layer of a push. Raises LeaseError for a block that cannot be pushed."""
+        prepared = self._runs.get(id(push)) or self._prepare(push)
+        layer_in_group = layer - self.layout.groups[push.group].first_layer
+        self._mark(push.group, layer_in_group, prepared.ordinals)
+        return [
+            (self.lanes[target], runs.at(layer_in_group)) for target, runs in prepared.runs.items()
+        ]
+
+    def step_done(self) -> None:
+        self._runs.clear()
+
+    def _mark(self, group: int, layer_in_group: int, ordinals: tuple[int, ...]) -> None:
+        row = self._missing[group][layer_in_group]
+        chosen = list(ordinals)
+        self._num_missing -= int(row[chosen].sum())
+        row[chosen] = False
+        self.pushed_since_progress = True
+
+    def _prepare(self, push: Push) -> _PushRuns:
+        """Work out once a step what every layer of the step repeats."""
+        table = self.lease.block_ids[push.group]
+        kept = [
+            (ordinal, block)
+            for ordinal, block in zip(push.ordinals, push.block_ids, strict=True)
+            if self._is_wanted(table, ordinal, block)
+        ]
+        self.source_blocks[push.group].update(kept)
+        sources = [block for _, block in kept]
+        targets = [table[ordinal] for ordinal, _ in kept]
+        runs = {}
+        for target, lane in self.lanes.items():
+            group_runs = lane.route.runs(push.group, sources, targets)
+            if group_runs is not None:
+                runs[target] = group_runs
+        prepared = _PushRuns(push, tuple(ordinal for ordinal, _ in kept), runs)
+        self._runs[id(push)] = prepared
+        return prepared
+
+    @staticmethod
+    def _is_wanted(table: Sequence[BlockId], ordinal: int, block: BlockId) -> bool:
+        if not 0 <= ordinal < len(table):
+            raise LeaseError(f"block {ordinal} is pushed, but the lease has {len(table)}")
+        if table[ordinal] == NULL_BLOCK:
+            return False
+        if block == NULL_BLOCK:
+            raise LeaseError(f"block {ordinal} is wanted, but has left the window here")
+        return True
+
+    def tables(self) -> tuple[list[list[BlockId]], list[list[BlockId]]]:
+        """(source, target) blocks per group, in the lease's order, without null blocks."""
+        sources: list[list[BlockId]] = []
+        targets: list[list[BlockId]] = []
+        for table, known in zip(self.lease.block_ids, self.source_blocks, strict=True):
+            wanted = [o for o, block in enumerate(table) if block != NULL_BLOCK]
+            sources.append([known[o] for o in wanted])
+            targets.append([table[o] for o in wanted])
+        return sources, targets
+
+    def num_blocks(self) -> int:
+        return sum(self.lease.num_writable_blocks(group) for group in range(len(self._missing)))
+
+    def lane_bytes(self, lane: Lane) -> int:
+        """Bytes that go this way once all is pushed."""
+        return sum(
+            self.lease.num_writable_blocks(group) * lane.route.pair.block_bytes(self.layout, group)
+            for group in range(len(self._missing))
+        )
