@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from engine.api import KvMemory, KvSink, ModelSpec
 from engine.config import EngineConfig
+from engine.mixing import U64, mix, mix_all
 from engine.request import (
     RequestId,
     RequestSpec,
@@ -34,10 +35,8 @@ from engine.request import (
 )
 from kv_transfer.layout import KvLayout, LayerGroup, RegionLayout, TensorSpec, kv_fingerprint
 
-U64 = npt.NDArray[np.uint64]
 Slots = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
-_MASK = (1 << 64) - 1
 _MULTIPLIER = 0xD1342543DE82EF95  # odd, so that it has an inverse modulo 2^64
 _NUM_HEADS = 2
 _TENSORS = tuple(TensorSpec(name, _NUM_HEADS, 1, "int64") for name in ("k", "v"))
@@ -322,19 +321,3 @@ def _pack(seqs: Sequence[ScheduledSeq]) -> _Batch:
     token_ids = np.concatenate([seq.token_ids for seq in seqs]).astype(np.uint64)
     positions = (contexts[index] + offsets).astype(np.uint64)
     return _Batch(token_ids, positions, offsets, index, starts, contexts)
-
-
-def mix(state: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64-bit integers."""
-    state = (state + 0x9E3779B97F4A7C15) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return state ^ (state >> 31)
-
-
-def mix_all(states: U64) -> U64:
-    """`mix` of each, as arrays."""
-    states = states + np.uint64(0x9E3779B97F4A7C15)
-    states = (states ^ (states >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    states = (states ^ (states >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(states ^ (states >> np.uint64(31)))

@@ -5,7 +5,7 @@
 3. `stop` ends it after the step under way; commands that have not run fail with
    EngineStoppedError, as do later ones.
 4. An exception in a step, in `on_events` or in a posted command is fatal: KV and requests are in
-   an unknown state. It is logged, every waiting future gets it, `on_fatal` is told, the thread ends.
+   an unknown state. It is logged, waiting futures get it, `on_fatal` is told, the thread ends.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the step under way, and wait for that. Idempotent; not on the engine's thread."""
+        """End after the step under way and wait for it. Idempotent; not on the engine's thread."""
         with self._wake:
             self._ended = True
             self._wake.notify()
@@ -139,7 +139,7 @@ class EngineThread:
             while self._wait():
                 self._run_commands()
                 self._step()
-        except Exception as error:  # noqa: BLE001  the outermost loop of the engine's thread
+        except Exception as error:  # the outermost loop of the engine's thread
             log.critical("the engine failed and cannot go on", exc_info=error)
             with self._wake:
                 self._ended = True

@@ -36,7 +36,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the next token depends on which tokens came before, not only through the model."""
+        """Whether sampling itself looks at the tokens so far."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
