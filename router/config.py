@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-LOCAL_PREFILL_MODES = ("auto", "never", "always")
+LocalPrefill = Literal["auto", "never", "always"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class RouterConfig:
     max_session_backlog: int = 4096
     """Unsent session messages to one worker before it counts as hung."""
 
-    local_prefill: str = "auto"
+    local_prefill: LocalPrefill = "auto"
     """auto, never or always: may a decode worker prefill by itself."""
     local_prefill_weight: float = 2.0
     """A second of prefill on a decode worker costs this many: streams stall behind it."""
@@ -88,10 +89,9 @@ class RouterConfig:
     max_predictions: int = 200_000
 
     def __post_init__(self) -> None:
-        if self.local_prefill not in LOCAL_PREFILL_MODES:
-            raise ValueError(
-                f"local_prefill must be one of {LOCAL_PREFILL_MODES}, not {self.local_prefill!r}"
-            )
+        modes = get_args(LocalPrefill)
+        if self.local_prefill not in modes:
+            raise ValueError(f"local_prefill must be one of {modes}, not {self.local_prefill!r}")
         for name in ("max_queue", "max_attempts", "max_dead_decode_workers", "max_message_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Coroutine
 
 from baton.errors import (
+    AlreadyExistsError,
     BatonError,
     DeadlineError,
     InvalidRequestError,
@@ -206,7 +207,7 @@ class RequestRun:
         spec = found.response.spec
         if parsed.seed is not None and parsed.seed != spec.seed:
             found.attempt.abandon()
-            raise NotResumableError(f"the request runs with seed {spec.seed}", field="seed")
+            raise AlreadyExistsError(f"the request runs with seed {spec.seed}", field="seed")
         self.seed, self._attempt_number = spec.seed, spec.attempt
         self.log.mark(self._attached(found.link))
         growth = min(ticket.max_new_tokens, parts.config.decode_growth_tokens)

@@ -40,9 +40,17 @@ async def find_running(
     """
     await links.wait_tried(timeout_s)
     asked = [
-        _ask(link, make_attempt(link), arrival, timeout_s) for link in links.with_open_session()
+        asyncio.create_task(_ask(link, make_attempt(link), arrival, timeout_s))
+        for link in links.with_open_session()
     ]
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    try:
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    except asyncio.CancelledError:
+        for task in asked:
+            if task.done() and not task.cancelled() and task.exception() is None:
+                if (answer := task.result()) is not None:
+                    answer.attempt.abandon()
+        raise
     found = [answer for answer in answers if isinstance(answer, Found)]
     found.sort(key=lambda one: one.response.spec.attempt)
     for older in found[:-1]:

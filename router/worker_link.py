@@ -90,9 +90,14 @@ class WorkerLink:
         if self.entry.facts.can_decode:
             self._tasks.append(asyncio.create_task(self._hold_session(), name=f"session:{name}"))
 
-    async def close(self) -> None:
+    def stop(self) -> None:
+        """From now on nothing is taken in from the worker: its slot may be given to another."""
+        self.tried.set()
         for task in self._tasks:
             task.cancel()
+
+    async def close(self) -> None:
+        self.stop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close()
 

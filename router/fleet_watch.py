@@ -1,0 +1,119 @@
+"""Follows the registry; with the registry gone, the last known fleet goes on serving."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+import grpc.aio
+
+from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
+from router.backoff import Backoff
+from router.config import RouterConfig
+from router.fleet import ReportedLoad, WorkerFacts, WorkerState
+from router.fleet_links import WorkerReport
+from router.worker_link import channel_options
+
+log = logging.getLogger(__name__)
+
+_STATES = {
+    control_pb2.WORKER_STATE_STARTING: WorkerState.STARTING,
+    control_pb2.WORKER_STATE_LIVE: WorkerState.LIVE,
+    control_pb2.WORKER_STATE_SUSPECT: WorkerState.SUSPECT,
+    control_pb2.WORKER_STATE_DRAINING: WorkerState.DRAINING,
+    control_pb2.WORKER_STATE_GONE: WorkerState.GONE,
+}
+_PREFILLS = (common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_MIXED)
+_DECODES = (common_pb2.WORKER_ROLE_DECODE, common_pb2.WORKER_ROLE_MIXED)
+
+
+def read_facts(info: control_pb2.WorkerInfo) -> WorkerFacts:
+    return WorkerFacts(
+        worker_id=info.ref.worker_id,
+        incarnation=info.ref.incarnation,
+        can_prefill=info.role in _PREFILLS,
+        can_decode=info.role in _DECODES,
+        address=info.address,
+        model=info.model,
+        kv_fingerprint=info.kv_fingerprint,
+        block_size=max(1, info.block_size),
+        num_blocks=info.num_blocks,
+        max_model_len=info.max_model_len,
+        max_num_seqs=info.max_num_seqs,
+        vocab_size=info.vocab_size,
+        kv_bytes_per_token=info.kv_bytes_per_token,
+        ref=info.ref,
+    )
+
+
+def read_load(load: worker_pb2.WorkerLoad) -> ReportedLoad:
+    return ReportedLoad(
+        num_requests=load.num_waiting + load.num_running + load.num_reserved,
+        num_queued_tokens=load.num_queued_tokens,
+        num_quarantined_blocks=load.num_quarantined_blocks,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        decode_step_s=load.decode_step_s,
+        handoff_bytes_per_s=load.handoff_bytes_per_s,
+    )
+
+
+def read_fleet(message: control_pb2.WatchFleetResponse) -> list[WorkerReport]:
+    return [
+        WorkerReport(
+            read_facts(worker.info),
+            _STATES.get(worker.state, WorkerState.STARTING),
+            read_load(worker.load),
+        )
+        for worker in message.workers
+    ]
+
+
+class FleetWatch:
+    """Own the stream from the registry and the last answer it gave."""
+
+    def __init__(
+        self,
+        address: str,
+        config: RouterConfig,
+        on_fleet: Callable[[Sequence[WorkerReport]], None],
+    ) -> None:
+        self._address, self._config, self._on_fleet = address, config, on_fleet
+        self.last: control_pb2.WatchFleetResponse | None = None
+        self.is_connected = False
+        self._news = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Follow the registry until cancelled, through any number of its restarts."""
+        backoff = Backoff(
+            self._config.reconnect_min_s, self._config.reconnect_max_s, random.Random()
+        )
+        options = channel_options(self._config)
+        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+            stub = control_pb2_grpc.ControlServiceStub(channel)
+            while True:
+                try:
+                    async for message in stub.WatchFleet(control_pb2.WatchFleetRequest()):
+                        backoff.reset()
+                        await self._take(message)
+                except grpc.aio.AioRpcError as error:
+                    if self.is_connected or self.last is None:
+                        log.warning("registry %s: %s", self._address, error.code().name)
+                self.is_connected = False
+                await asyncio.sleep(backoff.next_s())
+
+    async def _take(self, message: control_pb2.WatchFleetResponse) -> None:
+        self.is_connected, self.last = True, message
+        self._on_fleet(read_fleet(message))
+        async with self._news:
+            self._news.notify_all()
+
+    async def next_after(
+        self, seen: control_pb2.WatchFleetResponse | None
+    ) -> control_pb2.WatchFleetResponse:
+        """The registry's newest answer that is not `seen`."""
+        async with self._news:
+            await self._news.wait_for(lambda: self.last is not None and self.last is not seen)
+        assert self.last is not None
+        return self.last

@@ -1,0 +1,227 @@
+"""A router without its door: everything but the gRPC server, composed.
+
+Owns the table of requests. A request is known by (tenant, request id); clients attach to it and
+leave it. One that its client named lives on without clients for `resume_window_s`, and is
+remembered as long after its end; one that the router named ends with its last client, since nobody
+could ask for it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from baton.errors import AlreadyExistsError, NotFoundError, UnavailableError
+from router.admission import Admission
+from router.config import RouterConfig
+from router.fleet import Fleet, WorkerFacts
+from router.fleet_links import FleetLinks
+from router.fleet_watch import FleetWatch
+from router.metrics import RouterMetrics
+from router.output import Finished, FinishReason, OutputReader
+from router.placement import Placement
+from router.prefix_index import PrefixIndex
+from router.prompt import PromptBlocks
+from router.request_run import RequestRun
+from router.retry_budget import RetryBudget
+from router.run_parts import Arrival, RunParts
+from router.session import RouterIdentity
+from router.text import TextModel
+from router.validate import ParsedRequest
+
+log = logging.getLogger(__name__)
+
+METRICS_EVERY_S = 1.0
+
+
+class Router:
+    """Own the requests of this process and what they share. Lives on one event loop."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        control_address: str,
+        model_name: str,
+        text_model: TextModel,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.config, self.model_name, self.text_model = config, model_name, text_model
+        self.clock = clock
+        self._rng = rng or random.SystemRandom()
+        self.metrics = RouterMetrics()
+        self.identity = RouterIdentity(f"router-{uuid.uuid4().hex[:12]}", time.time_ns())
+        self.index = PrefixIndex(config.max_predictions)
+        self.fleet = Fleet(config, clock, self._fleet_changed)
+        self.links = FleetLinks(config, self.identity, self.fleet, self.index, self._is_served)
+        self.admission = Admission(config, self.fleet, self.index, clock, random.Random())
+        self.watch = FleetWatch(control_address, config, self.links.update)
+        self._parts = RunParts(
+            config=config,
+            text_model=text_model,
+            fleet=self.fleet,
+            links=self.links,
+            admission=self.admission,
+            retries=RetryBudget(config, clock),
+            metrics=self.metrics,
+            clock=clock,
+            rng=self._rng,
+        )
+        self._runs: dict[tuple[str, str], RequestRun] = {}
+        self._timers: dict[RequestRun, asyncio.TimerHandle] = {}
+        self._stack = AsyncExitStack()
+        self._closing = False
+
+    async def start(self) -> None:
+        """Begin to follow the fleet."""
+        for work in (self.watch.run(), self._measure()):
+            task = asyncio.create_task(work)
+            self._stack.push_async_callback(_stop, task)
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Take nothing new, give what runs `drain_s` to end, then leave the rest to its decode
+        workers: they keep it for the next router."""
+        self._closing = True
+        runs = [run for run in self._runs.values() if run.log.end is None]
+        if runs and drain_s > 0:
+            await asyncio.wait([asyncio.ensure_future(r.wait()) for r in runs], timeout=drain_s)
+        for run in runs:
+            run.orphan()
+        for run in runs:
+            await run.wait()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self._runs.clear()
+        await self._stack.aclose()
+        await self.links.close()
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def open(self, arrival: Arrival) -> tuple[RequestRun, OutputReader]:
+        """Begin a request, or attach to the one that runs under its id with the same body.
+
+        The caller must `leave` with the reader. Raises AlreadyExistsError, UnavailableError.
+        """
+        if self._closing:
+            raise UnavailableError("the router is shutting down", retry_after_s=1.0)
+        parsed = arrival.parsed
+        run = self._runs.get(arrival.key)
+        if run is None:
+            run = self._begin(arrival)
+        elif not parsed.is_same_as(run.arrival.parsed.body_digest, run.seed):
+            raise AlreadyExistsError(
+                f"request {arrival.request_id!r} was sent before with another body",
+                field="request_id",
+            )
+        else:
+            self._forget_timer(run)
+        return run, run.log.reader(parsed.resume_from_index or 0)
+
+    def _begin(self, arrival: Arrival) -> RequestRun:
+        run = self._runs[arrival.key] = RequestRun(arrival, self._parts)
+        self.metrics.prompt_tokens.inc(len(arrival.parsed.token_ids))
+        run.start(self._ended)
+        return run
+
+    def leave(self, run: RequestRun, reader: OutputReader) -> None:
+        """A client has gone, with or without having seen the end."""
+        run.log.remove(reader)
+        if run.log.num_readers or run not in self._runs.values():
+            return
+        if run.log.end is None and not self._closing:
+            if run.arrival.chose_id:
+                self._set_timer(run, run.abort)
+            else:
+                run.abort()
+
+    def abort(self, tenant: str, request_id: str) -> None:
+        """Raises NotFoundError."""
+        run = self._runs.get((tenant, request_id))
+        if run is None or run.log.end is not None:
+            raise NotFoundError(f"no request {request_id!r} runs here", field="request_id")
+        run.abort()
+
+    def candidates(self, parsed: ParsedRequest, limit: int) -> list[Placement]:
+        """Where a request could go, cheapest first. Books nothing."""
+        prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
+        return self.admission.candidates(prompt, parsed.sampling.max_tokens, limit)
+
+    def _ended(self, run: RequestRun) -> None:
+        """A finished request that its client may ask for again is remembered for a while."""
+        self._forget_timer(run)
+        end = run.log.end
+        useful = isinstance(end, Finished) and end.reason is not FinishReason.ABORTED
+        if run.arrival.chose_id and useful and not self._closing:
+            self._set_timer(run, lambda: self._forget(run))
+        else:
+            self._forget(run)
+
+    def _forget(self, run: RequestRun) -> None:
+        self._forget_timer(run)
+        if self._runs.get(run.arrival.key) is run:
+            del self._runs[run.arrival.key]
+
+    def _set_timer(self, run: RequestRun, action: Callable[[], None]) -> None:
+        self._forget_timer(run)
+        loop = asyncio.get_running_loop()
+        self._timers[run] = loop.call_later(self.config.resume_window_s, action)
+
+    def _forget_timer(self, run: RequestRun) -> None:
+        if timer := self._timers.pop(run, None):
+            timer.cancel()
+
+    # --- the fleet -----------------------------------------------------------------------------
+
+    def _is_served(self, facts: WorkerFacts) -> bool:
+        return facts.model == self.model_name
+
+    def _fleet_changed(self) -> None:
+        self.admission.kick()
+
+    def max_model_len(self) -> int | None:
+        """The longest prompt plus output that every decode worker takes; None: not known yet."""
+        lengths = [e.facts.max_model_len for e in self.fleet if e.facts.max_model_len]
+        return min(lengths, default=self.text_model.max_model_len)
+
+    async def _measure(self) -> None:
+        """Bring the gauges up to date, once a second."""
+        metrics = self.metrics
+        while True:
+            metrics.queue.set(len(self.admission))
+            metrics.active.set(self.num_active)
+            metrics.index_blocks.set(len(self.index))
+            metrics.degraded.set(self.links.num_degraded())
+            states = [entry.state.value for entry in self.fleet if entry.connected]
+            states += ["disconnected" for entry in self.fleet if not entry.connected]
+            metrics.workers.clear()
+            for state in set(states):
+                metrics.workers.labels(state).set(states.count(state))
+            await asyncio.sleep(METRICS_EVERY_S)
+
+    @property
+    def num_active(self) -> int:
+        return sum(run.log.end is None for run in self._runs.values())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when books disagree, or hold something no request accounts for."""
+        self.fleet.check_integrity()
+        self.index.check_integrity()
+        assert self.fleet.num_bookings <= self.num_active, (
+            self.fleet.num_bookings,
+            self.num_active,
+        )
+        assert len(self.admission) <= self.num_active, (len(self.admission), self.num_active)
+        listening = sum(link.session.num_attempts for link in self.links)
+        assert listening <= self.num_active, (listening, self.num_active)
+
+
+async def _stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})

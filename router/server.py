@@ -1,0 +1,67 @@
+"""The router's gRPC server: RouterService, health and reflection on one port."""
+
+from __future__ import annotations
+
+import logging
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.errors import ConfigError
+from baton.v1 import router_pb2, router_pb2_grpc
+from router.config import RouterConfig
+from router.router import Router
+from router.service import RouterService
+
+log = logging.getLogger(__name__)
+
+SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
+
+
+class RouterServer:
+    """Own the server and the router behind it."""
+
+    def __init__(self, router: Router, config: RouterConfig, listen: str) -> None:
+        """`listen` is host:port, port 0 for any free one. Raises ConfigError when it is taken."""
+        self.router, self._config = router, config
+        self._service = RouterService(router)
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.so_reuseport", int(config.reuse_port)),
+                ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.max_send_message_length", config.max_message_bytes),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+            )
+        )
+        router_pb2_grpc.add_RouterServiceServicer_to_server(self._service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        host, _, _ = listen.rpartition(":")
+        try:
+            self.port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {listen}: {error}") from error
+        self.address = f"{host}:{self.port}"
+
+    async def start(self) -> None:
+        await self.router.start()
+        await self._server.start()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        log.info("router %s listens on %s", self.router.identity.router_id, self.address)
+
+    async def stop(self, drain_s: float) -> None:
+        """Finish what runs within `drain_s`; what does not is left to another router."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self.router.close(drain_s)
+        await self._server.stop(grace=1.0)
+        self._service.close()
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", SERVICE):
+            await self._health.set(name, status)

@@ -1,0 +1,216 @@
+"""`RouterService`: the wire's side of the router. Client messages stop here.
+
+A client that goes away: gRPC does not tell a cancelled call from a lost connection. A request that
+its client named (`request_id` set) goes on for `resume_window_s`, so that the client can come back
+for it; `Abort` ends it at once. A request that the router named is aborted at once, at every hop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from baton.errors import BatonError, NotFoundError
+from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
+from router.output import (
+    Event,
+    Finished,
+    FinishReason,
+    HandedOff,
+    Migrated,
+    Prefilled,
+    Routed,
+    TokenRun,
+)
+from router.placement import Placement
+from router.router import Router
+from router.run_parts import Arrival
+from router.status import abort_with
+from router.validate import (
+    ParsedRequest,
+    RequestLimits,
+    check_model_name,
+    encode_prompt,
+    parse_generate,
+)
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
+
+MAX_CANDIDATES = 100
+NO_LIMIT = 1 << 30  # until the fleet is known and says how long a request may be
+_REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORTED: common_pb2.FINISH_REASON_ABORTED,
+}
+
+
+class RouterService(router_pb2_grpc.RouterServiceServicer):
+    """Takes requests in and streams their output; text is tokenized on threads of its own."""
+
+    def __init__(self, router: Router, tokenizer_threads: int = 1) -> None:
+        self._router = router
+        self._threads = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- Generate ------------------------------------------------------------------------------
+
+    async def Generate(  # noqa: N802
+        self, request: router_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[router_pb2.GenerateResponse]:
+        try:
+            arrival = await self._arrive(request)
+            run, reader = self._router.open(arrival)
+            try:
+                while events := await reader.take():
+                    for event in events:
+                        yield _response(event)
+            finally:
+                self._router.leave(run, reader)
+        except BatonError as error:
+            await abort_with(context, error)
+
+    async def _arrive(self, request: router_pb2.GenerateRequest) -> Arrival:
+        arrived_s, started_s = self._router.clock(), time.perf_counter()
+        parsed = await self._parse(request)
+        return Arrival(
+            request_id=parsed.request_id or uuid.uuid4().hex,
+            parsed=parsed,
+            client_request=request.SerializeToString(),
+            traceparent=request.traceparent,
+            arrived_s=arrived_s,
+            tokenize_s=time.perf_counter() - started_s,
+        )
+
+    async def _parse(self, request: router_pb2.GenerateRequest) -> ParsedRequest:
+        model, limits = self._router.text_model, self._limits()
+        return await self._off_loop(lambda: parse_generate(request, model, limits))
+
+    def _limits(self) -> RequestLimits:
+        router = self._router
+        return RequestLimits(
+            max_model_len=router.max_model_len() or NO_LIMIT, model_names=(router.model_name,)
+        )
+
+    async def _off_loop(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    # --- the rest ------------------------------------------------------------------------------
+
+    async def Abort(  # noqa: N802
+        self, request: router_pb2.AbortRequest, context: Context
+    ) -> router_pb2.AbortResponse:
+        try:
+            self._router.abort(request.tenant, request.request_id)
+        except NotFoundError as error:
+            await abort_with(context, error)
+        return router_pb2.AbortResponse()
+
+    async def ListModels(  # noqa: N802
+        self, request: router_pb2.ListModelsRequest, context: Context
+    ) -> router_pb2.ListModelsResponse:
+        router = self._router
+        model = router_pb2.Model(
+            name=router.model_name,
+            max_model_len=router.max_model_len() or 0,
+            vocab_size=router.text_model.vocab_size,
+        )
+        return router_pb2.ListModelsResponse(models=[model])
+
+    async def Tokenize(  # noqa: N802
+        self, request: router_pb2.TokenizeRequest, context: Context
+    ) -> router_pb2.TokenizeResponse:
+        model, limits = self._router.text_model, self._limits()
+        try:
+            check_model_name(request.model, limits)
+            ids = await self._off_loop(lambda: encode_prompt(request, model, limits))
+        except BatonError as error:
+            await abort_with(context, error)
+        return router_pb2.TokenizeResponse(ids=ids.tolist())
+
+    async def ExplainRoute(  # noqa: N802
+        self, request: router_pb2.ExplainRouteRequest, context: Context
+    ) -> router_pb2.ExplainRouteResponse:
+        try:
+            parsed = await self._parse(request.request)
+        except BatonError as error:
+            await abort_with(context, error)
+        candidates = self._router.candidates(parsed, MAX_CANDIDATES)
+        return router_pb2.ExplainRouteResponse(candidates=[_candidate(c) for c in candidates])
+
+    async def WatchFleet(  # noqa: N802
+        self, request: router_pb2.RouterServiceWatchFleetRequest, context: Context
+    ) -> AsyncIterator[router_pb2.RouterServiceWatchFleetResponse]:
+        watch = self._router.watch
+        seen = None
+        while True:
+            seen = await watch.next_after(seen)
+            yield router_pb2.RouterServiceWatchFleetResponse(fleet=seen)
+
+
+# --- values to messages ---------------------------------------------------------------------------
+
+
+def _response(event: Event) -> router_pb2.GenerateResponse:
+    if isinstance(event, TokenRun):
+        tokens = router_pb2.Tokens(
+            index=event.index, ids=event.ids, text=event.text, logprobs=event.logprobs
+        )
+        return router_pb2.GenerateResponse(tokens=tokens)
+    if isinstance(event, Finished):
+        return router_pb2.GenerateResponse(finished=_finished(event))
+    if isinstance(event, Routed):
+        return router_pb2.GenerateResponse(routed=router_pb2.Routed(**vars(event)))
+    if isinstance(event, Prefilled):
+        prefilled = router_pb2.Prefilled(
+            ttft_ms=event.ttft_s * 1e3, num_cached_tokens=event.num_cached_tokens
+        )
+        return router_pb2.GenerateResponse(prefilled=prefilled)
+    if isinstance(event, HandedOff):
+        handed_off = router_pb2.HandedOff(
+            kv_bytes=event.num_bytes, put_ms=event.put_s * 1e3, exposed_ms=event.exposed_s * 1e3
+        )
+        return router_pb2.GenerateResponse(handed_off=handed_off)
+    assert isinstance(event, Migrated), event
+    migrated = router_pb2.Migrated(from_index=event.from_index, reason=event.reason)
+    return router_pb2.GenerateResponse(migrated=migrated)
+
+
+def _finished(event: Finished) -> router_pb2.Finished:
+    timings = {name.removesuffix("_s") + "_ms": s * 1e3 for name, s in vars(event.timings).items()}
+    return router_pb2.Finished(
+        reason=_REASONS[event.reason],
+        usage=router_pb2.Usage(
+            num_prompt_tokens=event.num_prompt_tokens,
+            num_output_tokens=event.num_output_tokens,
+            num_cached_tokens=event.num_cached_tokens,
+        ),
+        timings=router_pb2.Timings(**timings),
+        stop=event.stop,
+    )
+
+
+def _candidate(placement: Placement) -> router_pb2.RouteCandidate:
+    return router_pb2.RouteCandidate(
+        prefill_worker=placement.prefill_worker,
+        decode_worker=placement.decode_worker,
+        cost_ms=placement.cost_s * 1e3,
+        queue_ms=placement.queue_s * 1e3,
+        prefill_ms=placement.prefill_s * 1e3,
+        transfer_ms=placement.transfer_s * 1e3,
+        decode_ms=placement.decode_s * 1e3,
+        num_cached_tokens_prefill=placement.num_cached_tokens_prefill,
+        num_cached_tokens_decode=placement.num_cached_tokens_decode,
+    )
