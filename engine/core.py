@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from engine.admission import Limits
 from engine.api import EngineLoad, KvSink, ModelSpec, Runner
 from engine.config import EngineConfig
 from engine.kv_cache import KvCache
@@ -18,7 +19,7 @@ from engine.request import (
     SampledToken,
     StepPlan,
 )
-from engine.scheduler import Limits, Scheduler
+from engine.scheduler import Scheduler
 from kv_transfer.block_hash import BlockHash
 
 _EWMA_WEIGHT = 0.2  # of the newest step in a learned rate
@@ -50,6 +51,7 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=min(config.max_model_len or model.max_model_len, model.max_model_len),
+            max_kv_tokens=(runner.num_blocks - 1) * model.layout.block_size,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
         )

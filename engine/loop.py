@@ -5,7 +5,8 @@
 3. `stop` ends it after the step under way; commands that have not run fail with
    EngineStoppedError, as do later ones.
 4. An exception in a step, in `on_events` or in a posted command is fatal: KV and requests are in
-   an unknown state. It is logged, waiting futures get it, `on_fatal` is told, the thread ends.
+   an unknown state. It is logged, waiting and later futures fail with an EngineStoppedError that it
+   caused, `on_fatal` is told, the thread ends.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class EngineThread:
             self._wake.notify()
         if self._thread.ident is not None:
             self._thread.join()
-        self._fail_commands(EngineStoppedError("the engine was stopped"))
+        self._fail_commands()
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Run `function(engine)` between steps; its result, or what it raises, is the future's.
@@ -130,7 +131,7 @@ class EngineThread:
                 self._commands.append(command)
                 self._wake.notify()
                 return
-        command.fail(self._error or EngineStoppedError("the engine was stopped"))
+        command.fail(self._why_stopped())
 
     # --- the thread -----------------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class EngineThread:
             with self._wake:
                 self._ended = True
                 self._error = error
-            self._fail_commands(error)
+            self._fail_commands()
             if self._on_fatal is not None:
                 self._on_fatal(error)
         finally:
@@ -176,11 +177,18 @@ class EngineThread:
         if events:
             self._on_events(events)
 
-    def _fail_commands(self, error: BaseException) -> None:
+    def _fail_commands(self) -> None:
         with self._wake:
             commands, self._commands = self._commands, deque()
         for command in commands:
-            command.fail(error)
+            command.fail(self._why_stopped())
+
+    def _why_stopped(self) -> EngineStoppedError:
+        if self._error is None:
+            return EngineStoppedError("the engine was stopped")
+        stopped = EngineStoppedError(f"the engine failed: {self._error!r}")
+        stopped.__cause__ = self._error
+        return stopped
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.admission import Limits, check_spec
 from engine.errors import InvalidRequestError, UnknownRequestError
 from engine.kv_cache import KvCache, first_live_block
 from engine.live_request import Export, LiveRequest, Status
@@ -41,19 +42,7 @@ from engine.request import (
     StepPlan,
     TokenEvent,
 )
-from engine.sampling_check import check
 from kv_transfer.layout import BlockId
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What bounds a step and a request."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
 
 
 class Scheduler:
@@ -343,40 +332,12 @@ class Scheduler:
 
     def _take(self, spec: RequestSpec, export: Export | None = None) -> LiveRequest:
         """Check a request and give it its place in the order."""
-        num_tokens = len(spec.token_ids)
-        limits = self._limits
         if spec.request_id in self._requests:
             raise InvalidRequestError("request_id", f"{spec.request_id} runs here already")
-        if not 0 < spec.num_prompt_tokens <= num_tokens:
-            raise InvalidRequestError("prompt", "the prompt is empty")
-        if num_tokens >= limits.max_model_len:
-            raise InvalidRequestError(
-                "prompt",
-                f"{num_tokens} tokens leave no room in a context of {limits.max_model_len}",
-            )
-        largest = int(spec.token_ids.max())
-        if largest >= limits.vocab_size:
-            raise InvalidRequestError(
-                "token_ids", f"token id {largest} is outside the vocabulary of {limits.vocab_size}"
-            )
-        check(spec.sampling, limits.vocab_size)
-        max_tokens = spec.sampling.max_tokens
-        if spec.num_emitted_tokens >= max_tokens:
-            raise InvalidRequestError("max_tokens", f"all {max_tokens} tokens are emitted already")
-        max_len = min(spec.num_prompt_tokens + max_tokens, limits.max_model_len)
-        # The last token's KV is never computed; a prefill-only request computes its prompt alone.
-        self._check_fits(num_tokens, num_tokens if export else max_len - 1)
+        max_len = check_spec(spec, self._limits, prefill_only=export is not None)
         blocks = self._kv.open(spec.token_ids, spec.cache_salt, max_len)
         self._num_arrived += 1
         return LiveRequest(spec, self._num_arrived, self._clock(), max_len, blocks, export)
-
-    def _check_fits(self, num_tokens: int, most_tokens: int) -> None:
-        most = (self._kv.num_blocks - 1) * self._kv.block_size
-        if most_tokens > most:
-            culprit = "prompt" if num_tokens > most else "max_tokens"
-            raise InvalidRequestError(
-                culprit, f"{most_tokens} tokens can never fit into KV memory for {most}"
-            )
 
     def _wait(self, request: LiveRequest) -> None:
         request.status = Status.WAITING

@@ -1,0 +1,55 @@
+"""Refuse at once what an engine could never run, naming the field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import InvalidRequestError
+from engine.request import RequestSpec
+from engine.sampling_check import check
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a step and a request."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_kv_tokens: int  # that all of KV memory holds
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, not at least 1")
+
+
+def check_spec(spec: RequestSpec, limits: Limits, prefill_only: bool) -> int:
+    """The request's greatest length, prompt and output. Raises InvalidRequestError."""
+    num_tokens = len(spec.token_ids)
+    if not 0 < spec.num_prompt_tokens <= num_tokens:
+        raise InvalidRequestError("prompt", "the prompt is empty")
+    if num_tokens >= limits.max_model_len:
+        raise InvalidRequestError(
+            "prompt", f"{num_tokens} tokens leave no room in a context of {limits.max_model_len}"
+        )
+    largest = int(spec.token_ids.max())
+    if largest >= limits.vocab_size:
+        raise InvalidRequestError(
+            "token_ids", f"token id {largest} is outside the vocabulary of {limits.vocab_size}"
+        )
+    check(spec.sampling, limits.vocab_size)
+    max_tokens = spec.sampling.max_tokens
+    if spec.num_emitted_tokens >= max_tokens:
+        raise InvalidRequestError("max_tokens", f"all {max_tokens} tokens are emitted already")
+    max_len = min(spec.num_prompt_tokens + max_tokens, limits.max_model_len)
+    # The last token's KV is never computed; a prefill-only request computes its prompt alone.
+    most_tokens = num_tokens if prefill_only else max_len - 1
+    if most_tokens > limits.max_kv_tokens:
+        field = "prompt" if num_tokens > limits.max_kv_tokens else "max_tokens"
+        raise InvalidRequestError(
+            field, f"{most_tokens} tokens can never fit into KV memory for {limits.max_kv_tokens}"
+        )
+    return max_len
