@@ -92,13 +92,14 @@ class Worker:
                 rank.transfer, rank.identity, fingerprint, config.transfer, self.decode, clock
             )
             self.decode.bind(self.leases)
+        self.ready = asyncio.Event()
+        """Set once the server listens."""
         self._stopped = asyncio.Event()
         self._failure: BaseException | None = None
         self._drain: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._load = worker_pb2.WorkerLoad()
         self._load_asked = False
-        self._quiet_at = time.monotonic()  # when there was last seen to be nothing to step
         self._health = health_aio.HealthServicer()
         self.address = ""
 
@@ -121,6 +122,7 @@ class Worker:
             for work in (registrar.run(), self._sweep()):
                 task = self._loop.create_task(work)
                 stack.push_async_callback(_end, task)
+            self.ready.set()
             log.info("%s serves at %s", self._config.worker_id, self.address)
             await self._stopped.wait()
             await _end(self._drain)
@@ -255,13 +257,10 @@ class Worker:
         prefill_s = 0.0
         if load.prefill_tokens_per_s > 0:
             prefill_s = self._config.engine.max_num_batched_tokens / load.prefill_tokens_per_s
-        now, runnable = time.monotonic(), self.engine.runnable
-        if not runnable:
-            self._quiet_at = now
         return control_pb2.StepProgress(
             num_steps=self.engine.num_steps,
-            runnable=runnable,
-            idle_s=now - max(self.engine.last_step_at, self._quiet_at),
+            runnable=self.engine.runnable,
+            idle_s=max(0.0, time.monotonic() - self.engine.last_step_at),
             predicted_step_s=max(load.decode_step_s, prefill_s),
         )
 

@@ -1,0 +1,287 @@
+"""Workers on the fake engine, an oracle for their tokens, the smallest router that can use them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import grpc.aio
+import numpy as np
+import pytest
+
+from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from cluster.rank import build_rank
+from cluster.registry import Role
+from cluster.request_wire import read_spec
+from cluster.worker import Worker
+from cluster.worker_config import RankPlace, WorkerConfig
+from decode_worker.role import DecodeConfig
+from engine.build import build_engine, build_runner, load_model_spec, region_layout
+from engine.config import EngineConfig, FakeEngineConfig
+from engine.local_memory import LocalKvMemory, LocalSink
+from engine.request import TokenEvent
+from kv_transfer.config import TransferConfig
+
+ENGINE = EngineConfig(
+    backend="fake",
+    block_size=8,
+    num_blocks=256,
+    num_regions=2,
+    max_num_seqs=16,
+    max_num_batched_tokens=64,
+    fake=FakeEngineConfig(window=20, vocab_size=50_000),
+)
+FINGERPRINT = load_model_spec("", ENGINE).kv_fingerprint
+
+
+@dataclass
+class Oracle:
+    """What one engine alone, with fresh memory for every request, says."""
+
+    config: EngineConfig = ENGINE
+
+    def tokens(self, spec: worker_pb2.RequestSpec) -> list[int]:
+        model = load_model_spec("", self.config)
+        layout = region_layout(model, self.config, 0, 1)
+        memory = LocalKvMemory.of(layout, self.config.num_regions)
+        sink = LocalSink()
+        engine = build_engine(
+            self.config, build_runner("", self.config, model, memory, sink, None), sink
+        )
+        engine.add(read_spec(spec))
+        tokens: list[int] = []
+        while engine.has_work():
+            tokens += [e.token.token_id for e in engine.step() if isinstance(e, TokenEvent)]
+        return tokens
+
+
+def make_spec(
+    request_id: str, num_prompt_tokens: int = 45, **changes: object
+) -> worker_pb2.RequestSpec:
+    """A request whose prompt follows from its id."""
+    rng = np.random.default_rng(list(request_id.encode()))
+    prompt = rng.integers(2, 50_000, num_prompt_tokens, dtype=np.uint32)
+    spec = worker_pb2.RequestSpec(
+        request_id=request_id,
+        body_digest=b"body of " + request_id.encode(),
+        tenant="tenant",
+        attempt=1,
+        token_ids=prompt.astype("<u4").tobytes(),
+        num_prompt_tokens=num_prompt_tokens,
+        sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=12),
+        seed=7,
+        kv_fingerprint=FINGERPRINT,
+        client_request=b"as the client said it",
+    )
+    for name, value in changes.items():
+        setattr(spec, name, value)
+    return spec
+
+
+@dataclass
+class Heard:
+    """What a mini router was told of one attempt."""
+
+    reserved: worker_pb2.Reserved | None = None
+    rejected: worker_pb2.Rejected | None = None
+    admitted: bool = False
+    tokens: dict[int, int] = field(default_factory=dict)
+    finished: int = 0
+    num_messages: int = 0
+
+    def in_order(self) -> list[int]:
+        assert sorted(self.tokens) == list(range(len(self.tokens))), sorted(self.tokens)
+        return [self.tokens[index] for index in range(len(self.tokens))]
+
+
+class DecodeLink:
+    """A session with one decode worker: sends what it is told, books what it hears."""
+
+    def __init__(self, address: str, router_id: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address)
+        self.stub = worker_pb2_grpc.DecodeServiceStub(self._channel)
+        self.router_id = router_id
+        self.heard: dict[tuple[str, int], Heard] = {}
+        self._changed = asyncio.Condition()
+        self._reader: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        self._call = self.stub.Session()
+        await self._call.write(
+            worker_pb2.SessionRequest(open=worker_pb2.OpenSession(router_id=self.router_id))
+        )
+        self._reader = asyncio.create_task(self._read())
+
+    async def close(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            self._call.cancel()
+        await self._channel.close()
+
+    async def reserve(
+        self, spec: worker_pb2.RequestSpec, writer: common_pb2.WorkerRef | None = None
+    ) -> None:
+        await self._call.write(
+            worker_pb2.SessionRequest(reserve=worker_pb2.Reserve(spec=spec, writer=writer))
+        )
+
+    async def cancel(self, request_id: str, attempt: int = 1) -> None:
+        cancel = worker_pb2.Cancel(request_id=request_id, attempt=attempt)
+        await self._call.write(worker_pb2.SessionRequest(cancel=cancel))
+
+    def of(self, request_id: str, attempt: int = 1) -> Heard:
+        return self.heard.setdefault((request_id, attempt), Heard())
+
+    async def until(self, happened: Callable[[], object], timeout_s: float = 15) -> None:
+        async with asyncio.timeout(timeout_s), self._changed:
+            await self._changed.wait_for(happened)
+
+    async def _read(self) -> None:
+        async for message in self._call:
+            async with self._changed:
+                for reserved in message.reserved:
+                    self.of(reserved.request_id, reserved.attempt).reserved = reserved
+                for rejected in message.rejected:
+                    self.of(rejected.request_id, rejected.attempt).rejected = rejected
+                for admitted in message.admitted:
+                    self.of(admitted.request_id, admitted.attempt).admitted = True
+                for run in message.tokens:
+                    heard = self.of(run.request_id, run.attempt)
+                    heard.tokens.update(enumerate(run.ids, run.index))
+                    heard.finished = run.finished or heard.finished
+                    heard.num_messages += 1
+                self._changed.notify_all()
+
+
+class MiniRouter:
+    """Runs one request at a time to its end, over a prefill and a decode worker."""
+
+    def __init__(self, prefill_address: str, decode: DecodeLink) -> None:
+        self._channel = grpc.aio.insecure_channel(prefill_address)
+        self.prefill = worker_pb2_grpc.PrefillServiceStub(self._channel)
+        self.decode = decode
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def reserve(
+        self, spec: worker_pb2.RequestSpec, writer: common_pb2.WorkerRef
+    ) -> worker_pb2.Lease:
+        heard = self.decode.of(spec.request_id, spec.attempt)
+        await self.decode.reserve(spec, writer)
+        await self.decode.until(lambda: heard.reserved or heard.rejected)
+        assert heard.reserved is not None, heard.rejected
+        return heard.reserved.lease
+
+    async def hand_off(
+        self, spec: worker_pb2.RequestSpec, lease: worker_pb2.Lease
+    ) -> list[worker_pb2.PrefillResponse]:
+        heard = self.decode.of(spec.request_id, spec.attempt)
+        responses = []
+        async for response in self.prefill.Prefill(
+            worker_pb2.PrefillRequest(spec=spec, lease=lease)
+        ):
+            responses.append(response)
+            if response.HasField("first_token"):
+                index = len(spec.token_ids) // 4 - spec.num_prompt_tokens
+                heard.tokens[index] = response.first_token.id
+                heard.finished = response.first_token.finished
+        return responses
+
+    async def generate(
+        self, spec: worker_pb2.RequestSpec, writer: common_pb2.WorkerRef
+    ) -> list[int]:
+        heard = self.decode.of(spec.request_id, spec.attempt)
+        lease = await self.reserve(spec, writer)
+        responses = await self.hand_off(spec, lease)
+        if not heard.finished:
+            assert responses[-1].HasField("handoff_done"), responses
+            await self.decode.until(lambda: heard.finished)
+        return heard.in_order()
+
+
+@contextlib.asynccontextmanager
+async def running_worker(
+    worker_id: str,
+    role: Role,
+    engine: EngineConfig = ENGINE,
+    decode: DecodeConfig | None = None,
+) -> AsyncIterator[Worker]:
+    """A worker in this process, over the in-memory transport, registered nowhere."""
+    config = WorkerConfig(
+        worker_id=worker_id,
+        pool=role.value,
+        role=role,
+        model_name="fake",
+        model_path="",
+        engine=engine,
+        transfer=TransferConfig(transport="memory", renew_within_s=2.0, ack_timeout_s=2.0),
+        tp_size=1,
+        control_address="127.0.0.1:1",  # nobody there: a worker serves without a registry
+        heartbeat_s=0.05,
+        decode=decode or DecodeConfig(),
+    )
+    rank = await asyncio.to_thread(build_rank, config, RankPlace())
+    worker = Worker(config, rank)
+    serving = asyncio.create_task(worker.serve())
+    ready = asyncio.create_task(worker.ready.wait())
+    try:
+        await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        yield worker
+        worker.check_integrity()
+        if not serving.done():
+            await asyncio.wrap_future(worker.engine.call(lambda e: e.check_integrity()))
+    finally:
+        ready.cancel()
+        worker.stop()
+        await serving
+        await asyncio.to_thread(rank.close)
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What the tests of this folder share."""
+
+    engine = ENGINE
+    make_spec = staticmethod(make_spec)
+    running_worker = staticmethod(running_worker)
+    decode_link = DecodeLink
+    mini_router = MiniRouter
+    oracle: Oracle = field(default_factory=Oracle)
+
+
+@pytest.fixture(scope="session")
+def kit() -> Kit:
+    return Kit()
+
+
+@dataclass
+class Pair:
+    """One prefill and one decode worker, and a router between them."""
+
+    prefill: Worker
+    decode: Worker
+    link: DecodeLink
+    router: MiniRouter
+
+    @property
+    def writer(self) -> common_pb2.WorkerRef:
+        return self.prefill.info().ref
+
+
+@pytest.fixture
+async def pair(kit: Kit) -> AsyncIterator[Pair]:
+    async with (
+        running_worker("prefill-0", Role.PREFILL) as prefill,
+        running_worker("decode-0", Role.DECODE) as decode,
+    ):
+        link = DecodeLink(decode.address, "router-a")
+        await link.open()
+        router = MiniRouter(prefill.address, link)
+        yield Pair(prefill, decode, link, router)
+        await router.close()
+        await link.close()
