@@ -86,8 +86,8 @@ class Exporter:
         send_to_sinks: Callable[[bytes], None],
         clock: Clock | None = None,
     ) -> None:
-        """On the running event loop. `send_to_sinks` delivers a payload to `KvSink.message` of every
-        rank of this worker, before anything of a later `add_prefill`."""
+        """On the running event loop. `send_to_sinks` delivers a payload to `KvSink.message` of
+        every rank of this worker, before anything of a later `add_prefill`."""
         self._rank, self._identity, self._fingerprint = rank, identity, fingerprint
         self._config, self._send_to_sinks = config, send_to_sinks
         self._loop = asyncio.get_running_loop()
@@ -222,8 +222,15 @@ class Exporter:
         elif kind == "ack":
             export.acked_at_s = self._clock.now_s()
             self._settle(handoff, export)
-        elif kind == "nack":
+        elif kind == "nack" and self._is_own(event.nack):
             self._break(handoff, NackError(event.nack.reason))
+
+    def _is_own(self, nack: transfer_pb2.TransferNack) -> bool:
+        """Not an answer to somebody who used our name or address."""
+        return (nack.writer_worker_id, nack.writer_incarnation) == (
+            self._identity.worker_id,
+            self._identity.incarnation,
+        )
 
     def _fenced(self, handoff: HandoffId, message: transfer_pb2.TransferMessage) -> None:
         export = self._exports.get(handoff)

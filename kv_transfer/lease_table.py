@@ -174,7 +174,7 @@ class LeaseTable:
         return sum(e.state is not LeaseState.ADMITTED for e in self._entries.values())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a block is writable by two, or a lease waits without a timer."""
+        """Raise AssertionError when a block is writable by two, or a lease has no timer."""
         seen: dict[tuple[int, BlockId], str] = {}
         for entry in self._entries.values():
             assert entry.timer is not None, f"lease {entry.lease.lease_id} has no timer"
@@ -356,6 +356,8 @@ class LeaseTable:
     def _nack(self, about: transfer_pb2.TransferMessage, reason: str) -> None:
         message = self._rank.new_message(about.lease_id, about.lease_epoch)
         message.nack.reason = reason
+        message.nack.writer_worker_id = about.sender_worker_id
+        message.nack.writer_incarnation = about.sender_incarnation
         self._rank.send(about.rank_done.done.reply_to.transfer_address, message)
 
 

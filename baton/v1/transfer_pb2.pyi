@@ -189,15 +189,22 @@ class TransferNack(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    WRITER_WORKER_ID_FIELD_NUMBER: _builtins.int
+    WRITER_INCARNATION_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    writer_worker_id: _builtins.str
+    """Whose done is refused; nobody else is concerned."""
+    writer_incarnation: _builtins.int
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        writer_worker_id: _builtins.str = ...,
+        writer_incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "writer_incarnation", b"writer_incarnation", "writer_worker_id", b"writer_worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,133 @@
+"""kill -9 of either side over UCX: typed errors within bounds, quarantine until the kernel has reaped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from transfer_sides import LocalSide, RemoteSide, Side, SideSpec
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.errors import HandoffTimeoutError, PeerLostError
+from kv_transfer.lease_table import LeaseFailure
+from kv_transfer.transport import make_transport
+
+CONFIG = TransferConfig(keepalive_s=0.5)
+
+
+@pytest.fixture
+async def here() -> AsyncIterator[LocalSide]:
+    side = LocalSide(Side(SideSpec("here", config=CONFIG), [make_transport(CONFIG)]))
+    yield side
+    await side.call("check_integrity")
+    await side.close()
+
+
+@pytest.fixture
+async def there() -> AsyncIterator[RemoteSide]:
+    side = RemoteSide(SideSpec("there", config=CONFIG))
+    await side.call("ready")
+    yield side
+    side.kill()
+    side.reap()
+    await side.close()
+
+
+async def test_a_sender_killed_in_mid_push_leaves_its_blocks_in_quarantine_until_it_is_reaped(
+    here: LocalSide, there: RemoteSide
+) -> None:
+    lease = await here.call("grant", "r", await there.call("ready"), [[1, 2], [1, 2]])
+    handoff = await there.call("open", lease)
+    await there.call("push", handoff, 0, [0, 1], [3, 4])
+    there.kill()
+    there.reap()
+    failed = await here.call("wait_for", "failed", "r")
+    assert failed[2] is LeaseFailure.WRITER_LOST
+    await here.call("wait_for", "quiescent", "r")
+    assert here.side.table.num_quarantined_blocks == 0
+    assert await here.call("leftovers") == (0, 0, 0)
+
+
+async def test_a_stopped_sender_keeps_its_blocks_in_quarantine_as_long_as_it_might_wake(
+    here: LocalSide, there: RemoteSide
+) -> None:
+    lease = await here.call("grant", "r", await there.call("ready"), [[1, 2], [1, 2]])
+    await there.call("open", lease)
+    pid = there.process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    await here.call("release", lease.lease_id)
+    await asyncio.sleep(1.0)  # several polls: silence proves nothing
+    assert here.side.table.num_quarantined_blocks == 4
+    assert here.side.event_names() == []
+    there.kill()
+    there.reap()
+    await here.call("wait_for", "quiescent", "r")
+
+
+async def test_a_receiver_killed_in_mid_push_ends_in_peer_lost_before_the_timeout(
+    here: LocalSide, there: RemoteSide
+) -> None:
+    lease = await there.call("grant", "r", await here.call("ready"), [[1, 2], [1, 2]])
+    handoff = await here.call("open", lease)
+    await here.call("push", handoff, 0, [0, 1], [3, 4])
+    there.kill()
+    there.reap()
+    await here.call("push", handoff, 1, [0, 1], [3, 4])  # into memory that nobody reads any more
+    began_s = time.monotonic()
+    with pytest.raises(PeerLostError):
+        await here.call("finish", handoff)
+    assert time.monotonic() - began_s < 5
+    assert await here.call("leftovers") == (0, 0, 0)
+
+
+async def test_a_dead_but_unreaped_receiver_ends_in_a_timeout(
+    here: LocalSide, there: RemoteSide
+) -> None:
+    lease = await there.call("grant", "r", await here.call("ready"), [[1], [1]])
+    handoff = await here.call("open", lease)
+    there.kill()
+    for group in (0, 1):
+        await here.call("push", handoff, group, [0], [3])
+    began_s = time.monotonic()
+    with pytest.raises((HandoffTimeoutError, PeerLostError)):
+        await here.call("finish", handoff, 1.0)
+    assert time.monotonic() - began_s < 5
+    assert await here.call("leftovers") == (0, 0, 0)
+
+
+async def test_a_peer_that_is_already_dead_is_reported_as_lost(
+    here: LocalSide, there: RemoteSide
+) -> None:
+    lease = await there.call("grant", "r", await here.call("ready"), [[1], [1]])
+    there.kill()
+    there.reap()
+    handoff = await here.call("open", lease)
+    for group in (0, 1):
+        await here.call("push", handoff, group, [0], [3])
+    with pytest.raises((PeerLostError, HandoffTimeoutError)):
+        await here.call("finish", handoff, 3.0)
+    assert await here.call("leftovers") == (0, 0, 0)
+
+
+async def test_a_worker_that_has_lost_one_peer_serves_the_next(
+    here: LocalSide, there: RemoteSide
+) -> None:
+    lease = await here.call("grant", "r", await there.call("ready"), [[1], [1]])
+    await there.call("open", lease)
+    there.kill()
+    there.reap()
+    await here.call("wait_for", "quiescent", "r")
+    other = RemoteSide(SideSpec("other", config=CONFIG))
+    try:
+        lease = await here.call("grant", "again", await other.call("ready"), [[1], [1]])
+        handoff = await other.call("open", lease)
+        for group in (0, 1):
+            await other.call("push", handoff, group, [0], [3])
+        assert (await other.call("finish", handoff)).num_blocks == 2
+    finally:
+        await other.close()
