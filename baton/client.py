@@ -130,7 +130,8 @@ class Client:
         try:
             return cast(router_pb2.RouterServiceWatchFleetResponse, next(watch)).fleet
         except grpc.RpcError as error:
-            raise status.from_rpc_error(cast(status.RpcFailure, error)) from error
+            address = self._addresses[self._preferred]
+            raise status.from_rpc_error(cast(status.RpcFailure, error), address) from error
         finally:
             watch.cancel()
 
@@ -191,7 +192,8 @@ class Client:
                 self._preferred = index
                 return answer
         assert failure is not None
-        raise status.from_rpc_error(cast(status.RpcFailure, failure)) from failure
+        address = ", ".join(self._addresses)
+        raise status.from_rpc_error(cast(status.RpcFailure, failure), address) from failure
 
 
 class AsyncClient:
@@ -255,7 +257,8 @@ class AsyncClient:
         try:
             await self._stubs[self._preferred].Abort(message, timeout=self._call_timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise status.from_rpc_error(_failure(error)) from error
+            address = self._addresses[self._preferred]
+            raise status.from_rpc_error(_failure(error), address) from error
 
     async def close(self) -> None:
         for channel in self._channels:

@@ -22,6 +22,7 @@ class ControlClient:
     def __init__(
         self, address: str = DEFAULT_ADDRESS, *, call_timeout_s: float = _CALL_TIMEOUT_S
     ) -> None:
+        self._address = address
         self._channel = grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),))
         # The generated stub serves both kinds of channel; its types speak of asyncio alone.
         self._stub: Any = control_pb2_grpc.ControlServiceStub(cast(grpc.aio.Channel, self._channel))
@@ -36,7 +37,7 @@ class ControlClient:
         try:
             yield from call
         except grpc.RpcError as error:
-            raise status.from_rpc_error(cast(status.RpcFailure, error)) from error
+            raise status.from_rpc_error(cast(status.RpcFailure, error), self._address) from error
         finally:
             call.cancel()
 
@@ -66,4 +67,4 @@ class ControlClient:
         try:
             return getattr(self._stub, method)(request, timeout=self._call_timeout_s)
         except grpc.RpcError as error:
-            raise status.from_rpc_error(cast(status.RpcFailure, error)) from error
+            raise status.from_rpc_error(cast(status.RpcFailure, error), self._address) from error

@@ -65,9 +65,11 @@ def status_metadata(error: BatonError) -> tuple[tuple[str, bytes], ...]:
     return ((DETAILS_KEY, status.SerializeToString()),)
 
 
-def from_rpc_error(failure: RpcFailure) -> BatonError:
-    """The typed error behind a failed call."""
+def from_rpc_error(failure: RpcFailure, address: str = "the address") -> BatonError:
+    """The typed error behind a failed call to `address`."""
     message = failure.details() or failure.code().name
+    if is_never_connected(failure):
+        return errors.UnavailableError(f"nothing listens at {address}")
     detailed = _from_details(failure, message)
     if detailed is not None:
         return detailed

@@ -7,8 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from tokenizers import processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 SENTENCES = [
     "Once upon a time a fox lived near the river and sang to the moon.",
@@ -116,7 +123,3 @@ def write_model(
     if chat_template is not None:
         (folder / "chat_template.jinja").write_text(chat_template)
     return folder
-
-
-def mark_special(tokenizer: Tokenizer, *tokens: str) -> None:
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in tokens])
