@@ -1,0 +1,236 @@
+"""A whole RouterService over real gRPC whose model counts: for tests of clients and commands.
+
+Its tokens follow from prompt, seed and index alone. Requests live in a `Book` that several routers
+share, as workers keep them for the next router when one dies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from baton import status
+from baton.errors import AlreadyExistsError, BatonError, InvalidRequestError
+from baton.v1 import (
+    common_pb2,
+    control_pb2,
+    control_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+    worker_pb2,
+)
+
+WORDS = ["the ", "fox ", "sang ", "to ", "a ", "cold ", "moon ", "and ", "slept ", "wéll "]
+
+
+def word(seed: int, index: int) -> int:
+    return (seed * 7919 + index * index * 31 + index) % len(WORDS)
+
+
+def answer(seed: int, num_tokens: int) -> str:
+    return "".join(WORDS[word(seed, index)] for index in range(num_tokens))
+
+
+@dataclass
+class Book:
+    """What the fleet knows of requests: seeds survive their router."""
+
+    seeds: dict[str, int] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
+    requests: list[router_pb2.GenerateRequest] = field(default_factory=list)
+    drawn: Iterator[int] = field(default_factory=lambda: itertools.count(100))
+
+
+class SmallRouter(router_pb2_grpc.RouterServiceServicer):
+    """`die_at`: this router is gone once that many tokens of a request are out; `fail` answers
+    every request; `hold`: answers stay unfinished until it is set."""
+
+    def __init__(
+        self,
+        book: Book,
+        *,
+        port: int = 0,
+        die_at: int | None = None,
+        fail: BatonError | None = None,
+        hold: threading.Event | None = None,
+    ) -> None:
+        self._book, self._die_at, self._fail, self._hold = book, die_at, fail, hold
+        self._server = grpc.server(ThreadPoolExecutor(8), options=(("grpc.so_reuseport", 0),))
+        router_pb2_grpc.add_RouterServiceServicer_to_server(self, self._server)  # type: ignore
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()
+
+    def Generate(  # noqa: N802
+        self, request: router_pb2.GenerateRequest, context: Any
+    ) -> Iterator[router_pb2.GenerateResponse]:
+        self._book.requests.append(request)
+        if self._fail is not None:
+            context.set_trailing_metadata(status.status_metadata(self._fail))
+            context.abort(status.status_code(self._fail), self._fail.message)
+        seed = self._seed(request)
+        yield self._routed(request.request_id, seed)
+        yield router_pb2.GenerateResponse(prefilled=router_pb2.Prefilled(ttft_ms=12.5))
+        yield router_pb2.GenerateResponse(
+            handed_off=router_pb2.HandedOff(kv_bytes=2_000_000, put_ms=0.5, exposed_ms=1.0)
+        )
+        num_tokens = request.sampling.max_tokens or 6
+        for index in range(request.resume_from_index, num_tokens):
+            if index == self._die_at:
+                threading.Thread(target=self._server.stop, args=(None,)).start()
+                while context.is_active():
+                    time.sleep(0.01)
+                return
+            token = word(seed, index)
+            yield router_pb2.GenerateResponse(
+                tokens=router_pb2.Tokens(index=index, ids=[token], text=WORDS[token])
+            )
+        if self._hold is not None:
+            self._hold.wait(30)
+        yield self._finished(num_tokens)
+
+    def _seed(self, request: router_pb2.GenerateRequest) -> int:
+        known = self._book.seeds.get(request.request_id)
+        if known is None:
+            known = request.seed if request.HasField("seed") else next(self._book.drawn)
+            self._book.seeds[request.request_id] = known
+        return known
+
+    def _routed(self, request_id: str, seed: int) -> router_pb2.GenerateResponse:
+        return router_pb2.GenerateResponse(
+            routed=router_pb2.Routed(
+                request_id=request_id,
+                seed=seed,
+                prefill_worker="prefill-0",
+                decode_worker="decode-0",
+                reason="cheapest",
+                num_prompt_tokens=212,
+            )
+        )
+
+    def _finished(self, num_tokens: int) -> router_pb2.GenerateResponse:
+        return router_pb2.GenerateResponse(
+            finished=router_pb2.Finished(
+                reason=common_pb2.FINISH_REASON_LENGTH,
+                usage=router_pb2.Usage(
+                    num_prompt_tokens=212, num_output_tokens=num_tokens, num_cached_tokens=192
+                ),
+                timings=router_pb2.Timings(ttft_ms=12.5, itl_ms=5.0, e2e_ms=112.5),
+            )
+        )
+
+    def Abort(self, request: router_pb2.AbortRequest, context: Any) -> router_pb2.AbortResponse:  # noqa: N802
+        self._book.aborted.append(request.request_id)
+        return router_pb2.AbortResponse()
+
+    def ListModels(self, request: Any, context: Any) -> router_pb2.ListModelsResponse:  # noqa: N802
+        model = router_pb2.Model(name="demo", max_model_len=512, vocab_size=len(WORDS))
+        return router_pb2.ListModelsResponse(models=[model])
+
+    def Tokenize(  # noqa: N802
+        self, request: router_pb2.TokenizeRequest, context: Any
+    ) -> router_pb2.TokenizeResponse:
+        ids = [WORDS.index(f"{text} ") for text in request.text.split()]
+        return router_pb2.TokenizeResponse(ids=ids)
+
+    def ExplainRoute(self, request: Any, context: Any) -> router_pb2.ExplainRouteResponse:  # noqa: N802
+        candidates = [
+            router_pb2.RouteCandidate(
+                prefill_worker="prefill-0",
+                decode_worker="decode-0",
+                cost_ms=14.2,
+                prefill_ms=12.0,
+                transfer_ms=0.7,
+                decode_ms=1.5,
+                num_cached_tokens_prefill=192,
+            ),
+            router_pb2.RouteCandidate(decode_worker="decode-0", cost_ms=1400, prefill_ms=1400),
+        ]
+        return router_pb2.ExplainRouteResponse(candidates=candidates)
+
+    def WatchFleet(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        yield router_pb2.RouterServiceWatchFleetResponse(fleet=SmallControl().fleet())
+
+
+class SmallControl(control_pb2_grpc.ControlServiceServicer):
+    """A registry with one decode pool that grows at once, and drops drained workers."""
+
+    def __init__(self) -> None:
+        self._replicas = 1
+        self._drained: set[str] = set()
+        self._changed = threading.Condition()
+
+    def serve(self) -> tuple[grpc.Server, str]:
+        server = grpc.server(ThreadPoolExecutor(4))
+        control_pb2_grpc.add_ControlServiceServicer_to_server(self, server)  # type: ignore
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        return server, f"127.0.0.1:{port}"
+
+    def fleet(self) -> control_pb2.WatchFleetResponse:
+        names = [f"decode-{index}" for index in range(self._replicas)]
+        workers = [self._worker(name, 10000 + index) for index, name in enumerate(names)]
+        pool = control_pb2.PoolStatus(
+            name="decode",
+            role=common_pb2.WORKER_ROLE_DECODE,
+            desired_replicas=self._replicas,
+            live_replicas=len([name for name in names if name not in self._drained]),
+        )
+        return control_pb2.WatchFleetResponse(workers=workers, pools=[pool])
+
+    def _worker(self, name: str, port: int) -> control_pb2.FleetWorker:
+        gone = name in self._drained
+        return control_pb2.FleetWorker(
+            info=control_pb2.WorkerInfo(
+                ref=common_pb2.WorkerRef(worker_id=name, incarnation=1),
+                pool="decode",
+                role=common_pb2.WORKER_ROLE_DECODE,
+                address=f"127.0.0.1:{port}",
+            ),
+            state=control_pb2.WORKER_STATE_GONE if gone else control_pb2.WORKER_STATE_LIVE,
+            load=worker_pb2.WorkerLoad(
+                num_running=3,
+                num_blocks=1024,
+                num_free_blocks=512,
+                prefill_tokens_per_s=8123,
+                decode_step_s=0.0051,
+                handoff_bytes_per_s=4.2e9,
+            ),
+        )
+
+    def WatchFleet(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        while context.is_active():
+            with self._changed:
+                yield self.fleet()
+                self._changed.wait(0.2)
+
+    def SetReplicas(  # noqa: N802
+        self, request: control_pb2.SetReplicasRequest, context: Any
+    ) -> control_pb2.SetReplicasResponse:
+        with self._changed:
+            previous, self._replicas = self._replicas, request.replicas
+            self._changed.notify_all()
+        return control_pb2.SetReplicasResponse(previous_replicas=previous)
+
+    def Drain(  # noqa: N802
+        self, request: control_pb2.ControlServiceDrainRequest, context: Any
+    ) -> control_pb2.ControlServiceDrainResponse:
+        with self._changed:
+            self._drained.add(request.worker_id)
+            self._changed.notify_all()
+        return control_pb2.ControlServiceDrainResponse()
+
+
+ERRORS = (
+    InvalidRequestError("stop: string 1 is empty", field="stop[1]"),
+    AlreadyExistsError("request 'a' runs with another body", field="request_id"),
+)
