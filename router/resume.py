@@ -48,19 +48,20 @@ async def find_running(
     except asyncio.CancelledError:
         for task in asked:
             if task.done() and not task.cancelled() and task.exception() is None:
-                if (answer := task.result()) is not None:
-                    answer.attempt.abandon()
+                one = task.result()
+                if one is not None:
+                    one.attempt.abandon()
         raise
     found = [answer for answer in answers if isinstance(answer, Found)]
     found.sort(key=lambda one: one.response.spec.attempt)
     for older in found[:-1]:
         older.attempt.abandon()
         older.link.session.cancel(arrival.wire_id, older.response.spec.attempt)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            if found:
-                found[-1].attempt.abandon()
-            raise answer
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    if errors:
+        if found:
+            found[-1].attempt.abandon()
+        raise errors[0]
     return found[-1] if found else None
 
 

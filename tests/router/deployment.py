@@ -1,0 +1,267 @@
+"""A registry, scripted workers and routers on loopback, and a client's view of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from baton.v1 import (
+    common_pb2,
+    control_pb2,
+    control_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+)
+from router.config import RouterConfig
+from router.router import Router
+from router.server import RouterServer
+from router.text import TextModel
+from tests.router.scripted_worker import MODEL, Fabric, ScriptedWorker
+
+Context = grpc.aio.ServicerContext[Any, Any]
+PREFILL, DECODE, MIXED = (
+    common_pb2.WORKER_ROLE_PREFILL,
+    common_pb2.WORKER_ROLE_DECODE,
+    common_pb2.WORKER_ROLE_MIXED,
+)
+EOS = 256
+QUICK = RouterConfig(
+    keepalive_s=0.3,
+    reconnect_min_s=0.02,
+    reconnect_max_s=0.1,
+    retry_backoff_s=0.01,
+    eject_s=0.2,
+    fleet_wait_s=2.0,
+    resume_window_s=0.3,
+    attach_timeout_s=1.0,
+    local_prefill="never",
+)
+
+
+def byte_model(folder: Path) -> TextModel:
+    """A model whose tokens are the bytes of the text, id = byte; 256 ends a text."""
+    alphabet = _byte_alphabet()
+    vocab = {character: byte for byte, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "vocab_size": 257,
+        "eos_token_id": EOS,
+        "max_position_embeddings": 512,
+        "model_type": "llama",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return TextModel.load(folder)
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable stand-in of every byte in byte-level BPE."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    stand_in = {byte: chr(byte) for byte in printable}
+    others = (byte for byte in range(256) if byte not in stand_in)
+    stand_in.update({byte: chr(256 + n) for n, byte in enumerate(others)})
+    return [stand_in[byte] for byte in range(256)]
+
+
+class Registry(control_pb2_grpc.ControlServiceServicer):
+    """Tells its watchers of the workers it is given."""
+
+    def __init__(self) -> None:
+        self.workers: list[ScriptedWorker] = []
+        self._changed = asyncio.Condition()
+        self._version = 0
+        self._server: grpc.aio.Server | None = None
+        self.address = ""
+
+    async def start(self, port: int = 0) -> None:
+        server = self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        control_pb2_grpc.add_ControlServiceServicer_to_server(self, server)
+        self.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+        await server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+
+    async def publish(self) -> None:
+        async with self._changed:
+            self._version += 1
+            self._changed.notify_all()
+
+    async def WatchFleet(  # noqa: N802
+        self, request: control_pb2.WatchFleetRequest, context: Context
+    ) -> AsyncIterator[control_pb2.WatchFleetResponse]:
+        while True:
+            version = self._version
+            yield control_pb2.WatchFleetResponse(
+                version=version, workers=[worker.info() for worker in self.workers]
+            )
+            async with self._changed:
+                await self._changed.wait_for(lambda seen=version: self._version != seen)
+
+
+@dataclass
+class Answer:
+    """What a client saw; every index is checked to come once and in order."""
+
+    from_index: int = 0
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    routed: list[router_pb2.Routed] = field(default_factory=list)
+    migrated: list[router_pb2.Migrated] = field(default_factory=list)
+    handed_off: list[router_pb2.HandedOff] = field(default_factory=list)
+    prefilled: list[router_pb2.Prefilled] = field(default_factory=list)
+    finished: router_pb2.Finished | None = None
+    num_token_messages: int = 0
+
+    def take(self, response: router_pb2.GenerateResponse) -> None:
+        kind = response.WhichOneof("event")
+        assert self.finished is None, f"{kind} after the end"
+        if kind == "tokens":
+            tokens = response.tokens
+            assert tokens.index == self.from_index + len(self.ids), "a gap or a repetition"
+            self.ids.extend(tokens.ids)
+            self.text += tokens.text
+            self.num_token_messages += 1
+        elif kind == "finished":
+            self.finished = response.finished
+        else:
+            getattr(self, kind).append(getattr(response, kind))
+
+
+class Client:
+    """One router's stub."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.aio.insecure_channel(
+            address, options=(("grpc.use_local_subchannel_pool", 1),)
+        )
+        self.stub = router_pb2_grpc.RouterServiceStub(self.channel)
+
+    async def ask(
+        self,
+        request: router_pb2.GenerateRequest,
+        until: Callable[[Answer], bool] = lambda answer: False,
+    ) -> Answer:
+        """Read a stream to its end, or until the answer so far is enough, then leave."""
+        answer = Answer(request.resume_from_index)
+        call = self.stub.Generate(request, timeout=20)
+        async for response in call:
+            answer.take(response)
+            if until(answer):
+                call.cancel()
+                return answer
+        return answer
+
+
+def ask_for(prompt: str, max_tokens: int = 12, **fields: Any) -> router_pb2.GenerateRequest:
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens)
+    return router_pb2.GenerateRequest(
+        **{"model": MODEL, "text": prompt, "sampling": sampling, "seed": 7, **fields}
+    )
+
+
+class Deployment:
+    """Own the processes-to-be of one test: all in one event loop, all over real sockets."""
+
+    def __init__(self, text_model: TextModel, config: RouterConfig) -> None:
+        self.text_model, self.config = text_model, config
+        self.fabric, self.registry = Fabric(), Registry()
+        self.servers: list[RouterServer] = []
+        self.clients: list[Client] = []
+        self.all_workers: list[ScriptedWorker] = []
+
+    @property
+    def router(self) -> Router:
+        return self.servers[0].router
+
+    @property
+    def client(self) -> Client:
+        return self.clients[0]
+
+    def worker(self, worker_id: str) -> ScriptedWorker:
+        return self.fabric.workers[worker_id]
+
+    async def add_worker(self, worker_id: str, role: int, incarnation: int = 1) -> ScriptedWorker:
+        worker = await ScriptedWorker(worker_id, role, self.fabric, incarnation).start()
+        known = [w for w in self.registry.workers if w.worker_id != worker_id]
+        self.registry.workers = [*known, worker]
+        self.all_workers.append(worker)
+        await self.registry.publish()
+        return worker
+
+    async def add_router(self, **changes: Any) -> Client:
+        config = RouterConfig(**{**vars(self.config), **changes})
+        router = Router(config, self.registry.address, MODEL, self.text_model, rng=random.Random(1))
+        server = RouterServer(router, config, "127.0.0.1:0")
+        await server.start()
+        self.servers.append(server)
+        self.clients.append(Client(server.address))
+        return self.clients[-1]
+
+    async def until(self, condition: Callable[[], bool], what: str = "") -> None:
+        """Wait for something that must come; the limit is the failure, not the measure."""
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def connected(self, num_workers: int, router: Router | None = None) -> None:
+        fleet = (router or self.router).fleet
+        await self.until(lambda: sum(entry.usable for entry in fleet) >= num_workers)
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.channel.close()
+        for server in self.servers:
+            await server.stop(0.0)
+        for worker in self.all_workers:
+            await worker.stop()
+        await self.registry.stop()
+
+    async def check_empty(self) -> None:
+        """Nothing is left of any request, in the router or on a worker."""
+        router = self.router
+        await self.until(lambda: router.num_active == 0)
+        router.check_integrity()
+        assert router.fleet.num_bookings == 0
+        assert len(router.admission) == 0
+        assert sum(link.session.num_attempts for link in router.links) == 0
+        for worker in list(self.fabric.workers.values()):
+            await self.until(lambda w=worker: not w.runs and not w.num_prefilling)
+
+
+@asynccontextmanager
+async def deployment(
+    text_model: TextModel,
+    prefill: int = 1,
+    decode: int = 1,
+    mixed: int = 0,
+    **changes: Any,
+) -> AsyncIterator[Deployment]:
+    """Workers p0.., d0.., m0.. and one router that is connected to all of them."""
+    made = Deployment(text_model, RouterConfig(**{**vars(QUICK), **changes}))
+    try:
+        await made.registry.start()
+        for letter, role, count in (("p", PREFILL, prefill), ("d", DECODE, decode)):
+            for number in range(count):
+                await made.add_worker(f"{letter}{number}", role)
+        for number in range(mixed):
+            await made.add_worker(f"m{number}", MIXED)
+        await made.add_router()
+        await made.connected(prefill + decode + mixed)
+        yield made
+    finally:
+        await made.close()

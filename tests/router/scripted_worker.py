@@ -1,0 +1,413 @@
+"""Real gRPC workers without a model, for the router's tests: they speak the worker protocol
+honestly and fail on command.
+
+The next token is a digest of the seed and of every token before it, so a lost, repeated or
+re-sampled token changes all that follow. KV "moves" through a `Fabric` the workers share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
+from kv_transfer.block_hash import block_hashes, chain_seed
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+FINGERPRINT = b"f" * 16
+BLOCK_SIZE = 4
+MODEL = "tiny"
+FIRST_LETTER, NUM_LETTERS = 97, 26
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+
+
+def next_token(seed: int, tokens: Sequence[int]) -> int:
+    data = np.asarray(tokens, dtype="<u4").tobytes() + seed.to_bytes(8, "little")
+    digest = hashlib.blake2b(data, digest_size=4).digest()
+    return FIRST_LETTER + int.from_bytes(digest, "little") % NUM_LETTERS
+
+
+def oracle(prompt: Sequence[int], seed: int, num_tokens: int) -> list[int]:
+    """The output of a fault-free run."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(seed, tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass(eq=False)
+class Running:
+    """One attempt on a decode worker."""
+
+    spec: worker_pb2.RequestSpec
+    router_id: str | None
+    tokens: list[int]  # prompt and output
+    task: asyncio.Task[None] | None = None
+    lease_id: str = ""
+    finished: int = 0
+
+    @property
+    def num_prompt(self) -> int:
+        return self.spec.num_prompt_tokens
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    def next(self) -> int:
+        """Sample; returns the finish reason, 0 while it goes on."""
+        token = next_token(self.spec.seed, self.tokens)
+        self.tokens.append(token)
+        if token in self.spec.stop_token_ids and not self.spec.sampling.ignore_eos:
+            return STOP
+        return LENGTH if len(self.output) >= self.spec.sampling.max_tokens else 0
+
+
+@dataclass
+class Faults:
+    """What a worker is told to do wrong; each count is used up one by one."""
+
+    fail_prefills: int = 0
+    fail_handoffs: int = 0
+    hang_prefills: int = 0
+    late_first_tokens: int = 0  # the handoff overtakes the first token
+    reject: list[tuple[int, int]] = field(default_factory=list)  # (RejectReason, retry ms)
+    hang_reservations: int = 0
+    end_early: int = 0  # prefill streams that end after the first token
+
+
+class Fabric:
+    """Own who can be reached for a handoff: decode workers by id."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, ScriptedWorker] = {}
+
+
+class ScriptedWorker(
+    worker_pb2_grpc.PrefillServiceServicer,
+    worker_pb2_grpc.DecodeServiceServicer,
+    worker_pb2_grpc.WorkerServiceServicer,
+):
+    """A worker of one role, or both, with a server of its own."""
+
+    def __init__(self, worker_id: str, role: int, fabric: Fabric, incarnation: int = 1) -> None:
+        self.worker_id, self.role, self.fabric = worker_id, role, fabric
+        self.incarnation = incarnation
+        self.faults = Faults()
+        self.address = ""
+        self.step_s = 0.001
+        self.kv_bytes_per_token = 64
+        self.max_num_seqs = 16
+        self.num_blocks = 1000
+        self.state = control_pb2.WORKER_STATE_LIVE
+        self.on_token: Callable[[Running], None] = lambda running: None
+        self.may_decode = asyncio.Event()
+        self.may_decode.set()
+        self.may_prefill = asyncio.Event()
+        self.may_prefill.set()
+        self.runs: dict[str, Running] = {}
+        self.finished: dict[str, Running] = {}
+        self.last_attempt: dict[str, int] = {}
+        self.sessions: dict[str, asyncio.Queue[worker_pb2.SessionResponse]] = {}
+        self.session_calls: dict[str, asyncio.Task[Any]] = {}
+        self.cancels: list[tuple[str, int]] = []
+        self.num_prefills = self.num_prefilling = self.num_reserves = 0
+        self.num_decode_steps = 0
+        self.prefilled_at: list[int] = []  # len(token_ids) of every Prefill
+        self.held: list[bytes] = []
+        self.kv_queues: list[asyncio.Queue[worker_pb2.SubscribeKvResponse | None]] = []
+        self._leases = 0
+        self._server: grpc.aio.Server | None = None
+
+    # --- life ----------------------------------------------------------------------------------
+
+    async def start(self, port: int = 0) -> ScriptedWorker:
+        server = self._server = grpc.aio.server(
+            options=(
+                ("grpc.so_reuseport", 0),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10),
+                ("grpc.http2.max_ping_strikes", 0),
+            )
+        )
+        if self.role != common_pb2.WORKER_ROLE_DECODE:
+            worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
+        if self.role != common_pb2.WORKER_ROLE_PREFILL:
+            worker_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
+        self.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+        await server.start()
+        self.fabric.workers[self.worker_id] = self
+        return self
+
+    def die(self) -> asyncio.Task[None]:
+        """At once, in the middle of whatever it does: nothing more is computed or said."""
+        for running in list(self.runs.values()):
+            if running.task is not None:
+                running.task.cancel()
+        self.runs.clear()
+        if self.fabric.workers.get(self.worker_id) is self:
+            del self.fabric.workers[self.worker_id]
+        server, self._server = self._server, None
+        assert server is not None
+        return asyncio.ensure_future(server.stop(None))
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self.die()
+
+    def drop_sessions(self) -> None:
+        """The connections break; the requests run on as orphans."""
+        for task in list(self.session_calls.values()):
+            task.cancel()
+
+    def info(self) -> control_pb2.FleetWorker:
+        ref = common_pb2.WorkerRef(worker_id=self.worker_id, incarnation=self.incarnation)
+        info = control_pb2.WorkerInfo(
+            ref=ref,
+            pool="pool",
+            role=self.role,
+            address=self.address,
+            model=MODEL,
+            kv_fingerprint=FINGERPRINT,
+            tp_size=1,
+            block_size=BLOCK_SIZE,
+            num_blocks=self.num_blocks,
+            max_model_len=512,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=512,
+            vocab_size=257,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+        )
+        return control_pb2.FleetWorker(info=info, state=self.state)
+
+    # --- KV ------------------------------------------------------------------------------------
+
+    async def SubscribeKv(  # noqa: N802
+        self, request: worker_pb2.SubscribeKvRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.SubscribeKvResponse]:
+        queue: asyncio.Queue[worker_pb2.SubscribeKvResponse | None] = asyncio.Queue()
+        self.kv_queues.append(queue)
+        sequence = 1
+        yield worker_pb2.SubscribeKvResponse(
+            incarnation=self.incarnation,
+            sequence=sequence,
+            snapshot=True,
+            stored=[worker_pb2.BlockStored(hashes=chain) for chain in self.held],
+        )
+        while True:
+            message = await queue.get()
+            sequence += 1
+            if message is not None:  # None: this one is lost on the way
+                message.sequence, message.incarnation = sequence, self.incarnation
+                yield message
+
+    def hold(self, tokens: Sequence[int], salt: str = "") -> None:
+        """A prompt's blocks became shareable here."""
+        ids = np.asarray(tokens, dtype=np.uint32)
+        chain = b"".join(block_hashes(chain_seed(FINGERPRINT, salt), ids, BLOCK_SIZE))
+        self.held.append(chain)
+        for queue in self.kv_queues:
+            stored = [worker_pb2.BlockStored(hashes=chain)]
+            queue.put_nowait(worker_pb2.SubscribeKvResponse(stored=stored))
+
+    # --- prefill -------------------------------------------------------------------------------
+
+    async def Prefill(  # noqa: N802
+        self, request: worker_pb2.PrefillRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+        self.num_prefills += 1
+        self.num_prefilling += 1
+        self.prefilled_at.append(len(request.spec.token_ids) // 4)
+        try:
+            await self.may_prefill.wait()
+            if self._use("hang_prefills"):
+                await asyncio.Event().wait()
+            if self._use("fail_prefills"):
+                await context.abort(grpc.StatusCode.INTERNAL, "scripted failure")
+            async for response in self._prefill(request):
+                yield response
+        finally:
+            self.num_prefilling -= 1
+
+    async def _prefill(
+        self, request: worker_pb2.PrefillRequest
+    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+        spec = request.spec
+        assert request.lease.writer.worker_id == self.worker_id
+        run = Running(spec, None, _ids(spec))
+        finished = run.next()
+        first = worker_pb2.FirstToken(id=run.tokens[-1], prefill_ms=1.0, finished=finished)
+        late = self._use("late_first_tokens")
+        if not late:
+            yield worker_pb2.PrefillResponse(first_token=first)
+        if finished or self._use("end_early"):
+            return
+        self.hold(_ids(spec))
+        if self._use("fail_handoffs"):
+            failed = worker_pb2.HandoffFailed(reason="TIMEOUT", message="scripted")
+            yield worker_pb2.PrefillResponse(handoff_failed=failed)
+            return
+        owner = self.fabric.workers.get(request.lease.owner.worker_id)
+        if owner is None or not owner.admit(request.lease, run.tokens[-1]):
+            failed = worker_pb2.HandoffFailed(reason="FENCED", message="no such lease")
+            yield worker_pb2.PrefillResponse(handoff_failed=failed)
+            return
+        if late:
+            await asyncio.sleep(0.05)
+            yield worker_pb2.PrefillResponse(first_token=first)
+        done = worker_pb2.HandoffDone(
+            num_bytes=len(run.tokens) * self.kv_bytes_per_token, num_blocks=1, put_ms=0.5
+        )
+        yield worker_pb2.PrefillResponse(handoff_done=done)
+
+    def _use(self, fault: str) -> bool:
+        left = getattr(self.faults, fault)
+        if left:
+            setattr(self.faults, fault, left - 1)
+        return bool(left)
+
+    # --- decode --------------------------------------------------------------------------------
+
+    async def Session(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        first = await anext(aiter(request_iterator))
+        router_id = first.open.router_id
+        outbox = self.sessions[router_id] = asyncio.Queue()
+        reader = asyncio.ensure_future(self._read(router_id, request_iterator))
+        self.session_calls[router_id] = reader
+        reader.add_done_callback(lambda _: outbox.put_nowait(None))  # type: ignore[arg-type]
+        try:
+            while (response := await outbox.get()) is not None:
+                yield response
+        finally:
+            reader.cancel()
+            if self.sessions.get(router_id) is outbox:
+                del self.sessions[router_id]
+                for running in self.runs.values():
+                    if running.router_id == router_id:
+                        running.router_id = None
+
+    async def _read(
+        self, router_id: str, requests: AsyncIterator[worker_pb2.SessionRequest]
+    ) -> None:
+        async for request in requests:
+            if request.HasField("reserve"):
+                self._reserve(router_id, request.reserve)
+            elif request.HasField("cancel"):
+                self._cancel(request.cancel.request_id, request.cancel.attempt)
+
+    def _tell(self, router_id: str | None, **parts: Any) -> None:
+        if router_id in self.sessions:
+            self.sessions[router_id].put_nowait(worker_pb2.SessionResponse(**parts))
+
+    def _reserve(self, router_id: str, reserve: worker_pb2.Reserve) -> None:
+        spec = reserve.spec
+        self.num_reserves += 1
+        if self._use("hang_reservations"):
+            return
+        if self.faults.reject:
+            reason, retry_ms = self.faults.reject.pop(0)
+            self._reject(router_id, spec, reason, retry_ms)
+            return
+        if spec.attempt <= self.last_attempt.get(spec.request_id, 0):
+            self._reject(router_id, spec, worker_pb2.REJECT_REASON_STALE_ATTEMPT, 0)
+            return
+        self.last_attempt[spec.request_id] = spec.attempt
+        former = self.runs.pop(spec.request_id, None)
+        if former is not None and former.task is not None:
+            former.task.cancel()
+        running = self.runs[spec.request_id] = Running(spec, router_id, _ids(spec))
+        reserved = worker_pb2.Reserved(request_id=spec.request_id, attempt=spec.attempt)
+        if reserve.HasField("writer"):
+            self._leases += 1
+            running.lease_id = f"{self.worker_id}:{self._leases}"
+            owner = common_pb2.WorkerRef(worker_id=self.worker_id, incarnation=self.incarnation)
+            reserved.lease.CopyFrom(
+                worker_pb2.Lease(
+                    lease_id=running.lease_id, lease_epoch=1, owner=owner, writer=reserve.writer
+                )
+            )
+        else:
+            running.task = asyncio.ensure_future(self._decode(running))
+        self._tell(router_id, reserved=[reserved])
+
+    def _reject(
+        self, router_id: str, spec: worker_pb2.RequestSpec, reason: int, retry_ms: int
+    ) -> None:
+        rejected = worker_pb2.Rejected(
+            request_id=spec.request_id,
+            attempt=spec.attempt,
+            reason=reason,
+            message="scripted",
+            retry_after_ms=retry_ms,
+        )
+        self._tell(router_id, rejected=[rejected])
+
+    def _cancel(self, request_id: str, attempt: int) -> None:
+        self.cancels.append((request_id, attempt))
+        running = self.runs.get(request_id)
+        if running is not None and running.spec.attempt <= attempt:
+            del self.runs[request_id]
+            if running.task is not None:
+                running.task.cancel()
+
+    def admit(self, lease: worker_pb2.Lease, first_token: int) -> bool:
+        """What the transfer layer does with `done`; False: the lease is fenced."""
+        for running in self.runs.values():
+            if running.lease_id == lease.lease_id and running.task is None:
+                running.tokens.append(first_token)
+                spec = running.spec
+                admitted = worker_pb2.HandoffAdmitted(
+                    request_id=spec.request_id, attempt=spec.attempt
+                )
+                self._tell(running.router_id, admitted=[admitted])
+                self.hold(_ids(spec), spec.cache_salt)
+                running.task = asyncio.ensure_future(self._decode(running))
+                return True
+        return False
+
+    async def _decode(self, running: Running) -> None:
+        while not running.finished:
+            await asyncio.sleep(self.step_s)
+            await self.may_decode.wait()
+            running.finished = running.next()
+            self.num_decode_steps += 1
+            self._tell(running.router_id, tokens=[self._tokens(running, len(running.output) - 1)])
+            self.on_token(running)
+        self.runs.pop(running.spec.request_id, None)
+        self.finished[running.spec.request_id] = running
+
+    def _tokens(self, running: Running, index: int) -> worker_pb2.RequestTokens:
+        return worker_pb2.RequestTokens(
+            request_id=running.spec.request_id,
+            attempt=running.spec.attempt,
+            index=index,
+            ids=running.output[index:],
+            finished=running.finished,
+        )
+
+    async def Attach(  # noqa: N802
+        self, request: worker_pb2.AttachRequest, context: Context
+    ) -> worker_pb2.AttachResponse:
+        wanted = request.request_id
+        running = self.runs.get(wanted) or self.finished.get(wanted)
+        if running is None or running.spec.tenant != request.tenant:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "not here")
+        if request.body_digest and request.body_digest != running.spec.body_digest:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, "another body")
+        running.router_id = request.router_id
+        return worker_pb2.AttachResponse(spec=running.spec, tokens=self._tokens(running, 0))
+
+
+def _ids(spec: worker_pb2.RequestSpec) -> list[int]:
+    return [int(token) for token in np.frombuffer(spec.token_ids, dtype="<u4")]

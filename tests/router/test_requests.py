@@ -1,0 +1,36 @@
+"""A request's way through the router when nothing goes wrong."""
+
+from __future__ import annotations
+
+from router.text import TextModel
+from tests.router.deployment import Answer, ask_for, deployment
+from tests.router.scripted_worker import oracle
+
+
+def expected(prompt: str, num_tokens: int, seed: int = 7) -> list[int]:
+    return oracle(list(prompt.encode()), seed, num_tokens)
+
+
+def assert_whole(answer: Answer, prompt: str, num_tokens: int = 12, seed: int = 7) -> None:
+    """The fault-free tokens and their text, once and in order, and an end."""
+    assert answer.ids == expected(prompt, num_tokens, seed)[answer.from_index :]
+    assert answer.finished is not None
+    assert answer.text == bytes(answer.ids).decode()
+
+
+async def test_a_prompt_is_prefilled_in_one_pool_and_streams_from_the_other(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        answer = await d.client.ask(ask_for("Once upon a time"))
+        assert_whole(answer, "Once upon a time")
+        assert answer.routed[0].prefill_worker == "p0"
+        assert answer.routed[0].decode_worker == "d0"
+        assert answer.routed[0].seed == 7
+        assert len(answer.prefilled) == 1
+        assert answer.handed_off[0].kv_bytes > 0
+        assert answer.finished is not None
+        assert answer.finished.usage.num_prompt_tokens == 16
+        assert answer.finished.usage.num_output_tokens == 12
+        assert answer.finished.timings.ttft_ms > 0
+        await d.check_empty()
