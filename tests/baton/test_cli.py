@@ -1,0 +1,198 @@
+"""The command line, against a router and a registry over real gRPC."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from baton import render
+from baton.cli import main
+from baton.errors import InvalidRequestError
+from tests.baton.small_router import Book, SmallControl, SmallRouter, answer
+
+
+@pytest.fixture(autouse=True)
+def _fresh_consoles() -> None:
+    """Consoles keep the streams they were made with; a test has its own."""
+    render.out.cache_clear()
+    render.err.cache_clear()
+
+
+@pytest.fixture
+def book() -> Book:
+    return Book()
+
+
+@pytest.fixture
+def router(book: Book) -> Iterator[str]:
+    served = SmallRouter(book)
+    yield served.address
+    served.stop()
+
+
+@pytest.fixture
+def control() -> Iterator[str]:
+    server, address = SmallControl().serve()
+    yield address
+    server.stop(None).wait()
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_generate_streams_the_answer_alone_to_standard_output(
+    router: str, book: Book, capsys: Capture
+) -> None:
+    assert main(["generate", "hello", "--router", router, "--seed", "3", "--max-tokens", "4"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == answer(3, 4) + "\n"
+    assert captured.err == ""
+    (message,) = book.requests[0].chat.messages
+    assert (message.role, message.content) == ("user", "hello")
+
+
+def test_generate_sends_raw_text_and_reads_standard_input(
+    router: str, book: Book, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    assert main(["generate", "-", "--raw", "--router", router, "--stop", "a", "--stop", "b"]) == 0
+    assert book.requests[0].text == "from a pipe"
+    assert list(book.requests[0].stop) == ["a", "b"]
+
+
+def test_what_an_answer_cost_is_told_in_aligned_columns(router: str, capsys: Capture) -> None:
+    assert main(["generate", "hello", "--router", router, "--stats"]) == 0
+    names, values = capsys.readouterr().err.rstrip().splitlines()
+    assert "prefill-0" in values
+    for name, value in [
+        ("prompt", "212 tok"),
+        ("cached", "192 tok"),
+        ("TTFT", "12.5 ms"),
+        ("KV moved", "2.0 MB"),
+        ("at", "4.0 GB/s"),
+        ("ITL", "5.0 ms"),
+        ("speed", "50 tok/s"),
+    ]:
+        assert names.index(f" {name}") + 1 + len(name) == values.index(value) + len(value)
+
+
+def test_chat_remembers_both_sides_and_can_start_over(
+    router: str, book: Book, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\n/new\nthree\n/quit\nnever\n"))
+    arguments = ["chat", "--router", router, "--seed", "1", "--max-tokens", "2", "--system", "be"]
+    assert main(arguments) == 0
+    said = [[m.content for m in request.chat.messages] for request in book.requests]
+    assert said == [["be", "one"], ["be", "one", answer(1, 2), "two"], ["be", "three"]]
+
+
+def test_status_shows_pools_and_workers(control: str, capsys: Capture) -> None:
+    assert main(["status", "--control", control]) == 0
+    shown = capsys.readouterr().out
+    for part in ("Pools", "decode-0", "live", "50% of 1024", "8,123 tok/s", "5.1 ms", "4.2 GB/s"):
+        assert part in shown
+
+
+def test_scale_waits_until_the_pool_has_its_size(control: str, capsys: Capture) -> None:
+    assert main(["scale", "decode", "3", "--control", control]) == 0
+    assert "decode: 1 → 3" in capsys.readouterr().out
+    assert main(["status", "--control", control]) == 0
+    assert "decode-2" in capsys.readouterr().out
+
+
+def test_drain_waits_until_the_worker_is_gone(control: str, capsys: Capture) -> None:
+    assert main(["drain", "decode-0", "--control", control]) == 0
+    assert main(["status", "--control", control]) == 0
+    assert "gone" in capsys.readouterr().out
+
+
+def test_names_that_do_not_exist_are_told_with_those_that_do(control: str, capsys: Capture) -> None:
+    assert main(["scale", "decod", "3", "--control", control]) == 1
+    assert "no pool 'decod'; there are: decode" in capsys.readouterr().err
+    assert main(["drain", "nobody", "--control", control]) == 1
+    assert "no worker 'nobody'" in capsys.readouterr().err
+
+
+def test_explain_shows_every_candidate_cheapest_first(router: str, capsys: Capture) -> None:
+    assert main(["explain", "hello", "--router", router]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("14.2 ms") < shown.index("1.4 s")
+    assert "(by itself)" in shown
+
+
+def test_nothing_at_the_address_says_what_to_do(capsys: Capture) -> None:
+    assert main(["generate", "hello", "--router", "127.0.0.1:1"]) == 3
+    shown = capsys.readouterr().err
+    assert "127.0.0.1:1" in shown
+    assert "baton up" in shown
+    assert main(["status", "--control", "127.0.0.1:1"]) == 3
+    shown = capsys.readouterr().err
+    assert "nothing listens at 127.0.0.1:1" in shown
+    assert "--control" in shown
+
+
+def test_a_refused_request_is_told_and_fails(capsys: Capture) -> None:
+    served = SmallRouter(Book(), fail=InvalidRequestError("no chat template", field="chat"))
+    try:
+        assert main(["generate", "hello", "--router", served.address]) == 1
+    finally:
+        served.stop()
+    shown = capsys.readouterr().err
+    assert "no chat template" in shown
+    assert "--raw" in shown
+
+
+def test_a_misspelt_key_in_a_cluster_file_is_wrong_usage(
+    tmp_path: os.PathLike[str], capsys: Capture
+) -> None:
+    file = os.path.join(tmp_path, "cluster.yaml")
+    with open(file, "w") as out:
+        out.write("engine: {block_sise: 16}\n")
+    assert main(["up", "-f", file]) == 2
+    assert "did you mean 'block_size'?" in capsys.readouterr().err
+
+
+def test_wrong_usage_is_told_by_the_parser(capsys: Capture) -> None:
+    for arguments in (["scale", "decode", "-1"], ["scale", "decode", "x"], ["nonsense"], []):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+
+
+def test_interrupting_an_answer_aborts_it_and_exits_quietly(book: Book) -> None:
+    hold = threading.Event()
+    served = SmallRouter(book, hold=hold)
+    command = [sys.executable, "-m", "baton.cli", "generate", "hi", "--router", served.address]
+    try:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.read(4)  # it streams
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=20)
+    finally:
+        hold.set()
+        served.stop()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert book.aborted == [book.requests[0].request_id]
+
+
+def test_asking_imports_neither_torch_nor_ray_nor_the_tokenizer(router: str) -> None:
+    script = (
+        "import sys; from baton.cli import main; "
+        f"main(['generate', 'hi', '--router', {router!r}]); "
+        "print([m for m in ('torch', 'ray', 'tokenizers', 'numpy', 'engine') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"

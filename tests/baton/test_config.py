@@ -1,0 +1,152 @@
+"""Cluster files: defaults, round trips, and errors that say what to write instead."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton import settings
+from baton.config import ClusterConfig, PoolConfig, load_config, parse_config
+from baton.errors import ConfigError
+from engine.config import EngineConfig
+from router.config import RouterConfig
+
+
+def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model() -> None:
+    config = parse_config(None)
+    assert config == ClusterConfig()
+    roles = {name: (pool.role, pool.replicas) for name, pool in config.pools.items()}
+    assert roles == {"prefill": ("prefill", 1), "decode": ("decode", 1)}
+    assert (config.model, config.model_name) == ("models/demo", "demo")
+    assert (config.router.port, config.control.port) == (7100, 7101)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"modle": "x"}, "modle: unknown key; did you mean 'model'?"),
+        ({"engine": {"blocksize": 3}}, "engine.blocksize: unknown key; did you mean 'block_size'?"),
+        ({"qqqq": 1}, "qqqq: unknown key; valid keys: control, engine, log_level, model, pools"),
+        ({"engine": {"block_size": "3"}}, "engine.block_size: a whole number is expected, not '3'"),
+        ({"engine": {"block_size": True}}, "engine.block_size: a whole number is expected"),
+        ({"engine": {"block_size": 0}}, "engine.block_size: must be at least 1, not 0"),
+        ({"engine": {"dtype": "fp32"}}, "engine.dtype: must be one of bfloat16, float32"),
+        ({"engine": {"prefix_cache": "no"}}, "engine.prefix_cache: true or false is expected"),
+        ({"engine": 3}, "engine: a mapping is expected, not 3"),
+        ({"router": {"max_queue": 0}}, "router.max_queue: must be at least 1, not 0"),
+        ({"router": {"port": None}}, "router.port: a whole number is expected, not nothing"),
+        ({"router": {"lease_lead_s": "soon"}}, "router.lease_lead_s: a number is expected"),
+        ({"router": {"lease_lead_s": float("nan")}}, "router.lease_lead_s: must be a number"),
+        ({"transfer": {"transport": "tcp"}}, "transfer.transport: must be ucx or memory"),
+        ({"control": {"port": 70000}}, "control.port: must be between 0 and 65535"),
+        ({"log_level": "inf"}, "must be one of debug, info, warning, error, not 'inf'; did you"),
+        ({"pools": []}, "pools: a mapping is expected"),
+        ({"pools": {"a": {"replicas": 1}}}, "pools.a.role: is needed"),
+        ({"pools": {"a": {"role": "decod"}}}, "pools.a.role: must be one of"),
+        ({"pools": {"a": {"role": "prefill"}}}, "pools: need at least one of role decode or mixed"),
+        ({"pools": {"a": {"role": "decode", "replicas": -1}}}, "pools.a.replicas: must be between"),
+        ({"pools": {"a": {"role": "decode", "replica": 1}}}, "did you mean 'replicas'?"),
+        (
+            {"pools": {"a": {"role": "decode", "engine": {"dtyp": "float32"}}}},
+            "pools.a.engine.dtyp: unknown key; did you mean 'dtype'?",
+        ),
+        (
+            {"pools": {"a": {"role": "decode", "engine": {"max_num_seqs": 0}}}},
+            "pools.a.engine.max_num_seqs: must be at least 1",
+        ),
+        ({"pools": {"a b": {"role": "decode"}}}, "pools.a b: a pool's name is"),
+        ([1], "cluster.yaml: a mapping is expected, not [1]"),
+        ({"model": ""}, "model: must not be empty"),
+    ],
+)
+def test_a_mistake_names_file_key_and_what_is_valid(value: object, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(value, source="cluster.yaml")
+    assert caught.value.message.startswith("cluster.yaml: ")
+    assert problem in caught.value.message
+
+
+def test_a_configuration_is_read_back_from_its_own_yaml() -> None:
+    config = ClusterConfig(
+        model="/models/llama",
+        served_model_name="llama",
+        log_level="debug",
+        pools={
+            "prefill": PoolConfig(role="prefill", replicas=2),
+            "decode": PoolConfig(role="decode", tensor_parallel=2, engine={"max_num_seqs": 8}),
+        },
+        engine=EngineConfig(dtype="float32", num_blocks=100),
+        router=RouterConfig(port=0, local_prefill="never"),
+    )
+    text = config.to_yaml()
+    assert parse_config(yaml.safe_load(text)) == config
+    assert parse_config(yaml.safe_load(ClusterConfig().to_yaml())) == ClusterConfig()
+    assert "block_size" not in text  # what is left at its default is not written
+
+
+def test_a_pools_engine_is_the_clusters_with_its_own_settings_over_it() -> None:
+    config = parse_config(
+        {
+            "engine": {"max_num_seqs": 4, "dtype": "float32"},
+            "pools": {
+                "a": {"role": "mixed", "engine": {"max_num_seqs": 9}},
+                "b": {"role": "mixed"},
+            },
+        }
+    )
+    assert config.pool_engine("a") == dataclasses.replace(config.engine, max_num_seqs=9)
+    assert config.pool_engine("b") == config.engine
+
+
+def test_whole_numbers_serve_as_numbers() -> None:
+    assert parse_config({"router": {"lease_lead_s": 2}}).router.lease_lead_s == 2.0
+
+
+def test_a_relative_model_folder_is_found_beside_its_file(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    file = tmp_path / "cluster.yaml"
+    file.write_text("model: weights\nserved_model_name: mine\n")
+    config = load_config(file)
+    assert config.model == str(tmp_path / "weights")
+    assert config.model_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [("a: [", "not valid YAML"), (None, "cannot be read: No such file")]
+)
+def test_an_unreadable_file_is_named(tmp_path: Path, content: str | None, problem: str) -> None:
+    file = tmp_path / "cluster.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=f"cluster.yaml: {problem}"):
+        load_config(file)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    items: tuple[int, ...] = ()
+    """Numbers."""
+    choice: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    needed: float
+    """A number that
+    is needed."""
+    inner: Inner = Inner()
+
+
+def test_any_dataclass_can_be_read_written_and_described() -> None:
+    value = {"needed": 1, "inner": {"items": [1, 2], "choice": None}}
+    config = settings.parse(Outer, value, source="x")
+    assert config == Outer(1.0, Inner((1, 2), None))
+    assert settings.parse(Outer, settings.dump(config), source="x") == config
+    assert settings.descriptions(Outer) == {"needed": "A number that is needed."}
+    with pytest.raises(ConfigError, match=r"x: inner\.items\[1\]: a whole number"):
+        settings.parse(Outer, {"needed": 1, "inner": {"items": [1, "b"]}}, source="x")
+    with pytest.raises(ConfigError, match="x: needed: is needed"):
+        settings.parse(Outer, {}, source="x")
