@@ -124,17 +124,20 @@ def make_poster(ucp: Ucp, native: bool) -> Poster:
     """The compiled poster when it is wanted and can be had, else the one in Python."""
     if native:
         try:
-            return NativePoster(ucp, compiled_post_loop())
+            return NativePoster(ucp, compiled(_SOURCE))
         except (OSError, subprocess.SubprocessError) as error:
             log.warning("puts are posted from Python, for the C loop cannot be built: %s", error)
     return PythonPoster(ucp)
 
 
-def compiled_post_loop() -> Path:
-    """The compiled library, made when it is not in the cache. Raises OSError, SubprocessError."""
-    source = _SOURCE.read_bytes()
-    key = hashlib.sha256(source + " ".join((*_FLAGS, platform.machine())).encode()).hexdigest()[:16]
-    library = _cache_folder() / f"post_loop-{key}.so"
+def compiled(source: Path) -> Path:
+    """The library made of one C file, from the cache if it is there.
+
+    Raises OSError, SubprocessError.
+    """
+    recipe = " ".join((*_FLAGS, platform.machine())).encode()
+    key = hashlib.sha256(source.read_bytes() + recipe).hexdigest()[:16]
+    library = _cache_folder() / f"{source.stem}-{key}.so"
     if library.exists():
         return library
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
@@ -142,7 +145,7 @@ def compiled_post_loop() -> Path:
         raise FileNotFoundError(f"no C compiler ({', '.join(_COMPILERS)})")
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         output = Path(folder) / library.name
-        command = [compiler, *_FLAGS, "-o", str(output), str(_SOURCE)]
+        command = [compiler, *_FLAGS, "-o", str(output), str(source)]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         output.replace(library)  # atomic: several processes may build it at once
     return library

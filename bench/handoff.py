@@ -1,0 +1,270 @@
+"""Handoff bandwidth beside memcpy, and how long a handoff's answer takes.
+
+    python -m bench.handoff [--rounds 15] [--library wheel|system|PATH] [--python-loop]
+
+Two processes, one Baton handoff a round: 256 scattered blocks go into the other process, then
+`done` -> admission -> `Ack`. In the same round, alternating, the same blocks are copied by memcpy
+inside one process (one C call that copies each run). Medians over the rounds; every round's
+sources and targets are others, so that neither side finds its blocks in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import multiprocessing
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from bench.table import markdown
+from kv_transfer.config import TransferConfig
+from kv_transfer.exporter import Exporter
+from kv_transfer.layout import BlockId, HandoffId, KvLayout, LayerGroup, RegionLayout, TensorSpec
+from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
+from kv_transfer.lease_table import LeaseFailure, LeaseTable
+from kv_transfer.rank import TransferRank
+from kv_transfer.routes import Route
+from kv_transfer.transport import make_transport
+from kv_transfer.ucx.native import compiled
+
+BLOCK_BYTES = (32 << 10, 64 << 10, 128 << 10)
+NUM_RUNS = 256
+NUM_LAYERS = 8
+NUM_REGIONS = 4
+BLOCKS_PER_REGION = 64
+FINGERPRINT = b"bench"
+NUM_PINGS = 500
+
+
+@dataclass(frozen=True)
+class Push:
+    handoff_id: HandoffId
+    group: int
+    ordinals: tuple[int, ...]
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians. GB/s over 256 blocks: `put` counts posting and flushing alone, `handoff` also the
+    receiver's answer; `answer_us` is a handoff without blocks."""
+
+    block_bytes: int
+    put_gb_s: float
+    handoff_gb_s: float
+    memcpy_gb_s: float
+    answer_us: float
+
+
+class Worker:
+    """One rank, whole: memory, sink, lease table and exporter. Made on a running event loop."""
+
+    def __init__(self, name: str, block_bytes: int, config: TransferConfig) -> None:
+        head_dim = block_bytes // 16 // 2
+        tensor = TensorSpec("kv", 1, head_dim, "bfloat16")
+        layout = KvLayout(16, (LayerGroup(0, NUM_LAYERS, (tensor,)),))
+        self.layout = RegionLayout(layout, 0, 1, BLOCKS_PER_REGION)
+        self.transport = make_transport(config)
+        self.memory = self.transport.allocate(
+            NUM_REGIONS, self.layout.num_bytes(), BLOCKS_PER_REGION
+        )
+        address = TransferRank.address_of(self.transport, 0)
+        self.identity = WorkerIdentity(name, 1, (address,))
+        self.rank = TransferRank(
+            self.transport, self.memory, self.layout, self.identity, 0, None, config
+        )
+        self.table = LeaseTable(self.rank, self.identity, FINGERPRINT, config, self)
+        self.exporter = Exporter(self.rank, self.identity, FINGERPRINT, config, self.rank.message)
+
+    def admitted(self, request_id: str, first: FirstToken) -> None:
+        pass
+
+    def failed(self, request_id: str, reason: LeaseFailure) -> None:
+        raise RuntimeError(f"{request_id}: {reason}")
+
+    def quiescent(self, request_id: str) -> None:
+        pass
+
+    def close(self) -> None:
+        del self.memory
+        self.transport.close()
+
+
+def scattered(seed: int, count: int) -> list[BlockId]:
+    """Block ids of which no two are neighbours, so that nothing coalesces; never the null block."""
+    blocks = np.arange(1, NUM_REGIONS * BLOCKS_PER_REGION, 2)
+    return [BlockId(int(b)) for b in np.random.default_rng(seed).permutation(blocks)[:count]]
+
+
+async def receive(pipe: Connection, block_bytes: int, config: TransferConfig) -> None:
+    worker = Worker("receiver", block_bytes, config)
+    writer: WorkerIdentity = await asyncio.to_thread(pipe.recv)
+    pipe.send(worker.identity)
+    while (blocks := await asyncio.to_thread(pipe.recv)) is not None:
+        pipe.send(worker.table.grant("bench", writer, [blocks], 0, 60.0))
+    worker.close()
+
+
+def receiver_main(pipe: Connection, block_bytes: int, config: TransferConfig) -> None:
+    asyncio.run(receive(pipe, block_bytes, config))
+
+
+def run_receiver(
+    block_bytes: int, config: TransferConfig
+) -> tuple[Connection, multiprocessing.process.BaseProcess]:
+    context = multiprocessing.get_context("spawn")
+    pipe, there = context.Pipe()
+    process = context.Process(target=receiver_main, args=(there, block_bytes, config), daemon=True)
+    process.start()
+    return pipe, process
+
+
+async def hand_over(worker: Worker, lease: Lease, blocks: Sequence[BlockId]) -> tuple[float, float]:
+    """(seconds posting and flushing, seconds from the first push to the receiver's answer)."""
+    handoff = worker.exporter.open(lease)
+    start = time.perf_counter()
+    if blocks:
+        push = Push(handoff, 0, tuple(range(len(blocks))), tuple(blocks))
+        for layer in range(NUM_LAYERS):
+            worker.rank.layer_done(layer, [push])
+        worker.rank.step_done(None)
+    receipt = await worker.exporter.finish(handoff, 1, None)
+    return receipt.put_s, time.perf_counter() - start
+
+
+class Memcpy:
+    """Copies the same runs to the same places of a pool in this process, in one C call."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._copy = ctypes.CDLL(str(compiled(Path(__file__).with_name("copy_loop.c")))).copy_runs
+        self._copy.argtypes = [ctypes.c_size_t] + [ctypes.c_void_p] * 3
+        self._layout, self._regions = worker.layout, worker.memory.regions
+        stride = worker.memory.region_stride_bytes
+        self._pool = np.ones(NUM_REGIONS * stride, dtype=np.uint8)  # every page is touched
+        base = self._pool.ctypes.data
+        self._targets = tuple(
+            replace(region, base_address=base + i * stride)
+            for i, region in enumerate(self._regions)
+        )
+
+    def seconds(self, sources: Sequence[BlockId], targets: Sequence[BlockId]) -> float:
+        route = Route(self._layout, self._regions, 0, 1, self._targets)
+        runs = route.runs(0, sources, targets)
+        assert runs is not None
+        start = time.perf_counter()
+        for layer in range(NUM_LAYERS):
+            batch = runs.at(layer)
+            self._copy(
+                len(batch.sources),
+                batch.sources.ctypes.data,
+                batch.targets.ctypes.data,
+                batch.lengths.ctypes.data,
+            )
+        return time.perf_counter() - start
+
+
+async def measure(block_bytes: int, rounds: int, config: TransferConfig) -> Result:
+    pipe, process = run_receiver(block_bytes, config)
+    worker = Worker("sender", block_bytes, config)
+    worker.memory.buffer[:] = 7
+    pipe.send(worker.identity)
+    await asyncio.to_thread(pipe.recv)
+    memcpy = Memcpy(worker)
+    samples: list[tuple[float, float, float, float]] = []
+    for number in range(rounds + 2):
+        sources, targets = (scattered(2 * number + i, NUM_RUNS // NUM_LAYERS) for i in (0, 1))
+        pipe.send(targets)
+        put_s, whole_s = await hand_over(worker, await asyncio.to_thread(pipe.recv), sources)
+        copy_s = memcpy.seconds(sources, targets)
+        pipe.send([])
+        _, answer_s = await hand_over(worker, await asyncio.to_thread(pipe.recv), [])
+        samples.append((put_s, whole_s, copy_s, answer_s))
+    pipe.send(None)
+    await asyncio.to_thread(process.join)
+    worker.close()
+    put_s, whole_s, copy_s, answer_s = (
+        statistics.median(column) for column in zip(*samples[2:], strict=True)
+    )
+    num_gb = NUM_RUNS * block_bytes / 1e9
+    return Result(block_bytes, num_gb / put_s, num_gb / whole_s, num_gb / copy_s, answer_s * 1e6)
+
+
+def echo_main(pipe: Connection, config: TransferConfig) -> None:
+    """Answer every message from the progress thread itself."""
+    transport = make_transport(config)
+    peer = transport.connect(pipe.recv())
+    transport.start(lambda payload: transport.send(peer, payload), lambda _address: None)
+    pipe.send(transport.address)
+    pipe.recv()
+    transport.close()
+
+
+def notification_us(config: TransferConfig) -> float:
+    """Median microseconds of a message there and back between the two progress threads: no event
+    loop takes part, and no other thread."""
+    context = multiprocessing.get_context("spawn")
+    pipe, there = context.Pipe()
+    process = context.Process(target=echo_main, args=(there, config), daemon=True)
+    process.start()
+    transport = make_transport(config)
+    samples: list[float] = []
+    over = threading.Event()
+    sent_at = [0.0]
+
+    def answered(payload: bytes) -> None:
+        samples.append(time.perf_counter() - sent_at[0])
+        if len(samples) == NUM_PINGS:
+            over.set()
+            return
+        sent_at[0] = time.perf_counter()
+        transport.send(peer, payload)
+
+    transport.start(answered, lambda _address: over.set())
+    pipe.send(transport.address)
+    peer = transport.connect(pipe.recv())
+    sent_at[0] = time.perf_counter()
+    transport.send(peer, bytes(300))
+    over.wait(30)
+    pipe.send(None)
+    process.join()
+    transport.close()
+    return statistics.median(samples[10:]) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--library", default="wheel")
+    parser.add_argument("--python-loop", action="store_true", help="post from Python, not from C")
+    options = parser.parse_args()
+    config = TransferConfig(ucx_library=options.library, native=not options.python_loop)
+    header = ("256 blocks of", "memcpy GB/s", "put GB/s", "put/memcpy", "whole handoff GB/s")
+    rows = []
+    answers = []
+    for block_bytes in BLOCK_BYTES:
+        result = asyncio.run(measure(block_bytes, options.rounds, config))
+        answers.append(result.answer_us)
+        rows.append(
+            (
+                f"{block_bytes >> 10} KiB",
+                f"{result.memcpy_gb_s:.1f}",
+                f"{result.put_gb_s:.1f}",
+                f"{result.put_gb_s / result.memcpy_gb_s:.2f}",
+                f"{result.handoff_gb_s:.1f}",
+            )
+        )
+    print(markdown(header, rows))
+    print(f"done -> admission -> ack, event loops included: {statistics.median(answers):.0f} us")
+    print(f"message there and back, progress threads alone: {notification_us(config):.0f} us")
+
+
+if __name__ == "__main__":
+    main()
