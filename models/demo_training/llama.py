@@ -1,0 +1,175 @@
+"""The demo model: a Llama in plain PyTorch, small enough to train on two CPU cores.
+
+Parameters are named as in Hugging Face's `LlamaForCausalLM`, so a state dict is a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model; the defaults give 3.47 million parameters, 6.95 MB in bf16."""
+
+    vocab_size: int = 2048
+    hidden_size: int = 256
+    intermediate_size: int = 512
+    num_layers: int = 5
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-5
+    max_positions: int = 4096
+
+
+def rope_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions 0..length-1, each [length, head_dim], half-split."""
+    half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), shape.rope_theta**-half)
+    both = torch.cat([angles, angles], dim=-1)
+    return both.cos(), both.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn queries or keys [batch, heads, length, head_dim] by their positions."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class Norm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        query_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        head_dim, num_heads = self.shape.head_dim, self.shape.num_heads
+
+        def heads(projected: Tensor) -> Tensor:
+            return projected.view(batch, length, -1, head_dim).transpose(1, 2)
+
+        query = rotate(heads(self.q_proj(x)), cos, sin)
+        key = rotate(heads(self.k_proj(x)), cos, sin)
+        group = num_heads // self.shape.num_kv_heads
+        mixed = functional.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(group, dim=1),
+            heads(self.v_proj(x)).repeat_interleave(group, dim=1),
+            is_causal=True,
+        )
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+class FeedForward(nn.Module):
+    """The gated SiLU feed-forward of Llama."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = FeedForward(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Trunk(nn.Module):
+    """Embedding, layers and final norm: everything below the (tied) head."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+
+
+class Llama(nn.Module):
+    """The whole model. Its head is the embedding, transposed."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Trunk(shape)
+        self._tables: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._initialise()
+
+    def _initialise(self) -> None:
+        # Layers that write to the residual stream start small, so that depth does not add variance.
+        depth = 1 / math.sqrt(2 * self.shape.num_layers)
+        for name, weight in self.named_parameters():
+            if "embed" in name:
+                nn.init.normal_(weight, std=0.02)
+            elif weight.ndim == 2:
+                writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+                scale = 0.7 / math.sqrt(weight.shape[1])
+                nn.init.normal_(weight, std=scale * (depth if writes else 1.0))
+
+    def hidden(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Final hidden states [batch, length, hidden] of token ids [batch, length]."""
+        length = token_ids.shape[1]
+        if (length, dtype) not in self._tables:
+            cos, sin = rope_tables(self.shape, length)
+            self._tables[length, dtype] = cos.to(dtype), sin.to(dtype)
+        cos, sin = self._tables[length, dtype]
+        x = self.model.embed_tokens(token_ids).to(dtype)
+        for layer in self.model.layers:
+            x = layer(x, cos, sin)
+        out: Tensor = self.model.norm(x)
+        return out
+
+    def loss(self, token_ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weighted mean cross-entropy of the next token; both arguments are [batch, length].
+
+        `weights` says how much predicting each token counts. Rows of weight 0 skip the head, which
+        saves a good part of a step when most of a row is a question's context.
+        """
+        hidden = self.hidden(token_ids[:, :-1], dtype).flatten(0, 1)
+        wanted, weight = token_ids[:, 1:].flatten(), weights[:, 1:].flatten()
+        counted = weight > 0
+        logits = functional.linear(hidden[counted], self.model.embed_tokens.weight).float()
+        each = functional.cross_entropy(logits, wanted[counted], reduction="none")
+        return (each * weight[counted]).sum() / weight[counted].sum()

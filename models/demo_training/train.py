@@ -1,0 +1,214 @@
+"""Make the demo model from nothing but a seed: corpus, tokenizer, training, checkpoint.
+
+    python models/demo_training/train.py --out models/demo
+
+The number of steps is fixed, so a slower machine gives the same model later. About the recipe:
+Muon on the matrices with AdamW on embedding and norms learns several times faster here than AdamW
+alone; only answers count in the loss; rows of 2,048 tokens join once short ones are understood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from corpus import Rows, pack, train_tokenizer
+from export import write_checkpoint
+from llama import Llama, Shape
+from tokenizers import Tokenizer
+from torch import Tensor
+
+SHORT_LENGTH, SHORT_ROWS = 512, 6  # of a step: 3,072 tokens
+LONG_LENGTH, LONG_ROWS = 2048, 2  # of a step: 4,096 tokens
+VALIDATION_SEED = 990_001
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the result.
+
+    Up to where the learning rate begins to fall, a longer run does the same as a shorter one.
+    """
+
+    seed: int = 7
+    num_steps: int = 3400
+    warmup_steps: int = 40
+    decay_steps: int = 1200  # the last steps, over which the learning rate falls
+    short_only_steps: int = 480  # before long rows join
+    long_share: float = 0.42  # of the steps after that
+    muon_lr: float = 0.02
+    adam_lr: float = 5e-3
+    weight_decay: float = 0.05
+    final_lr: float = 0.02  # of the highest learning rate
+
+    def kinds(self) -> list[bool]:
+        """For every step: is it a step on long rows?"""
+        rng = np.random.default_rng(self.seed)
+        drawn = rng.random(self.num_steps) < self.long_share
+        drawn[: self.short_only_steps] = False
+        return [bool(long) for long in drawn]
+
+    def lr_factor(self, step: int) -> float:
+        """Warm-up, flat, then linear decay."""
+        warm = min(1.0, (step + 1) / self.warmup_steps)
+        left = min(1.0, (self.num_steps - step) / self.decay_steps)
+        return warm * (self.final_lr + (1 - self.final_lr) * left)
+
+
+def optimizers(model: Llama, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for the rest."""
+    matrices: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
+    for name, weight in model.named_parameters():
+        (matrices if weight.ndim == 2 and "embed" not in name else rest).append(weight)
+    return [
+        torch.optim.Muon(
+            matrices, lr=recipe.muon_lr, weight_decay=recipe.weight_decay, momentum=0.95
+        ),
+        torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+
+
+def batches(rows: Rows, per_step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Token ids and weights, each [per_step, length + 1], in the order of the rows."""
+    for start in range(0, len(rows.ids) - per_step + 1, per_step):
+        part = slice(start, start + per_step)
+        yield (
+            torch.from_numpy(rows.ids[part].astype(np.int64)),
+            torch.from_numpy(rows.counted[part].astype(np.float32)),
+        )
+
+
+def loss_of(model: Llama, ids: Tensor, weights: Tensor) -> Tensor:
+    """The loss in bf16 autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.loss(ids, weights, torch.bfloat16)
+
+
+@torch.no_grad()
+def validate(model: Llama, rows: Rows, per_step: int) -> float:
+    """Mean loss over all rows."""
+    losses = [loss_of(model, ids, weights).item() for ids, weights in batches(rows, per_step)]
+    return sum(losses) / len(losses)
+
+
+@dataclass
+class Training:
+    """A model, its optimizers and how many steps they have done; can be put aside in a file."""
+
+    recipe: Recipe
+    model: Llama
+    step: int = 0
+    num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.optims = optimizers(self.model, self.recipe)
+        self.highest = [[group["lr"] for group in optim.param_groups] for optim in self.optims]
+
+    def save(self, path: Path) -> None:
+        """Write everything that later steps depend on."""
+        state = {
+            "model": self.model.state_dict(),
+            "optims": [optim.state_dict() for optim in self.optims],
+            "done": (self.step, self.num_tokens),
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Continue where `save` was called."""
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optim, saved in zip(self.optims, state["optims"]):
+            optim.load_state_dict(saved)
+        self.step, self.num_tokens = state["done"]
+
+    def do_step(self, ids: Tensor, weights: Tensor) -> float:
+        """One step of every optimizer; returns the loss."""
+        factor = self.recipe.lr_factor(self.step)
+        for optim, lrs in zip(self.optims, self.highest):
+            for group, lr in zip(optim.param_groups, lrs):
+                group["lr"] = lr * factor
+        loss = loss_of(self.model, ids, weights)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optim in self.optims:
+            optim.step()
+            optim.zero_grad(set_to_none=True)
+        self.step += 1
+        self.num_tokens += ids.shape[0] * (ids.shape[1] - 1)
+        return loss.item()
+
+
+def learn(training: Training, tokenizer: Tokenizer, state_file: Path | None) -> None:
+    """Do the steps that are left, telling how it goes every 50 steps."""
+    recipe, kinds = training.recipe, training.recipe.kinds()
+    num_long = sum(kinds)
+    short = pack(
+        tokenizer, recipe.seed + 1, (len(kinds) - num_long) * SHORT_ROWS, SHORT_LENGTH, long=False
+    )
+    long = pack(tokenizer, recipe.seed + 2, num_long * LONG_ROWS, LONG_LENGTH, long=True)
+    print(f"corpus of {short.ids.size + long.ids.size:,} tokens; {len(kinds)} steps, "
+          f"{num_long} of them long", flush=True)  # fmt: skip
+    sources = {False: batches(short, SHORT_ROWS), True: batches(long, LONG_ROWS)}
+    for kind in kinds[: training.step]:
+        next(sources[kind])
+    started, tokens_before = time.monotonic(), training.num_tokens
+    recent: dict[bool, list[float]] = {False: [], True: []}
+    for kind in kinds[training.step :]:
+        recent[kind].append(training.do_step(*next(sources[kind])))
+        if training.step % 50 == 0 or training.step == len(kinds):
+            spent = time.monotonic() - started
+            speed = (training.num_tokens - tokens_before) / spent
+            shown = [sum(some) / max(1, len(some)) for some in recent.values()]
+            recent = {False: [], True: []}
+            print(f"step {training.step:5d}  {spent:6.0f} s  {speed:6.0f} tokens/s  "
+                  f"loss short {shown[0]:.3f} long {shown[1]:.3f}", flush=True)  # fmt: skip
+            if state_file is not None:
+                training.save(state_file)
+
+
+def check(model: Llama, tokenizer: Tokenizer) -> str:
+    """The validation losses, as a sentence."""
+    short = pack(tokenizer, VALIDATION_SEED, 60, SHORT_LENGTH, long=False)
+    long = pack(tokenizer, VALIDATION_SEED + 1, 12, LONG_LENGTH, long=True)
+    return (f"validation loss: short {validate(model, short, SHORT_ROWS):.4f}, "
+            f"long {validate(model, long, LONG_ROWS):.4f}")  # fmt: skip
+
+
+def main() -> None:
+    """Read the arguments, train, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--steps", type=int, default=Recipe.num_steps)
+    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--state", type=Path, help="file to continue from after an interruption")
+    arguments = parser.parse_args()
+    recipe = Recipe(seed=arguments.seed, num_steps=arguments.steps)
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(recipe.seed)
+    shape = Shape()
+    tokenizer = train_tokenizer(recipe.seed, shape.vocab_size)
+    training = Training(recipe, Llama(shape))
+    if arguments.state is not None and arguments.state.exists():
+        training.load(arguments.state)
+        print(f"continuing after step {training.step}", flush=True)
+    num_weights = sum(weight.numel() for weight in training.model.parameters())
+    print(f"{num_weights:,} parameters", flush=True)
+    started = time.monotonic()
+    learn(training, tokenizer, arguments.state)
+    print(f"{training.num_tokens:,} tokens, {time.monotonic() - started:.0f} s in this run; "
+          f"{check(training.model, tokenizer)}", flush=True)  # fmt: skip
+    write_checkpoint(training.model, tokenizer, arguments.out)
+    print(f"checkpoint written to {arguments.out}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
