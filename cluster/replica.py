@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 NAMESPACE = "baton"
 _RANK_CPUS = 0.001  # Ray only counts them: cores are divided by thread counts
 _CALL_TIMEOUT_S = 30.0
+_LEAVE_S = 2.0
 _NAME = re.compile(r"(?P<pool>[A-Za-z0-9-]+)-(?P<index>\d+)\.g(?P<generation>\d+)\.r(?P<rank>\d+)$")
 
 
@@ -52,6 +53,11 @@ class RankActor:
         set_up_logging(config.log_level)
         self._worker = WorkerThread(config, place)
         self._worker.start()
+
+    def leave(self) -> None:
+        """End the rank now, in good order; what runs is lost."""
+        if self._worker is not None:
+            self._worker.stop()
 
     def join(self) -> None:
         """Return when the rank has left in good order."""
@@ -194,6 +200,7 @@ def wait_for_end(replicas: list[Replica], timeout_s: float) -> list[Replica]:
 
 def destroy_replica(replica: Replica, timeout_s: float = 10.0) -> None:
     """End every rank by Ray and by pid, wait until all are gone, and free their place."""
+    _let_leave(replica)
     for actor in replica.actors:
         ray.kill(actor, no_restart=True)
     give_up_at = time.monotonic() + timeout_s
@@ -204,6 +211,18 @@ def destroy_replica(replica: Replica, timeout_s: float = 10.0) -> None:
                 os.kill(process.pid, signal.SIGKILL)
             time.sleep(0.02)
     _remove_group(replica.name)
+
+
+def _let_leave(replica: Replica) -> None:
+    """Give ranks that still listen a moment to give back what they hold."""
+    with contextlib.suppress(RayActorError, GetTimeoutError):
+        ray.get([actor.leave.remote() for actor in replica.actors], timeout=_LEAVE_S)
+        ray.get(list(replica.ends), timeout=_LEAVE_S)
+        for actor in replica.actors:
+            actor.__ray_terminate__.remote()
+        give_up_at = time.monotonic() + _LEAVE_S
+        while time.monotonic() < give_up_at and not all(map(is_gone, replica.processes)):
+            time.sleep(0.02)
 
 
 def _remove_group(name: ReplicaName) -> None:

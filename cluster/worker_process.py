@@ -68,12 +68,10 @@ class WorkerThread:
         """Until the rank has left in good order; on an error the process is gone by then."""
         self._ended.wait()
 
-    def drain(self, timeout_s: float | None) -> None:
-        """Have rank 0 finish what runs and leave; before it is ready: leave at once."""
-        loop, worker = self._loop, self._worker
-        if loop is None or worker is None:
-            os._exit(0)
-        loop.call_soon_threadsafe(worker.drain, timeout_s)
+    def stop(self) -> None:
+        """Have rank 0 leave now; the others follow it. One that still loads is not disturbed."""
+        if self._loop is not None and self._worker is not None:
+            self._loop.call_soon_threadsafe(self._worker.stop)
 
     def _run(self) -> None:
         try:

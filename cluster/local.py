@@ -1,0 +1,206 @@
+"""A whole cluster on this machine: Ray, supervisor, pools, router. What `baton up` runs.
+
+1. `up` starts a Ray of its own, the supervisor in it, waits until every pool is live, then starts
+   the router as a child process.
+2. `RunningCluster` tells the addresses and stays until `close`.
+3. `close` ends router, replicas, supervisor and Ray, in this order, and waits until none of their
+   processes is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import grpc
+
+from baton.config import ClusterConfig
+from baton.errors import UnavailableError
+from baton.process_tree import Process, descendants, wait_until_gone
+from baton.v1 import control_pb2, control_pb2_grpc
+from cluster.router_process import RouterProcess
+
+log = logging.getLogger(__name__)
+
+OnProgress = Callable[[str], None]
+
+_POOLS_TIMEOUT_S = 600.0
+_ROUTER_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 30.0
+_RAY_GONE_S = 8.0
+_OBJECT_STORE_BYTES = 80 << 20  # the data plane never uses it
+
+
+class RunningCluster:
+    """A cluster that `up` started; a context manager that closes it."""
+
+    def __init__(self, router: RouterProcess, control_address: str, stack: contextlib.ExitStack):
+        self._router = router
+        self.control_address = control_address
+        """host:port of the control service."""
+        self._stack = stack
+
+    @property
+    def router_address(self) -> str:
+        """host:port of the router's gRPC server."""
+        return self._router.address
+
+    @property
+    def router_pid(self) -> int | None:
+        return self._router.pid
+
+    def close(self) -> None:
+        """End everything; returns when no process is left. Idempotent."""
+        self._stack.close()
+
+    def __enter__(self) -> RunningCluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def up(
+    config: ClusterConfig,
+    on_progress: OnProgress = lambda text: None,
+    run_dir: Path | None = None,
+) -> RunningCluster:
+    """Start everything and wait until it serves. Raises BatonError; nothing is left then.
+
+    Logs, the configuration and Ray's session lie in `run_dir`, or in a temporary folder that goes
+    with the cluster.
+    """
+    config = dataclasses.replace(config, model=_absolute(config.model))
+    with contextlib.ExitStack() as stack:
+        if run_dir is None:
+            run_dir = Path(tempfile.mkdtemp(prefix="baton-"))
+            stack.callback(shutil.rmtree, run_dir, ignore_errors=True)
+        config_path = run_dir / "cluster.yaml"
+        config_path.write_text(config.to_yaml())
+        on_progress("starting Ray")
+        _start_ray(stack)
+        on_progress("starting the supervisor")
+        control = _start_supervisor(config, run_dir, stack)
+        _wait_for_pools(control, on_progress)
+        on_progress("starting the router")
+        listen = f"{config.router.host}:{config.router.port}"
+        router = RouterProcess(control, config_path, listen, run_dir / "router.log")
+        stack.callback(router.close)
+        router.start(_ROUTER_TIMEOUT_S)
+        return RunningCluster(router, control, stack.pop_all())
+    raise AssertionError("unreachable")
+
+
+def _absolute(model: str) -> str:
+    """Workers have working directories of their own; a name on the hub stays one."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+def _start_ray(stack: contextlib.ExitStack) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    before = descendants()
+    stack.callback(_stop_ray, before)
+    ray.init(
+        address="local",
+        num_cpus=max(4, len(os.sched_getaffinity(0))),
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        logging_level=logging.ERROR,
+        namespace="baton",
+        object_store_memory=_OBJECT_STORE_BYTES,
+    )
+
+
+def _stop_ray(before: set[Process]) -> None:
+    """Ray's processes outlive its shutdown by seconds: wait for them, then end them by pid."""
+    import ray
+
+    ours = descendants() - before
+    ray.shutdown()
+    for process in wait_until_gone(ours, _RAY_GONE_S):
+        log.warning("killing %s (%d), which outlived Ray", process.name, process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    wait_until_gone(ours, _RAY_GONE_S)
+
+
+def _start_supervisor(config: ClusterConfig, run_dir: Path, stack: contextlib.ExitStack) -> str:
+    """The supervisor as a detached actor that Ray restarts for ever; its control address."""
+    import ray
+    from ray.exceptions import RayError
+
+    from cluster.supervisor import NAME, SupervisorActor
+
+    supervisor: Any = (
+        ray.remote(SupervisorActor)
+        .options(
+            name=NAME,
+            namespace="baton",
+            lifetime="detached",
+            max_restarts=-1,
+            max_concurrency=4,
+            num_cpus=0,
+        )
+        .remote(config, str(run_dir))
+    )
+
+    def stop() -> None:
+        with contextlib.suppress(RayError):  # it is dead already, and Ray's end ends the rest
+            ray.get(supervisor.stop.remote(), timeout=_STOP_TIMEOUT_S)
+            supervisor.__ray_terminate__.remote()
+
+    stack.callback(stop)
+    try:
+        address: str = ray.get(supervisor.address.remote(), timeout=_STOP_TIMEOUT_S)
+    except RayError as error:
+        raise UnavailableError(f"the supervisor does not start: {error}") from error
+    return address
+
+
+def _wait_for_pools(control: str, on_progress: OnProgress) -> None:
+    """Until every pool has its replicas live; tells which are missing as that changes."""
+    give_up_at = time.monotonic() + _POOLS_TIMEOUT_S
+    told = ""
+    with grpc.insecure_channel(control) as channel:
+        # The generated types know grpc.aio only.
+        stub: Any = control_pb2_grpc.ControlServiceStub(cast(Any, channel))
+        watch = stub.WatchFleet(
+            control_pb2.WatchFleetRequest(), wait_for_ready=True, timeout=_POOLS_TIMEOUT_S
+        )
+        try:
+            for fleet in watch:
+                missing = [p for p in fleet.pools if p.live_replicas < p.desired_replicas]
+                if not missing:
+                    return
+                text = "loading the model: " + ", ".join(
+                    f"{p.name} {p.live_replicas}/{p.desired_replicas}" for p in fleet.pools
+                )
+                if text != told:
+                    told = text
+                    on_progress(text)
+                if time.monotonic() > give_up_at:
+                    break
+        except grpc.RpcError as error:
+            raise UnavailableError(f"the control service at {control} is lost: {error}") from error
+        finally:
+            watch.cancel()
+    raise UnavailableError(f"the pools are not live after {_POOLS_TIMEOUT_S:.0f} s: {told}")
