@@ -116,6 +116,7 @@ def _start_ray(stack: contextlib.ExitStack) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
+    logging.getLogger("ray").setLevel(logging.ERROR)
     before = descendants()
     stack.callback(_stop_ray, before)
     ray.init(
