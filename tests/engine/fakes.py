@@ -1,0 +1,214 @@
+"""Fake engines for tests: factories, an oracle, and a wire that carries pushed blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+
+from engine.api import KvSink, ModelSpec
+from engine.build import build_engine, build_runner, load_model_spec, region_layout
+from engine.config import EngineConfig, FakeEngineConfig
+from engine.core import EngineCore
+from engine.local_memory import LocalKvMemory, LocalSink
+from engine.request import (
+    BlockPush,
+    EngineEvent,
+    FinishReason,
+    HandoffId,
+    PrefilledEvent,
+    RequestId,
+    RequestSpec,
+    ReservedEvent,
+    SamplingParams,
+    StepPlan,
+    TokenEvent,
+)
+from kv_transfer.layout import NULL_BLOCK, RegionLayout
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+def fake_config(
+    num_blocks: int = 400, window: int | None = None, **changes: object
+) -> EngineConfig:
+    config = EngineConfig(
+        num_blocks=num_blocks,
+        num_regions=4,
+        backend="fake",
+        fake=FakeEngineConfig(window=window, max_model_len=1024),
+    )
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class FakeEngine:
+    """An engine with the memory it runs on, which starts as garbage."""
+
+    config: EngineConfig
+    sink: KvSink = field(default_factory=LocalSink)
+
+    def __post_init__(self) -> None:
+        self.model: ModelSpec = load_model_spec("", self.config)
+        self.region: RegionLayout = region_layout(self.model, self.config, 0, 1)
+        self.memory = LocalKvMemory.of(self.region, self.config.num_regions)
+        self.memory.buffer[:] = 0xA5
+        runner = build_runner("", self.config, self.model, self.memory, self.sink, None)
+        self.core: EngineCore = build_engine(self.config, runner, self.sink)
+
+    def block(self, layer: int, tensor: str, block_id: int) -> np.ndarray:
+        """One block of one tensor of one layer, as a writable view of bytes."""
+        region, inner = divmod(block_id, self.region.num_blocks)
+        group = self.model.layout.groups[self.model.layout.group_of_layer(layer)]
+        spec = next(t for t in group.tensors if t.name == tensor)
+        num_bytes = self.region.tensor_block_bytes(spec)
+        start = (
+            region * self.memory.region_stride_bytes
+            + self.region.tensor_offset(layer, tensor)
+            + inner * num_bytes
+        )
+        return self.memory.buffer[start : start + num_bytes]
+
+
+def prompt(length: int, seed: int = 0, shared: int = 0) -> np.ndarray:
+    """`length` tokens, of which the first `shared` are the same for every seed."""
+    own = np.random.default_rng((seed, length)).integers(2, 2048, length)
+    common = np.random.default_rng(12345).integers(2, 2048, 1024)
+    own[:shared] = common[: min(shared, length)]
+    return own.astype(np.uint32)
+
+
+def spec_of(
+    request_id: str,
+    tokens: np.ndarray,
+    sampling: SamplingParams = GREEDY,
+    emitted: Sequence[int] = (),
+    **changes: object,
+) -> RequestSpec:
+    known = np.concatenate([tokens, np.array(emitted, np.uint32)])
+    spec = RequestSpec(RequestId(request_id), known, len(tokens), sampling)
+    return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class Streams:
+    """Output tokens by request, checked for gaps and repetitions as they come."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    finished: dict[str, FinishReason] = field(default_factory=dict)
+
+    def take(self, events: Iterable[EngineEvent]) -> None:
+        for event in events:
+            if isinstance(event, TokenEvent):
+                stream = self.tokens.setdefault(event.request_id, [])
+                assert event.index == len(stream), (event, len(stream))
+                assert event.request_id not in self.finished, event
+                stream.append(event.token.token_id)
+                if event.finished is not None:
+                    self.finished[event.request_id] = event.finished
+
+
+def drain(core: EngineCore, streams: Streams | None = None) -> Streams:
+    """Step until nothing is left to do."""
+    streams = streams or Streams()
+    while core.has_work():
+        streams.take(core.step())
+    return streams
+
+
+def run(config: EngineConfig, specs: Sequence[RequestSpec]) -> Streams:
+    engine = FakeEngine(config).core
+    for spec in specs:
+        engine.add(spec)
+    streams = drain(engine)
+    engine.check_integrity()
+    return streams
+
+
+def alone(spec: RequestSpec, window: int | None = None) -> list[int]:
+    """The oracle: the request's output on an engine that runs nothing else, without a cache."""
+    key = (spec.token_ids.tobytes(), spec.num_prompt_tokens, spec.sampling, spec.cache_salt)
+    return list(_alone(*key, window))
+
+
+@lru_cache(maxsize=4096)
+def _alone(
+    token_ids: bytes, num_prompt: int, sampling: SamplingParams, salt: str, window: int | None
+) -> tuple[int, ...]:
+    tokens = np.frombuffer(token_ids, np.uint32)
+    prompt_only = spec_of("alone", tokens[:num_prompt], sampling, cache_salt=salt)
+    config = fake_config(window=window, max_num_batched_tokens=2048, prefix_cache=False)
+    return tuple(run(config, [prompt_only]).tokens["alone"])
+
+
+def pool_is_whole(core: EngineCore) -> None:
+    """Nothing is held, parked or lost."""
+    core.check_integrity()
+    load = core.load()
+    assert (load.num_free_blocks, load.num_quarantined_blocks) == (load.num_blocks, 0)
+    assert (load.num_waiting, load.num_running, load.num_reserved, load.num_exporting) == (0,) * 4
+
+
+@dataclass
+class Wire:
+    """A KvSink that copies pushed blocks into another engine's memory, layer by layer."""
+
+    source: FakeEngine = field(init=False)
+    target: FakeEngine = field(init=False)
+    leases: dict[HandoffId, ReservedEvent] = field(default_factory=dict)
+    pushed: dict[HandoffId, list[tuple[int, int]]] = field(default_factory=dict)  # (layer, ordinal)
+    calls: list[str] = field(default_factory=list)
+
+    def open(self, lease: ReservedEvent) -> HandoffId:
+        handoff = HandoffId(f"handoff {lease.request_id}")
+        self.leases[handoff] = lease
+        self.pushed[handoff] = []
+        return handoff
+
+    def message(self, payload: bytes) -> None:
+        self.calls.append(payload.decode())
+
+    def layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
+        layout = self.source.model.layout
+        group = layout.group_of_layer(layer)
+        self.calls.append(f"layer {layer}")
+        for push in pushes:
+            assert push.group == group, (layer, push)
+            lease = self.leases.get(push.handoff_id)
+            if lease is None:
+                continue  # fenced
+            for ordinal, block_id in zip(push.ordinals, push.block_ids):
+                target = lease.block_ids[group][ordinal]
+                assert NULL_BLOCK not in (block_id, target), (push, lease)
+                self.pushed[push.handoff_id].append((layer, ordinal))
+                for tensor in layout.groups[group].tensors:
+                    self.target.block(layer, tensor.name, target)[:] = self.source.block(
+                        layer, tensor.name, block_id
+                    )
+
+    def step_done(self, plan: StepPlan) -> None:
+        self.calls.append("step")
+
+    def owed(self, lease: ReservedEvent) -> list[tuple[int, int]]:
+        """What the receiver lacks: every block of the lease but null ones, in every layer."""
+        return [
+            (layer, ordinal)
+            for index, group in enumerate(self.source.model.layout.groups)
+            for layer in range(group.first_layer, group.first_layer + group.num_layers)
+            for ordinal, block_id in enumerate(lease.block_ids[index])
+            if block_id != NULL_BLOCK
+        ]
+
+
+def pair(prefill: EngineConfig, decode: EngineConfig) -> tuple[FakeEngine, FakeEngine, Wire]:
+    """A prefill and a decode engine, and what lies between."""
+    wire = Wire()
+    wire.source = FakeEngine(prefill, wire)
+    wire.target = FakeEngine(decode)
+    return wire.source, wire.target, wire
+
+
+def prefilled(events: Iterable[EngineEvent]) -> list[PrefilledEvent]:
+    return [event for event in events if isinstance(event, PrefilledEvent)]

@@ -1,0 +1,399 @@
+"""Whatever an engine does with memory, chunks and batches, a request's tokens stay its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.request import (
+    BlocksRemovedEvent,
+    BlocksStoredEvent,
+    FinishedEvent,
+    FinishReason,
+    NoCapacityEvent,
+    RequestId,
+    ReservedEvent,
+    SampledToken,
+    SamplingParams,
+    TokenEvent,
+)
+from kv_transfer.block_hash import block_hashes, chain_seed
+from tests.engine.fakes import (
+    GREEDY,
+    FakeEngine,
+    Streams,
+    alone,
+    drain,
+    fake_config,
+    pair,
+    pool_is_whole,
+    prefilled,
+    prompt,
+    run,
+    spec_of,
+)
+
+LENGTHS = (1, 2, 15, 16, 17, 32, 100, 333)
+WINDOWS = pytest.mark.parametrize("window", [None, 24, 40])
+
+
+@WINDOWS
+@pytest.mark.parametrize("chunk", [16, 64, 512])
+def test_batches_and_chunks_of_any_size_give_the_tokens_of_a_request_alone(
+    window: int | None, chunk: int
+) -> None:
+    specs = [spec_of(str(n), prompt(n)) for n in LENGTHS]
+    streams = run(fake_config(window=window, max_num_batched_tokens=chunk), specs)
+    for spec in specs:
+        assert streams.tokens[spec.request_id] == alone(spec, window)
+
+
+@WINDOWS
+def test_a_prefix_hit_gives_the_tokens_of_a_miss(window: int | None) -> None:
+    engine = FakeEngine(fake_config(window=window)).core
+    for turn, length in enumerate((200, 200, 230, 170, 96)):
+        spec = spec_of(str(turn), prompt(length, turn, shared=190))
+        engine.add(spec)
+        assert drain(engine).tokens[str(turn)] == alone(spec, window)
+    pool_is_whole(engine)
+
+
+def test_the_cached_part_of_a_prompt_is_not_computed_again() -> None:
+    engine, decode, wire = pair(fake_config(), fake_config())
+    first = spec_of("first", prompt(100))
+    for spec in (first, replace(first, request_id=RequestId("second"))):
+        lease = decode.core.reserve(spec)
+        assert isinstance(lease, ReservedEvent)
+        engine.core.add_prefill(spec, wire.open(lease), 0)
+        (event,) = prefilled(engine.core.step())
+        assert event.num_cached_tokens == (0 if spec is first else 96)
+
+
+@WINDOWS
+def test_preempted_requests_are_recomputed_with_the_same_tokens(window: int | None) -> None:
+    sampling = replace(GREEDY, max_tokens=120)
+    specs = [spec_of(str(seed), prompt(60, seed), sampling) for seed in range(6)]
+    engine = FakeEngine(fake_config(num_blocks=28, window=window)).core
+    for spec in specs:
+        engine.add(spec)
+    streams = Streams()
+    num_running, num_preempted = 0, 0
+    while engine.has_work():
+        streams.take(engine.step())
+        running = engine.load().num_running + len(streams.finished)
+        num_preempted += running < num_running
+        num_running = running
+        engine.check_integrity()
+    assert num_preempted, "the pool was large enough: the test shows nothing"
+    for spec in specs:
+        assert streams.tokens[spec.request_id] == alone(spec, window)
+    pool_is_whole(engine)
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company_and_another_seed_others() -> None:
+    sampled = replace(GREEDY, temperature=1.0, seed=7)
+    spec = spec_of("mine", prompt(50), sampled)
+    crowd = [spec_of(str(s), prompt(50), replace(sampled, seed=s)) for s in range(5)]
+    streams = run(fake_config(max_num_batched_tokens=33), [*crowd, spec])
+    assert streams.tokens["mine"] == alone(spec)
+    assert len({tuple(streams.tokens[other.request_id]) for other in crowd}) == len(crowd)
+
+
+@pytest.mark.parametrize("num_emitted", [1, 7, 23])
+def test_a_request_that_resumes_elsewhere_goes_on_at_its_index_with_the_same_tokens(
+    num_emitted: int,
+) -> None:
+    sampling = replace(GREEDY, temperature=0.8, seed=3)
+    whole = alone(spec_of("whole", prompt(40), sampling))
+    resumed = spec_of("resumed", prompt(40), sampling, emitted=whole[:num_emitted])
+    engine = FakeEngine(fake_config()).core
+    engine.add(resumed)
+    streams = Streams(tokens={"resumed": whole[:num_emitted]})
+    assert drain(engine, streams).tokens["resumed"] == whole
+    pool_is_whole(engine)
+
+
+# --- ends ---------------------------------------------------------------------------------------
+
+
+def test_an_end_of_sequence_or_stop_token_ends_a_request_and_min_tokens_forbids_it() -> None:
+    tokens = alone(spec_of("free", prompt(30)))
+    stop = tokens[5]
+    assert stop not in tokens[:5]
+    sampling = replace(GREEDY, stop_token_ids=frozenset({stop}))
+    streams = run(fake_config(), [spec_of("stops", prompt(30), sampling)])
+    assert streams.tokens["stops"] == tokens[:6]
+    assert streams.finished["stops"] is FinishReason.STOP
+    late = replace(sampling, min_tokens=10)
+    streams = run(fake_config(), [spec_of("late", prompt(30), late)])
+    assert streams.tokens["late"][:5] == tokens[:5]
+    assert stop not in streams.tokens["late"][:10]
+    assert len(streams.tokens["late"]) >= 10
+
+
+def test_max_tokens_and_the_context_end_a_request_with_length() -> None:
+    config = fake_config(max_model_len=64)
+    streams = run(
+        config,
+        [
+            spec_of("asked", prompt(10), replace(GREEDY, max_tokens=7)),
+            spec_of("context", prompt(50), replace(GREEDY, max_tokens=500)),
+        ],
+    )
+    assert len(streams.tokens["asked"]) == 7
+    assert len(streams.tokens["context"]) == 14
+    assert set(streams.finished.values()) == {FinishReason.LENGTH}
+
+
+def test_an_aborted_request_frees_its_blocks_whatever_it_was_doing() -> None:
+    engine = FakeEngine(fake_config(max_num_batched_tokens=32, max_num_seqs=2)).core
+    for name in ("decodes", "prefills", "waits"):
+        engine.add(spec_of(name, prompt(16 if name == "decodes" else 100, len(name))))
+    engine.step()
+    engine.step()
+    assert (engine.load().num_running, engine.load().num_waiting) == (2, 1)
+    for name in ("waits", "prefills", "decodes", "decodes", "unknown"):
+        engine.abort(RequestId(name))
+    events = engine.step()
+    ends = [e for e in events if isinstance(e, FinishedEvent)]
+    assert [e.request_id for e in ends] == ["waits", "prefills", "decodes"]
+    assert all(e.reason is FinishReason.ABORTED for e in ends)
+    assert not engine.has_work()
+    pool_is_whole(engine)
+
+
+# --- handoff ------------------------------------------------------------------------------------
+
+
+def hand_over(
+    prefill: EngineConfig,
+    decode: EngineConfig,
+    spec_tokens: np.ndarray,
+    warm: int,
+    warm_decode: int,
+) -> tuple[list[int], list[int]]:
+    """(tokens got, tokens expected) of a prompt whose prefix of so many tokens is cached."""
+    sender, receiver, wire = pair(prefill, decode)
+    for engine, length in ((sender.core, warm), (receiver.core, warm_decode)):
+        if length and engine is receiver.core:
+            engine.add(spec_of("warm", spec_tokens[:length], replace(GREEDY, max_tokens=1)))
+            drain(engine)
+        elif length:
+            warm_spec = spec_of("warm", spec_tokens[:length])
+            lease = ReservedEvent(RequestId("warm"), 0, ())
+            engine.add_prefill(warm_spec, wire.open(lease), 0)
+            wire.leases.clear()
+            drain(engine)
+            engine.release(RequestId("warm"))
+    spec = spec_of("request", spec_tokens)
+    lease = receiver.core.reserve(spec)
+    assert isinstance(lease, ReservedEvent)
+    handoff = wire.open(lease)
+    sender.core.add_prefill(spec, handoff, lease.num_cached_tokens)
+    events = []
+    while sender.core.has_work():
+        events += sender.core.step()
+    (first,) = prefilled(events)
+    assert sorted(wire.pushed[handoff]) == sorted(wire.owed(lease))
+    sender.core.release(spec.request_id)
+    receiver.core.admit(spec.request_id, first.token)
+    streams = Streams(tokens={"request": [first.token.token_id]})
+    drain(receiver.core, streams)
+    pool_is_whole(sender.core)
+    pool_is_whole(receiver.core)
+    return streams.tokens["request"], alone(spec, prefill.fake.window)
+
+
+@WINDOWS
+@pytest.mark.parametrize("chunk", [16, 50, 512])
+@pytest.mark.parametrize("length", [1, 16, 17, 150, 160])
+def test_a_handoff_carries_exactly_what_the_receiver_lacks(
+    window: int | None, chunk: int, length: int
+) -> None:
+    for warm in {0, length // 2, length - 1}:
+        for warm_decode in {0, length // 3, length - 1}:
+            got, expected = hand_over(
+                fake_config(window=window, max_num_batched_tokens=chunk),
+                fake_config(window=window, num_regions=2),
+                prompt(length),
+                warm,
+                warm_decode,
+            )
+            assert got == expected, (warm, warm_decode)
+
+
+def test_blocks_are_pushed_layer_by_layer_between_messages_and_the_end_of_the_step() -> None:
+    sender, receiver, wire = pair(fake_config(window=24), fake_config(window=24))
+    spec = spec_of("r", prompt(40))
+    lease = receiver.core.reserve(spec)
+    assert isinstance(lease, ReservedEvent)
+    sender.core.send_to_sinks(b"open")
+    sender.core.add_prefill(spec, wire.open(lease), 0)
+    sender.core.step()
+    assert wire.calls == ["open", "layer 0", "layer 1", "layer 2", "step"]
+    sender.core.send_to_sinks(b"close")
+    assert sender.core.has_work()
+    sender.core.step()
+    assert wire.calls[5:] == ["close", "step"]
+    assert not sender.core.has_work()
+
+
+def test_a_prefill_stays_pinned_until_release_even_when_aborted() -> None:
+    sender, receiver, wire = pair(fake_config(max_num_batched_tokens=32), fake_config())
+    spec = spec_of("r", prompt(100))
+    lease = receiver.core.reserve(spec)
+    assert isinstance(lease, ReservedEvent)
+    sender.core.add_prefill(spec, wire.open(lease), 0)
+    sender.core.step()
+    sender.core.abort(spec.request_id)
+    (end,) = [e for e in sender.core.step() if isinstance(e, FinishedEvent)]
+    assert end.reason is FinishReason.ABORTED
+    assert not sender.core.has_work()
+    load = sender.core.load()
+    assert (load.num_exporting, load.num_free_blocks) == (1, load.num_blocks - 7)
+    sender.core.release(spec.request_id)
+    pool_is_whole(sender.core)
+
+
+def test_a_failed_handoffs_blocks_are_quarantined_until_the_writer_has_stopped() -> None:
+    engine = FakeEngine(fake_config(num_blocks=12)).core
+    engine.add(spec_of("warm", prompt(40), replace(GREEDY, max_tokens=1)))
+    drain(engine)
+    spec = spec_of("r", np.concatenate([prompt(40), prompt(60, 1)]))
+    lease = engine.reserve(spec)
+    assert isinstance(lease, ReservedEvent)
+    assert lease.num_cached_tokens == 32
+    engine.release(spec.request_id, quarantine=True)
+    engine.check_integrity()
+    load = engine.load()
+    assert (load.num_quarantined_blocks, load.num_free_blocks) == (5, 6)
+    again = engine.reserve(replace(spec, request_id=RequestId("again")))
+    assert isinstance(again, NoCapacityEvent) or not set(again.block_ids[0]) & set(
+        lease.block_ids[0]
+    )
+    engine.release(RequestId("again"))
+    engine.unquarantine(spec.request_id)
+    pool_is_whole(engine)
+
+
+def test_a_second_quarantine_under_one_id_holds_the_first_ones_blocks_too() -> None:
+    engine = FakeEngine(fake_config(num_blocks=40)).core
+    spec = spec_of("r", prompt(100))
+    for _ in range(2):
+        engine.reserve(spec)
+        engine.release(spec.request_id, quarantine=True)
+    assert engine.load().num_quarantined_blocks == 14
+    engine.unquarantine(spec.request_id)
+    assert engine.load().num_quarantined_blocks == 14
+    engine.unquarantine(spec.request_id)
+    pool_is_whole(engine)
+
+
+def test_a_reserved_requests_blocks_are_not_shared_before_it_is_admitted() -> None:
+    engine = FakeEngine(fake_config()).core
+    spec = spec_of("r", prompt(64))
+    engine.reserve(spec)
+    second = engine.reserve(replace(spec, request_id=RequestId("second")))
+    assert isinstance(second, ReservedEvent)
+    assert second.num_cached_tokens == 0
+    assert not engine.cached_chains()
+    engine.admit(spec.request_id, SampledToken(5))
+    third = engine.reserve(replace(spec, request_id=RequestId("third")))
+    assert isinstance(third, ReservedEvent)
+    assert third.num_cached_tokens == 48
+    stored = [e for e in engine.step() if isinstance(e, BlocksStoredEvent)]
+    seed = chain_seed(engine.model.kv_fingerprint, "")
+    assert stored[0] == BlocksStoredEvent(None, tuple(block_hashes(seed, spec.token_ids, 16)))
+
+
+def test_a_first_token_that_ends_the_request_frees_what_was_reserved() -> None:
+    engine = FakeEngine(fake_config()).core
+    spec = spec_of("r", prompt(20), replace(GREEDY, ignore_eos=False))
+    engine.reserve(spec)
+    engine.admit(spec.request_id, SampledToken(1))
+    assert FinishedEvent(spec.request_id, FinishReason.STOP) in engine.step()
+    pool_is_whole(engine)
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+def test_events_followed_from_the_start_name_exactly_what_the_snapshot_names() -> None:
+    engine = FakeEngine(fake_config(num_blocks=40)).core
+    known: dict[bytes, bytes | None] = {}
+    for seed in range(12):
+        engine.add(spec_of(str(seed), prompt(60 + 20 * seed, seed, shared=16 * (seed % 4))))
+        while engine.has_work():
+            for event in engine.step():
+                if isinstance(event, BlocksStoredEvent):
+                    parents = [event.parent, *event.hashes]
+                    assert event.parent is None or event.parent in known
+                    assert not set(event.hashes) & set(known)
+                    known.update(zip(event.hashes, parents))
+                elif isinstance(event, BlocksRemovedEvent):
+                    for block_hash in event.hashes:
+                        del known[block_hash]
+                        assert block_hash not in known.values(), "a parent went before its child"
+    snapshot: dict[bytes, bytes | None] = {}
+    for parent, hashes in engine.cached_chains():
+        assert parent is None or parent in snapshot
+        snapshot.update(zip(hashes, [parent, *hashes]))
+    assert snapshot == known
+    assert len(known) > 10
+
+
+def test_requests_that_compute_one_prefix_at_once_end_up_sharing_it() -> None:
+    engine = FakeEngine(fake_config()).core
+    specs = [spec_of(str(seed), prompt(100, seed, shared=80)) for seed in range(4)]
+    for spec in specs:
+        engine.add(spec)
+    streams = Streams()
+    streams.take(engine.step())
+    load = engine.load()
+    assert load.num_blocks - load.num_free_blocks == 5 + 4 * 2
+    drain(engine, streams)
+    pool_is_whole(engine)
+    assert len(engine.cached_chains()) == 4
+    engine.add(replace(specs[2], request_id=RequestId("again")))
+    streams = drain(engine, streams)
+    assert streams.tokens["again"] == alone(specs[2])
+
+
+def test_a_salt_keeps_equal_prompts_apart() -> None:
+    engine = FakeEngine(fake_config()).core
+    for salt in ("", "a", "b"):
+        engine.add(spec_of(salt or "none", prompt(64), cache_salt=salt))
+    drain(engine)
+    assert len(engine.cached_chains()) == 3
+
+
+def test_learned_rates_follow_the_clock() -> None:
+    times = iter(np.arange(0, 1000, 0.25))
+    engine = FakeEngine(fake_config())
+    core = EngineCore(engine.config, engine.core._runner, engine.sink, clock=lambda: next(times))
+    core.add(spec_of("r", prompt(100)))
+    while core.has_work():
+        core.step()
+    load = core.load()
+    assert load.decode_step_s == pytest.approx(0.25)
+    assert load.prefill_tokens_per_s == pytest.approx(400)
+
+
+def test_tokens_are_announced_once_per_step_for_all_requests() -> None:
+    engine = FakeEngine(fake_config()).core
+    for seed in range(3):
+        engine.add(spec_of(str(seed), prompt(10, seed)))
+    events = [e for e in engine.step() if isinstance(e, TokenEvent)]
+    assert [(e.request_id, e.index) for e in events] == [("0", 0), ("1", 0), ("2", 0)]
+
+
+def test_logprobs_come_with_the_tokens_that_asked() -> None:
+    engine = FakeEngine(fake_config()).core
+    engine.add(spec_of("r", prompt(10), SamplingParams(max_tokens=2, logprobs=3)))
+    (event,) = [e for e in engine.step() if isinstance(e, TokenEvent)]
+    assert event.token.logprobs is not None
+    assert len(event.token.logprobs.top) == 3

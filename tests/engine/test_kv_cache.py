@@ -1,0 +1,149 @@
+"""Block tables over several layer groups: all or nothing, windows, twins, matches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.kv_cache import KvCache, RequestBlocks, first_live_block
+from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
+
+TENSORS = (TensorSpec("k", 1, 1, "int64"),)
+BLOCK_SIZE = 4
+
+
+def cache(num_blocks: int = 32, *windows: int | None, prefix_cache: bool = True) -> KvCache:
+    groups = tuple(LayerGroup(i, 1, TENSORS, w) for i, w in enumerate(windows or (None,)))
+    return KvCache(KvLayout(BLOCK_SIZE, groups), num_blocks, b"fingerprint", prefix_cache)
+
+
+def tokens(length: int, start: int = 0) -> np.ndarray:
+    return np.arange(start, start + length, dtype=np.uint32)
+
+
+def placed(kv: KvCache, ids: np.ndarray, computed: bool = True) -> RequestBlocks:
+    blocks = kv.open(ids, "", 100)
+    assert kv.place(blocks, len(ids)) is not None
+    if computed:
+        kv.computed(blocks, ids, len(ids))
+    return blocks
+
+
+@pytest.mark.parametrize(
+    ("window", "position", "first"),
+    [(None, 1000, 0), (8, 0, 0), (8, 7, 0), (8, 10, 0), (8, 11, 1), (8, 14, 1), (8, 15, 2)],
+)
+def test_a_block_lives_while_a_later_token_looks_at_one_of_its_slots(
+    window: int | None, position: int, first: int
+) -> None:
+    assert first_live_block(window, position, BLOCK_SIZE) == first
+    if window is not None:
+        seen = range(max(0, position - window + 1), position + 1)
+        assert seen[0] // BLOCK_SIZE == first
+
+
+def test_a_prefix_is_found_in_whole_blocks_and_never_the_whole_prompt() -> None:
+    kv = cache()
+    kv.free(placed(kv, tokens(12)))
+    for length, cached in ((12, 8), (13, 12), (20, 12), (4, 0), (5, 4), (3, 0)):
+        again = kv.open(tokens(length), "", 100)
+        assert kv.place(again, length) == cached
+        kv.free(again)
+    other = kv.open(tokens(12, start=1), "", 100)
+    assert kv.place(other, 12) == 0
+    kv.free(other)
+    kv.check_integrity([])
+
+
+def test_without_a_prefix_cache_nothing_is_shared_or_announced() -> None:
+    kv = cache(prefix_cache=False)
+    kv.free(placed(kv, tokens(12)))
+    again = kv.open(tokens(12), "", 100)
+    assert kv.place(again, 12) == 0
+    assert not kv.has_events
+
+
+def test_a_group_that_is_short_of_blocks_leaves_the_others_untouched() -> None:
+    kv = cache(8, None, 8)
+    held = kv.pools[1].acquire(5)
+    assert held is not None
+    blocks = kv.open(tokens(12), "", 100)
+    assert kv.place(blocks, 12) is None
+    assert (kv.pools[0].num_free, kv.pools[1].num_free) == (7, 2)
+    kv.pools[1].release(held)
+    assert kv.place(blocks, 12, headroom=5) is None
+    assert kv.place(blocks, 12, headroom=4) == 0
+    assert not kv.grow(blocks, 33)
+    assert kv.grow(blocks, 28)
+    kv.check_integrity([blocks])
+
+
+def test_a_window_leaves_the_null_block_behind_and_frees_what_it_left() -> None:
+    kv = cache(32, None, 8)
+    blocks = placed(kv, tokens(16), computed=False)
+    for num_computed, gone in ((4, 0), (8, 0), (12, 1), (16, 2)):
+        kv.computed(blocks, tokens(16), num_computed)
+        assert (blocks.tables[1][:4] == 0).tolist() == [i < gone for i in range(4)]
+        assert blocks.tables[0][:4].all()
+        assert kv.pools[1].num_free - kv.pools[0].num_free == gone
+        kv.check_integrity([blocks])
+
+
+def test_a_windowed_group_matches_on_the_blocks_that_the_next_token_sees() -> None:
+    kv = cache(32, None, 8)
+    first = placed(kv, tokens(24), computed=False)
+    kv.computed(first, tokens(24), 24)
+    kv.free(first)
+    again = kv.open(tokens(24), "", 100)
+    assert kv.place(again, 24) == 20
+    assert (again.tables[1][:6] == 0).tolist() == [True, True, True, False, False, False]
+    kv.free(again)
+    # Without block 4 of the window, the longest prefix ends before it.
+    victim = kv.pools[1].find(first.hashes[4])
+    assert victim is not None
+    while kv.pools[1].find(first.hashes[4]) is not None:
+        kv.pools[1].acquire(1)
+    rest = kv.open(tokens(24), "", 100)
+    assert (kv.place(rest, 24) or 0) < 20
+
+
+def test_blocks_filled_elsewhere_are_asked_for_only_where_a_later_token_looks() -> None:
+    kv = cache(32, None, 8)
+    blocks = kv.open(tokens(22), "", 100)
+    assert kv.place(blocks, 22, computed_here=False) == 0
+    assert (blocks.tables[1][:6] == 0).tolist() == [True] * 3 + [False] * 3
+    assert blocks.tables[0][:6].all()
+    kv.computed(blocks, tokens(22), 22)
+    kv.check_integrity([blocks])
+
+
+def test_of_two_equal_blocks_one_gives_way_and_a_pushed_one_only_after_its_release() -> None:
+    kv = cache()
+    first, second = placed(kv, tokens(8), False), placed(kv, tokens(8), False)
+    third = kv.open(tokens(8), "", 100)
+    third.keeps_twins = True
+    kv.place(third, 8)
+    own = third.blocks(0)
+    for blocks in (first, second, third):
+        kv.computed(blocks, tokens(8), 8)
+        kv.check_integrity([first, second, third])
+    assert first.blocks(0) == second.blocks(0) == third.blocks(0)
+    assert sorted(block for _, block in third.twins) == sorted(own)
+    assert kv.num_free_blocks == 31 - 2 - 2
+    for blocks in (first, second, third):
+        kv.free(blocks)
+    assert kv.num_free_blocks == 31
+    kv.check_integrity([])
+
+
+def test_quarantine_parks_what_was_to_be_written_and_gives_back_what_was_cached() -> None:
+    kv = cache(32, None, 8)
+    kv.free(placed(kv, tokens(8)))
+    blocks = kv.open(tokens(23), "", 100)
+    assert kv.place(blocks, 23, computed_here=False) == 8
+    kv.quarantine(blocks)
+    assert [pool.num_quarantined for pool in kv.pools] == [4, 2]
+    kv.check_integrity([])
+    kv.unquarantine(blocks)
+    assert [pool.num_free for pool in kv.pools] == [31, 31]
+    kv.check_integrity([])
