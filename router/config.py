@@ -79,7 +79,7 @@ class RouterConfig:
     handoff_overhead_s: float = 0.002
     """Fixed cost of a handoff: a reservation and an acknowledgement."""
     handoff_overlap: float = 0.9
-    """Share of the prefill time that pushes hide behind."""
+    """Share of a move that can hide behind the prefill, and of the prefill it can hide behind."""
     decode_horizon_tokens: int = 32
     """Tokens over which a decode worker's load is felt when workers are compared."""
     decode_growth_tokens: int = 128

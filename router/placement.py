@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 RETRY_PENALTY_S = 30.0  # against a worker that just failed this very request
-TIE_TOLERANCE = 1e-6
+TIE_TOLERANCE_S = 1e-9
 
 
 @dataclass
@@ -144,8 +144,9 @@ def evaluate(
     prefill[:-1], prefill[-1] = compute_all[p][:, None], compute_all[d]
     bytes_to_move = (query.num_tokens - query.cached_tokens[d]) * fleet.kv_bytes_per_token[d]
     move = np.maximum(0, bytes_to_move)[None, :] / fleet.handoff_bytes_per_s[p][:, None]
-    hidden = policy.handoff_overlap * prefill[:-1]
-    transfer[:-1] = policy.handoff_overhead_s + np.maximum(0.0, move - hidden)
+    overlap = policy.handoff_overlap  # the rest of a move is never hidden: its last layers
+    exposed = np.maximum((1 - overlap) * move, move - overlap * prefill[:-1])
+    transfer[:-1] = policy.handoff_overhead_s + exposed
     share = (fleet.running[d] + 1) / fleet.max_running[d]
     decode = np.broadcast_to(
         policy.decode_horizon_tokens * fleet.decode_step_s[d] * share, shape
@@ -183,7 +184,7 @@ def choose(
     best = float(costs.total_s.min())
     if not np.isfinite(best):
         return None
-    ties = np.flatnonzero(costs.total_s <= best + TIE_TOLERANCE)
+    ties = np.flatnonzero(costs.total_s <= best + TIE_TOLERANCE_S)
     return _placement(query, fleet, costs, int(ties[rng.randrange(len(ties))]))
 
 

@@ -215,7 +215,7 @@ class Deployment:
     async def until(self, condition: Callable[[], bool], what: str = "") -> None:
         """Wait for something that must come; the limit is the failure, not the measure."""
         async with asyncio.timeout(10):
-            while not condition():
+            while not condition():  # noqa: ASYNC110  whatever it is, it has no event
                 await asyncio.sleep(0.005)
 
     async def connected(self, num_workers: int, router: Router | None = None) -> None:

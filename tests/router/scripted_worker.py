@@ -104,7 +104,7 @@ class ScriptedWorker(
         self.faults = Faults()
         self.address = ""
         self.step_s = 0.001
-        self.kv_bytes_per_token = 64
+        self.kv_bytes_per_token = 64 << 10
         self.max_num_seqs = 16
         self.num_blocks = 1000
         self.state = control_pb2.WORKER_STATE_LIVE

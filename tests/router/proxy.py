@@ -1,0 +1,54 @@
+"""A TCP proxy that can go silent like a host that hangs: connections stay, nothing passes."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Proxy:
+    """Own a listening port and what passes through it."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._open = asyncio.Event()
+        self._open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.address = ""
+
+    @classmethod
+    async def to(cls, target: str) -> Proxy:
+        proxy = cls(target)
+        proxy._server = await asyncio.start_server(proxy._accept, "127.0.0.1", 0)
+        host, port = proxy._server.sockets[0].getsockname()[:2]
+        proxy.address = f"{host}:{port}"
+        return proxy
+
+    def freeze(self) -> None:
+        self._open.clear()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self._target.rpartition(":")
+        other_reader, other_writer = await asyncio.open_connection(host, int(port))
+        for source, sink in ((reader, other_writer), (other_reader, writer)):
+            task = asyncio.create_task(self._pass_on(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(1 << 16):
+                await self._open.wait()
+                sink.write(data)
+                await sink.drain()
+        except ConnectionError:
+            return
+        finally:
+            sink.close()
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

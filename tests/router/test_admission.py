@@ -1,0 +1,114 @@
+"""The queue: who goes on, when, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from baton.errors import NoCapacityError, OverloadedError
+from router.admission import Admission, Placed
+from router.config import RouterConfig
+from router.fleet import Fleet, ReportedLoad
+from router.prefix_index import PrefixIndex
+from router.prompt import PromptBlocks
+from tests.router.test_placement import Clock, facts, fleet_of, two_and_two
+
+
+def prompt(num_tokens: int, first: int = 0) -> PromptBlocks:
+    return PromptBlocks(np.arange(first, first + num_tokens, dtype=np.uint32), "")
+
+
+def admission_of(fleet: Fleet, clock: Clock, **changes: object) -> Admission:
+    config = dataclasses.replace(RouterConfig(local_prefill="never"), **changes)  # type: ignore[arg-type]
+    return Admission(config, fleet, PrefixIndex(), clock, random.Random(0))
+
+
+async def test_priority_goes_first_then_arrival() -> None:
+    clock = Clock()
+    fleet = two_and_two(clock)
+    admission = admission_of(fleet, clock)
+    order: list[str] = []
+
+    async def one(name: str, priority: int) -> None:
+        ticket = admission.ticket(prompt(10), 4, priority)
+        await admission.place(ticket)
+        order.append(name)
+
+    names = (("a", 0), ("b", 5), ("c", 0), ("d", 5))
+    await asyncio.gather(*(one(name, priority) for name, priority in names))
+    assert order == ["b", "d", "a", "c"]
+
+
+async def test_a_prompt_waits_until_its_prefill_can_start_soon() -> None:
+    clock = Clock()
+    fleet = two_and_two(clock)
+    for name in ("p0", "p1"):
+        entry = fleet.get(name)
+        assert entry is not None
+        fleet.report(entry, ReportedLoad(num_queued_tokens=4000))  # two seconds of work
+    admission = admission_of(fleet, clock)
+    placing = asyncio.create_task(admission.place(admission.ticket(prompt(10), 4, 0)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not placing.done()
+    assert fleet.num_bookings == 0  # no decode memory is held meanwhile
+    entry = fleet.get("p0")
+    assert entry is not None
+    fleet.report(entry, ReportedLoad(num_queued_tokens=500))
+    admission.kick()
+    placed = await placing
+    assert placed.placement.prefill_worker == "p0"
+    fleet.release(placed.booking)
+    fleet.check_integrity()
+
+
+async def test_one_prompt_s_burst_is_drawn_to_where_its_prefix_is_about_to_be() -> None:
+    clock = Clock()
+    fleet = fleet_of(
+        *(facts(f"p{n}", True, False) for n in range(3)),
+        *(facts(f"d{n}", False, True) for n in range(3)),
+        clock=clock,
+    )
+    admission = admission_of(fleet, clock)
+    workers = set()
+    for _ in range(4):
+        placed = await admission.place(admission.ticket(prompt(320), 4, 0))
+        workers.add(placed.placement.prefill_worker)
+        fleet.release(placed.booking)
+    assert len(workers) == 1
+
+
+async def test_a_full_queue_and_a_prompt_no_worker_can_hold_are_refused() -> None:
+    clock = Clock()
+    fleet = fleet_of(facts("p0", True, False), facts("d0", False, True, num_blocks=4), clock=clock)
+    admission = admission_of(fleet, clock, max_queue=1)
+    with pytest.raises(NoCapacityError):
+        await admission.place(admission.ticket(prompt(100), 4, 0))
+    fleet.arrays.max_running[:] = 0
+    waiting = asyncio.create_task(admission.place(admission.ticket(prompt(10), 4, 0)))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError) as caught:
+        admission.ticket(prompt(10), 4, 0)
+    assert caught.value.retry_after_s == 1.0
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert len(admission) == 0
+
+
+async def test_a_placement_that_is_cancelled_as_it_comes_is_given_back() -> None:
+    clock = Clock()
+    fleet = two_and_two(clock)
+    admission = admission_of(fleet, clock)
+    ticket = admission.ticket(prompt(10), 4, 0)
+    placing: asyncio.Task[Placed] = asyncio.create_task(admission.place(ticket))
+    await asyncio.sleep(0)
+    assert ticket.placed is not None
+    ticket.placed.add_done_callback(lambda _: placing.cancel())
+    await asyncio.wait({placing})
+    assert placing.cancelled()
+    assert fleet.num_bookings == 0
+    fleet.check_integrity()

@@ -1,0 +1,241 @@
+"""Clients that come, come back, come twice, leave, or are slow; and routers that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.v1 import common_pb2, router_pb2
+from router.text import TextModel
+from tests.router.deployment import Answer, Deployment, ask_for, deployment
+from tests.router.scripted_worker import oracle
+from tests.router.test_failures import PROMPT, error_reason
+from tests.router.test_requests import assert_whole, expected
+
+
+async def paused_at(d: Deployment, request: router_pb2.GenerateRequest, index: int) -> Answer:
+    """Ask, read `index` tokens, and leave with the workers paused."""
+
+    def pause(running: object) -> None:
+        if len(d.worker("d0").runs) and running.output and len(running.output) >= index:  # type: ignore[attr-defined]
+            d.worker("d0").may_decode.clear()
+
+    d.worker("d0").on_token = pause
+    return await d.client.ask(request, until=lambda answer: len(answer.ids) >= index)
+
+
+async def test_a_client_that_names_its_request_can_come_back_for_the_rest(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, resume_window_s=20.0) as d:
+        request = ask_for(PROMPT, 20, request_id="mine")
+        seen = await paused_at(d, request, 5)
+        request.resume_from_index = len(seen.ids)
+        d.worker("d0").may_decode.set()
+        d.worker("d0").on_token = lambda running: None
+        rest = await d.client.ask(request)
+        assert seen.ids + rest.ids == expected(PROMPT, 20)
+        assert seen.text + rest.text == bytes(expected(PROMPT, 20)).decode()
+        assert d.worker("d0").num_reserves == 1
+        await d.check_empty()
+
+
+async def test_two_clients_of_one_request_see_the_same(text_model: TextModel) -> None:
+    async with deployment(text_model) as d:
+        request = ask_for(PROMPT, 30, request_id="shared")
+        answers = await asyncio.gather(*(d.client.ask(request) for _ in range(3)))
+        for answer in answers:
+            assert_whole(answer, PROMPT, 30)
+        late = await d.client.ask(request)  # after its end it is remembered for a while
+        assert_whole(late, PROMPT, 30)
+        assert d.worker("d0").num_reserves == 1
+        await d.check_empty()
+
+
+async def test_another_body_under_the_same_id_is_refused_but_not_in_another_tenant(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        await d.client.ask(ask_for(PROMPT, request_id="a/b"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await d.client.ask(ask_for("other", request_id="a/b"))
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await d.client.ask(ask_for(PROMPT, request_id="a/b", seed=8))
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        answer = await d.client.ask(ask_for("other", request_id="b", tenant="a"))
+        assert_whole(answer, "other")
+        await d.check_empty()
+
+
+async def test_a_cancelled_call_ends_an_unnamed_request_at_every_hop_at_once(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, resume_window_s=600.0) as d:
+        await paused_at(d, ask_for(PROMPT, 50), 3)
+        await d.check_empty()
+        assert len(d.worker("d0").cancels) == 1
+
+
+async def test_a_call_cancelled_while_it_is_prefilled_cancels_the_prefill(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        d.worker("p0").may_prefill.clear()
+        call = d.client.stub.Generate(ask_for(PROMPT))
+        await d.until(lambda: d.worker("p0").num_prefilling == 1)
+        call.cancel()
+        await d.check_empty()
+
+
+async def test_a_named_request_without_clients_ends_after_the_resume_window(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, resume_window_s=0.2) as d:
+        await paused_at(d, ask_for(PROMPT, 50, request_id="mine"), 3)
+        assert d.router.num_active == 1
+        await d.check_empty()
+
+
+async def test_abort_ends_a_request_for_all_its_clients(text_model: TextModel) -> None:
+    async with deployment(text_model, resume_window_s=600.0) as d:
+        d.worker("d0").may_decode.clear()
+        request = ask_for(PROMPT, request_id="mine", tenant="t")
+        asking = asyncio.create_task(d.client.ask(request))
+        await d.until(lambda: bool(d.worker("d0").runs))
+        for wrong in (("mine", "u"), ("other", "t")):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await d.client.stub.Abort(
+                    router_pb2.AbortRequest(request_id=wrong[0], tenant=wrong[1])
+                )
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        await d.client.stub.Abort(router_pb2.AbortRequest(request_id="mine", tenant="t"))
+        answer = await asking
+        assert answer.finished is not None
+        assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
+        await d.check_empty()
+
+
+async def test_a_slow_client_gets_its_tokens_coalesced_and_holds_nobody_up(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        call = d.client.stub.Generate(ask_for(PROMPT, 300, request_id="slow"))
+        await d.until(lambda: "slow" in d.worker("d0").finished)  # nothing was read so far
+        answer = Answer()
+        async for response in call:
+            answer.take(response)
+        assert_whole(answer, PROMPT, 300)
+        await d.check_empty()
+
+
+async def test_a_second_router_takes_over_what_the_first_one_left(text_model: TextModel) -> None:
+    async with deployment(text_model, prefill=1, decode=2) as d:
+        for worker in ("d0", "d1"):
+            w = d.worker(worker)
+            w.on_token = lambda running, w=w: (  # type: ignore[misc]
+                w.may_decode.clear() if len(running.output) == 6 else None
+            )
+        request = ask_for(PROMPT, 20)
+        request.ClearField("seed")
+        seen = await d.client.ask(request, until=lambda a: len(a.ids) >= 6 or bool(a.finished))
+        # The first client left an unnamed request, so that one is gone. Now one that is named:
+        request.request_id = "named"
+        for worker in ("d0", "d1"):
+            d.worker(worker).may_decode.set()
+        seen = await d.client.ask(request, until=lambda a: len(a.ids) >= 6)
+        seed = seen.routed[0].seed
+        await d.servers[0].stop(0.0)
+        await d.until(lambda: sum(len(d.worker(w).runs) for w in ("d0", "d1")) == 1)
+        client = await d.add_router()
+        for worker in ("d0", "d1"):
+            d.worker(worker).on_token = lambda running: None
+            d.worker(worker).may_decode.set()
+        request.resume_from_index = len(seen.ids)
+        rest = await client.ask(request)
+        assert rest.routed[0].seed == seed
+        assert seen.ids + rest.ids == oracle(list(PROMPT.encode()), seed, 20)
+        whole = bytes(oracle(list(PROMPT.encode()), seed, 20)).decode()
+        assert seen.text + rest.text == whole
+        assert d.worker("d0").num_reserves + d.worker("d1").num_reserves == 2
+        d.servers.pop(0)
+        await d.check_empty()
+
+
+async def test_a_request_found_nowhere_runs_again_with_its_seed(text_model: TextModel) -> None:
+    async with deployment(text_model) as d:
+        answer = await d.client.ask(ask_for(PROMPT, request_id="lost", resume_from_index=4))
+        assert_whole(answer, PROMPT)
+        unseeded = ask_for(PROMPT, request_id="unseeded", resume_from_index=4)
+        unseeded.ClearField("seed")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await d.client.ask(unseeded)
+        assert error_reason(caught.value) == "NOT_RESUMABLE"
+        await d.check_empty()
+
+
+async def test_resuming_with_another_body_is_refused_by_the_worker_that_runs_it(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        d.worker("d0").may_decode.clear()
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id="mine")))
+        await d.until(lambda: bool(d.worker("d0").runs))
+        second = await d.add_router()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await second.ask(ask_for("other", request_id="mine", resume_from_index=1))
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        d.worker("d0").may_decode.set()
+        assert_whole(await asking, PROMPT)
+        await d.check_empty()
+
+
+async def test_an_adopted_request_survives_its_decode_worker(text_model: TextModel) -> None:
+    async with deployment(text_model, decode=2) as d:
+        for worker in ("d0", "d1"):
+            w = d.worker(worker)
+            w.on_token = lambda running, w=w: (  # type: ignore[misc]
+                w.may_decode.clear() if len(running.output) == 6 else None
+            )
+        request = ask_for(PROMPT, 20, request_id="named")
+        seen = await d.client.ask(request, until=lambda a: len(a.ids) >= 6)
+        await d.servers[0].stop(0.0)
+        client = await d.add_router()
+        request.resume_from_index = len(seen.ids)
+        asking = asyncio.create_task(client.ask(request))
+        running = next(w for w in ("d0", "d1") if d.worker(w).runs)
+        other = next(w for w in ("d0", "d1") if w != running)
+        await d.until(lambda: d.servers[1].router.fleet.num_bookings == 1)
+        d.worker(other).on_token = lambda running: None
+        await d.worker(running).die()
+        rest = await asking
+        assert seen.ids + rest.ids == expected(PROMPT, 20)
+        assert len(rest.migrated) == 1
+        d.servers.pop(0)
+        await d.check_empty()
+
+
+async def test_a_draining_router_finishes_what_runs_and_takes_nothing_new(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        d.worker("d0").may_decode.clear()
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: bool(d.worker("d0").runs))
+        stopping = asyncio.create_task(d.servers[0].stop(10.0))
+        health = health_pb2_grpc.HealthStub(d.client.channel)
+        watching = health.Watch(health_pb2.HealthCheckRequest())
+        async for check in watching:
+            if check.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+                break
+        watching.cancel()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await d.client.ask(ask_for("later"))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        d.worker("d0").may_decode.set()
+        assert_whole(await asking, PROMPT)
+        await stopping

@@ -1,0 +1,225 @@
+"""The choice of workers: pure, in seconds, and explained."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.v1 import common_pb2
+from router.config import RouterConfig
+from router.fleet import Fleet, ReportedLoad, WorkerFacts, WorkerState
+from router.placement import PlacementQuery, choose, ranked
+
+POLICY = RouterConfig()
+
+
+def facts(worker_id: str, prefill: bool, decode: bool, **changes: object) -> WorkerFacts:
+    made = WorkerFacts(
+        worker_id=worker_id,
+        incarnation=1,
+        can_prefill=prefill,
+        can_decode=decode,
+        address="127.0.0.1:1",
+        model="tiny",
+        kv_fingerprint=b"f",
+        block_size=16,
+        num_blocks=1000,
+        max_model_len=8192,
+        max_num_seqs=32,
+        vocab_size=100,
+        kv_bytes_per_token=1 << 16,
+        ref=common_pb2.WorkerRef(worker_id=worker_id),
+    )
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def fleet_of(*members: WorkerFacts, clock: Clock | None = None) -> Fleet:
+    fleet = Fleet(POLICY, clock or Clock(), lambda: None)
+    for member in members:
+        entry = fleet.add(member)
+        fleet.set_state(entry, WorkerState.LIVE)
+        fleet.set_connected(entry, True)
+    return fleet
+
+
+def query(fleet: Fleet, num_tokens: int, **cached: int) -> PlacementQuery:
+    tokens = np.zeros(fleet.num_slots, dtype=np.int64)
+    for worker_id, count in cached.items():
+        entry = fleet.get(worker_id)
+        assert entry is not None
+        tokens[entry.slot] = count
+    return PlacementQuery(num_tokens, 16, 0, tokens)
+
+
+def pick(fleet: Fleet, wanted: PlacementQuery, policy: RouterConfig = POLICY) -> tuple[str, str]:
+    placement = choose(wanted, fleet.arrays, policy, 100.0, random.Random(0))
+    assert placement is not None
+    return placement.prefill_worker, placement.decode_worker
+
+
+def two_and_two(clock: Clock | None = None) -> Fleet:
+    return fleet_of(
+        facts("p0", True, False),
+        facts("p1", True, False),
+        facts("d0", False, True),
+        facts("d1", False, True),
+        clock=clock,
+    )
+
+
+def test_a_cached_prefix_decides_among_idle_workers() -> None:
+    fleet = two_and_two()
+    assert pick(fleet, query(fleet, 1000, p1=800, d0=800)) == ("p1", "d0")
+
+
+def test_a_long_queue_outweighs_a_cached_prefix() -> None:
+    fleet = two_and_two()
+    holder = fleet.get("p1")
+    assert holder is not None
+    fleet.report(holder, ReportedLoad(num_queued_tokens=5000))
+    assert pick(fleet, query(fleet, 1000, p1=800))[0] == "p0"
+
+
+def test_a_prompt_the_decode_worker_holds_almost_whole_is_prefilled_there() -> None:
+    fleet = two_and_two()
+    assert pick(fleet, query(fleet, 1000, d1=999)) == ("", "d1")
+    never = dataclasses.replace(POLICY, local_prefill="never")
+    assert pick(fleet, query(fleet, 1000, d1=999), never)[0] in ("p0", "p1")
+
+
+def test_ties_are_broken_at_random() -> None:
+    fleet = two_and_two()
+    wanted = query(fleet, 100)
+    rng = random.Random(1)
+    seen = set()
+    for _ in range(64):
+        placement = choose(wanted, fleet.arrays, POLICY, 100.0, rng)
+        assert placement is not None
+        seen.add((placement.prefill_worker, placement.decode_worker))
+    assert seen == {("p0", "d0"), ("p0", "d1"), ("p1", "d0"), ("p1", "d1")}
+
+
+def test_unequal_kv_never_pairs() -> None:
+    fleet = fleet_of(facts("p0", True, False), facts("d0", False, True, kv_fingerprint=b"other"))
+    assert choose(query(fleet, 100), fleet.arrays, POLICY, 100.0, random.Random(0)) is None
+
+
+def test_a_worker_without_room_a_suspect_and_a_disconnected_one_get_nothing() -> None:
+    fleet = two_and_two()
+    d0, p0 = fleet.get("d0"), fleet.get("p0")
+    assert d0 is not None
+    assert p0 is not None
+    fleet.report(d0, ReportedLoad(num_requests=32))
+    fleet.set_state(p0, WorkerState.SUSPECT)
+    assert pick(fleet, query(fleet, 500)) == ("p1", "d1")
+    fleet.set_state(p0, WorkerState.LIVE)
+    fleet.set_connected(p0, False)
+    assert pick(fleet, query(fleet, 500)) == ("p1", "d1")
+
+
+def test_a_worker_that_failed_the_request_is_taken_only_when_no_other_is_left() -> None:
+    fleet = two_and_two()
+    p0 = fleet.get("p0")
+    assert p0 is not None
+    wanted = dataclasses.replace(query(fleet, 500, p0=499), failed=frozenset({p0.slot}))
+    assert pick(fleet, wanted)[0] == "p1"
+    p1 = fleet.get("p1")
+    assert p1 is not None
+    fleet.remove(p1)
+    never = dataclasses.replace(POLICY, local_prefill="never")
+    assert pick(fleet, wanted, never)[0] == "p0"
+
+
+def test_the_reason_names_workers_tokens_and_terms() -> None:
+    fleet = two_and_two()
+    placement = choose(query(fleet, 1000, p1=800), fleet.arrays, POLICY, 100.0, random.Random(0))
+    assert placement is not None
+    assert "prefill on p1 (800 of 1000 tokens cached)" in placement.reason
+    assert "\n" not in placement.reason
+    assert placement.num_uncached_tokens == 200
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    num_tokens=st.integers(1, 4000),
+    cached=st.lists(st.integers(0, 4000), min_size=4, max_size=4),
+    queued=st.lists(st.integers(0, 9000), min_size=4, max_size=4),
+)
+def test_the_choice_is_the_cheapest_candidate_and_its_terms_add_up(
+    num_tokens: int, cached: list[int], queued: list[int]
+) -> None:
+    fleet = two_and_two()
+    names = ("p0", "p1", "d0", "d1")
+    for name, tokens in zip(names, queued):
+        entry = fleet.get(name)
+        assert entry is not None
+        fleet.report(entry, ReportedLoad(num_queued_tokens=tokens))
+    held = {name: min(count, num_tokens - 1) for name, count in zip(names, cached)}
+    wanted = query(fleet, num_tokens, **held)
+    chosen = choose(wanted, fleet.arrays, POLICY, 100.0, random.Random(0))
+    everything = ranked(wanted, fleet.arrays, POLICY, 100.0, 100)
+    assert chosen is not None
+    assert len(everything) == 6
+    assert chosen.cost_s <= everything[0].cost_s + 1e-9
+    for candidate in everything:
+        terms = candidate.queue_s + candidate.prefill_s
+        terms += candidate.transfer_s + candidate.decode_s
+        assert abs(terms - candidate.cost_s) < 1e-9
+
+
+def test_a_booking_is_felt_at_once_and_released_exactly_once() -> None:
+    clock = Clock()
+    fleet = two_and_two(clock)
+    placement = choose(query(fleet, 1000), fleet.arrays, POLICY, clock.now_s, random.Random(0))
+    assert placement is not None
+    booking = fleet.book(placement, 16)
+    slot = placement.prefill_slot
+    assert slot is not None
+    assert fleet.arrays.queue_s(clock.now_s)[slot] == 0.5
+    clock.now_s += 0.3  # the prompt at the head of the queue has made progress since
+    assert abs(fleet.arrays.queue_s(clock.now_s)[slot] - 0.2) < 1e-9
+    fleet.check_integrity()
+    fleet.release_prefill(booking)
+    fleet.release_prefill(booking)
+    assert fleet.arrays.queue_s(clock.now_s)[slot] == 0
+    assert fleet.arrays.running[placement.decode_slot] == 1
+    fleet.release(booking)
+    assert fleet.arrays.running[placement.decode_slot] == 0
+    assert fleet.num_bookings == 0
+    fleet.check_integrity()
+
+
+def test_a_booking_on_a_worker_that_left_touches_nobody_in_its_row() -> None:
+    fleet = two_and_two()
+    placement = choose(query(fleet, 1000), fleet.arrays, POLICY, 100.0, random.Random(0))
+    assert placement is not None
+    booking = fleet.book(placement, 16)
+    fleet.remove(booking.decode)
+    fleet.remove(booking.prefill)
+    newcomers = [fleet.add(facts("p9", True, False)), fleet.add(facts("d9", False, True))]
+    assert {e.slot for e in newcomers} == {booking.decode.slot, booking.prefill.slot}
+    fleet.release(booking)
+    assert all(fleet.arrays.running[e.slot] == 0 for e in newcomers)
+    assert all(fleet.arrays.queued_tokens[e.slot] == 0 for e in newcomers)
+    fleet.check_integrity()
+
+
+def test_no_more_than_a_third_of_a_pool_is_ejected_at_once() -> None:
+    fleet = fleet_of(*(facts(f"d{n}", False, True) for n in range(6)))
+    for n in range(6):
+        entry = fleet.get(f"d{n}")
+        assert entry is not None
+        fleet.eject(entry, 5.0)
+    assert int((fleet.arrays.hold_until_s > 100.0).sum()) == 2

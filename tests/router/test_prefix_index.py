@@ -1,0 +1,109 @@
+"""The prefix index against a naive model that knows every worker's blocks one by one."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kv_transfer.block_hash import BlockHash
+from router.prefix_index import PrefixIndex
+
+NUM_WORKERS = 3
+
+
+def chain(*path: int) -> list[BlockHash]:
+    """Hashes of a prompt whose blocks are numbered; equal beginnings have equal hashes."""
+    hashes, parent = [], b""
+    for number in path:
+        parent = hashlib.blake2b(parent + bytes([number]), digest_size=16).digest()
+        hashes.append(BlockHash(parent))
+    return hashes
+
+
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+WORKERS = st.integers(0, NUM_WORKERS - 1)
+
+
+class IndexAgainstNaiveModel(RuleBasedStateMachine):
+    """Stores, removals in any order, snapshots; and every prompt's answer after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.held: list[set[BlockHash]] = [set() for _ in range(NUM_WORKERS)]
+
+    @rule(worker=WORKERS, path=PATHS, start=st.integers(0, 5))
+    def store(self, worker: int, path: list[int], start: int) -> None:
+        hashes = chain(*path)
+        start = min(start, len(hashes) - 1)
+        self.index.store(worker, hashes[start - 1] if start else None, hashes[start:])
+        self.held[worker].update(hashes[start:])
+
+    @rule(worker=WORKERS, path=PATHS)
+    def remove(self, worker: int, path: list[int]) -> None:
+        self.index.remove(worker, chain(*path)[-1:])
+        self.held[worker].discard(chain(*path)[-1])
+
+    @rule(worker=WORKERS)
+    def clear(self, worker: int) -> None:
+        self.index.clear(worker)
+        self.held[worker].clear()
+
+    @rule(path=PATHS)
+    def look_up(self, path: list[int]) -> None:
+        hashes = chain(*path)
+        expected = []
+        for held in self.held:
+            length = 0
+            while length < len(hashes) and hashes[length] in held:
+                length += 1
+            expected.append(length)
+        assert self.index.lookup(hashes, NUM_WORKERS).tolist() == expected
+
+    @invariant()
+    def agrees(self) -> None:
+        self.index.check_integrity()
+        for worker, held in enumerate(self.held):
+            assert self.index.num_blocks(worker) == len(held)
+
+
+TestIndexAgainstNaiveModel = IndexAgainstNaiveModel.TestCase
+TestIndexAgainstNaiveModel.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
+
+
+def test_a_block_whose_parent_was_removed_is_out_of_reach_until_the_parent_returns() -> None:
+    index, hashes = PrefixIndex(), chain(1, 2, 3, 4)
+    index.store(0, None, hashes)
+    index.remove(0, hashes[1:2])
+    assert index.lookup(hashes, 1).tolist() == [1]
+    index.store(0, hashes[0], hashes[1:2])
+    assert index.lookup(hashes, 1).tolist() == [4]
+    index.check_integrity()
+
+
+def test_predictions_expire_and_never_mix_with_what_workers_say() -> None:
+    index, hashes = PrefixIndex(), chain(1, 2, 3, 4)
+    index.store(1, None, hashes[:2])
+    index.predict(0, hashes[:3], now_s=0.0, expires_s=5.0)
+    assert index.lookup(hashes, 2).tolist() == [0, 2]
+    assert index.lookup_predicted(hashes, 2, 1.0).tolist() == [3, 2]
+    assert index.lookup_predicted(hashes, 2, 5.0).tolist() == [0, 2]
+    index.predict(1, chain(9), now_s=6.0, expires_s=11.0)  # purges what has expired
+    index.forget_predictions(1)
+    assert index.lookup_predicted(chain(9), 2, 7.0).tolist() == [0, 0]
+    index.check_integrity()
+
+
+def test_a_long_prompt_over_many_workers_needs_few_probes() -> None:
+    index = PrefixIndex()
+    hashes = chain(*([1] * 4000))
+    lengths = np.random.default_rng(0).integers(0, 4001, size=64)
+    for slot, length in enumerate(lengths):
+        index.store(slot, None, hashes[:length])
+    assert index.lookup(hashes, 64).tolist() == lengths.tolist()

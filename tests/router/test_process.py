@@ -1,0 +1,150 @@
+"""`python -m router` as a process: it serves, drains at SIGTERM, and may be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from router.text import TextModel
+from tests.router.deployment import Answer, Client, ask_for, byte_model, deployment
+from tests.router.proxy import Proxy
+from tests.router.scripted_worker import MODEL, oracle
+from tests.router.test_failures import PROMPT
+from tests.router.test_requests import assert_whole
+
+
+@asynccontextmanager
+async def router_process(
+    control: str, folder: Path
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, Client]]:
+    config = folder / "cluster.yaml"
+    config.write_text(
+        f"model: {folder}\nserved_model_name: {MODEL}\nrouter:\n  local_prefill: never\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "router", "--control", control, "--config", str(config)),
+        *("--listen", "127.0.0.1:0", "--log-level", "warning"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        assert line.startswith("router listening on "), line
+        client = Client(line.split()[-1])
+        yield process, client
+        await client.channel.close()
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_a_killed_router_s_streams_go_on_at_another_without_a_step_repeated(
+    text_model: TextModel, tmp_path: Path
+) -> None:
+    byte_model(tmp_path)
+    async with deployment(text_model, 1, 2, resume_window_s=20.0) as d:
+        for worker in ("d0", "d1"):
+            d.worker(worker).step_s = 0.02
+        async with router_process(d.registry.address, tmp_path) as (process, client):
+
+            async def first_part(number: int) -> Answer:
+                request = ask_for(f"{PROMPT} {number}", 40, request_id=f"r{number}")
+                if number % 2:
+                    request.ClearField("seed")
+                answer = Answer()
+                try:
+                    async for response in client.stub.Generate(request):
+                        answer.take(response)
+                        if len(answer.ids) >= 3:
+                            reached[number].set()
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is grpc.StatusCode.UNAVAILABLE
+                return answer
+
+            reached = [asyncio.Event() for _ in range(8)]
+            asking = [asyncio.create_task(first_part(number)) for number in range(8)]
+            await asyncio.gather(*(event.wait() for event in reached))
+            process.kill()
+            seen = await asyncio.gather(*asking)
+        steps = 0
+        for number, answer in enumerate(seen):
+            seed = answer.routed[0].seed
+            request = ask_for(f"{PROMPT} {number}", 40, request_id=f"r{number}", seed=seed)
+            request.resume_from_index = len(answer.ids)
+            rest = await d.client.ask(request)
+            whole = oracle(list(f"{PROMPT} {number}".encode()), seed, 40)
+            assert answer.ids + rest.ids == whole
+            assert answer.text + rest.text == bytes(whole).decode()
+            steps += 39  # the first token is the prefill worker's
+        assert d.worker("d0").num_decode_steps + d.worker("d1").num_decode_steps == steps
+        await d.check_empty()
+
+
+async def test_sigterm_drains_and_ends_the_process(text_model: TextModel, tmp_path: Path) -> None:
+    byte_model(tmp_path)
+    async with deployment(text_model) as d:
+        async with router_process(d.registry.address, tmp_path) as (process, client):
+            d.worker("d0").may_decode.clear()
+            asking = asyncio.create_task(client.ask(ask_for(PROMPT)))
+            await d.until(lambda: bool(d.worker("d0").runs))
+            process.send_signal(signal.SIGTERM)
+            d.worker("d0").may_decode.set()
+            assert_whole(await asking, PROMPT)
+            assert await process.wait() == 0
+
+
+async def test_a_host_that_goes_silent_is_noticed_by_its_unanswered_pings(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, 1, 1) as d:
+        hung = await d.add_worker("d9", d.worker("d0").role)
+        proxy = await Proxy.to(hung.address)
+        d.registry.workers = [w for w in d.registry.workers if w.worker_id != "d9"]
+        await d.registry.publish()
+        hung.incarnation, hung.address = 2, proxy.address
+        d.registry.workers.append(hung)
+        await d.registry.publish()
+        await d.until(lambda: d.router.links.is_connected("d9", 2))
+        d.worker("d0").may_decode.clear()
+        hung.may_decode.clear()
+        asking = [asyncio.create_task(d.client.ask(ask_for(f"{PROMPT} {n}"))) for n in range(6)]
+        await d.until(lambda: len(hung.runs) + len(d.worker("d0").runs) == 6)
+        assert hung.runs
+        proxy.freeze()
+        await d.until(lambda: not d.router.links.is_connected("d9", 2))
+        d.worker("d0").may_decode.set()
+        for number, answer in enumerate(await asyncio.gather(*asking)):
+            assert_whole(answer, f"{PROMPT} {number}")
+        await hung.die()
+        await d.check_empty()
+        await proxy.close()
+
+
+async def test_a_config_with_a_wrong_key_is_refused_by_name(tmp_path: Path) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text("router:\n  max_queu: 5\n")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "router", "--control", "127.0.0.1:1", "--config", str(config)),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, errors = await process.communicate()
+    assert process.returncode == 2
+    assert b"max_queue" in errors
+
+
+def test_unknown_modes_and_negative_times_are_refused() -> None:
+    from router.config import RouterConfig
+
+    with pytest.raises(ValueError, match="local_prefill"):
+        RouterConfig(local_prefill="sometimes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="token_timeout_s"):
+        RouterConfig(token_timeout_s=-1.0)

@@ -1,0 +1,216 @@
+"""The router's door: errors with details, health, reflection, models, the fleet, explanations."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+
+from baton.v1 import common_pb2, router_pb2
+from router.text import TextModel
+from tests.router.deployment import Client, ask_for, deployment
+from tests.router.scripted_worker import MODEL
+from tests.router.test_failures import PROMPT, error_reason
+from tests.router.test_requests import assert_whole, expected
+
+
+async def refusal(client: Client, request: router_pb2.GenerateRequest) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await client.ask(request)
+    return caught.value
+
+
+async def test_a_wrong_field_is_named_and_nothing_else_is_touched(text_model: TextModel) -> None:
+    async with deployment(text_model) as d:
+        bad = ask_for(PROMPT)
+        bad.sampling.top_p = 7.0
+        error = await refusal(d.client, bad)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]
+        assert status is not None
+        violations = error_details_pb2.BadRequest()
+        assert any(detail.Unpack(violations) for detail in status.details)
+        assert violations.field_violations[0].field == "sampling.top_p"
+        unknown = await refusal(d.client, ask_for(PROMPT, model="unknown"))
+        assert unknown.code() is grpc.StatusCode.NOT_FOUND
+        too_long = await refusal(d.client, ask_for("x" * 600))
+        assert too_long.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert d.worker("d0").num_reserves == 0
+        await d.check_empty()
+
+
+async def test_an_oversized_message_is_refused_and_the_router_goes_on(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, max_message_bytes=1 << 16) as d:
+        error = await refusal(d.client, ask_for("x" * 100_000))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
+
+
+async def test_a_full_queue_refuses_with_the_time_to_wait(text_model: TextModel) -> None:
+    async with deployment(text_model, max_queue=1, overload_retry_s=1.5) as d:
+        d.worker("d0").faults.reject = []
+        d.router.fleet.arrays.max_running[:] = 0  # no room anywhere
+        waiting = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: len(d.router.admission) == 1)
+        error = await refusal(d.client, ask_for(PROMPT))
+        assert error_reason(error) == "OVERLOADED"
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]
+        assert status is not None
+        retry = error_details_pb2.RetryInfo()
+        assert any(detail.Unpack(retry) for detail in status.details)
+        assert retry.retry_delay.ToMilliseconds() == 1500
+        d.router.fleet.arrays.max_running[:] = 8
+        d.router.admission.kick()
+        assert_whole(await waiting, PROMPT)
+        await d.check_empty()
+
+
+async def test_without_a_decode_worker_a_request_is_unavailable_after_a_while(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, prefill=1, decode=0, fleet_wait_s=0.2) as d:
+        error = await refusal(d.client, ask_for(PROMPT))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        await d.check_empty()
+
+
+async def test_stop_strings_end_the_text_and_abort_the_worker(text_model: TextModel) -> None:
+    async with deployment(text_model) as d:
+        text = bytes(expected(PROMPT, 40)).decode()
+        stop = text[20:23]
+        answer = await d.client.ask(ask_for(PROMPT, 400, stop=[stop]))
+        assert answer.text == text[: text.index(stop)]
+        assert answer.ids == expected(PROMPT, text.index(stop) + 3)
+        assert answer.finished is not None
+        assert answer.finished.stop == stop
+        assert answer.finished.reason == common_pb2.FINISH_REASON_STOP
+        await d.check_empty()
+        assert len(d.worker("d0").cancels) == 1
+
+
+async def test_a_stop_id_ends_the_request_and_is_no_part_of_the_text(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        tokens = expected(PROMPT, 40)
+        stop = tokens[9]
+        ends = tokens.index(stop)
+        answer = await d.client.ask(ask_for(PROMPT, 40, stop_token_ids=[stop]))
+        assert answer.ids == tokens[: ends + 1]
+        assert answer.text == bytes(tokens[:ends]).decode()
+        assert answer.finished is not None
+        assert answer.finished.stop == str(stop)
+
+
+async def test_a_drawn_seed_is_told_and_gives_the_same_tokens_again(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        request = ask_for(PROMPT)
+        request.ClearField("seed")
+        first = await d.client.ask(request)
+        assert_whole(first, PROMPT, seed=first.routed[0].seed)
+        other = await d.client.ask(request)
+        assert other.routed[0].seed != first.routed[0].seed
+
+
+async def test_explain_route_lists_what_generate_chooses(text_model: TextModel) -> None:
+    async with deployment(text_model, 2, 2, local_prefill="auto") as d:
+        prompt = "a long prompt that several requests have in common, with a different end: "
+        await d.client.ask(ask_for(prompt + "one"))
+        explained = await d.client.stub.ExplainRoute(
+            router_pb2.ExplainRouteRequest(request=ask_for(prompt + "two"))
+        )
+        assert len(explained.candidates) == 6  # 2 x 2 pairs and local prefill on either
+        costs = [candidate.cost_ms for candidate in explained.candidates]
+        assert costs == sorted(costs)
+        best = explained.candidates[0]
+        assert best.num_cached_tokens_decode > 0
+        answer = await d.client.ask(ask_for(prompt + "two"))
+        assert answer.routed[0].prefill_worker == best.prefill_worker
+        assert answer.routed[0].decode_worker == best.decode_worker
+        await d.check_empty()
+
+
+async def test_models_tokens_fleet_health_and_reflection_are_served(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        stub = d.client.stub
+        models = (await stub.ListModels(router_pb2.ListModelsRequest())).models
+        assert [(m.name, m.max_model_len, m.vocab_size) for m in models] == [(MODEL, 512, 257)]
+        tokens = await stub.Tokenize(router_pb2.TokenizeRequest(text="abc"))
+        assert list(tokens.ids) == [97, 98, 99]
+        watching = stub.WatchFleet(router_pb2.RouterServiceWatchFleetRequest())
+        fleet = (await anext(aiter(watching))).fleet
+        assert {w.info.ref.worker_id for w in fleet.workers} == {"p0", "d0"}
+        watching.cancel()
+        health = health_pb2_grpc.HealthStub(d.client.channel)
+        for name in ("", "baton.v1.RouterService"):
+            check = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert check.status == health_pb2.HealthCheckResponse.SERVING
+        reflection = reflection_pb2_grpc.ServerReflectionStub(d.client.channel)
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        listing = reflection.ServerReflectionInfo(iter([asked]))
+        names = {s.name for s in (await anext(aiter(listing))).list_services_response.service}
+        assert "baton.v1.RouterService" in names
+        listing.cancel()
+
+
+async def test_a_missed_kv_event_degrades_the_index_until_the_next_snapshot(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        worker = d.worker("p0")
+        worker.kv_queues[0].put_nowait(None)
+        worker.hold(list(b"some prompt that is long enough"))
+        entry = d.router.fleet.get("p0")
+        assert entry is not None
+        await d.until(lambda: d.router.index.num_blocks(entry.slot) == 7)
+        link = d.router.links.get(entry)
+        assert link is not None
+        assert link.num_gaps == 1
+        assert len(worker.kv_queues) == 2
+        d.router.check_integrity()
+
+
+async def test_a_prefix_that_one_worker_holds_draws_its_requests_there(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, 3, 3) as d:
+        prompt = "the very same beginning of a rather long story about a fox, "
+        first = await d.client.ask(ask_for(prompt))
+        for end in ("one", "two", "three"):
+            answer = await d.client.ask(ask_for(prompt + end))
+            assert answer.routed[0].prefill_worker == first.routed[0].prefill_worker
+            assert answer.routed[0].decode_worker == first.routed[0].decode_worker
+            assert answer.routed[0].num_cached_tokens_prefill >= 56
+        salted = await d.client.ask(ask_for(prompt + "four", cache_salt="mine"))
+        assert salted.routed[0].num_cached_tokens_prefill == 0
+        await d.check_empty()
+
+
+async def test_many_requests_at_once_on_two_and_two_a_third_of_them_cancelled(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, 2, 2) as d:
+
+        async def one(number: int) -> None:
+            prompt = f"request number {number}"
+            request = ask_for(prompt, 5 + number % 30)
+            if number % 3:
+                assert_whole(await d.client.ask(request), prompt, 5 + number % 30)
+            else:
+                wanted = number % 5
+                await d.client.ask(request, until=lambda answer: len(answer.ids) >= wanted)
+
+        await asyncio.gather(*(one(number) for number in range(120)))
+        await d.check_empty()
