@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from baton import render
 from baton.config import ClusterConfig, load_config, parse_config
 from baton.errors import BatonError
 from baton.process_tree import Process, descendants, wait_until_gone
 from baton.progress import Steps
+
+if TYPE_CHECKING:
+    from cluster.local import RunningCluster
 
 _GONE_WITHIN_S = 15.0
 
@@ -31,22 +33,47 @@ def read_config(file: str | None, model: str | None = None) -> ClusterConfig:
     return config
 
 
-@contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, inside the block; a second one interrupts."""
-    stop = threading.Event()
+class Startup:
+    """Start a cluster so that SIGTERM, like ctrl-C, ends it cleanly at any time.
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
+    Ray puts its own SIGTERM handler in place while it starts: ours is put back at every step.
+    """
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._before: Any = None
+
+    def start(self, config: ClusterConfig) -> RunningCluster:
+        from cluster.local import up as start_cluster
+
+        self._announce("starting")
+        cluster = start_cluster(config, on_progress=self._announce)
+        self._catch()
+        return cluster
+
+    def __enter__(self) -> Self:
+        self._before = signal.getsignal(signal.SIGTERM)
+        self._catch()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def _announce(self, message: str) -> None:
+        self._catch()
+        self._steps(message)
+
+    def _catch(self) -> None:
+        signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def check_all_gone(processes: set[Process]) -> None:
@@ -58,19 +85,17 @@ def check_all_gone(processes: set[Process]) -> None:
 
 
 def up(arguments: argparse.Namespace) -> int:
-    from cluster.local import up as start_cluster
-
     config = read_config(arguments.file, arguments.model)
     out = render.out()
-    with Steps(render.err()) as steps:
-        steps("starting")
-        with start_cluster(config, on_progress=steps) as cluster:
+    processes: set[Process] = set()
+    with Steps(render.err()) as steps, Startup(steps) as startup:
+        with startup.start(config) as cluster:
             steps.done()
             out.print(f"[bold]{config.model_name}[/bold] is served at {cluster.router_address}")
             out.print(f"control service at {cluster.control_address}; ctrl-C ends the cluster")
             out.print("try: baton generate 'Tell me a story.'", style="dim")
-            with stop_on_signals() as stop:
-                stop.wait()
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.pause()
             processes = descendants()
             steps("stopping")
         check_all_gone(processes)

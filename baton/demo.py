@@ -3,79 +3,68 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import time
+
+from rich.text import Text
 
 from baton import render
 from baton.ask import stream_answer
-from baton.bring_up import check_all_gone, read_config
+from baton.bring_up import Startup, check_all_gone, read_config
 from baton.client import Client
+from baton.demo_prompts import DemoPrompt, Turn, read_prompts
 from baton.process_tree import descendants
 from baton.progress import Steps
-from baton.request_stream import GenerateOptions
-
-NOTES = (
-    "At the old mill, Rosa bought seven apples for three coins. "
-    "Tom found a blue lantern under the bridge. Box 42 belongs to Clara. In it there is a silver "
-    "flute. On Monday, Peter painted a fence at the school. Nora is nine years old. She lives near "
-    "the lake. She has a grey cat called Pebble. On Friday, Emma flew a kite at the market. "
-    "Box 17 belongs to Oscar. In it there is a red drum. Ben likes pears and the colour green. "
-    "His best friend is Lucy."
-)
-
-
-@dataclass(frozen=True)
-class Question:
-    heading: str
-    prompt: str
-    options: GenerateOptions
-
-
-QUESTIONS = (
-    Question(
-        "a short prompt",
-        "Tell me a story about a lost key.",
-        {"max_tokens": 160, "temperature": 0.7, "seed": 7},
-    ),
-    Question("a question", "Who are you?", {"max_tokens": 60, "temperature": 0.0}),
-    Question(
-        "a long text and a question on it",
-        f"{NOTES} Whose box is number 42?",
-        {"max_tokens": 60, "temperature": 0.0},
-    ),
-    Question(
-        "the same text, another question: its KV is cached",
-        f"{NOTES} What is in box 17?",
-        {"max_tokens": 60, "temperature": 0.0},
-    ),
-)
 
 
 def demo(arguments: argparse.Namespace) -> int:
-    from cluster.local import up
-
     config = read_config(arguments.file)
-    with Steps(render.err()) as steps:
-        steps("starting")
-        with up(config, on_progress=steps) as cluster:
+    prompts = read_prompts(config.model)
+    began = time.monotonic()
+    with Steps(render.err()) as steps, Startup(steps) as startup:
+        with startup.start(config) as cluster:
             steps.done()
+            num_processes = len(descendants())
+            _introduce(config.model_name, num_processes, time.monotonic() - began)
             with Client(cluster.router_address) as client:
-                for question in QUESTIONS:
-                    _ask(client, question)
+                told: set[tuple[Turn, ...]] = set()
+                for prompt in prompts:
+                    _ask(client, prompt, is_known=prompt.context in told)
+                    told.add(prompt.context)
             processes = descendants()
             steps("stopping")
         check_all_gone(processes)
         steps.done()
-    render.out().print(f"\nall {len(processes)} processes of the cluster have ended")
+    render.out().print(f"done; none of its {len(processes)} processes is left", style="dim")
     return 0
 
 
-def _ask(client: Client, question: Question) -> None:
+def _introduce(model: str, num_processes: int, elapsed_s: float) -> None:
+    render.out().print(
+        f"{model} is served by {num_processes} processes after {elapsed_s:.1f} s\n", style="dim"
+    )
+
+
+def _ask(client: Client, prompt: DemoPrompt, *, is_known: bool) -> None:
     out = render.out()
-    out.print(f"\n[bold]{question.heading}[/bold]")
-    shown = question.prompt
-    if len(shown) > 160:
-        shown = f"{shown[:90]} ... {shown[-50:]}"
-    out.print(f"> {shown}", style="green", markup=False)
-    message = {"role": "user", "content": question.prompt}
-    _, meter = stream_answer(client.generate(chat=[message], **question.options))
+    out.print(_heading(prompt, is_known=is_known))
+    messages = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+    events = client.generate(
+        chat=messages, max_tokens=prompt.max_tokens, temperature=prompt.temperature
+    )
+    _, meter = stream_answer(events)
     out.print(meter.lines(), no_wrap=True)
+    out.print()
+
+
+def _heading(prompt: DemoPrompt, *, is_known: bool) -> Text:
+    """The question, with what comes before it in short."""
+    text = Text()
+    for turn in prompt.context:
+        if turn.role == "system":
+            length = f"{len(turn.content.split())} words"
+            what = f"the same text of {length} again" if is_known else f"a text of {length}"
+            text.append(f"  ({what})\n", "dim")
+        else:
+            mark = ">" if turn.role == "user" else " "
+            text.append(f"{mark} {turn.content}\n", "dim")
+    return text.append(f"> {prompt.question}", "bold green")

@@ -72,7 +72,8 @@ def bandwidth(num: float, milliseconds: float) -> str:
     """Of `num` bytes in that time; "-" where nothing moved."""
     if not num or not milliseconds:
         return "-"
-    return f"{num / milliseconds / 1e6:.1f} GB/s"
+    per_s = num / milliseconds * 1e3
+    return f"{per_s / 1e9:.1f} GB/s" if per_s >= 1e8 else f"{per_s / 1e6:.0f} MB/s"
 
 
 def rate(value: float, unit: str) -> str:
