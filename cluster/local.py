@@ -59,6 +59,15 @@ class RunningCluster:
     def router_pid(self) -> int | None:
         return self._router.pid
 
+    def supervisor_pid(self) -> int:
+        """Of the supervisor that runs now. Raises ray.exceptions.RayError while there is none."""
+        import ray
+
+        from cluster.supervisor import NAME
+
+        supervisor = ray.get_actor(NAME, namespace="baton")
+        return int(ray.get(supervisor.pid.remote(), timeout=_STOP_TIMEOUT_S))
+
     def close(self) -> None:
         """End everything; returns when no process is left. Idempotent."""
         self._stack.close()

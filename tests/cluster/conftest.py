@@ -21,7 +21,7 @@ from decode_worker.role import DecodeConfig
 from engine.build import build_engine, build_runner, load_model_spec, region_layout
 from engine.config import EngineConfig, FakeEngineConfig
 from engine.local_memory import LocalKvMemory, LocalSink
-from engine.request import TokenEvent
+from engine.request import RequestSpec, TokenEvent
 from kv_transfer.config import TransferConfig
 
 ENGINE = EngineConfig(
@@ -36,25 +36,25 @@ ENGINE = EngineConfig(
 FINGERPRINT = load_model_spec("", ENGINE).kv_fingerprint
 
 
-@dataclass
-class Oracle:
-    """What one engine alone, with fresh memory for every request, says."""
+def engine_tokens(config: EngineConfig, spec: RequestSpec) -> list[int]:
+    """What one engine alone, with fresh memory, says."""
+    model = load_model_spec("", config)
+    memory = LocalKvMemory.of(region_layout(model, config, 0, 1), config.num_regions)
+    sink = LocalSink()
+    engine = build_engine(config, build_runner("", config, model, memory, sink, None), sink)
+    engine.add(spec)
+    tokens: list[int] = []
+    while engine.has_work():
+        tokens += [e.token.token_id for e in engine.step() if isinstance(e, TokenEvent)]
+    engine.check_integrity()
+    return tokens
 
-    config: EngineConfig = ENGINE
+
+class Oracle:
+    """The tokens of a request as a lone engine gives them."""
 
     def tokens(self, spec: worker_pb2.RequestSpec) -> list[int]:
-        model = load_model_spec("", self.config)
-        layout = region_layout(model, self.config, 0, 1)
-        memory = LocalKvMemory.of(layout, self.config.num_regions)
-        sink = LocalSink()
-        engine = build_engine(
-            self.config, build_runner("", self.config, model, memory, sink, None), sink
-        )
-        engine.add(read_spec(spec))
-        tokens: list[int] = []
-        while engine.has_work():
-            tokens += [e.token.token_id for e in engine.step() if isinstance(e, TokenEvent)]
-        return tokens
+        return engine_tokens(ENGINE, read_spec(spec))
 
 
 def make_spec(
@@ -247,6 +247,7 @@ class Kit:
     """What the tests of this folder share."""
 
     engine = ENGINE
+    engine_tokens = staticmethod(engine_tokens)
     make_spec = staticmethod(make_spec)
     running_worker = staticmethod(running_worker)
     decode_link = DecodeLink

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
 import sys
 import time
@@ -12,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
+import numpy as np
 import pytest
 
-from baton.v1 import common_pb2, control_pb2
+from baton.v1 import common_pb2, control_pb2, worker_pb2
 from cluster.control_service import Changes, fleet_message, serve
 from cluster.registry import Registry, RegistryConfig, Role
 
@@ -26,7 +29,7 @@ pools:
 engine:
   backend: fake
   block_size: 8
-  num_blocks: 256
+  num_blocks: 512
   num_regions: 2
   max_num_seqs: 16
   max_num_batched_tokens: 64
@@ -117,3 +120,124 @@ async def test_two_and_two_workers_hand_off_over_ucx_with_the_oracles_tokens(
             for w in seen.workers
         )
     )
+
+
+async def test_a_prefill_worker_killed_mid_push_leaves_nothing_behind_and_another_takes_over(
+    fleet: Fleet, kit: Any
+) -> None:
+    link = kit.decode_link(fleet.address("decode-0"), "router-a")
+    await link.open()
+    doomed = kit.mini_router(fleet.address("prefill-0"), link)
+    spec = kit.make_spec("killed", 2000)  # about a second of prefill, in 32 chunks
+    lease = await doomed.reserve(spec, fleet.ref("prefill-0"))
+    call = asyncio.create_task(doomed.hand_off(spec, lease))
+    await fleet.until(lambda seen: _load(seen, "prefill-0").num_queued_tokens > 0)
+    fleet.kill("prefill-0")
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call
+    await link.until(lambda: link.of("killed").rejected)
+    assert link.of("killed").rejected.reason == worker_pb2.REJECT_REASON_HANDOFF_FAILED
+
+    other = kit.mini_router(fleet.address("prefill-1"), link)
+    spec.attempt = 2
+    assert await other.generate(spec, fleet.ref("prefill-1")) == kit.oracle.tokens(spec)
+    await fleet.until(
+        lambda seen: (
+            _load(seen, "decode-0").num_quarantined_blocks == 0
+            and _load(seen, "decode-0").num_free_blocks == _load(seen, "decode-0").num_blocks
+        )
+    )
+    await fleet.until(lambda seen: _state(seen, "prefill-0") != control_pb2.WORKER_STATE_LIVE)
+    for closing in (doomed, other, link):
+        await closing.close()
+
+
+async def test_a_decode_worker_killed_mid_stream_is_continued_elsewhere_from_its_last_index(
+    fleet: Fleet, kit: Any
+) -> None:
+    doomed = kit.decode_link(fleet.address("decode-0"), "router-a")
+    await doomed.open()
+    router = kit.mini_router(fleet.address("prefill-0"), doomed)
+    spec = kit.make_spec("moved", 60)
+    spec.sampling.max_tokens = 300
+    expected = kit.oracle.tokens(spec)
+    await router.hand_off(spec, await router.reserve(spec, fleet.ref("prefill-0")))
+    heard = doomed.of("moved")
+    await doomed.until(lambda: len(heard.tokens) > 20)
+    fleet.kill("decode-0")
+    emitted = heard.in_order()
+    assert emitted == expected[: len(emitted)]
+
+    link = kit.decode_link(fleet.address("decode-1"), "router-a")
+    await link.open()
+    again = kit.mini_router(fleet.address("prefill-1"), link)
+    spec.attempt = 2
+    spec.token_ids += np.array(emitted, "<u4").tobytes()
+    heard = link.of("moved", 2)
+    heard.tokens.update(enumerate(emitted))
+    assert await again.generate(spec, fleet.ref("prefill-1")) == expected
+    for closing in (router, again, doomed, link):
+        await closing.close()
+
+
+async def test_a_drained_worker_finishes_what_runs_refuses_the_rest_and_leaves(
+    fleet: Fleet, kit: Any
+) -> None:
+    link = kit.decode_link(fleet.address("decode-0"), "router-a")
+    await link.open()
+    spec = kit.make_spec("last", 60)
+    spec.sampling.max_tokens = 200
+    await link.reserve(spec)
+    await link.until(lambda: link.of("last").tokens)
+    fleet.registry.ask_drain("decode-0")
+    await fleet.until(lambda seen: _state(seen, "decode-0") == control_pb2.WORKER_STATE_DRAINING)
+    for number in itertools.count():  # the registry knows of the drain before the worker does
+        late = link.of(f"late{number}")
+        await link.reserve(kit.make_spec(f"late{number}", 30))
+        await link.until(lambda late=late: late.rejected or late.finished)
+        if late.rejected is not None:
+            break
+    assert late.rejected.reason == worker_pb2.REJECT_REASON_DRAINING
+    await link.until(lambda: link.of("last").finished)
+    assert link.of("last").in_order() == kit.oracle.tokens(spec)
+    assert await asyncio.wait_for(fleet.processes["decode-0"].wait(), 15) == 0
+    await link.close()
+
+
+async def test_workers_serve_on_while_the_registry_is_gone_and_come_back_to_it(
+    tmp_path: Path, kit: Any
+) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text(CONFIG)
+
+    def fresh() -> Registry:
+        return Registry(RegistryConfig(), time.monotonic)
+
+    live = control_pb2.WORKER_STATE_LIVE
+    registry = fresh()
+    async with serve(registry, Changes(), "127.0.0.1:0") as control:
+        fleet = Fleet(registry, control, config)
+        await fleet.start("decode", 0)
+        await fleet.until(lambda seen: [w.state for w in seen.workers] == [live])
+        address = fleet.address("decode-0")
+    try:
+        link = kit.decode_link(address, "router-a")
+        await link.open()
+        spec = kit.make_spec("alone", 60)
+        await link.reserve(spec)
+        await link.until(lambda: link.of("alone").finished)
+        assert link.of("alone").in_order() == kit.oracle.tokens(spec)
+        await link.close()
+        fleet.registry = fresh()
+        async with serve(fleet.registry, Changes(), control):
+            await fleet.until(lambda seen: [w.state for w in seen.workers] == [live])
+    finally:
+        await fleet.end()
+
+
+def _load(seen: control_pb2.WatchFleetResponse, worker_id: str) -> worker_pb2.WorkerLoad:
+    return next(w.load for w in seen.workers if w.info.ref.worker_id == worker_id)
+
+
+def _state(seen: control_pb2.WatchFleetResponse, worker_id: str) -> int:
+    return next(w.state for w in seen.workers if w.info.ref.worker_id == worker_id)
