@@ -1,0 +1,322 @@
+"""Sampling: the right distribution, the same token alone and in a batch, clear refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import InvalidRequestError
+from engine.request import (
+    RequestId,
+    RequestSpec,
+    SampledToken,
+    SamplingParams,
+    ScheduledSeq,
+)
+from engine.sampler import Sampler, _thresholds
+from engine.sampling_check import check
+from engine.sampling_noise import gumbel_noise, row_keys
+
+EOS = 3
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def sample(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[tuple[list[int], list[int]]] | None = None,
+) -> list[SampledToken]:
+    """`histories`: (prompt, output) of each row."""
+    histories = histories or [([0], [])] * len(params)
+    seqs, specs = [], {}
+    for row, (sampling, (given_ids, output)) in enumerate(zip(params, histories)):
+        request_id = RequestId(str(row))
+        ids = np.array([*given_ids, *output], np.uint32)
+        seqs.append(ScheduledSeq(request_id, ids[-1:], len(ids) - 1, (), True))
+        specs[request_id] = RequestSpec(request_id, ids, len(given_ids), sampling)
+    return Sampler(frozenset({EOS})).sample(logits, seqs, specs)
+
+
+def ids(sampled: list[SampledToken]) -> list[int]:
+    return [token.token_id for token in sampled]
+
+
+def random_logits(rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def test_greedy_takes_the_likeliest_and_leaves_the_logits_alone() -> None:
+    logits = random_logits(5, 100)
+    before = logits.clone()
+    crowd = [GREEDY, SamplingParams(top_k=1), replace(GREEDY, min_tokens=4), SamplingParams()]
+    sampled = ids(sample(logits, [*crowd, replace(GREEDY, presence_penalty=1.0)]))
+    assert sampled[:2] == logits.argmax(-1).tolist()[:2]
+    assert torch.equal(logits, before)
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 3, 50, 5000]),
+    top_p=st.sampled_from([1.0, 0.9, 0.1]),
+    min_p=st.sampled_from([0.0, 0.1, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.5]),
+    num_output=st.integers(0, 6),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_row_gets_the_same_token_alone_and_in_any_batch(
+    seed: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    num_output: int,
+) -> None:
+    mine = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        logprobs=2,
+    )
+    history = ([5, 6, 7], [8, 9, 8, 9, 8, 9][:num_output])
+    logits = random_logits(4, 3000, seed % 1000)
+    (alone,) = sample(logits[2:3], [mine], [history])
+    others = [SamplingParams(seed=1), GREEDY, mine, SamplingParams(top_p=0.99, seed=seed)]
+    histories = [([1], []), ([2, 2], [2]), history, ([3], [4])]
+    together = sample(logits, others, histories)[2]
+    assert together.token_id == alone.token_id
+    assert alone.logprobs is not None
+    assert together.logprobs is not None
+    assert together.logprobs.rank == alone.logprobs.rank
+    assert together.logprobs.logprob == pytest.approx(alone.logprobs.logprob, abs=1e-5)
+
+
+def frequencies(logits: torch.Tensor, params: SamplingParams, count: int) -> torch.Tensor:
+    """Relative frequency of each token over output positions 0 to `count` - 1."""
+    seeds = [replace(params, seed=seed) for seed in range(count)]
+    sampled = ids(sample(logits.expand(count, -1), seeds))
+    return torch.bincount(torch.tensor(sampled), minlength=logits.shape[-1]) / count
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+def test_tokens_are_drawn_with_the_probabilities_of_the_softmax(temperature: float) -> None:
+    logits = random_logits(1, 24, seed=4)
+    expected = (logits[0] / temperature).softmax(-1)
+    count = 20_000
+    found = frequencies(logits, SamplingParams(temperature=temperature), count)
+    deviations = (found - expected).abs() / (expected * (1 - expected) / count).sqrt()
+    assert deviations[expected * count > 5].max() < 4.5
+
+
+def test_noise_does_not_repeat_over_positions_seeds_or_tokens() -> None:
+    positions = [(seed, index) for seed in (0, 1, 2**63, 2**64 - 1) for index in range(40)]
+    noise = gumbel_noise(positions, 500, CPU).double()
+    # In float32 about one of 700 of so many values equals another by chance.
+    assert len(torch.unique(noise)) > 0.997 * noise.numel()
+    # Standard Gumbel: mean 0.5772, variance pi^2 / 6.
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.04)
+    rows = torch.corrcoef(noise) - torch.eye(len(positions))
+    assert rows.abs().max() < 0.25
+    assert rows.abs().mean() < 0.05
+
+
+def test_noise_is_that_of_plain_integer_arithmetic() -> None:
+    """A twin in Python integers: what any other implementation has to give."""
+
+    def twin(seed: int, index: int, token: int) -> float:
+        mask = (1 << 32) - 1
+        key1, key2 = (key & mask for key in row_keys(seed, index))
+        h = (token * (-1640531527 & mask)) & mask ^ key1
+        h = h * (-862048943 & mask) & mask
+        h ^= h >> 16
+        h = (h * (-2048144789 & mask) + key2) & mask
+        h ^= h >> 13
+        h = h * (-1028477387 & mask) & mask
+        h ^= h >> 16
+        uniform = min(((h & 0x7FFFFFFF) + 0.5) * 2.0**-31, 1 - 2.0**-24)
+        return -math.log(-math.log1p(-uniform))
+
+    noise = gumbel_noise([(7, 0), (2**64 - 1, 5)], 300, CPU)
+    for row, (seed, index) in enumerate([(7, 0), (2**64 - 1, 5)]):
+        expected = [twin(seed, index, token) for token in range(300)]
+        assert noise[row].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_noise_depends_on_the_output_index_and_not_on_the_prompt() -> None:
+    logits = torch.zeros(1, 1000)
+    params = SamplingParams(seed=5)
+    tokens = [ids(sample(logits, [params], [([1] * n, [2] * 3)]))[0] for n in (1, 9, 30)]
+    assert len(set(tokens)) == 1
+    by_index = [ids(sample(logits, [params], [([1], [2] * n)]))[0] for n in range(8)]
+    assert len(set(by_index)) == 8
+
+
+# --- filters against a naive reference ----------------------------------------------------------
+
+
+def naive_kept(logits: list[float], params: SamplingParams) -> set[int]:
+    """Straight from the definitions; logits all different."""
+    order = sorted(range(len(logits)), key=lambda t: -logits[t])
+    if params.top_k:
+        order = order[: params.top_k]
+    weights = [math.exp(logits[t] / params.temperature) for t in order]
+    total, seen, kept = sum(weights), 0.0, []
+    for token, weight in zip(order, weights):
+        if params.top_p < 1 and seen >= params.top_p:
+            break
+        kept.append(token)
+        seen += weight / total
+    return {t for t, w in zip(kept, weights) if w >= params.min_p * weights[0]}
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    vocab_size=st.sampled_from([2, 40, 1500]),
+    top_k=st.sampled_from([0, 1, 2, 30, 1200, 4000]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.02, 0.5]),
+    candidates=st.sampled_from([1, 8, 1024]),
+)
+@settings(max_examples=120, deadline=None)
+def test_filters_keep_what_their_definitions_keep(
+    seed: int, vocab_size: int, top_k: int, top_p: float, min_p: float, candidates: int
+) -> None:
+    params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    logits = random_logits(1, vocab_size, seed).double().float()
+    (threshold,) = _thresholds(logits, [params], candidates).tolist()
+    kept = {t for t, logit in enumerate(logits[0].tolist()) if logit >= threshold}
+    expected = naive_kept(logits[0].tolist(), params)
+    # A boundary may fall either way by one token where rounding decides.
+    assert len(kept ^ expected) <= (1 if top_p < 1 or min_p else 0)
+
+
+def test_tokens_outside_the_filters_are_never_drawn() -> None:
+    logits = random_logits(1, 50, seed=2) / 3
+    for params in (
+        SamplingParams(temperature=5.0, top_k=4),
+        SamplingParams(temperature=2.0, top_p=0.4),
+        SamplingParams(temperature=2.0, min_p=0.3),
+        SamplingParams(temperature=2.0, top_k=20, top_p=0.6, min_p=0.05),
+    ):
+        scaled = (logits[0] / params.temperature).tolist()
+        kept = naive_kept(scaled, replace(params, temperature=1.0))
+        found = frequencies(logits, params, 3000)
+        drawn = set(torch.nonzero(found)[:, 0].tolist())
+        assert drawn == kept
+        assert 1 < len(kept) < 50
+
+
+@given(
+    given_ids=st.lists(st.integers(0, 19), min_size=1, max_size=12),
+    output=st.lists(st.integers(0, 19), max_size=12),
+    repetition=st.sampled_from([0.5, 1.0, 1.3, 2.0]),
+    presence=st.sampled_from([-2.0, 0.0, 0.7]),
+    frequency=st.sampled_from([-0.5, 0.0, 0.9]),
+)
+@settings(max_examples=80, deadline=None)
+def test_penalties_agree_with_a_naive_reference(
+    given_ids: list[int], output: list[int], repetition: float, presence: float, frequency: float
+) -> None:
+    logits = random_logits(1, 20, seed=len(output))
+    params = SamplingParams(
+        temperature=0.0,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+    )
+    scores = logits[0].tolist()
+    for token in set(given_ids) | set(output):
+        scores[token] *= 1 / repetition if scores[token] > 0 else repetition
+    for token in set(output):
+        scores[token] -= presence + frequency * output.count(token)
+    crowd = sample(
+        logits.expand(3, -1), [GREEDY, params, params], [([1], []), (given_ids, output), ([0], [0])]
+    )
+    assert scores[crowd[1].token_id] == pytest.approx(max(scores), abs=1e-5)
+
+
+# --- minimum length, log-probabilities ----------------------------------------------------------
+
+
+def test_stop_and_eos_ids_are_not_drawn_before_min_tokens() -> None:
+    logits = torch.zeros(1, 8)
+    logits[0, EOS] = 30.0
+    logits[0, 5] = 20.0
+    params = replace(GREEDY, min_tokens=2, stop_token_ids=frozenset({5}))
+    early, late = ([1], [2]), ([1], [2, 2])
+    assert ids(sample(logits, [params], [early]))[0] not in (EOS, 5)
+    assert ids(sample(logits, [params], [late])) == [EOS]
+    assert ids(sample(logits, [replace(params, ignore_eos=True)], [early])) == [EOS]
+
+
+def test_logprobs_are_those_of_the_model_before_temperature_and_penalties() -> None:
+    logits = random_logits(2, 60)
+    expected = logits.log_softmax(-1)
+    params = SamplingParams(temperature=3.0, repetition_penalty=2.0, logprobs=4, seed=9)
+    sampled = sample(logits, [params, GREEDY], [([1, 2], [3]), ([1], [])])
+    told = sampled[0].logprobs
+    assert told is not None
+    row = expected[0]
+    assert told.logprob == pytest.approx(row[sampled[0].token_id].item(), abs=1e-5)
+    assert told.rank == 1 + int((row > row[sampled[0].token_id]).sum())
+    assert [t for t, _ in told.top] == row.topk(4).indices.tolist()
+    assert [p for _, p in told.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-5)
+    assert sampled[1].logprobs is None
+    (bare,) = sample(logits[:1], [replace(params, logprobs=0)])
+    assert bare.logprobs is not None
+    assert bare.logprobs.top == ()
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", -0.5),
+        ("min_p", 2.0),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", math.nan),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("logprobs", -1),
+        ("logprobs", 101),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("stop_token_ids", frozenset({100})),
+    ],
+)
+def test_an_impossible_value_is_refused_by_its_field(field: str, value: object) -> None:
+    check(SamplingParams(), 100)
+    with pytest.raises(InvalidRequestError) as caught:
+        check(replace(SamplingParams(), **{field: value}), 100)  # type: ignore[arg-type]
+    assert caught.value.field == field

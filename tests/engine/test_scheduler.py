@@ -1,0 +1,293 @@
+"""Who runs when: budget, order, limits, preemption, and what is refused at the door."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.core import EngineCore
+from engine.errors import InvalidRequestError
+from engine.request import (
+    FinishedEvent,
+    FinishReason,
+    HandoffId,
+    NoCapacityEvent,
+    RequestId,
+    RequestSpec,
+    ReservedEvent,
+    SampledToken,
+    SamplingParams,
+    StepPlan,
+    TokenEvent,
+)
+from tests.engine.fakes import (
+    GREEDY,
+    FakeEngine,
+    Streams,
+    alone,
+    drain,
+    fake_config,
+    pair,
+    pool_is_whole,
+    prompt,
+    spec_of,
+)
+
+
+class Watched:
+    """Remembers the plans of an engine's runner."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.plans: list[StepPlan] = []
+        runner = engine.core._runner
+        run = runner.run
+
+        def remember(plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
+            self.plans.append(plan)
+            return run(plan, specs)
+
+        runner.run = remember  # type: ignore[method-assign]
+
+    def last(self) -> list[tuple[str, int, bool]]:
+        """(request, tokens, samples) of the last step."""
+        return [(s.request_id, len(s.token_ids), s.samples) for s in self.plans[-1].seqs]
+
+
+def watched(num_blocks: int = 400, **changes: object) -> tuple[EngineCore, Watched]:
+    engine = FakeEngine(fake_config(num_blocks, **changes))
+    return engine.core, Watched(engine)
+
+
+def test_decodes_come_first_and_prompts_fill_the_rest_of_the_budget() -> None:
+    core, seen = watched(max_num_batched_tokens=20)
+    core.add(spec_of("a", prompt(10)))
+    core.add(spec_of("b", prompt(30)))
+    core.step()
+    assert seen.last() == [("a", 10, True), ("b", 10, False)]
+    core.step()
+    assert seen.last() == [("a", 1, True), ("b", 19, False)]
+    core.step()
+    assert seen.last() == [("a", 1, True), ("b", 1, True)]
+    assert seen.plans[0].num_tokens == 20
+    assert [s.start for s in seen.plans[1].seqs] == [10, 10]
+
+
+def test_the_budget_is_never_exceeded_and_everyone_finishes_with_more_requests_than_budget() -> (
+    None
+):
+    core, seen = watched(max_num_batched_tokens=4, max_num_seqs=10)
+    specs = [spec_of(str(n), prompt(n + 1), replace(GREEDY, max_tokens=5)) for n in range(10)]
+    for spec in specs:
+        core.add(spec)
+    streams = drain(core)
+    assert max(plan.num_tokens for plan in seen.plans) == 4
+    for spec in specs:
+        assert streams.tokens[spec.request_id] == alone(spec)
+
+
+def test_no_more_requests_run_at_once_than_allowed_reservations_included() -> None:
+    core, seen = watched(max_num_seqs=3)
+    assert isinstance(core.reserve(spec_of("reserved", prompt(10))), ReservedEvent)
+    for n in range(5):
+        core.add(spec_of(str(n), prompt(10, n)))
+    streams = drain(core)
+    assert max(len(plan.seqs) for plan in seen.plans) == 2
+    assert len(streams.finished) == 5
+    core.release(RequestId("reserved"))
+    for n in range(3):
+        assert isinstance(core.reserve(spec_of(f"r{n}", prompt(10))), ReservedEvent)
+    assert isinstance(core.reserve(spec_of("r3", prompt(10))), NoCapacityEvent)
+
+
+def test_higher_priority_then_earlier_arrival_goes_first() -> None:
+    core, seen = watched(max_num_seqs=1)
+    for name, priority in (("low", -1), ("first", 0), ("second", 0), ("high", 5)):
+        spec = spec_of(name, prompt(5), replace(GREEDY, max_tokens=1), priority=priority)
+        core.add(spec)
+    drain(core)
+    order = [plan.seqs[0].request_id for plan in seen.plans]
+    assert order == ["high", "first", "second", "low"]
+
+
+def test_the_newest_request_is_preempted_and_the_oldest_never_waits() -> None:
+    core, seen = watched(num_blocks=12, max_num_seqs=4)
+    sampling = replace(GREEDY, max_tokens=100)
+    for name in ("old", "new"):
+        core.add(spec_of(name, prompt(60, len(name) + ord(name[0])), sampling))
+    streams = drain(core)
+    old = [any(s.request_id == "old" for s in plan.seqs) for plan in seen.plans]
+    assert all(old[: old.index(False)])
+    assert not any(old[old.index(False) :])
+    restarts = [s for plan in seen.plans for s in plan.seqs if s.request_id == "new" and s.samples]
+    assert len(restarts) == 100  # every index sampled once
+    recomputed = sum(len(s.token_ids) for p in seen.plans for s in p.seqs if s.request_id == "new")
+    assert recomputed > 60 + 99
+    assert len(streams.tokens["new"]) == 100
+    pool_is_whole(core)
+
+
+def test_reserved_and_exported_requests_are_never_preempted() -> None:
+    config = fake_config(num_blocks=21)
+    sender, receiver, wire = pair(config, fake_config())
+    lease = receiver.core.reserve(spec_of("export", prompt(60)))
+    assert isinstance(lease, ReservedEvent)
+    sender.core.add_prefill(spec_of("export", prompt(60)), wire.open(lease), 0)
+    sender.core.step()
+    reserved = sender.core.reserve(spec_of("reserved", prompt(60, 1)))
+    assert isinstance(reserved, ReservedEvent)
+    local = spec_of("local", prompt(60, 2), replace(GREEDY, max_tokens=200))
+    sender.core.add(local)
+    streams = drain(sender.core)  # until it finds no block: 4 + 4 of 20 are not to be had
+    assert 60 < len(streams.tokens["local"]) + 60 < 260
+    assert not sender.core.has_work()
+    sender.core.check_integrity()
+    load = sender.core.load()
+    assert (load.num_waiting, load.num_reserved, load.num_exporting) == (1, 1, 1)
+    sender.core.release(RequestId("export"))
+    assert sender.core.has_work()
+    drain(sender.core, streams)
+    sender.core.release(RequestId("reserved"))
+    drain(sender.core, streams)
+    assert streams.tokens["local"] == alone(local)
+    pool_is_whole(sender.core)
+
+
+def test_an_engine_whose_requests_all_wait_for_blocks_has_no_work_until_some_are_free() -> None:
+    core, _ = watched(num_blocks=11)
+    core.reserve(spec_of("reserved", prompt(100)))
+    core.add(spec_of("waits", prompt(80)))
+    while core.has_work():
+        assert not [e for e in core.step() if isinstance(e, TokenEvent)]
+    assert core.load().num_waiting == 1
+    core.release(RequestId("reserved"), quarantine=True)
+    while core.has_work():
+        core.step()
+    assert core.load().num_waiting == 1
+    core.unquarantine(RequestId("reserved"))
+    assert len(drain(core).tokens["waits"]) == GREEDY.max_tokens
+    pool_is_whole(core)
+
+
+def test_an_aborted_reservation_is_quarantined() -> None:
+    core, _ = watched(num_blocks=30)
+    core.reserve(spec_of("r", prompt(100)))
+    core.abort(RequestId("r"))
+    assert core.step() == [FinishedEvent(RequestId("r"), FinishReason.ABORTED)]
+    assert core.load().num_quarantined_blocks == 7
+    core.unquarantine(RequestId("r"))
+    pool_is_whole(core)
+
+
+def test_releasing_a_prefill_that_has_not_finished_ends_it() -> None:
+    sender, receiver, wire = pair(fake_config(max_num_batched_tokens=16), fake_config())
+    for name in ("started", "waiting"):
+        spec = spec_of(name, prompt(60))
+        lease = receiver.core.reserve(spec)
+        assert isinstance(lease, ReservedEvent)
+        sender.core.add_prefill(spec, wire.open(lease), 0)
+    sender.core.step()
+    for name in ("started", "waiting", "started", "unknown"):
+        sender.core.release(RequestId(name))
+    ends = [e for e in sender.core.step() if isinstance(e, FinishedEvent)]
+    assert [e.request_id for e in ends] == ["started", "waiting"]
+    pool_is_whole(sender.core)
+
+
+def test_a_quarantined_export_stays_pinned() -> None:
+    sender, receiver, wire = pair(fake_config(), fake_config())
+    spec = spec_of("r", prompt(60))
+    lease = receiver.core.reserve(spec)
+    assert isinstance(lease, ReservedEvent)
+    sender.core.add_prefill(spec, wire.open(lease), 0)
+    drain(sender.core)
+    sender.core.release(spec.request_id, quarantine=True)
+    load = sender.core.load()
+    assert load.num_blocks - load.num_free_blocks == 4
+    sender.core.check_integrity()
+    sender.core.unquarantine(spec.request_id)
+    pool_is_whole(sender.core)
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def refused_field(core: EngineCore, spec: RequestSpec) -> str:
+    fields = set()
+    for way_in in (core.add, core.reserve, lambda s: core.add_prefill(s, HandoffId("h"), 0)):
+        with pytest.raises(InvalidRequestError) as caught:
+            way_in(spec)
+        fields.add(caught.value.field)
+    assert not core.has_work()
+    pool_is_whole(core)
+    (field,) = fields
+    return field
+
+
+def test_what_can_never_run_is_refused_at_the_door_by_its_field() -> None:
+    core, _ = watched(max_model_len=512)
+    outside = np.array([1, 2048], np.uint32)
+    emitted = spec_of("r", prompt(5), replace(GREEDY, max_tokens=3), emitted=[9, 9, 9])
+    assert refused_field(core, spec_of("r", prompt(0))) == "prompt"
+    assert refused_field(core, spec_of("r", prompt(512))) == "prompt"
+    assert refused_field(core, spec_of("r", outside)) == "token_ids"
+    assert refused_field(core, spec_of("r", prompt(5), SamplingParams(top_p=7.0))) == "top_p"
+    assert refused_field(core, emitted) == "max_tokens"
+
+
+def test_what_kv_memory_can_never_hold_is_refused_and_what_it_just_holds_runs() -> None:
+    core, _ = watched(num_blocks=12)  # 11 usable blocks: 176 tokens
+    assert refused_field(core, spec_of("r", prompt(177))) == "prompt"
+    with pytest.raises(InvalidRequestError, match="KV memory") as caught:
+        core.add(spec_of("r", prompt(160), replace(GREEDY, max_tokens=18)))
+    assert caught.value.field == "max_tokens"
+    fits = spec_of("r", prompt(160), replace(GREEDY, max_tokens=17))
+    core.add(fits)
+    assert drain(core).tokens["r"] == alone(fits)
+    pool_is_whole(core)
+
+
+def test_an_id_that_runs_already_is_refused() -> None:
+    core, _ = watched()
+    core.add(spec_of("r", prompt(5)))
+    with pytest.raises(InvalidRequestError) as caught:
+        core.add(spec_of("r", prompt(5)))
+    assert caught.value.field == "request_id"
+    streams = Streams()
+    drain(core, streams)
+    assert len(streams.tokens["r"]) == GREEDY.max_tokens
+
+
+@pytest.mark.parametrize("cached", [8, 64, 80])
+def test_a_receiver_that_claims_part_of_a_block_or_the_whole_prompt_is_refused(cached: int) -> None:
+    core, _ = watched()
+    with pytest.raises(InvalidRequestError) as caught:
+        core.add_prefill(spec_of("r", prompt(64)), HandoffId("h"), cached)
+    assert caught.value.field == "num_cached_tokens"
+    pool_is_whole(core)
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
+def test_limits_below_one_are_refused(name: str) -> None:
+    changes = {name: -1}
+    with pytest.raises(ValueError, match=name):
+        FakeEngine(fake_config(**changes))  # type: ignore[arg-type]
+
+
+def test_specs_for_penalties_hold_every_token_known() -> None:
+    core, _ = watched(num_blocks=40)
+    runner = core._runner
+    run = runner.run
+    known: list[list[int]] = []
+
+    def remember(plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
+        (spec,) = specs.values()
+        known.append(spec.token_ids.tolist())
+        return run(plan, specs)
+
+    runner.run = remember  # type: ignore[method-assign]
+    sampling = replace(GREEDY, max_tokens=5, frequency_penalty=1.0)
+    core.add(spec_of("r", prompt(6), sampling))
+    tokens = drain(core).tokens["r"]
+    assert known == [[*prompt(6).tolist(), *tokens[:n]] for n in range(5)]
