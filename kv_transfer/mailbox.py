@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from baton.v1 import transfer_pb2
@@ -58,5 +59,18 @@ class Mailbox:
             self._posted = False
             assert self._reader is not None
             handle = self._reader[1]
-        for event in events:
-            handle(event)
+        waiting = deque(events)
+        try:
+            while waiting:
+                handle(waiting.popleft())
+        finally:
+            if waiting:  # one event failed: the loop reports it, the others are handled next
+                self._put_back(waiting)
+
+    def _put_back(self, events: Iterable[Event]) -> None:
+        with self._lock:
+            assert self._reader is not None
+            self._events[:0] = events
+            post, posted, self._posted = self._reader[0], self._posted, True
+        if not posted:
+            post(self._deliver)

@@ -13,7 +13,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal, Protocol
@@ -132,9 +132,8 @@ class MemoryMemory:
 
     def check_within(self, region: Region, address: int, num_bytes: int) -> None:
         end = region.base_address + region.num_bytes
-        assert region.base_address <= address and address + num_bytes <= end, (
-            f"{num_bytes} bytes at {address:#x} are outside region {region.rkey!r}"
-        )
+        inside = region.base_address <= address and address + num_bytes <= end
+        assert inside, f"{num_bytes} bytes at {address:#x} are outside region {region.rkey!r}"
 
 
 @dataclass(eq=False)
@@ -226,6 +225,9 @@ class MemoryTransport:
                 if self._network.process(address) is None:
                     self._schedule("lost", address, lambda: self._lose(address))
             return peer
+
+    def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
+        """Nothing has to be mapped."""
 
     def put(self, peer: Peer, batch: PutBatch) -> None:
         assert isinstance(peer, MemoryPeer)

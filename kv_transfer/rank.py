@@ -233,9 +233,9 @@ class TransferRank:
         lanes = {}
         for rank in fed:
             route = Route(layout, self._memory.regions, rank, size, lease.ranks[rank].regions)
-            lanes[rank] = Lane(
-                self.transport.connect(lease.owner.ranks[rank].transfer_address), route
-            )
+            peer = self.transport.connect(lease.owner.ranks[rank].transfer_address)
+            self.transport.prepare(peer, lease.ranks[rank].regions)
+            lanes[rank] = Lane(peer, route)
         return lanes
 
     def _settle(self, handoff: RankHandoff) -> None:

@@ -12,7 +12,7 @@ it has seen anything: only the peer's own message is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,6 +98,9 @@ class Transport(Protocol):
 
     def connect(self, address: bytes) -> Peer:
         """The connection to that address, made when there is none or the last one was lost."""
+
+    def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
+        """These regions of the peer will be written: do now what the first puts would wait for."""
 
     def put(self, peer: Peer, batch: PutBatch) -> None:
         """Copy into the peer's memory; a failure is told by the next flush."""

@@ -121,6 +121,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {  # name: (result, *arguments)
     "ucp_ep_create": (Status, c_void_p, c_void_p, POINTER(c_void_p)),
     "ucp_ep_rkey_unpack": (Status, c_void_p, c_void_p, POINTER(c_void_p)),
     "ucp_rkey_destroy": (None, c_void_p),
+    "ucp_rkey_ptr": (Status, c_void_p, c_uint64, POINTER(c_void_p)),
     "ucp_ep_flush_nbx": (c_void_p, c_void_p, c_void_p),
     "ucp_ep_close_nbx": (c_void_p, c_void_p, c_void_p),
     "ucp_put_nbx": (c_void_p, c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, c_void_p),

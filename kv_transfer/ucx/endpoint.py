@@ -112,6 +112,18 @@ class Endpoint:
             self._error = f"ucp_put_nbx: {self._ucp.text(status)}"
         self._busy_s += time.perf_counter() - start_s
 
+    def mapping(self, packed_rkey: bytes, address: int) -> int | None:
+        """Where the peer's memory is mapped here; None: it is not, or was asked before."""
+        if packed_rkey in self._rkeys or self._error is not None:
+            return None
+        local = c_void_p()
+        try:
+            status = self._ucp.ucp_rkey_ptr(self._rkey(packed_rkey), address, byref(local))
+        except TransportError as error:
+            self._error = str(error)
+            return None
+        return local.value if status == 0 else None
+
     def _rkey(self, packed: bytes) -> int:
         known = self._rkeys.get(packed)
         if known is not None:

@@ -16,11 +16,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_size_t, c_void_p
+from functools import partial
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import TransportError
+from kv_transfer.lease import Region
 from kv_transfer.transport import (
     FlushResult,
     OnFlushed,
@@ -47,12 +49,13 @@ from kv_transfer.ucx.binding import (
     load,
 )
 from kv_transfer.ucx.endpoint import Endpoint, Requests, UcxPeer
-from kv_transfer.ucx.memory import UcxMemory
+from kv_transfer.ucx.memory import UcxMemory, populate
 from kv_transfer.ucx.native import Poster, make_poster
 
 log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 1.0
+_POPULATE_BYTES = 32 << 20  # a few milliseconds
 
 
 class UcxTransport:
@@ -109,6 +112,27 @@ class UcxTransport:
                 self._keys[id(peer)] = peer
                 self._enqueue(lambda: self._open(peer))
             return peer
+
+    def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
+        """Map the regions, and fault their pages in as long as there is time: one chunk a turn."""
+        assert isinstance(peer, UcxPeer)
+
+        def map_region(region: Region) -> None:
+            if peer.endpoint is not None:
+                address = peer.endpoint.mapping(region.rkey, region.base_address)
+                if address is not None:
+                    fault_in(address, region.num_bytes)
+
+        def fault_in(address: int, num_bytes: int) -> None:
+            if peer.endpoint is None:
+                return  # lost, and its memory no longer mapped
+            populate(address, min(num_bytes, _POPULATE_BYTES))
+            if num_bytes > _POPULATE_BYTES:
+                left = num_bytes - _POPULATE_BYTES
+                self._enqueue(partial(fault_in, address + _POPULATE_BYTES, left))
+
+        for region in regions:
+            self._enqueue(partial(map_region, region))
 
     def put(self, peer: Peer, batch: PutBatch) -> None:
         assert isinstance(peer, UcxPeer)
@@ -171,7 +195,7 @@ class UcxTransport:
     def _turn(self) -> bool:
         """Do what there is to do; False when nothing was."""
         worked = bool(self._commands)
-        while self._commands:
+        for _ in range(len(self._commands)):  # what they enqueue in their turn comes next time
             self._commands.popleft()()
         worked = bool(self._ucp.ucp_worker_progress(self._worker)) or worked
         self._requests.poll()

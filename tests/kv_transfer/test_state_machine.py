@@ -1,0 +1,311 @@
+"""Leases and handoffs under any order of calls, deliveries, losses, pauses and one death.
+
+The model is the pool of the receiver: who owns each block, and what it must contain. A block that
+is free, or that was admitted, must never change; at the end every block is free again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from transfer_sides import NUM_BLOCKS, ONE_HEAD, Side, SideSpec
+
+from kv_transfer.clock import ManualClock
+from kv_transfer.config import TransferConfig
+from kv_transfer.errors import HandoffError, LeaseError
+from kv_transfer.layout import HandoffId
+from kv_transfer.lease import Lease
+from kv_transfer.memory_transport import ManualScheduler, MemoryNetwork, Operation
+
+CONFIG = TransferConfig(transport="memory", renew_within_s=6, ack_timeout_s=4, tombstone_s=1000)
+HERE = list(range(100, 100 + NUM_BLOCKS))
+FREE = list(range(200, 200 + NUM_BLOCKS))
+
+
+@dataclass
+class Request:
+    lease: Lease
+    blocks: list[int]
+    state: str = "granted"  # granted | quarantined | admitted | gone
+    handoff: HandoffId | None = None
+    sources: dict[int, int] = field(default_factory=dict)  # ordinal -> block pushed
+    finishing: asyncio.Task[Any] | None = None
+    cancelling: asyncio.Task[Any] | None = None
+
+
+class Handoffs(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.requests: dict[str, Request] = {}
+        self.seen_events = 0
+        self.is_dead = False
+        self.is_reaped = False
+        self.run(self._begin())
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        async def and_deliver() -> Any:
+            result = await work
+            for _ in range(4):
+                await asyncio.sleep(0)
+            return result
+
+        result = self.loop.run_until_complete(and_deliver())
+        self._book_events()
+        return result
+
+    async def _begin(self) -> None:
+        self.scheduler = ManualScheduler()
+        network = self.network = MemoryNetwork(self.scheduler)
+        self.clock = ManualClock()
+        self.sender, self.receiver = (
+            Side(
+                SideSpec(name, 1, ONE_HEAD, CONFIG),
+                [network.join()],
+                self.clock,
+                lambda _process: self.is_reaped,
+            )
+            for name in ("sender", "receiver")
+        )
+        self.sender.fill(HERE)
+        self.receiver.fill(FREE)
+
+    def _book_events(self) -> None:
+        """What the owner of the blocks does when its table tells it something."""
+        if not hasattr(self, "receiver"):
+            return
+        new, self.seen_events = (
+            self.receiver.events[self.seen_events :],
+            len(self.receiver.events),
+        )
+        for name, request_id, *_ in new:
+            request = self.requests[request_id]
+            if name == "admitted":
+                assert request.state == "granted", (name, request)
+                assert set(request.sources) == set(range(len(request.blocks))), request
+                request.state = "admitted"
+            elif name == "failed":
+                assert request.state == "granted", (name, request)
+                request.state = "quarantined"
+            else:
+                assert request.state == "quarantined", (name, request)
+                self._free(request)
+
+    def _free(self, request: Request) -> None:
+        """The blocks are anyone's: refill them, so that a late write shows."""
+        request.state = "gone"
+        self.receiver.fill(self._expected())
+
+    def _expected(self) -> list[int]:
+        seeds = list(FREE)
+        for request in self.requests.values():
+            if request.state == "admitted":
+                for ordinal, block in enumerate(request.blocks):
+                    seeds[block] = HERE[request.sources[ordinal]]
+        return seeds
+
+    def _in_flux(self) -> set[int]:
+        states = ("granted", "quarantined")
+        return {b for r in self.requests.values() if r.state in states for b in r.blocks}
+
+    def _pick(self, data: st.DataObject, *states: str) -> Request | None:
+        found = [r for r in self.requests.values() if r.state in states]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 3), seed=st.randoms(use_true_random=False))
+    def grant(self, count: int, seed: Any) -> None:
+        used = {b for r in self.requests.values() if r.state != "gone" for b in r.blocks}
+        free = [b for b in range(1, NUM_BLOCKS) if b not in used]
+        if len(free) < count or len(self.requests) > 8:
+            return
+        blocks = seed.sample(free, count)
+        name = f"r{len(self.requests)}"
+        lease = self.run(self._call(self.receiver.grant, name, self.sender.identity, [blocks]))
+        self.requests[name] = Request(lease, blocks)
+
+    @staticmethod
+    async def _call(function: Any, *args: Any) -> Any:
+        return function(*args)
+
+    @precondition(lambda self: not self.is_dead)
+    @rule(data=st.data())
+    def open(self, data: st.DataObject) -> None:
+        request = self._pick(data, "granted", "quarantined", "gone")
+        if request is None:
+            return
+        try:
+            handoff = self.run(self._call(self.sender.open, request.lease))
+        except LeaseError:
+            return
+        assert request.handoff is None
+        request.handoff = handoff
+
+    @precondition(lambda self: not self.is_dead)
+    @rule(data=st.data())
+    def push(self, data: st.DataObject) -> None:
+        found = [r for r in self.requests.values() if r.handoff is not None]
+        if not found:
+            return
+        request = data.draw(st.sampled_from(found))
+        left = [o for o in range(len(request.blocks)) if o not in request.sources]
+        if not left:
+            return
+        ordinals = data.draw(st.lists(st.sampled_from(left), min_size=1, unique=True))
+        sources = [data.draw(st.integers(1, NUM_BLOCKS - 1)) for _ in ordinals]
+        request.sources.update(zip(ordinals, sources))
+        self.run(self._call(self.sender.push, request.handoff, 0, ordinals, sources))
+
+    @precondition(lambda self: not self.is_dead)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        found = [r for r in self.requests.values() if r.handoff and not r.finishing]
+        if found:
+            self.run(self._finish(data.draw(st.sampled_from(found))))
+
+    async def _finish(self, request: Request) -> None:
+        assert request.handoff is not None
+        request.finishing = asyncio.create_task(self.sender.finish(request.handoff))
+
+    @precondition(lambda self: not self.is_dead)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        found = [r for r in self.requests.values() if r.handoff and not r.cancelling]
+        if found:
+            self.run(self._cancel(data.draw(st.sampled_from(found))))
+
+    async def _cancel(self, request: Request) -> None:
+        assert request.handoff is not None
+        request.cancelling = asyncio.create_task(self.sender.cancel(request.handoff))
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        request = self._pick(data, "granted", "admitted", "quarantined")
+        if request is None:
+            return
+        writable = self.run(self._call(self.receiver.release, request.lease.lease_id))
+        assert writable == (request.state == "granted"), request
+        if writable:
+            request.state = "quarantined"
+        elif request.state == "admitted":
+            self._free(request)
+
+    # --- the network and time --------------------------------------------------------------------
+
+    def _choices(self) -> list[Operation]:
+        """Messages in any order; puts and flushes in the order they were asked for."""
+        first = next((o for o in self.scheduler.pending if o.kind in ("put", "flush")), None)
+        others = [o for o in self.scheduler.pending if o.kind in ("message", "lost")]
+        return others + ([first] if first else [])
+
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject) -> None:
+        for _ in range(data.draw(st.integers(1, 4))):
+            choices = self._choices()
+            if choices:
+                chosen = data.draw(st.integers(0, len(choices) - 1))
+                self.run(self._call(self.scheduler.run, choices[chosen]))
+
+    @rule()
+    def deliver_all(self) -> None:
+        self.run(self._call(self.scheduler.run_all))
+
+    @rule(data=st.data())
+    def lose_a_message(self, data: st.DataObject) -> None:
+        messages = [o for o in self.scheduler.pending if o.kind == "message"]
+        if messages:
+            self.scheduler.drop(data.draw(st.sampled_from(messages)))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 7.0]))
+    def wait(self, seconds: float) -> None:
+        self.run(self._call(self.clock.advance, seconds))
+
+    @precondition(lambda self: not self.is_dead and len(self.requests) >= 2)
+    @rule(noticed=st.booleans())
+    def kill_the_sender(self, noticed: bool) -> None:
+        self.is_dead = True
+        self.run(self._call(self.network.kill, self.sender.transports[0].address, noticed))
+
+    @precondition(lambda self: self.is_dead and not self.is_reaped)
+    @rule()
+    def reap_the_sender(self) -> None:
+        self.network.reap(self.sender.transports[0].address)
+        self.is_reaped = True
+
+    # --- what must hold --------------------------------------------------------------------------
+
+    @invariant()
+    def no_block_is_writable_by_two_and_no_settled_block_changes(self) -> None:
+        self.receiver.check_integrity()
+        layout, memory = self.receiver.layouts[0], self.receiver.memories[0]
+        expected, flux = self._expected(), self._in_flux()
+        seen = memory.buffer.copy()
+        self.receiver.fill(expected)
+        wanted = memory.buffer.copy()
+        memory.buffer[:] = seen
+        tensor = ONE_HEAD.groups[0].tensors[0]
+        num_bytes = layout.tensor_block_bytes(tensor)
+        for block in set(range(NUM_BLOCKS)) - flux:
+            region, row = divmod(block, layout.num_blocks)
+            for layer in (0, 1):
+                start = region * memory.region_stride_bytes + row * num_bytes
+                start += layout.tensor_offset(layer, tensor.name)
+                part = slice(start, start + num_bytes)
+                assert (seen[part] == wanted[part]).all(), f"block {block} has changed"
+
+    def teardown(self) -> None:
+        if self.is_dead and not self.is_reaped:
+            self.reap_the_sender()
+        if not self.is_dead:
+            for request in self.requests.values():
+                if request.handoff and not request.finishing and not request.cancelling:
+                    self.run(self._cancel(request))
+        for request in self.requests.values():
+            if request.state == "granted":
+                self.run(self._call(self.receiver.release, request.lease.lease_id))
+                request.state = "quarantined"
+        for _ in range(12):
+            self.run(self._call(self.scheduler.run_all))
+            self.run(self._call(self.clock.advance, 1.0))
+        states = {name: request.state for name, request in self.requests.items()}
+        assert set(states.values()) <= {"admitted", "gone"}, states
+        self.no_block_is_writable_by_two_and_no_settled_block_changes()
+        assert self.receiver.leftovers() == (0, 0, 0)
+        assert self.receiver.table.num_quarantined_blocks == 0
+        if not self.is_dead:
+            self._check_sender()
+        self.loop.run_until_complete(self._drop_tasks())
+        self.loop.close()
+
+    def _check_sender(self) -> None:
+        assert self.sender.leftovers() == (0, 0, 0)
+        for request in self.requests.values():
+            if request.finishing is not None:
+                assert request.finishing.done(), request
+                error = request.finishing.exception()
+                assert error is None or isinstance(error, HandoffError), error
+
+    async def _drop_tasks(self) -> None:
+        for request in self.requests.values():
+            for task in (request.finishing, request.cancelling):
+                if task is not None:
+                    task.cancel()
+                    await asyncio.wait([task])
+                    if not task.cancelled():
+                        task.exception()
+
+
+TestHandoffs = Handoffs.TestCase
+TestHandoffs.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
