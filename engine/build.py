@@ -62,9 +62,11 @@ def build_runner(
         from engine.fake_runner import FakeRunner
 
         return FakeRunner(config, spec, memory, sink)
+    from engine.sampler import Sampler
     from engine.torch_runner import load_torch_runner
 
-    return load_torch_runner(model_path, config, spec, memory, sink, tp)
+    sample = Sampler(spec.eos_token_ids).sample
+    return load_torch_runner(model_path, config, spec, memory, sink, tp, sample)
 
 
 def build_engine(config: EngineConfig, runner: Runner, sink: KvSink) -> EngineCore:

@@ -137,6 +137,8 @@ def load_torch_runner(
         loader = WeightLoader(checkpoint, model, shard, TORCH_DTYPES[config.dtype], device)
         weights = loader.load()
     decoder = Decoder(model, weights, shard, pick_kernels(device, TORCH_DTYPES[config.dtype]), tp)
+    if tp is not None:
+        tp.wait_all()  # steps have a time limit: none may start while a rank still loads
     regions = RegionLayout(spec.layout, rank, size, memory.blocks_per_region)
     return TorchRunner(spec, decoder, PagedKv(memory, regions, device), sink, sample, tp)
 

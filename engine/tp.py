@@ -3,8 +3,8 @@
 Life of a group:
 1. Every rank joins with `TpGroup.join`; rank 0's address is the meeting point.
 2. Each step rank 0 sends the plan; ranks > 0 wait for it in `follow`, as long as it takes.
-3. Inside a step every collective is bounded by `timeout_s`; a rank that died or hangs makes it
-   raise TpPeerError on the others, and the whole replica is torn down.
+3. Inside a step every collective is bounded by `step_timeout_s`; a rank that died or hangs
+   makes it raise TpPeerError on the others, and the whole replica is torn down.
 4. Rank 0 sends the stop message with `close`.
 """
 
@@ -38,12 +38,12 @@ class TpGroup:
     """This process's membership in a replica's group of ranks."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, timeout_s: float, store: Store
+        self, rank: int, size: int, device: torch.device, step_timeout_s: float, store: Store
     ) -> None:
         self.rank = rank
         self.size = size
         self._device = device
-        timeout = timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=step_timeout_s)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         self._compute = dist.group.WORLD
@@ -52,18 +52,25 @@ class TpGroup:
 
     @classmethod
     def join(
-        cls, rank: int, size: int, address: str, device: str = "cpu", timeout_s: float = 30.0
+        cls,
+        rank: int,
+        size: int,
+        address: str,
+        device: str = "cpu",
+        meeting_timeout_s: float = 120.0,
+        step_timeout_s: float = 30.0,
     ) -> TpGroup:
         """Meet the other ranks at `address`, host:port, where rank 0 listens.
 
-        Raises TpPeerError when not all of them come within `timeout_s`.
+        Raises TpPeerError when not all of them come within `meeting_timeout_s`. Later a collective
+        of a step waits for the other ranks for at most `step_timeout_s`.
         """
         host, _, port = address.rpartition(":")
 
         def meet() -> TpGroup:
-            timeout = timedelta(seconds=timeout_s)
+            timeout = timedelta(seconds=meeting_timeout_s)
             store = TCPStore(host, int(port), size, rank == 0, timeout)
-            return cls(rank, size, torch.device(device), timeout_s, store)
+            return cls(rank, size, torch.device(device), step_timeout_s, store)
 
         return _with_peers(meet, f"joining {address} as rank {rank} of {size}")
 
@@ -90,6 +97,10 @@ class TpGroup:
         plan = pickle.loads(payload)  # from our own rank 0
         assert plan is None or isinstance(plan, StepPlan), type(plan)
         return plan
+
+    def wait_all(self) -> None:
+        """Return when every rank is here, however long it takes them (to load weights)."""
+        _with_peers(lambda: dist.barrier(group=self._plans), "waiting for the other ranks")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place. Raises TpPeerError."""

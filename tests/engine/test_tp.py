@@ -45,7 +45,7 @@ def replica(folder: Path, size: int) -> Iterator[tuple[Setup, list[BaseProcess]]
     for other in others:
         other.start()
     try:
-        setup = set_up(folder, CONFIG, TpGroup.join(0, size, address, timeout_s=20.0))
+        setup = set_up(folder, CONFIG, TpGroup.join(0, size, address))
         try:
             yield setup, others
         finally:

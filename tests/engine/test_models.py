@@ -1,0 +1,107 @@
+"""What a config.json says of a model: rope in both forms, windows as layer groups, experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.models.config import ModelConfig, model_config
+from engine.models.folder import kv_layout
+from engine.models.rope import inverse_frequencies
+
+BASE = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+
+
+def read(architecture: str, **settings: Any) -> ModelConfig:
+    return model_config({**BASE, "architectures": [f"{architecture}ForCausalLM"], **settings})
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("default", {}),
+        ("linear", {"factor": 3.0}),
+        ("llama3", LLAMA3),
+        ("yarn", YARN),
+        ("yarn", YARN | {"beta_fast": 16, "beta_slow": 2, "truncate": False}),
+        ("yarn", YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}),
+        ("yarn", YARN | {"attention_factor": 1.25}),
+    ],
+)
+def test_rope_is_that_of_transformers_in_both_forms(kind: str, settings: dict[str, Any]) -> None:
+    new = read("Llama", rope_parameters={"rope_type": kind, "rope_theta": 5e5, **settings})
+    old = read("Llama", rope_theta=5e5, rope_scaling={"rope_type": kind, **settings})
+    older = read("Llama", rope_theta=5e5, rope_scaling={"type": kind, **settings})
+    assert new.rope == old.rope == older.rope
+    reference = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
+        transformers.LlamaConfig(
+            **BASE, rope_parameters={"rope_type": kind, "rope_theta": 5e5, **settings}
+        )
+    )
+    torch.testing.assert_close(inverse_frequencies(new.rope), reference.inv_freq, rtol=1e-6, atol=0)
+    assert new.rope.attention_factor == pytest.approx(reference.attention_scaling)
+
+
+def test_head_dim_and_kv_heads_are_derived_where_they_are_not_given() -> None:
+    llama = read("Llama")
+    assert (llama.head_dim, llama.num_kv_heads) == (16, 4)
+    assert read("Llama", head_dim=40).head_dim == 40
+    assert read("Qwen3", num_key_value_heads=2).head_dim == 128
+
+
+def test_each_run_of_layers_with_one_window_is_a_layer_group() -> None:
+    qwen = read("Qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=4)
+    groups = kv_layout(qwen, 16, "bfloat16").groups
+    assert [(g.first_layer, g.num_layers, g.window) for g in groups] == [(0, 4, None), (4, 2, 9)]
+    kinds = ["sliding_attention", "full_attention", "full_attention"] * 2
+    settings = {"use_sliding_window": True, "sliding_window": 9, "num_key_value_heads": 4}
+    mixed = read("Qwen3", layer_types=kinds, **settings)
+    groups = kv_layout(mixed, 16, "bfloat16").groups
+    assert [(g.first_layer, g.num_layers, g.window) for g in groups] == [
+        (0, 1, 9),
+        (1, 2, None),
+        (3, 1, 9),
+        (4, 2, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "window"),
+    [
+        ("Mistral", {"sliding_window": 12, "num_key_value_heads": 2}, 12),
+        ("Mistral", {"sliding_window": None, "num_key_value_heads": 2}, None),
+        ("Qwen2", {"use_sliding_window": False, "sliding_window": 12}, None),
+        ("Llama", {"sliding_window": 12}, None),
+    ],
+)
+def test_windows_hold_only_where_the_family_has_them(
+    architecture: str, settings: dict[str, Any], window: int | None
+) -> None:
+    assert set(read(architecture, **settings).windows) == {window}
+
+
+def test_qwen3_moe_says_which_layers_are_sparse() -> None:
+    settings = {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    config = read("Qwen3Moe", decoder_sparse_step=2, mlp_only_layers=[3], **settings)
+    assert config.moe is not None
+    assert config.moe.layers == (1, 5)
+    assert not config.moe.normalise

@@ -1,0 +1,155 @@
+"""A runner's dealings with its sink and its pool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from engine.build import build_engine, build_runner, load_model_spec, region_layout
+from engine.config import EngineConfig
+from engine.local_memory import LocalKvMemory, LocalSink
+from engine.request import (
+    BlockPush,
+    HandoffId,
+    RequestId,
+    RequestSpec,
+    SamplingParams,
+    ScheduledSeq,
+    StepPlan,
+    TokenEvent,
+)
+from kv_transfer.layout import BlockId
+from tests.engine import checkpoints
+from tests.engine.driving import Setup, random_prompt, set_up
+
+CONFIG = EngineConfig(dtype="float32", num_blocks=64, num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    transformers.logging.disable_progress_bar()
+    path = tmp_path_factory.mktemp("qwen2")
+    checkpoints.save("qwen2", path)  # layer 0 sees all, layers 1 and 2 a window
+    return path
+
+
+@pytest.fixture
+def setup(folder: Path) -> Setup:
+    return set_up(folder, CONFIG)
+
+
+def push(group: int, block: int) -> BlockPush:
+    return BlockPush(HandoffId("h"), group, (0,), (BlockId(block),))
+
+
+def sequence(tokens: int, blocks: list[int], samples: bool = True) -> ScheduledSeq:
+    table = np.array(blocks, dtype=np.int32)
+    ids = np.arange(tokens, dtype=np.uint32)
+    return ScheduledSeq(RequestId("r"), ids, 0, (table, table), samples)
+
+
+def test_sink_hears_messages_then_each_layer_with_its_groups_pushes_then_the_end(
+    setup: Setup,
+) -> None:
+    pushes = (push(0, 3), push(1, 3), push(1, 5))
+    plan = StepPlan(7, (sequence(20, [3, 5]),), pushes, (b"open", b"more"))
+    assert len(setup.runner.run(plan, {})) == 1
+    assert setup.sink.calls == [
+        ("message", b"open"),
+        ("message", b"more"),
+        ("layer_done", 0, pushes[:1]),
+        ("layer_done", 1, pushes[1:]),
+        ("layer_done", 2, pushes[1:]),
+        ("step_done", 7),
+    ]
+
+
+def test_a_layers_kv_is_written_when_the_sink_hears_of_it(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+
+    def layer_done(layer: int, pushes: object) -> None:
+        keys, values = (getattr(setup.runner._kv.layers[layer], n) for n in ("keys", "values"))
+        written.append(bool(keys[0, 3].isfinite().all() and values[0, 3].isfinite().all()))
+
+    monkeypatch.setattr(setup.sink, "layer_done", layer_done)
+    setup.runner.run(StepPlan(1, (sequence(16, [3]),), (push(0, 3),)), {})
+    assert written == [True, True, True]
+
+
+def test_a_step_without_pushes_or_sequences_only_ends(setup: Setup) -> None:
+    assert setup.runner.run(StepPlan(1, (sequence(4, [1], samples=False),)), {}) == []
+    assert setup.runner.run(StepPlan(2, (), sink_messages=(b"m",)), {}) == []
+    assert setup.sink.calls == [("step_done", 1), ("message", b"m"), ("step_done", 2)]
+
+
+def test_copies_happen_before_the_step_and_only_in_their_group(setup: Setup) -> None:
+    far = setup.regions.num_blocks + 2  # in another region
+    setup.runner.run(StepPlan(1, (sequence(16, [3]),)), {})
+    setup.runner.run(StepPlan(2, (), copies=((1, BlockId(3), BlockId(far)),)), {})
+    layers = setup.runner._kv.layers
+    assert torch.equal(layers[2].keys[1, 2], layers[2].keys[0, 3])
+    assert torch.equal(layers[1].values[1, 2], layers[1].values[0, 3])
+    assert layers[0].keys[1, 2].isnan().all()
+
+
+def test_kv_lies_where_the_region_layout_says(setup: Setup) -> None:
+    block = setup.regions.num_blocks + 1  # the second of region 1
+    setup.runner.run(StepPlan(1, (sequence(16, [block]),)), {})
+    spec = setup.spec.layout.groups[1].tensors[1]
+    size = setup.regions.tensor_block_bytes(spec)
+    start = setup.memory.region_stride_bytes + setup.regions.tensor_offset(2, "v") + size
+    found = setup.memory.buffer[start : start + size].view(np.float32)
+    expected = setup.runner._kv.layers[2].values[1, 1].numpy().ravel()
+    assert np.isfinite(found).all()
+    assert np.array_equal(found, expected)
+
+
+def test_blocks_per_region_follow_from_memory_or_count(folder: Path) -> None:
+    spec = load_model_spec(str(folder), CONFIG)
+    assert region_layout(spec, CONFIG, 0, 1).num_blocks == 16
+    for size in (1, 2, 4):
+        config = EngineConfig(dtype="float32", kv_memory_bytes=1 << 20, num_regions=3)
+        layouts = [region_layout(spec, config, rank, size) for rank in range(size)]
+        assert len({layout.num_blocks for layout in layouts}) == 1
+        for layout in layouts:
+            per_block = layout.num_bytes() // layout.num_blocks
+            assert 0 <= (1 << 20) - 3 * layout.num_bytes() < 3 * per_block
+    with pytest.raises(ValueError, match="kv_memory_bytes=100"):
+        region_layout(spec, EngineConfig(kv_memory_bytes=100), 0, 1)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3-moe"])
+def test_the_whole_engine_gives_the_oracles_tokens(family: str, tmp_path: Path) -> None:
+    oracle = checkpoints.save(family, tmp_path)
+    config = EngineConfig(
+        dtype="float32", num_blocks=90, num_threads=1, max_num_batched_tokens=48, max_num_seqs=3
+    )
+    spec = load_model_spec(str(tmp_path), config)
+    region = region_layout(spec, config, 0, 1)
+    memory = LocalKvMemory.of(region, config.num_regions)
+    sink = LocalSink()
+    runner = build_runner(str(tmp_path), config, spec, memory, sink, None)
+    engine = build_engine(config, runner, sink)
+    shared = random_prompt(64, checkpoints.VOCAB, 5)
+    prompts = {
+        f"r{n}": shared[: n // 2] + random_prompt(n - n // 2, checkpoints.VOCAB, n)
+        for n in (1, 16, 33, 100, 128, 200)
+    }
+    greedy = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    for name, prompt in prompts.items():
+        ids = np.array(prompt, dtype=np.uint32)
+        engine.add(RequestSpec(RequestId(name), ids, len(ids), greedy))
+    found: dict[str, list[int]] = {name: [] for name in prompts}
+    while engine.has_work():
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                found[event.request_id].append(event.token.token_id)
+    assert found == {n: checkpoints.greedy(oracle, p, 10) for n, p in prompts.items()}
+    engine.check_integrity()

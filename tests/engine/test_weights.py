@@ -1,0 +1,179 @@
+"""Model folders as transformers writes them, and what is said of broken ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from engine.build import load_model_spec
+from engine.config import EngineConfig
+from engine.models.errors import CheckpointError, UnsupportedModelError
+from engine.models.folder import resolve
+from engine.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
+from tests.engine import checkpoints
+from tests.engine.driving import Driver, generate, set_up
+
+CONFIG = EngineConfig(dtype="float32", num_blocks=40, num_threads=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    transformers.logging.disable_progress_bar()
+    checkpoints.save("qwen2", tmp_path)
+    return tmp_path
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / SINGLE_FILE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE_FILE)
+
+
+def test_sharded_folder_gives_the_same_tokens_and_fingerprint(tmp_path: Path) -> None:
+    transformers.logging.disable_progress_bar()
+    one, many = tmp_path / "one", tmp_path / "many"
+    checkpoints.save("qwen3-moe", one)
+    checkpoints.oracle_model("qwen3-moe").save_pretrained(many, max_shard_size="100KB")
+    assert (many / INDEX_FILE).exists()
+    found = [
+        (setup.spec.kv_fingerprint, generate(Driver(setup), [[1, 2, 3]], 6, 64))
+        for setup in (set_up(one, CONFIG), set_up(many, CONFIG))
+    ]
+    assert found[0] == found[1]
+
+
+def test_fingerprint_differs_for_other_weights_dtype_block_size_and_rope(folder: Path) -> None:
+    def fingerprint(**changes: Any) -> bytes:
+        return load_model_spec(str(folder), EngineConfig(**changes)).kv_fingerprint
+
+    seen = {fingerprint(), fingerprint(dtype="float32"), fingerprint(block_size=32)}
+    change_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+    seen.add(fingerprint())
+    change_tensors(folder, lambda tensors: tensors["model.norm.weight"].add_(1))
+    seen.add(fingerprint())
+    assert len(seen) == 5
+
+
+def test_a_part_of_a_tensor_is_that_part(folder: Path) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    whole = load_file(folder / SINGLE_FILE)[name]
+    with Checkpoint(folder) as checkpoint:
+        part = checkpoint.read(name, tuple(whole.shape), slice(None), slice(48, 96))
+        assert torch.equal(part, whole[:, 48:96])
+
+
+def load(folder: Path) -> None:
+    set_up(folder, CONFIG)
+
+
+def test_missing_tensor_is_named(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.bias"))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.k_proj\.bias is miss"):
+        load(folder)
+
+
+def test_extra_tensor_is_named(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.update({"model.extra": torch.zeros(2)}))
+    with pytest.raises(CheckpointError, match=r"model\.extra"):
+        load(folder)
+
+
+def test_misshapen_tensor_is_named_with_both_shapes(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(65)}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \[65\].*\[64\]"):
+        load(folder)
+
+
+def test_integer_weights_are_refused(folder: Path) -> None:
+    change_tensors(
+        folder,
+        lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}),
+    )
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has dtype torch\.int8"):
+        load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 2000, -100])
+def test_truncated_file_is_named(folder: Path, keep: int) -> None:
+    path = folder / SINGLE_FILE
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=SINGLE_FILE):
+        load(folder)
+
+
+def test_missing_files_are_named(folder: Path) -> None:
+    (folder / SINGLE_FILE).unlink()
+    with pytest.raises(CheckpointError, match=f"{SINGLE_FILE} is missing"):
+        load(folder)
+    (folder / INDEX_FILE).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors is missing"):
+        load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        load(folder)
+
+
+def test_tensor_that_the_index_promises_is_missed_by_name(folder: Path) -> None:
+    index = {"weight_map": {"model.nowhere.weight": SINGLE_FILE}}
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model\.nowhere\.weight is missing"):
+        load(folder)
+
+
+def test_broken_json_is_named(folder: Path) -> None:
+    (folder / "config.json").write_text('{"architectures": [')
+    with pytest.raises(CheckpointError, match=r"config\.json is not readable JSON"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported"),
+        ({"architectures": None}, r"\(none\) is not supported"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"num_key_value_heads": 3}, "no multiple of 3"),
+    ],
+)
+def test_unsupported_settings_are_named(folder: Path, changes: dict[str, Any], named: str) -> None:
+    change_config(folder, **changes)
+    with pytest.raises(UnsupportedModelError, match=named):
+        load(folder)
+
+
+def test_name_that_is_no_folder_and_not_on_the_hub_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="baton-test/nowhere is no folder"):
+        resolve("baton-test/nowhere")
+    with pytest.raises(CheckpointError, match="no such/folder/at all is no folder"):
+        resolve("no such/folder/at all")
+
+
+def test_end_of_sequence_ids_come_from_the_generation_config_first(folder: Path) -> None:
+    def eos() -> frozenset[int]:
+        return load_model_spec(str(folder), CONFIG).eos_token_ids
+
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    assert eos() == frozenset()
+    change_config(folder, eos_token_id=7)
+    assert eos() == {7}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert eos() == {3, 4}
