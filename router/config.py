@@ -60,6 +60,8 @@ class RouterConfig:
 
     keepalive_s: float = 2.0
     """Ping interval to workers; a host that does not answer for as long again is lost."""
+    registry_silence_s: float = 5.0
+    """The registry speaks about once a second; after this long without a word it is asked anew."""
     connect_timeout_s: float = 5.0
     reconnect_min_s: float = 0.1
     reconnect_max_s: float = 2.0

@@ -14,7 +14,7 @@ from router.backoff import Backoff
 from router.config import RouterConfig
 from router.fleet import ReportedLoad, WorkerFacts, WorkerState
 from router.fleet_links import WorkerReport
-from router.worker_link import channel_options
+from router.worker_link import reconnect_options
 
 log = logging.getLogger(__name__)
 
@@ -89,19 +89,32 @@ class FleetWatch:
         backoff = Backoff(
             self._config.reconnect_min_s, self._config.reconnect_max_s, random.Random()
         )
-        options = channel_options(self._config)
+        options = reconnect_options(self._config)
         async with grpc.aio.insecure_channel(self._address, options=options) as channel:
             stub = control_pb2_grpc.ControlServiceStub(channel)
             while True:
                 try:
-                    async for message in stub.WatchFleet(control_pb2.WatchFleetRequest()):
-                        backoff.reset()
-                        await self._take(message)
-                except grpc.aio.AioRpcError as error:
+                    await self._follow(stub, backoff)
+                except (grpc.aio.AioRpcError, TimeoutError) as error:
                     if self.is_connected or self.last is None:
-                        log.warning("registry %s: %s", self._address, error.code().name)
+                        log.warning("registry %s: %s", self._address, type(error).__name__)
                 self.is_connected = False
                 await asyncio.sleep(backoff.next_s())
+
+    async def _follow(self, stub: control_pb2_grpc.ControlServiceStub, backoff: Backoff) -> None:
+        """One stream, until it ends or falls silent: it speaks about once a second."""
+        call = stub.WatchFleet(control_pb2.WatchFleetRequest())
+        messages = aiter(call)
+        try:
+            while True:
+                async with asyncio.timeout(self._config.registry_silence_s):
+                    message = await anext(messages, None)
+                if message is None:
+                    return
+                backoff.reset()
+                await self._take(message)
+        finally:
+            call.cancel()
 
     async def _take(self, message: control_pb2.WatchFleetResponse) -> None:
         self.is_connected, self.last = True, message

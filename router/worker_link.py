@@ -29,23 +29,32 @@ log = logging.getLogger(__name__)
 PrefillCall = grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]
 
 
-def channel_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
-    """A peer that answers no ping for twice `keepalive_s` is lost; reconnecting is quick.
-
-    The server has to allow such pings: `grpc.http2.min_recv_ping_interval_without_data_ms`.
-    """
-    keepalive_ms = int(config.keepalive_s * 1e3)
+def reconnect_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
+    """A lost peer is tried again soon and often; message sizes are the router's."""
     return (
-        ("grpc.keepalive_time_ms", keepalive_ms),
-        ("grpc.keepalive_timeout_ms", keepalive_ms),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
         ("grpc.min_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
         ("grpc.max_reconnect_backoff_ms", int(config.reconnect_max_s * 1e3)),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.use_local_subchannel_pool", 1),
+    )
+
+
+def channel_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
+    """A peer that answers no ping for twice `keepalive_s` is lost; reconnecting is quick.
+
+    The server has to allow such pings: `grpc.http2.min_recv_ping_interval_without_data_ms`.
+    Without `ping_timeout_ms` an unanswered ping is given a minute, whatever the keepalive timeout.
+    """
+    keepalive_ms = int(config.keepalive_s * 1e3)
+    return (
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms),
+        ("grpc.http2.ping_timeout_ms", keepalive_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        *reconnect_options(config),
     )
 
 

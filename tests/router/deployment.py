@@ -110,7 +110,11 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
                 version=version, workers=[worker.info() for worker in self.workers]
             )
             async with self._changed:
-                await self._changed.wait_for(lambda seen=version: self._version != seen)
+                try:
+                    async with asyncio.timeout(0.5):
+                        await self._changed.wait_for(lambda seen=version: self._version != seen)
+                except TimeoutError:
+                    continue
 
 
 @dataclass

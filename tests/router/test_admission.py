@@ -105,10 +105,11 @@ async def test_a_placement_that_is_cancelled_as_it_comes_is_given_back() -> None
     admission = admission_of(fleet, clock)
     ticket = admission.ticket(prompt(10), 4, 0)
     placing: asyncio.Task[Placed] = asyncio.create_task(admission.place(ticket))
-    await asyncio.sleep(0)
-    assert ticket.placed is not None
-    ticket.placed.add_done_callback(lambda _: placing.cancel())
+    await asyncio.sleep(0)  # it is in line, and the next round is due
+    asyncio.get_running_loop().call_soon(placing.cancel)
     await asyncio.wait({placing})
+    assert ticket.placed is not None
+    assert ticket.placed.result().placement.decode_worker in ("d0", "d1")
     assert placing.cancelled()
     assert fleet.num_bookings == 0
     fleet.check_integrity()
