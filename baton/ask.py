@@ -132,11 +132,11 @@ def explain(arguments: argparse.Namespace) -> int:
         render.out().print("no worker can take this prompt now; see `baton status`")
         return 1
     columns = (
-        "prefill", "decode", ">cost", ">queue", ">prefill ", ">transfer", ">decode ",
-        ">cached there", ">cached at decode",
+        "prefill at", "decode at", ">cost", ">queue", ">prefill", ">transfer", ">decode",
+        ">cached at prefill", ">at decode",
     )  # fmt: skip
     rows = [_candidate_row(candidate) for candidate in candidates]
-    render.out().print(render.table("Candidates, cheapest first", columns, rows))
+    render.print_table("Candidates, cheapest first", columns, rows)
     return 0
 
 

@@ -46,7 +46,6 @@ class Startup:
     def start(self, config: ClusterConfig) -> RunningCluster:
         from cluster.local import up as start_cluster
 
-        self._announce("starting")
         cluster = start_cluster(config, on_progress=self._announce)
         self._catch()
         return cluster

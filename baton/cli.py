@@ -67,7 +67,7 @@ def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
         asks_control = arguments.command in ("status", "scale", "drain")
         option = "--control HOST:PORT" if asks_control else "--router HOST:PORT"
         return f"Is the cluster up? Start one with `baton up`, or name another with {option}."
-    if isinstance(error, NotFoundError):
+    if isinstance(error, NotFoundError) and arguments.command in ("scale", "drain"):
         return "`baton status` lists pools and workers."
     if error.field == "chat" and arguments.command == "generate":
         return "Send the prompt as it is with `baton generate --raw`."

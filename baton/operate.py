@@ -22,42 +22,41 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def print_fleet(fleet: Fleet) -> None:
-    out = render.out()
     pools = [
         [pool.name, _role(pool.role), f"{pool.live_replicas} of {pool.desired_replicas}"]
         for pool in fleet.pools
     ]
-    out.print(render.table("Pools", ("pool", "role", ">live"), pools))
+    render.print_table("Pools", ("pool", "role", ">live"), pools)
     workers = sorted(
         fleet.workers, key=lambda worker: (worker.info.pool, worker.info.ref.worker_id)
     )
     columns = (
-        "worker", "pool", "state", ">running", ">waiting", ">queued", ">reserved", ">KV used",
-        ">quarantined", ">prefill", ">step", ">handoff", "address",
+        "worker", "pool", "state", ">running", ">waiting", ">reserved", ">queued", ">KV used",
+        ">prefill", ">step", ">handoff", ">quarantined", "address",
     )  # fmt: skip
-    out.print(render.table("Workers", columns, [_worker_row(worker) for worker in workers]))
-    if not workers:
-        out.print("no worker has registered yet", style="dim")
+    if workers:
+        render.print_table("Workers", columns, [_worker_row(worker) for worker in workers])
+    else:
+        render.out().print("no worker has registered yet", style="dim")
 
 
 def _worker_row(worker: control_pb2.FleetWorker) -> list[str]:
     info, load = worker.info, worker.load
     used = load.num_blocks - load.num_free_blocks - load.num_quarantined_blocks
     share = f"{used / load.num_blocks:.0%}" if load.num_blocks else "-"
-    handoff = load.handoff_bytes_per_s
     return [
         info.ref.worker_id,
         info.pool,
         _name(control_pb2.WorkerState.Name(worker.state)),
         str(load.num_running),
         str(load.num_waiting),
-        f"{load.num_queued_tokens} tok",
         str(load.num_reserved),
+        f"{load.num_queued_tokens} tok",
         f"{share} of {load.num_blocks}" if load.num_blocks else "-",
-        str(load.num_quarantined_blocks),
         render.rate(load.prefill_tokens_per_s, "tok/s"),
         render.milliseconds(load.decode_step_s * 1e3) if load.decode_step_s else "-",
-        f"{handoff / 1e9:.1f} GB/s" if handoff else "-",
+        render.bandwidth(load.handoff_bytes_per_s, 1e3),
+        f"{load.num_quarantined_blocks} blocks",
         info.address,
     ]
 

@@ -6,8 +6,8 @@ import functools
 import sys
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 _WIDTH_WITHOUT_TERMINAL = 200  # tables in a pipe are not cut
@@ -31,21 +31,30 @@ def _console(*, stderr: bool) -> Console:
     )
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Columns whose name begins with ">" are flushed right."""
-    result = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        header_style="dim",
-    )
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns whose name begins with ">" are flushed right. Where the terminal is too narrow, the
+    last columns are left out: put what matters first."""
+    console = out()
+    shown = len(columns)
+    table = _table(columns, rows)
+    while shown > 1 and _width(console, table) > console.width:
+        shown -= 1
+        table = _table(columns[:shown], [row[:shown] for row in rows])
+    console.print(f"[bold]{title}[/bold]")
+    console.print(table)
+    console.print()
+
+
+def _width(console: Console, table: Table) -> int:
+    """What a table takes when nothing limits it."""
+    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    result = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for column in columns:
-        right = column.startswith(">")
-        result.add_column(
-            column.removeprefix(">"), justify="right" if right else "left", no_wrap=True
-        )
+        name = column.removeprefix(">")
+        result.add_column(name, justify="left" if name == column else "right", no_wrap=True)
     for row in rows:
         result.add_row(*row)
     return result
@@ -53,6 +62,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 def milliseconds(value: float) -> str:
     """Three digits that matter: 0.42 ms, 4.2 ms, 42 ms, 4.2 s."""
+    if value == 0:
+        return "0 ms"
     if value >= 1000:
         return f"{value / 1000:.1f} s"
     if value >= 100:

@@ -1,0 +1,96 @@
+"""`baton demo` and `baton up` for real, with the engine's fake model; and what the demo asks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton.demo_prompts import FOR_ANY_MODEL, read_prompts
+from baton.errors import ConfigError
+from tests.router.text_fixtures import byte_level_tokenizer, write_model
+
+BATON = [sys.executable, "-m", "baton.cli"]
+
+
+@pytest.fixture
+def cluster_file(tmp_path: Path) -> Path:
+    tokenizer = byte_level_tokenizer()
+    model = write_model(tmp_path / "toy", tokenizer)
+    file = tmp_path / "cluster.yaml"
+    fake = {"vocab_size": tokenizer.get_vocab_size(), "prefill_token_s": 1e-4}
+    config = {
+        "model": str(model),
+        "engine": {"backend": "fake", "fake": fake, "kv_memory_bytes": 8 << 20},
+        "router": {"port": 0},
+        "control": {"port": 0},
+    }
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(180)
+def test_the_demo_answers_hits_the_cache_and_leaves_nothing_behind(cluster_file: Path) -> None:
+    done = subprocess.run(
+        [*BATON, "demo", "-f", str(cluster_file)], capture_output=True, timeout=170
+    )
+    shown = done.stdout.decode()
+    assert done.returncode == 0, shown + done.stderr.decode()
+    for prompt in FOR_ANY_MODEL:
+        assert f"> {prompt.question}" in shown
+    cached = [int(tokens) for tokens in re.findall(r" tok +(\d+) tok ", shown)]
+    assert cached[:2] == [0, 0]
+    assert cached[2] > 200  # the notes, asked about a second time
+    assert len(re.findall(r"prefill-0 +decode-0 ", shown)) == len(FOR_ANY_MODEL)
+    assert re.search(r"none of its \d+ processes is left", shown)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(180)
+def test_a_cluster_that_is_up_answers_commands_and_ends_on_sigterm(cluster_file: Path) -> None:
+    with subprocess.Popen(
+        [*BATON, "up", "-f", str(cluster_file)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            router = process.stdout.readline().split()[-1]
+            control = process.stdout.readline().split(";")[0].split()[-1]
+            addresses = {**os.environ, "BATON_ROUTER": router, "BATON_CONTROL": control}
+            for command in (["status"], ["generate", "hi", "--max-tokens", "4"], ["explain", "x"]):
+                done = subprocess.run(
+                    [*BATON, *command], env=addresses, capture_output=True, timeout=60
+                )
+                assert done.returncode == 0, done.stderr.decode()
+                assert done.stdout.strip()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=90) == 0
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+def test_a_models_own_prompts_are_asked(tmp_path: Path) -> None:
+    assert read_prompts(tmp_path) is FOR_ANY_MODEL
+    file = tmp_path / "prompts.yaml"
+    file.write_text(
+        "- {name: a, max_tokens: 5, messages: [{role: system, content: s}, "
+        "{role: user, content: q}]}\n"
+    )
+    (prompt,) = read_prompts(tmp_path)
+    assert (prompt.question, prompt.max_tokens, prompt.temperature) == ("q", 5, 0.0)
+    assert [turn.content for turn in prompt.context] == ["s"]
+    file.write_text("- {name: a, mesages: []}\n")
+    with pytest.raises(ConfigError, match=r"prompts.yaml: \[0\].mesages: .*'messages'"):
+        read_prompts(tmp_path)
+
+
+def test_the_shipped_models_prompts_can_be_read() -> None:
+    prompts = read_prompts(Path(__file__).resolve().parents[2] / "models" / "demo")
+    assert prompts is not FOR_ANY_MODEL
+    assert prompts[-1].context == prompts[-2].context
