@@ -65,8 +65,9 @@ class RunningCluster:
 
         from cluster.supervisor import NAME
 
-        supervisor = ray.get_actor(NAME, namespace="baton")
-        return int(ray.get(supervisor.pid.remote(), timeout=_STOP_TIMEOUT_S))
+        supervisor: Any = ray.get_actor(NAME, namespace="baton")
+        pid: int = ray.get(supervisor.pid.remote(), timeout=_STOP_TIMEOUT_S)
+        return pid
 
     def close(self) -> None:
         """End everything; returns when no process is left. Idempotent."""

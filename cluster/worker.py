@@ -94,6 +94,8 @@ class Worker:
             self.decode.bind(self.leases)
         self.ready = asyncio.Event()
         """Set once the server listens."""
+        self.left = asyncio.Event()
+        """Set once it serves no more."""
         self._stopped = asyncio.Event()
         self._failure: BaseException | None = None
         self._drain: asyncio.Task[None] | None = None
@@ -126,6 +128,7 @@ class Worker:
             log.info("%s serves at %s", self._config.worker_id, self.address)
             await self._stopped.wait()
             await _end(self._drain)
+        self.left.set()
         if self._failure is not None:
             raise EngineFailedError(str(self._failure)) from self._failure
 

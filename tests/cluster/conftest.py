@@ -27,7 +27,7 @@ from kv_transfer.config import TransferConfig
 ENGINE = EngineConfig(
     backend="fake",
     block_size=8,
-    num_blocks=256,
+    num_blocks=768,
     num_regions=2,
     max_num_seqs=16,
     max_num_batched_tokens=64,
@@ -187,7 +187,7 @@ class MiniRouter:
             if response.HasField("first_token"):
                 index = len(spec.token_ids) // 4 - spec.num_prompt_tokens
                 heard.tokens[index] = response.first_token.id
-                heard.finished = response.first_token.finished
+                heard.finished = response.first_token.finished or heard.finished
         return responses
 
     async def generate(
