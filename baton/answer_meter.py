@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from rich.text import Text
 
 from baton import render
@@ -21,9 +24,12 @@ _COLUMNS = (
 
 
 class AnswerMeter:
-    """Feed it a request's events; `lines()` says what they cost."""
+    """Feed it a request's events as they come; `lines()` says what they cost."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first_token_at_s = self._last_token_at_s = 0.0
+        self._num_first_tokens = 0
         self._routed: Routed | None = None
         self._prefilled: Prefilled | None = None
         self._handed_off: HandedOff | None = None
@@ -42,7 +48,7 @@ class AnswerMeter:
             case Migrated():
                 self._num_migrations += 1
             case Tokens():
-                self.num_tokens += len(event.ids)
+                self._add_tokens(event)
             case Finished():
                 self._finished = event
 
@@ -54,12 +60,19 @@ class AnswerMeter:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the answer after its first token."""
-        if self._finished is None or self.num_tokens < 2:
-            return 0.0
-        timings = self._finished.timings
-        elapsed_ms = timings.e2e_ms - timings.ttft_ms
-        return (self.num_tokens - 1) / elapsed_ms * 1e3 if elapsed_ms > 0 else 0.0
+        """After the first token, as they arrived here."""
+        elapsed_s = self._last_token_at_s - self._first_token_at_s
+        num_later_tokens = self.num_tokens - self._num_first_tokens
+        return num_later_tokens / elapsed_s if elapsed_s > 0 else 0.0
+
+    def _add_tokens(self, tokens: Tokens) -> None:
+        if not tokens.ids:
+            return
+        self._last_token_at_s = self._clock()
+        if self.num_tokens == 0:
+            self._first_token_at_s = self._last_token_at_s
+            self._num_first_tokens = len(tokens.ids)
+        self.num_tokens += len(tokens.ids)
 
     def lines(self) -> Text:
         """Names above values, aligned from answer to answer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Generator
 
 from baton import render
 from baton.answer_meter import AnswerMeter
@@ -29,12 +29,12 @@ def sampling_options(arguments: argparse.Namespace) -> GenerateOptions:
     return options
 
 
-def stream_answer(events: Iterable[Event]) -> tuple[str, AnswerMeter]:
-    """Print an answer as it comes; its text and what it cost."""
+def stream_answer(events: Generator[Event, None, None]) -> tuple[str, AnswerMeter]:
+    """Print an answer as it comes; its text and what it cost. Leaving early aborts the request."""
     meter = AnswerMeter()
     pieces: list[str] = []
     patience = Patience(render.err(), "waiting for the first token")
-    with patience:
+    with contextlib.closing(events), patience:
         for event in events:
             meter.add(event)
             if isinstance(event, Tokens) and event.text:
@@ -94,8 +94,7 @@ def _exchange(
     turns = [*history, {"role": "user", "content": line}]
     events = client.generate(chat=turns, **sampling_options(arguments))
     try:
-        with contextlib.closing(events):
-            text, meter = stream_answer(events)
+        text, meter = stream_answer(events)
     except KeyboardInterrupt:
         render.out().print("\nstopped", style="dim")
         return

@@ -71,6 +71,7 @@ class Client:
             for channel in self._channels
         ]
         self._preferred = 0
+        self._is_closed = False
 
     def generate(
         self,
@@ -136,6 +137,7 @@ class Client:
             watch.cancel()
 
     def close(self) -> None:
+        self._is_closed = True
         for channel in self._channels:
             channel.close()
 
@@ -173,7 +175,7 @@ class Client:
 
     def _abort_quietly(self, stream: RequestStream, stub: Any) -> None:
         request = router_pb2.AbortRequest(request_id=stream.request_id, tenant=stream.tenant)
-        if not stream.is_finished:
+        if not stream.is_finished and not self._is_closed:
             with contextlib.suppress(grpc.RpcError):
                 stub.Abort(request, timeout=_ABORT_TIMEOUT_S)
 

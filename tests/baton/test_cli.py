@@ -13,8 +13,10 @@ from collections.abc import Iterator
 import pytest
 
 from baton import render
+from baton.answer_meter import AnswerMeter
 from baton.cli import main
 from baton.errors import InvalidRequestError
+from baton.events import Tokens
 from tests.baton.small_router import Book, SmallControl, SmallRouter, answer
 
 
@@ -78,9 +80,18 @@ def test_what_an_answer_cost_is_told_in_aligned_columns(router: str, capsys: Cap
         ("KV moved", "2.0 MB"),
         ("at", "4.0 GB/s"),
         ("ITL", "5.0 ms"),
-        ("speed", "50 tok/s"),
     ]:
         assert names.index(f" {name}") + 1 + len(name) == values.index(value) + len(value)
+
+
+def test_speed_counts_what_came_after_the_first_tokens() -> None:
+    now = iter([10.0, 10.5, 11.0])
+    meter = AnswerMeter(clock=lambda: next(now))
+    for index, ids in enumerate([(1, 2), (3, 4, 5), (6,), ()]):
+        meter.add(Tokens(index, ids, "text"))
+    assert meter.num_tokens == 6
+    assert meter.tokens_per_s == 4.0
+    assert "4.0 tok/s" in meter.lines().plain
 
 
 def test_chat_remembers_both_sides_and_can_start_over(
