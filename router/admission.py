@@ -97,8 +97,12 @@ class Admission:
                 self._fleet.release(done.result().booking)  # placed and cancelled at once
             raise
         finally:
-            if ticket in self._waiting:
-                self._waiting.remove(ticket)
+            self._leave(ticket)
+
+    def _leave(self, ticket: Ticket) -> None:
+        at = bisect.bisect_left(self._waiting, ticket)
+        if at < len(self._waiting) and self._waiting[at] is ticket:
+            del self._waiting[at]
 
     def kick(self) -> None:
         """Something changed: try the waiting requests soon, many changes at once."""
@@ -157,13 +161,18 @@ class Admission:
             if placement and (best is None or placement.cost_s < best[0].cost_s):
                 best = placement, query
         if best is None:
-            return POLL_S
+            return self._next_release_s(now)
         placement, _ = best
         if placement.queue_s > self._config.lease_lead_s:
             return placement.queue_s - self._config.lease_lead_s
         assert ticket.placed is not None
         ticket.placed.set_result(self._book(ticket, placement, now))
         return None
+
+    def _next_release_s(self, now: float) -> float:
+        """Until a held worker may be asked again; other changes come as kicks."""
+        holds = self._fleet.arrays.hold_until_s - now
+        return float(min(holds[holds > 0], default=POLL_S))
 
     def _book(self, ticket: Ticket, placement: Placement, now: float) -> Placed:
         growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)

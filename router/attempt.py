@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import grpc
 import grpc.aio
 
 from baton.v1 import common_pb2, worker_pb2
@@ -123,7 +124,8 @@ class Attempt:
         self._first_seen = False
         self._over_at_worker = False
         self._prefill_task: asyncio.Task[None] | None = None
-        self._quiet_until_s = 0.0
+        self._quiet_until_s = self._timer_at_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._waits_for = (self._decode, "an answer to Reserve")
 
     @property
@@ -147,8 +149,7 @@ class Attempt:
             session.listen(self)
             session.reserve(worker_pb2.Reserve(spec=spec, writer=writer))
         except SessionLostError as error:
-            session.leave(self)
-            self._done.cancel()
+            self._stop()
             raise AttemptError(Failure.DECODE_LOST, self._decode, str(error)) from None
         await self._follow()
 
@@ -170,16 +171,9 @@ class Attempt:
         await self._follow()
 
     async def _follow(self) -> None:
-        """Wait for the end, as long as there is progress."""
+        """Wait for the end; without progress in time it comes as a failure."""
         try:
-            while not self._done.done():
-                left_s = self._quiet_until_s - self._clock()
-                if left_s <= 0:
-                    worker, what = self._waits_for
-                    raise AttemptError(
-                        Failure.STUCK, worker, f"{worker.facts.worker_id}: no sign of {what}"
-                    )
-                await asyncio.wait({self._done}, timeout=left_s)
+            await asyncio.wait({self._done})
             self._done.result()
             await self._await_handoff_report()
         finally:
@@ -192,6 +186,8 @@ class Attempt:
 
     def _stop(self) -> None:
         self._workers.decode.session.leave(self)
+        if self._timer is not None:
+            self._timer.cancel()
         if self._prefill_task is not None:
             self._prefill_task.cancel()
         if not self._done.done():
@@ -209,8 +205,26 @@ class Attempt:
             self._workers.decode.session.cancel(self.wire_id, self.number)
 
     def _expect(self, worker: WorkerEntry, what: str, seconds: float) -> None:
+        """There was progress; the next one has to come within `seconds`."""
         self._waits_for = (worker, what)
         self._quiet_until_s = self._clock() + seconds
+        if self._timer is None or self._quiet_until_s < self._timer_at_s:
+            self._set_timer(seconds)
+
+    def _set_timer(self, seconds: float) -> None:
+        """One timer that is moved when it fires: progress is far more frequent than silence."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at_s = self._clock() + seconds
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._on_timer)
+
+    def _on_timer(self) -> None:
+        left_s = self._quiet_until_s - self._clock()
+        if left_s > 0:
+            self._set_timer(left_s)
+            return
+        worker, what = self._waits_for
+        self._fail(Failure.STUCK, worker, f"{worker.facts.worker_id}: no sign of {what}")
 
     def _fail(
         self, failure: Failure, worker: WorkerEntry, message: str, retry_after_s: float = 0.0
@@ -274,7 +288,8 @@ class Attempt:
         except grpc.aio.AioRpcError as error:
             if not handed_off:
                 message = f"{link.entry.facts.worker_id}: {error.code().name}: {error.details()}"
-                self._prefill_failed(Failure.PREFILL_FAILED, message)
+                wrong = error.code() is grpc.StatusCode.INVALID_ARGUMENT
+                self._prefill_failed(Failure.INVALID if wrong else Failure.PREFILL_FAILED, message)
             return
         finally:
             call.cancel()

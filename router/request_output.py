@@ -109,16 +109,20 @@ class RequestOutput:
         if finished is None:
             log.wake()
             return False
-        self._flush(stop)
+        if stop is None:
+            self._flush(num_new)
         self._stop_found = self._stop_name(finished, stop)
         self._reason = finished
         log.wake()
         return True
 
-    def _flush(self, stop: str | None) -> None:
-        """The text held back comes with the last token, which no client has taken yet."""
-        if stop is None:
-            self.log.tail = self._detokenizer.finish()
+    def _flush(self, num_new: int) -> None:
+        """The text held back comes with the last token, unless clients may have taken that."""
+        held_back = self._detokenizer.finish()
+        if num_new:
+            self.log.texts[-1] += held_back
+        else:
+            self.log.tail = held_back
 
     def _stop_name(self, reason: FinishReason, stop: str | None) -> str:
         if stop is not None:

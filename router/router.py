@@ -133,13 +133,14 @@ class Router:
     def leave(self, run: RequestRun, reader: OutputReader) -> None:
         """A client has gone, with or without having seen the end."""
         run.log.remove(reader)
-        if run.log.num_readers or run not in self._runs.values():
+        if run.log.num_readers or self._closing or self._runs.get(run.arrival.key) is not run:
             return
-        if run.log.end is None and not self._closing:
-            if run.arrival.chose_id:
-                self._set_timer(run, run.abort)
-            else:
-                run.abort()
+        if run.log.end is not None:
+            self._set_timer(run, lambda: self._forget(run))
+        elif run.arrival.chose_id:
+            self._set_timer(run, run.abort)
+        else:
+            run.abort()
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Raises NotFoundError."""
@@ -208,6 +209,11 @@ class Router:
     @property
     def num_active(self) -> int:
         return sum(run.log.end is None for run in self._runs.values())
+
+    @property
+    def num_remembered(self) -> int:
+        """Requests that run, or whose output is kept."""
+        return len(self._runs)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when books disagree, or hold something no request accounts for."""

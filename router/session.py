@@ -92,8 +92,11 @@ class Session:
         """Abort an attempt, now or when the worker is heard of again."""
         if self._outbox is not None:
             cancel = worker_pb2.Cancel(request_id=wire_id, attempt=attempt)
-            self._put(self._outbox, worker_pb2.SessionRequest(cancel=cancel))
-            return
+            try:
+                self._put(self._outbox, worker_pb2.SessionRequest(cancel=cancel))
+                return
+            except SessionLostError as error:
+                log.warning("cancel of %s is kept: %s", wire_id, error)
         self._kept_cancels[(wire_id, attempt)] = None
         if len(self._kept_cancels) > MAX_KEPT_CANCELS:
             self._kept_cancels.popitem(last=False)

@@ -76,6 +76,7 @@ class Faults:
     """What a worker is told to do wrong; each count is used up one by one."""
 
     fail_prefills: int = 0
+    refuse_prefills: int = 0
     fail_handoffs: int = 0
     hang_prefills: int = 0
     late_first_tokens: int = 0  # the handoff overtakes the first token
@@ -233,6 +234,8 @@ class ScriptedWorker(
                 await asyncio.Event().wait()
             if self._use("fail_prefills"):
                 await context.abort(grpc.StatusCode.INTERNAL, "scripted failure")
+            if self._use("refuse_prefills"):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "scripted refusal")
             async for response in self._prefill(request):
                 yield response
         finally:

@@ -54,6 +54,8 @@ async def test_two_clients_of_one_request_see_the_same(text_model: TextModel) ->
         assert_whole(late, PROMPT, 30)
         assert d.worker("d0").num_reserves == 1
         await d.check_empty()
+        assert d.router.num_remembered == 1
+        await d.until(lambda: d.router.num_remembered == 0)
 
 
 async def test_another_body_under_the_same_id_is_refused_but_not_in_another_tenant(

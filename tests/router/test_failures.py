@@ -308,3 +308,28 @@ async def test_a_mixed_fleet_serves_by_local_prefill_and_by_handoff(
         assert answer.routed[0].prefill_worker == ""
         assert len(answer.prefilled) == 1
         await d.check_empty()
+
+
+async def test_a_frozen_session_s_backlog_loses_the_session_and_keeps_the_cancels() -> None:
+    from router.session import RouterIdentity, Session, SessionLostError
+
+    session = Session("d0", RouterIdentity("r", 1), max_backlog=2)
+    session._outbox = asyncio.Queue(2)  # opened, and nobody reads
+    for attempt in range(1, 4):
+        session.cancel("mine", attempt)
+    assert not session.is_open
+    assert list(session._kept_cancels) == [("mine", 3)]
+    with pytest.raises(SessionLostError):
+        session.reserve(worker_pb2.Reserve())
+
+
+async def test_a_prompt_the_prefill_worker_calls_invalid_is_not_retried(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        d.worker("p0").faults.refuse_prefills = 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await d.client.ask(ask_for(PROMPT))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert d.worker("p0").num_prefills == 1
+        await d.check_empty()
