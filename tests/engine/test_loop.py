@@ -1,9 +1,10 @@
-"""The engine's thread: commands between steps, events after them, ends that nobody waits through."""
+"""The engine's thread: commands between steps, events after them, and how it ends."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 
@@ -11,7 +12,7 @@ from engine.api import Engine
 from engine.build import build_engine
 from engine.errors import EngineStoppedError, InvalidRequestError, UnknownRequestError
 from engine.loop import EngineThread
-from engine.request import EngineEvent, RequestId, SampledToken, StepPlan, TokenEvent
+from engine.request import EngineEvent, RequestId, RequestSpec, SampledToken, StepPlan, TokenEvent
 from tests.engine.fakes import FakeEngine, Streams, alone, fake_config, prompt, spec_of
 
 WAIT_S = 20.0
@@ -39,9 +40,12 @@ def test_requests_from_many_threads_are_all_served_on_the_engines_own() -> None:
     thread.start()
     specs = [spec_of(str(n), prompt(10 * n + 1)) for n in range(12)]
 
+    def add(engine: Engine, spec: RequestSpec) -> None:
+        engine.add(spec)
+
     def submit(part: int) -> None:
         for spec in specs[part::3]:
-            thread.call(lambda engine: engine.add(spec)).result(WAIT_S)
+            thread.call(partial(add, spec=spec)).result(WAIT_S)
 
     callers = [threading.Thread(target=submit, args=(part,)) for part in range(3)]
     for caller in callers:

@@ -74,9 +74,7 @@ def test_decodes_come_first_and_prompts_fill_the_rest_of_the_budget() -> None:
     assert [s.start for s in seen.plans[1].seqs] == [10, 10]
 
 
-def test_the_budget_is_never_exceeded_and_everyone_finishes_with_more_requests_than_budget() -> (
-    None
-):
+def test_the_budget_is_never_exceeded_even_by_more_decodes_than_it_has_tokens() -> None:
     core, seen = watched(max_num_batched_tokens=4, max_num_seqs=10)
     specs = [spec_of(str(n), prompt(n + 1), replace(GREEDY, max_tokens=5)) for n in range(10)]
     for spec in specs:
