@@ -1,0 +1,84 @@
+"""Replicas of several rank processes with a real model: KV over UCX, transformers as the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+
+from baton.process_tree import descendants, wait_until_gone
+from baton.v1 import control_pb2
+from tests.cluster.fleet_processes import started
+from tests.engine import checkpoints
+
+
+def write_config(folder: Path, prefill_tp: int, decode_tp: int) -> Path:
+    config = folder / "cluster.yaml"
+    config.write_text(
+        yaml.safe_dump(
+            {
+                "model": str(folder / "model"),
+                "pools": {
+                    "prefill": {"role": "prefill", "tensor_parallel": prefill_tp},
+                    "decode": {"role": "decode", "tensor_parallel": decode_tp},
+                },
+                "engine": {
+                    "block_size": 8,
+                    "num_blocks": 128,
+                    "num_regions": 2,
+                    "max_num_batched_tokens": 32,
+                    "dtype": "float32",
+                    "num_threads": 1,
+                },
+            }
+        )
+    )
+    return config
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp"),
+    [
+        (1, 2),
+        pytest.param(2, 1, marks=pytest.mark.full),
+        pytest.param(2, 2, marks=pytest.mark.full),
+    ],
+)
+async def test_unequal_widths_hand_over_the_oracles_tokens_and_leave_no_rank_behind(
+    tmp_path: Path, kit: Any, prefill_tp: int, decode_tp: int
+) -> None:
+    model = checkpoints.save("llama", tmp_path / "model")
+    before = descendants()
+    async with started(write_config(tmp_path, prefill_tp, decode_tp)) as fleet:
+        ranks = descendants() - before
+        assert len(ranks) >= prefill_tp + decode_tp
+        link = kit.decode_link(fleet.address("decode-0"), "router-a")
+        await link.open()
+        router = kit.mini_router(fleet.address("prefill-0"), link)
+        for length in (1, 8, 70):
+            prompt = np.random.default_rng(length).integers(0, checkpoints.VOCAB, length)
+            spec = kit.make_spec(f"r{length}", length)
+            spec.token_ids = prompt.astype("<u4").tobytes()
+            spec.kv_fingerprint = fleet.worker("decode-0").info.kv_fingerprint
+            tokens = await router.generate(spec, fleet.ref("prefill-0"))
+            assert tokens == checkpoints.greedy(model, prompt.tolist(), len(tokens))
+            assert len(tokens) == 12
+        await router.close()
+        await link.close()
+    assert wait_until_gone(ranks, 5.0) == set()
+
+
+async def test_a_rank_that_dies_takes_its_replica_down(tmp_path: Path) -> None:
+    checkpoints.save("llama", tmp_path / "model")
+    async with started(write_config(tmp_path, 1, 2)) as fleet:
+        decode = psutil.Process(fleet.processes["decode-0"].pid)
+        (rank1,) = decode.children()
+        rank1.kill()
+        assert await fleet.processes.pop("decode-0").wait() == 1
+        await fleet.until(
+            lambda seen: any(w.state == control_pb2.WORKER_STATE_SUSPECT for w in seen.workers)
+        )
