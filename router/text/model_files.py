@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 from baton.errors import ConfigError
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_TEXT_FILES = ["*.json", "chat_template.jinja"]
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,8 @@ class ModelFiles:
 
 def read_model_files(folder: str | Path) -> ModelFiles:
     """Read all text-related files of a folder; raises ConfigError naming the file that is wrong."""
-    root = Path(folder)
+    root = _find(folder)
     tokenizer_path = root / "tokenizer.json"
-    if not root.is_dir():
-        raise ConfigError(f"{root}: no such model folder")
     if not tokenizer_path.is_file():
         raise ConfigError(
             f"{tokenizer_path}: missing; the router needs the tokenizers library's file"
@@ -65,6 +67,26 @@ def read_model_files(folder: str | Path) -> ModelFiles:
         max_model_len=config.get("max_position_embeddings"),
         defaults=_sampling_defaults(generation),
     )
+
+
+def _find(model: str | Path) -> Path:
+    """The folder itself, or where the Hugging Face hub's files of that name lie (fetched once)."""
+    if Path(model).is_dir():
+        return Path(model)
+    if not _HUB_NAME.fullmatch(str(model)):
+        raise ConfigError(f"{model}: no such model folder, and not a name on the Hugging Face hub")
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ConfigError(
+            f"{model}: no such model folder; to fetch it, install huggingface_hub"
+        ) from error
+    try:
+        return Path(huggingface_hub.snapshot_download(str(model), allow_patterns=_TEXT_FILES))
+    except (OSError, ValueError) as error:  # the hub's own errors are among these
+        raise ConfigError(
+            f"{model}: cannot be fetched from the Hugging Face hub: {error}"
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

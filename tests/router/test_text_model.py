@@ -155,6 +155,14 @@ def test_greedy_by_default_where_the_model_says_so(tmp_path: Path) -> None:
     assert model.sampling_defaults.temperature == 0.0
 
 
+def test_a_model_that_is_nowhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="models/none/here: no such model folder"):
+        TextModel.load("models/none/here")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"nobody/nothing.*: cannot be fetched"):
+        TextModel.load("nobody/nothing-of-this-name")
+
+
 @pytest.mark.parametrize(
     ("file", "content", "named"),
     [
