@@ -1,0 +1,163 @@
+"""The request log and the sessions that read from it: every token once, however slow the reader."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_worker.request_log import RequestLog, Submission
+from decode_worker.session import Admitted, Refusal, Rejected, RouterSession, Update
+from engine.request import (
+    FinishReason,
+    RequestId,
+    RequestSpec,
+    SampledToken,
+    SamplingParams,
+    TokenLogprobs,
+)
+
+
+def submission(
+    request_id: str = "r", attempt: int = 1, emitted: int = 0, logprobs: int | None = None
+) -> Submission:
+    spec = RequestSpec(
+        RequestId(f"{request_id}#{attempt}"),
+        np.arange(100, 110 + emitted, dtype=np.uint32),
+        10,
+        SamplingParams(logprobs=logprobs),
+    )
+    return Submission(spec, request_id, attempt, "tenant", b"digest", b"kind", None, b"wire")
+
+
+def make_log() -> RequestLog:
+    return RequestLog(finished_ttl_s=30.0, max_finished=3)
+
+
+async def take(session: RouterSession) -> Update:
+    session.flush()
+    return await anext(session.updates())
+
+
+def test_a_record_begins_with_what_earlier_attempts_emitted() -> None:
+    record = make_log().open(submission(attempt=2, emitted=3))
+    assert record.since(0).token_ids == (110, 111, 112)
+    record.append(3, SampledToken(7))
+    assert record.since(2).token_ids == (112, 7)
+    with pytest.raises(AssertionError):
+        record.append(3, SampledToken(8))
+
+
+def test_logprobs_stay_aligned_with_tokens_that_have_none_here() -> None:
+    record = make_log().open(submission(attempt=2, emitted=1, logprobs=0))
+    logprobs = TokenLogprobs(-0.5, 1)
+    record.append(1, SampledToken(7, logprobs))
+    assert record.since(0).logprobs == (None, logprobs)
+
+
+def test_ended_requests_are_forgotten_by_age_and_by_number() -> None:
+    log = make_log()
+    for number in range(5):
+        record = log.open(submission(f"r{number}"))
+        log.finish(record, FinishReason.STOP, "", now_s=float(number))
+    assert [log.find(f"r{n}") is not None for n in range(5)] == [False, False, True, True, True]
+    log.expire(now_s=33.5)
+    assert [log.find(f"r{n}") is not None for n in range(5)] == [False] * 4 + [True]
+    running = log.open(submission("running"))
+    log.expire(now_s=1e9)
+    assert log.find("running") is running
+    assert len(log) == 1
+
+
+def test_an_attempt_that_left_no_record_is_still_remembered_for_a_while() -> None:
+    log = make_log()
+    used = submission(attempt=4)
+    log.use_up(used, now_s=0.0)
+    assert log.last_submission("r") is used
+    log.expire(now_s=29.0)
+    assert log.last_submission("r") is used
+    log.expire(now_s=31.0)
+    assert log.last_submission("r") is None
+
+
+def test_a_replaced_attempt_that_ends_late_does_not_touch_the_newer_one() -> None:
+    log = make_log()
+    older = log.open(submission(attempt=1))
+    newer = log.open(submission(attempt=2))
+    log.finish(older, FinishReason.ABORTED, "", now_s=0.0)
+    log.expire(now_s=1e9)
+    assert log.find("r") is newer
+
+
+@given(st.lists(st.sampled_from(["token", "read", "attach"]), max_size=60))
+def test_whatever_the_pace_every_token_comes_exactly_once_and_in_order(steps: list[str]) -> None:
+    async def check() -> None:
+        record = make_log().open(submission(emitted=2))
+        session = RouterSession("router")
+        session.follow(record, sent=2)
+        seen = list(record.since(0).token_ids)
+        for step in steps:
+            if step == "token":
+                record.append(len(record.token_ids), SampledToken(len(record.token_ids)))
+                session.changed(record)
+            elif step == "attach":
+                session = RouterSession("router")
+                seen = list(record.token_ids)
+                session.follow(record, sent=len(seen))
+            elif len(record.token_ids) > len(seen):
+                (run,) = (await take(session)).tokens
+                assert run.index == len(seen)
+                seen += run.token_ids
+        record.finished = FinishReason.LENGTH
+        session.changed(record)
+        (run,) = (await take(session)).tokens
+        assert [*seen, *run.token_ids] == record.token_ids
+        assert run.finished is FinishReason.LENGTH
+
+    asyncio.run(check())
+
+
+async def test_a_slow_reader_gets_one_message_for_many_steps() -> None:
+    session = RouterSession("router")
+    log = make_log()
+    records = [log.open(submission(f"r{n}")) for n in range(3)]
+    for record in records:
+        session.follow(record, sent=0)
+    for index in range(100):
+        for record in records:
+            record.append(index, SampledToken(index))
+            session.changed(record)
+        session.flush()
+    session.notice(Admitted("r0", 1))
+    session.notice(Rejected("r9", 1, Refusal.DRAINING, "draining"))
+    update = await take(session)
+    assert [len(run.token_ids) for run in update.tokens] == [100, 100, 100]
+    assert len(update.admitted) == len(update.rejected) == 1
+
+
+async def test_the_first_token_that_the_writer_told_is_not_told_again() -> None:
+    session = RouterSession("router")
+    record = make_log().open(submission(emitted=2))
+    session.follow(record, sent=3)
+    record.append(2, SampledToken(7))
+    session.changed(record)
+    record.append(3, SampledToken(8))
+    session.changed(record)
+    (run,) = (await take(session)).tokens
+    assert (run.index, run.token_ids) == (3, (8,))
+
+
+async def test_a_dropped_request_is_told_no_more_and_a_closed_session_ends() -> None:
+    session = RouterSession("router")
+    record = make_log().open(submission())
+    session.follow(record, sent=0)
+    record.append(0, SampledToken(7))
+    session.changed(record)
+    session.drop("r")
+    session.notice(Admitted("other", 1))
+    assert (await take(session)).tokens == ()
+    session.close()
+    assert [update async for update in session.updates()] == []
