@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import grpc.aio
+
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -133,8 +135,11 @@ class Session:
                 if self._outbox is not outbox:
                     break
                 self._dispatch(response)
-        except BaseException as error:
-            message = f"{type(error).__name__} on the session"
+        except grpc.aio.AioRpcError as error:
+            message = f"session lost: {error.code().name}: {error.details()}"
+            raise
+        except asyncio.CancelledError:
+            message = "the session was given up"
             raise
         finally:
             call.cancel()

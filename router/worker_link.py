@@ -141,7 +141,7 @@ class WorkerLink:
             try:
                 missed = await self._kv.run(self._worker, connected)
             except grpc.aio.AioRpcError as error:
-                log.info("KV events of %s: %s", self.entry.facts.worker_id, error.code().name)
+                log.debug("KV events of %s: %s", self.entry.facts.worker_id, error.code().name)
             if counts and not missed:
                 self._set_connected(False)
             await asyncio.sleep(backoff.next_s())
@@ -172,4 +172,7 @@ class WorkerLink:
     def _set_connected(self, connected: bool) -> None:
         self.tried.set()
         if connected != self.entry.connected:
+            log.info(
+                "%s %s", self.entry.facts.worker_id, "connected" if connected else "disconnected"
+            )
             self._on_connected(self.entry, connected)
