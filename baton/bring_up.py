@@ -6,13 +6,14 @@ import argparse
 import contextlib
 import dataclasses
 import signal
+import socket
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from baton import render
 from baton.config import ClusterConfig, load_config, parse_config
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.process_tree import Process, descendants, wait_until_gone
 from baton.progress import Steps
 
@@ -33,6 +34,25 @@ def read_config(file: str | None, model: str | None = None) -> ClusterConfig:
     return config
 
 
+def _check_ports(config: ClusterConfig) -> None:
+    """Raises ConfigError naming the setting whose port is taken."""
+    wanted = [("control.port", config.control.host, config.control.port)]
+    if not config.router.reuse_port:
+        wanted.append(("router.port", config.router.host, config.router.port))
+    for key, host, port in wanted:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((host, port))
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot listen on {host}:{port}: {error.strerror}. Is a cluster up already? "
+                    f"Otherwise choose another {key}; 0 is any free port",
+                    field=key,
+                ) from error
+
+
 class Startup:
     """Start a cluster so that SIGTERM, like ctrl-C, ends it cleanly at any time.
 
@@ -45,7 +65,11 @@ class Startup:
 
     def start(self, config: ClusterConfig) -> RunningCluster:
         from cluster.local import up as start_cluster
+        from router.text import TextModel
 
+        _check_ports(config)
+        self._announce("reading the tokenizer")
+        TextModel.load(config.model)  # a wrong folder is told before anything is started
         cluster = start_cluster(config, on_progress=self._announce)
         self._catch()
         return cluster

@@ -63,6 +63,8 @@ def _report(error: BatonError, arguments: argparse.Namespace) -> int:
 
 def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
     """What to do next."""
+    if arguments.command in ("up", "demo"):
+        return ""
     if isinstance(error, UnavailableError):
         asks_control = arguments.command in ("status", "scale", "drain")
         option = "--control HOST:PORT" if asks_control else "--router HOST:PORT"

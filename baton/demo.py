@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 
 from rich.text import Text
@@ -11,6 +12,7 @@ from baton import render
 from baton.ask import stream_answer
 from baton.bring_up import Startup, check_all_gone, read_config
 from baton.client import Client
+from baton.config import ClusterConfig
 from baton.demo_prompts import DemoPrompt, Turn, read_prompts
 from baton.process_tree import descendants
 from baton.progress import Steps
@@ -18,6 +20,8 @@ from baton.progress import Steps
 
 def demo(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.file)
+    if arguments.file is None:
+        config = _on_free_ports(config)  # a cluster that is up is no hindrance
     prompts = read_prompts(config.model)
     began = time.monotonic()
     with Steps(render.err()) as steps, Startup(steps) as startup:
@@ -36,6 +40,14 @@ def demo(arguments: argparse.Namespace) -> int:
         steps.done()
     render.out().print(f"done; none of its {len(processes)} processes is left", style="dim")
     return 0
+
+
+def _on_free_ports(config: ClusterConfig) -> ClusterConfig:
+    return dataclasses.replace(
+        config,
+        router=dataclasses.replace(config.router, port=0),
+        control=dataclasses.replace(config.control, port=0),
+    )
 
 
 def _introduce(model: str, num_processes: int, elapsed_s: float) -> None:

@@ -170,6 +170,27 @@ def test_a_misspelt_key_in_a_cluster_file_is_wrong_usage(
     assert "did you mean 'block_size'?" in capsys.readouterr().err
 
 
+def test_a_folder_without_a_model_is_told_before_anything_starts(
+    tmp_path: os.PathLike[str], capsys: Capture
+) -> None:
+    assert main(["up", "--model", str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert "tokenizer.json: missing" in shown
+    assert "Ray" not in shown
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(
+    router: str, tmp_path: os.PathLike[str], capsys: Capture
+) -> None:
+    file = os.path.join(tmp_path, "cluster.yaml")
+    with open(file, "w") as out:
+        out.write(f"router: {{port: {router.rpartition(':')[2]}}}\ncontrol: {{port: 0}}\n")
+    assert main(["up", "-f", file]) == 2
+    shown = capsys.readouterr().err
+    assert f"cannot listen on {router}" in shown
+    assert "router.port" in shown
+
+
 def test_wrong_usage_is_told_by_the_parser(capsys: Capture) -> None:
     for arguments in (["scale", "decode", "-1"], ["scale", "decode", "x"], ["nonsense"], []):
         with pytest.raises(SystemExit) as caught:
