@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -153,3 +154,29 @@ def test_the_whole_engine_gives_the_oracles_tokens(family: str, tmp_path: Path) 
                 found[event.request_id].append(event.token.token_id)
     assert found == {n: checkpoints.greedy(oracle, p, 10) for n, p in prompts.items()}
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    exact = checkpoints.save(family, tmp_path)
+    prompt = random_prompt(40, checkpoints.VOCAB, 3)
+    rounded = copy.deepcopy(exact).bfloat16()
+    with torch.inference_mode():
+        expected, theirs = (m(torch.tensor([prompt])).logits[0].float() for m in (exact, rounded))
+    setup = set_up(tmp_path, EngineConfig(num_blocks=64, num_threads=1))
+    table = np.arange(1, 4, dtype=np.int32)
+    tables = (table,) * len(setup.spec.layout.groups)
+    ours = []
+    for position, token in enumerate(prompt):  # one token a step, so that each gives its logits
+        ids = np.array([token], dtype=np.uint32)
+        seq = ScheduledSeq(RequestId("r"), ids, position, tables, True)
+        logits = setup.runner.run_step(StepPlan(position, (seq,)))
+        assert logits is not None
+        ours.append(logits)
+    # Peaky attention and choices of experts magnify rounding now and then: the median position.
+    error, their_error = (
+        (found - expected).norm(dim=-1).median() for found in (torch.cat(ours), theirs)
+    )
+    assert error < 1.5 * their_error
