@@ -66,6 +66,8 @@ class _Place:
     keeper: asyncio.Task[None]
     replica: Replica | None = None
     leaving: bool = False
+    last_gone: int = 0
+    """Newest incarnation whose processes are known to be over: what is told of it is history."""
 
 
 class Supervision:
@@ -176,7 +178,8 @@ class Supervision:
         await self._ray(lambda: replicas.destroy_replica(replica))
         for entry in self._registry.snapshot().workers:
             if entry.registration.worker_id == place.worker_id:
-                self._registry.gone(place.worker_id, entry.registration.incarnation)
+                place.last_gone = entry.registration.incarnation
+                self._registry.gone(place.worker_id, place.last_gone)
         self._changes.announce()
 
     async def _until_over(self, place: _Place, ended: asyncio.Event) -> str:
@@ -189,7 +192,7 @@ class Supervision:
                 leave_by = leave_by or now + self._config.drain_timeout_s
                 if now > leave_by:
                     return "did not drain in time"
-            suspect_s = self._suspect_s(place.worker_id, now)
+            suspect_s = self._suspect_s(place, now)
             if suspect_s is None and now - began_at > self._config.start_timeout_s:
                 return "did not register in time"
             if suspect_s is not None and suspect_s > self._config.fence_after_s:
@@ -200,10 +203,11 @@ class Supervision:
                 continue
         return "a rank has ended"
 
-    def _suspect_s(self, worker_id: str, now: float) -> float | None:
+    def _suspect_s(self, place: _Place, now: float) -> float | None:
         """Seconds a worker has been a suspect, 0 for a good one; None: not registered."""
         for entry in self._registry.snapshot().workers:
-            if entry.registration.worker_id != worker_id:
+            incarnation = entry.registration.incarnation
+            if entry.registration.worker_id != place.worker_id or incarnation <= place.last_gone:
                 continue
             if entry.state is WorkerState.GONE:
                 return float("inf")

@@ -18,6 +18,7 @@ from cluster.request_wire import read_spec
 from cluster.worker import Worker
 from cluster.worker_config import RankPlace, WorkerConfig
 from decode_worker.role import DecodeConfig
+from engine.api import EngineLoad
 from engine.build import build_engine, build_runner, load_model_spec, region_layout
 from engine.config import EngineConfig, FakeEngineConfig
 from engine.local_memory import LocalKvMemory, LocalSink
@@ -242,6 +243,23 @@ async def running_worker(
         await asyncio.to_thread(rank.close)
 
 
+async def load_of(worker: Worker) -> EngineLoad:
+    return await asyncio.wrap_future(worker.engine.call(lambda e: e.load()))
+
+
+async def nothing_held(*workers: Worker) -> None:
+    """Wait until no request holds a block: fences take a message each way."""
+    async with asyncio.timeout(10):
+        for worker in workers:
+            while True:
+                load = await load_of(worker)
+                if load.num_free_blocks == load.num_blocks and not load.num_quarantined_blocks:
+                    break
+                await asyncio.sleep(0.01)
+            await asyncio.wrap_future(worker.engine.call(lambda e: e.check_integrity()))
+            worker.check_integrity()
+
+
 @dataclass(frozen=True)
 class Kit:
     """What the tests of this folder share."""
@@ -250,6 +268,8 @@ class Kit:
     engine_tokens = staticmethod(engine_tokens)
     make_spec = staticmethod(make_spec)
     running_worker = staticmethod(running_worker)
+    load_of = staticmethod(load_of)
+    nothing_held = staticmethod(nothing_held)
     decode_link = DecodeLink
     mini_router = MiniRouter
     oracle: Oracle = field(default_factory=Oracle)

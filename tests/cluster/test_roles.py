@@ -66,7 +66,7 @@ async def test_a_first_token_that_ends_the_request_moves_nothing_and_frees_every
     assert [r.WhichOneof("event") for r in responses] == ["first_token"]
     assert responses[0].first_token.finished == common_pb2.FINISH_REASON_LENGTH
     await pair.link.cancel("short")
-    await nothing_held(pair.prefill, pair.decode)
+    await kit.nothing_held(pair.prefill, pair.decode)
 
 
 async def test_a_cancelled_prefill_call_fails_the_handoff_and_frees_both_sides(
@@ -78,7 +78,7 @@ async def test_a_cancelled_prefill_call_fails_the_handoff_and_frees_both_sides(
     call.cancel()
     await pair.link.until(lambda: pair.link.of("cut").rejected)
     assert pair.link.of("cut").rejected.reason == worker_pb2.REJECT_REASON_HANDOFF_FAILED
-    await nothing_held(pair.prefill, pair.decode)
+    await kit.nothing_held(pair.prefill, pair.decode)
 
 
 async def test_a_reservation_cancelled_before_its_prefill_is_never_served(
@@ -89,7 +89,7 @@ async def test_a_reservation_cancelled_before_its_prefill_is_never_served(
     await pair.link.cancel("early")
     await pair.link.until(lambda: pair.link.of("early").finished)
     assert pair.link.of("early").finished == common_pb2.FINISH_REASON_ABORTED
-    await nothing_held(pair.prefill, pair.decode)
+    await kit.nothing_held(pair.prefill, pair.decode)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await pair.router.hand_off(spec, lease)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -109,7 +109,7 @@ async def test_a_running_request_that_is_cancelled_ends_aborted_and_frees_its_bl
     await pair.link.cancel("endless", 1)
     await pair.link.until(lambda: heard.finished)
     assert heard.finished == common_pb2.FINISH_REASON_ABORTED
-    await nothing_held(pair.prefill, pair.decode)
+    await kit.nothing_held(pair.prefill, pair.decode)
 
 
 async def test_a_newer_attempt_replaces_the_older_and_an_older_is_refused(
@@ -128,7 +128,7 @@ async def test_a_newer_attempt_replaces_the_older_and_an_older_is_refused(
     await pair.link.until(lambda: pair.link.of("again", 3).finished)
     assert pair.link.of("again", 3).in_order() == kit.oracle.tokens(newer)
     assert not pair.link.of("again", 2).finished
-    await nothing_held(pair.decode)
+    await kit.nothing_held(pair.decode)
 
 
 async def test_another_body_under_a_known_id_and_unreadable_requests_are_refused(
@@ -176,7 +176,7 @@ async def test_a_prompt_that_never_fits_is_refused_and_one_that_does_not_fit_now
     assert heard.rejected.reason == worker_pb2.REJECT_REASON_NO_CAPACITY
     assert heard.rejected.retry_after_ms > 0
     await pair.link.cancel("first")
-    await nothing_held(pair.decode)
+    await kit.nothing_held(pair.decode)
     heard.rejected = None
     assert await pair.router.generate(second, pair.writer) == kit.oracle.tokens(second)
 
@@ -231,7 +231,7 @@ async def test_an_orphan_nobody_claims_is_aborted_in_time(kit: Any) -> None:
         await link.reserve(spec)
         await link.until(lambda: link.of("forgotten").tokens)
         await link.close()
-        await nothing_held(worker)
+        await kit.nothing_held(worker)
         assert worker.decode.num_orphans() == 0
 
 
@@ -244,7 +244,7 @@ async def test_a_deadline_ends_a_request_wherever_it_is(pair: Any, kit: Any) -> 
         heard = pair.link.of(request_id)
         await pair.link.until(lambda heard=heard: heard.finished or heard.rejected)
     assert pair.link.of("running").finished == common_pb2.FINISH_REASON_ABORTED
-    await nothing_held(pair.decode)
+    await kit.nothing_held(pair.decode)
 
 
 async def test_a_draining_worker_refuses_finishes_and_leaves(kit: Any) -> None:
@@ -311,16 +311,3 @@ async def attach_when_open(link: Any, ask: worker_pb2.AttachRequest) -> worker_p
             if await call.code() is not grpc.StatusCode.FAILED_PRECONDITION:
                 return await call
             await asyncio.sleep(0.01)
-
-
-async def nothing_held(*workers: Any) -> None:
-    """Wait until no request holds a block: fences take a message each way."""
-    async with asyncio.timeout(10):
-        for worker in workers:
-            while True:
-                load = await asyncio.wrap_future(worker.engine.call(lambda e: e.load()))
-                if load.num_free_blocks == load.num_blocks and not load.num_quarantined_blocks:
-                    break
-                await asyncio.sleep(0.01)
-            await asyncio.wrap_future(worker.engine.call(lambda e: e.check_integrity()))
-            worker.check_integrity()
