@@ -27,7 +27,9 @@ from engine.sampling_noise import gumbel_noise
 __all__ = ["Sampler", "check"]
 
 _GREEDY_BELOW = 1e-5  # a temperature that leaves nothing to chance in float32
-_FIRST_CANDIDATES = 1024  # likeliest tokens looked at before all are sorted
+_FIRST_CANDIDATES = 1024  # likeliest tokens looked at first, when a filter needs them in order
+_MORE_CANDIDATES = 16  # times as many, when those were not enough
+_CHUNK_ELEMENTS = 1 << 19  # logits whose noise is drawn at once: what stays in a core's cache
 
 
 @dataclass(frozen=True)
@@ -138,16 +140,22 @@ def _choose(logits: torch.Tensor, rows: list[_Row]) -> list[int]:
     where = [i for i, row in enumerate(rows) if not _is_greedy(row.params)]
     if not where:
         return chosen
-    picked = [rows[i] for i in where]
-    part = logits if len(where) == len(rows) else logits[where]
-    scaled = part / _column([row.params.temperature for row in picked], logits.device)
-    kept = _filter(scaled, [row.params for row in picked])
-    positions = [(row.params.seed, row.index) for row in picked]
+    vocab_size = logits.shape[1]
+    step = max(1, _CHUNK_ELEMENTS // vocab_size)
+    for start in range(0, len(where), step):
+        some = where[start : start + step]
+        for i, token in zip(some, _draw(logits[some], [rows[i] for i in some])):
+            chosen[i] = token
+    return chosen
+
+
+def _draw(logits: torch.Tensor, rows: list[_Row]) -> list[int]:
+    scaled = logits / _column([row.params.temperature for row in rows], logits.device)
+    kept = _filter(scaled, [row.params for row in rows])
+    positions = [(row.params.seed, row.index) for row in rows]
     noise = gumbel_noise(positions, logits.shape[1], logits.device)
     sampled: list[int] = noise.add_(kept).argmax(dim=-1).tolist()
-    for i, token in zip(where, sampled):
-        chosen[i] = token
-    return chosen
+    return sampled
 
 
 def _filter(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
@@ -190,7 +198,8 @@ def _thresholds(
     kept = kept.masked_fill(unbounded, -torch.inf)
     again = torch.nonzero((open_end & ~unbounded) | _cut_k(top_k, num_candidates, vocab_size))[:, 0]
     if len(again) and num_candidates < vocab_size:
-        kept[again] = _thresholds(logits[again], [params[i] for i in again.tolist()], vocab_size)
+        more = num_candidates * _MORE_CANDIDATES
+        kept[again] = _thresholds(logits[again], [params[i] for i in again.tolist()], more)
     min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
     return torch.maximum(kept, likeliest[:, 0] + min_p.log().float())
 

@@ -320,3 +320,20 @@ def test_an_impossible_value_is_refused_by_its_field(field: str, value: object) 
     with pytest.raises(InvalidRequestError) as caught:
         check(replace(SamplingParams(), **{field: value}), 100)  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_tokens_of_the_cpu() -> None:
+    logits = random_logits(6, 5000)
+    params = [
+        GREEDY,
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, top_k=40, temperature=0.7),
+        SamplingParams(seed=3, top_p=0.9, logprobs=3),
+        SamplingParams(seed=4, min_p=0.05),
+        SamplingParams(seed=5, repetition_penalty=1.3, frequency_penalty=0.5),
+    ]
+    histories = [([1, 2, 3], [4, 4, 5])] * len(params)
+    on_cpu = sample(logits, params, histories)
+    on_gpu = sample(logits.cuda(), params, histories)
+    assert ids(on_gpu) == ids(on_cpu)
