@@ -100,7 +100,7 @@ def after(blocks: dict[int, int]) -> list[int]:
 
 
 async def hand_over(sender: AnySide, receiver: AnySide, layout: Any = LAYOUT) -> Any:
-    """Blocks of all groups at equal ids, scattered and in runs, over region borders, in two steps."""
+    """Blocks of all groups, scattered and in runs, over region borders, in two steps."""
     targets, sources = [3, 4, 5, 17, 7, 8, 9], [9, 10, 11, 1, 6, 7, 8]
     groups = range(len(layout.groups))
     lease = await grant(sender, receiver, [targets for _ in groups])
@@ -342,8 +342,9 @@ async def test_damaged_bytes_are_found_by_the_checksum(
     handoff = await sender.call("open", lease)
     for group in (0, 1):
         await sender.call("push", handoff, group, [0, 1], [1, 2])
-    while await receiver.call("count_wrong_bytes", after({1: 1, 2: 2})):
-        await asyncio.sleep(0.01)  # until the puts, of which nobody tells, have landed
+    async with asyncio.timeout(10):  # until the puts, of which nobody tells, have landed
+        while await receiver.call("count_wrong_bytes", after({1: 1, 2: 2})):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     await receiver.call("flip_byte", 0, 2)
     with pytest.raises(NackError, match="1 of 4 checksums differ"):
         await sender.call("finish", handoff)
@@ -383,9 +384,9 @@ async def test_leases_that_cannot_be_served_are_refused_by_name(make_pair: MakeP
         await sender.call("open", replace(lease, writer=replace(lease.writer, incarnation=2)))
     with pytest.raises(LeaseError, match="block tables"):
         await sender.call("open", replace(lease, block_ids=((),)))
+    rank = lease.ranks[0]
+    small = replace(rank, regions=tuple(replace(r, num_bytes=10) for r in rank.regions))
     with pytest.raises(LeaseError, match="bytes"):
-        rank = lease.ranks[0]
-        small = replace(rank, regions=tuple(replace(r, num_bytes=10) for r in rank.regions))
         await sender.call("open", replace(lease, ranks=(small,)))
     handoff = await sender.call("open", lease)
     with pytest.raises(LeaseError, match="already"):

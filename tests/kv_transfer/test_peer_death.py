@@ -1,4 +1,4 @@
-"""kill -9 of either side over UCX: typed errors within bounds, quarantine until the kernel has reaped."""
+"""kill -9 of either side over UCX: typed errors in time, quarantine until the writer is gone."""
 
 from __future__ import annotations
 

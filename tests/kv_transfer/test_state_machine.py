@@ -9,17 +9,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy.typing as npt
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from transfer_sides import NUM_BLOCKS, ONE_HEAD, Side, SideSpec
+from transfer_sides import (
+    BLOCKS_PER_REGION,
+    NUM_BLOCKS,
+    ONE_HEAD,
+    Side,
+    SideSpec,
+    pool_content,
+)
 
 from kv_transfer.clock import ManualClock
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import HandoffError, LeaseError
-from kv_transfer.layout import HandoffId
+from kv_transfer.layout import HandoffId, RegionLayout
 from kv_transfer.lease import Lease
 from kv_transfer.memory_transport import ManualScheduler, MemoryNetwork, Operation
 
@@ -100,7 +109,9 @@ class Handoffs(RuleBasedStateMachine):
     def _free(self, request: Request) -> None:
         """The blocks are anyone's: refill them, so that a late write shows."""
         request.state = "gone"
-        self.receiver.fill(self._expected())
+        for block in request.blocks:
+            for part, content in zip(self._parts(block), self._content(FREE[block])):
+                part[:] = content
 
     def _expected(self) -> list[int]:
         seeds = list(FREE)
@@ -130,6 +141,23 @@ class Handoffs(RuleBasedStateMachine):
         name = f"r{len(self.requests)}"
         lease = self.run(self._call(self.receiver.grant, name, self.sender.identity, [blocks]))
         self.requests[name] = Request(lease, blocks)
+
+    @precondition(lambda self: not self.is_dead)
+    @rule(data=st.data(), count=st.integers(1, 3), seed=st.randoms(use_true_random=False))
+    def grant_open_and_push(self, data: st.DataObject, count: int, seed: Any) -> None:
+        """Deep states in one step: all is posted, nothing has moved."""
+        before = len(self.requests)
+        self.grant(count, seed)
+        if len(self.requests) == before:
+            return
+        request = list(self.requests.values())[-1]
+        request.handoff = self.run(self._call(self.sender.open, request.lease))
+        ordinals = list(range(len(request.blocks)))[data.draw(st.sampled_from([0, 0, 0, 1])) :]
+        sources = [data.draw(st.integers(1, NUM_BLOCKS - 1)) for _ in ordinals]
+        request.sources.update(zip(ordinals, sources))
+        self.run(self._call(self.sender.push, request.handoff, 0, ordinals, sources))
+        if data.draw(st.booleans()):
+            self.run(self._finish(request))
 
     @staticmethod
     async def _call(function: Any, *args: Any) -> Any:
@@ -197,6 +225,12 @@ class Handoffs(RuleBasedStateMachine):
         elif request.state == "admitted":
             self._free(request)
 
+    @rule(data=st.data())
+    def release_and_wait(self, data: st.DataObject) -> None:
+        """While puts are still on their way: nothing may be freed by time alone."""
+        self.release(data)
+        self.wait(1.0)
+
     # --- the network and time --------------------------------------------------------------------
 
     def _choices(self) -> list[Operation]:
@@ -213,9 +247,10 @@ class Handoffs(RuleBasedStateMachine):
                 chosen = data.draw(st.integers(0, len(choices) - 1))
                 self.run(self._call(self.scheduler.run, choices[chosen]))
 
-    @rule()
-    def deliver_all(self) -> None:
-        self.run(self._call(self.scheduler.run_all))
+    @rule(only_messages=st.booleans())
+    def deliver_all(self, only_messages: bool) -> None:
+        kinds = ("message",) if only_messages else ("put", "flush", "message", "lost")
+        self.run(self._call(self.scheduler.run_all, kinds))
 
     @rule(data=st.data())
     def lose_a_message(self, data: st.DataObject) -> None:
@@ -244,23 +279,42 @@ class Handoffs(RuleBasedStateMachine):
     @invariant()
     def no_block_is_writable_by_two_and_no_settled_block_changes(self) -> None:
         self.receiver.check_integrity()
-        layout, memory = self.receiver.layouts[0], self.receiver.memories[0]
         expected, flux = self._expected(), self._in_flux()
-        seen = memory.buffer.copy()
-        self.receiver.fill(expected)
-        wanted = memory.buffer.copy()
-        memory.buffer[:] = seen
+        for block in set(range(NUM_BLOCKS)) - flux:
+            for part, wanted in zip(self._parts(block), self._content(expected[block])):
+                assert (part == wanted).all(), f"block {block} has changed"
+
+    def _parts(self, block: int) -> list[npt.NDArray[Any]]:
+        """Views of a block of the receiver's pool, one per layer."""
+        layout, memory = self.receiver.layouts[0], self.receiver.memories[0]
+        region, row = divmod(block, layout.num_blocks)
         tensor = ONE_HEAD.groups[0].tensors[0]
         num_bytes = layout.tensor_block_bytes(tensor)
-        for block in set(range(NUM_BLOCKS)) - flux:
-            region, row = divmod(block, layout.num_blocks)
-            for layer in (0, 1):
-                start = region * memory.region_stride_bytes + row * num_bytes
-                start += layout.tensor_offset(layer, tensor.name)
-                part = slice(start, start + num_bytes)
-                assert (seen[part] == wanted[part]).all(), f"block {block} has changed"
+        starts = (
+            region * memory.region_stride_bytes + layout.tensor_offset(layer, "k") + row * num_bytes
+            for layer in (0, 1)
+        )
+        return [memory.buffer[start : start + num_bytes] for start in starts]
+
+    @staticmethod
+    @cache
+    def _content(seed: int) -> list[npt.NDArray[Any]]:
+        """What a block of that seed holds, per layer."""
+        layout = RegionLayout(ONE_HEAD, 0, 1, BLOCKS_PER_REGION)
+        stride = layout.num_bytes()
+        pool = pool_content(layout, stride, [seed])
+        num_bytes = layout.tensor_block_bytes(ONE_HEAD.groups[0].tensors[0])
+        starts = [layout.tensor_offset(layer, "k") for layer in (0, 1)]
+        return [pool[start : start + num_bytes] for start in starts]
 
     def teardown(self) -> None:
+        try:
+            self._end_well()
+        finally:
+            self.loop.run_until_complete(self._drop_tasks())
+            self.loop.close()
+
+    def _end_well(self) -> None:
         if self.is_dead and not self.is_reaped:
             self.reap_the_sender()
         if not self.is_dead:
@@ -281,8 +335,6 @@ class Handoffs(RuleBasedStateMachine):
         assert self.receiver.table.num_quarantined_blocks == 0
         if not self.is_dead:
             self._check_sender()
-        self.loop.run_until_complete(self._drop_tasks())
-        self.loop.close()
 
     def _check_sender(self) -> None:
         assert self.sender.leftovers() == (0, 0, 0)
@@ -304,8 +356,8 @@ class Handoffs(RuleBasedStateMachine):
 
 TestHandoffs = Handoffs.TestCase
 TestHandoffs.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=100,
+    stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

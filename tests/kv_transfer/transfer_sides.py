@@ -1,6 +1,6 @@
 """Workers for the tests: all ranks of one worker, in this process or in one of their own.
 
-A `Side` sends and receives. `LocalSide` and `RemoteSide` have one interface, so that a test does not
+A `Side` sends and receives. `LocalSide` and `RemoteSide` have one interface: a test does not
 know where a worker runs or what moves its bytes.
 """
 
@@ -12,7 +12,7 @@ import ctypes.util
 import multiprocessing
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -64,7 +64,7 @@ class SideSpec:
     worker_id: str
     tp_size: int = 1
     layout: KvLayout = LAYOUT
-    config: TransferConfig = TransferConfig()
+    config: TransferConfig = field(default_factory=TransferConfig)
     weights: str = "w"
     incarnation: int = 1
 
@@ -344,7 +344,7 @@ async def _serve_side(spec: SideSpec, pipe: Connection) -> None:
     async def answer(number: int, name: str, args: tuple[Any, ...]) -> None:
         try:
             pipe.send((number, True, await side.call(name, *args)))
-        except Exception as error:  # handed to the test, which raises it
+        except Exception as error:  # noqa: BLE001 - handed to the test, which raises it
             pipe.send((number, False, error))
 
     while (request := await asyncio.to_thread(pipe.recv)) is not None:

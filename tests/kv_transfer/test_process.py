@@ -1,0 +1,80 @@
+"""A process is gone when its memory is: running, stopped, zombie, reaped, another's pid, elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kv_transfer import process
+from kv_transfer.process import ProcessIdentity, is_gone, own_identity
+
+
+@pytest.fixture
+def child() -> Iterator[tuple[subprocess.Popen[bytes], ProcessIdentity]]:
+    code = (
+        "import sys, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    running = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert running.stdout is not None
+    assert running.stdout.readline() == b"up\n"
+    fields = process._stat_fields(running.pid)
+    assert fields is not None
+    yield running, replace(own_identity(), pid=running.pid, start_time_ticks=int(fields[19]))
+    running.kill()
+    running.wait()
+    running.stdout.close()
+
+
+def wait_until_gone(identity: ProcessIdentity) -> None:
+    deadline_s = time.monotonic() + 10
+    while not is_gone(identity):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_this_process_is_here() -> None:
+    assert is_gone(own_identity()) is False
+    assert ProcessIdentity.from_proto(own_identity().to_proto()) == own_identity()
+
+
+def test_a_stopped_process_may_wake_and_is_not_gone(
+    child: tuple[subprocess.Popen[bytes], ProcessIdentity],
+) -> None:
+    running, identity = child
+    os.kill(running.pid, signal.SIGSTOP)
+    assert is_gone(identity) is False
+
+
+def test_a_zombie_has_released_its_memory_and_is_gone(
+    child: tuple[subprocess.Popen[bytes], ProcessIdentity],
+) -> None:
+    running, identity = child
+    running.kill()
+    wait_until_gone(identity)
+    fields = process._stat_fields(running.pid)
+    assert fields is not None, "nobody has reaped it"
+    assert fields[0] == "Z"
+
+
+def test_a_reaped_process_and_one_with_its_pid_are_told_apart(
+    child: tuple[subprocess.Popen[bytes], ProcessIdentity],
+) -> None:
+    running, identity = child
+    assert is_gone(replace(identity, start_time_ticks=identity.start_time_ticks - 1)) is True
+    running.kill()
+    running.wait()
+    assert is_gone(identity) is True
+
+
+def test_nothing_is_known_of_another_machine_or_pid_namespace() -> None:
+    assert is_gone(replace(own_identity(), boot_id="another")) is None
+    assert is_gone(replace(own_identity(), pid_namespace=1)) is None

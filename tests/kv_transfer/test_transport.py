@@ -1,0 +1,155 @@
+"""What a transport promises, and what making one leaves behind: over the twin and over UCX."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transfer_sides import LAYOUT
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.errors import TransportError
+from kv_transfer.layout import RegionLayout
+from kv_transfer.lease import FirstTokenLogprobs, Lease, LeaseId, RankLease, WorkerIdentity
+from kv_transfer.memory_transport import MemoryNetwork
+from kv_transfer.rank import TransferRank
+from kv_transfer.transport import FlushResult, PutBatch, Transport, make_transport
+from kv_transfer.ucx.native import NativePoster, compiled
+
+CONFIGS = [TransferConfig(transport="memory"), TransferConfig(), TransferConfig(native=False)]
+
+
+@pytest.fixture(params=CONFIGS, ids=["memory", "ucx", "ucx-python-loop"])
+def config(request: pytest.FixtureRequest) -> TransferConfig:
+    found: TransferConfig = request.param
+    return found
+
+
+@pytest.fixture
+def two(config: TransferConfig) -> Iterator[tuple[Transport, Transport]]:
+    both = make_transport(config), make_transport(config)
+    yield both
+    for transport in both:
+        transport.close()
+        transport.close()  # a second time does nothing
+
+
+def segments() -> int:
+    return len(Path("/proc/sysvipc/shm").read_text().splitlines()) - 1
+
+
+def test_puts_land_before_their_flush_and_messages_come_in_order(
+    two: tuple[Transport, Transport],
+) -> None:
+    a, b = two
+    here, there = a.allocate(2, 5000, 4), b.allocate(3, 5000, 4)
+    assert here.region_stride_bytes == 8192
+    arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    flushed: queue.SimpleQueue[FlushResult] = queue.SimpleQueue()
+    a.start(lambda _payload: None, lambda _address: None)
+    b.start(arrived.put, lambda _address: None)
+    here.buffer[:] = 1
+    peer = a.connect(b.address)
+    assert a.connect(b.address) is peer
+    a.prepare(peer, there.regions)
+    batch = PutBatch(
+        sources=np.array([here.regions[r].base_address + 8 for r in (1, 0)], np.uint64),
+        targets=np.array([there.regions[r].base_address + 16 for r in (0, 2)], np.uint64),
+        lengths=np.array([100, 50], np.uint64),
+        source_regions=np.array([1, 0], np.int64),
+        target_regions=np.array([0, 2], np.int64),
+        rkeys=tuple(region.rkey for region in there.regions),
+    )
+    a.put(peer, batch)
+    a.flush(peer, flushed.put)
+    assert flushed.get(timeout=10).error is None
+    for payload in (b"", b"one", bytes(500_000)):
+        a.send(peer, payload)
+    assert [len(arrived.get(timeout=10)) for _ in range(3)] == [0, 3, 500_000]
+    expected = np.zeros_like(there.buffer)
+    expected[16:116] = expected[2 * 8192 + 16 : 2 * 8192 + 66] = 1
+    assert (there.buffer == expected).all()
+
+
+def test_the_pool_is_torchs_memory_without_a_copy(two: tuple[Transport, Transport]) -> None:
+    memory = two[0].allocate(2, 4096, 1)
+    tensor = torch.from_numpy(memory.buffer)
+    assert tensor.data_ptr() == memory.regions[0].base_address
+    tensor.fill_(9)
+    assert int(memory.buffer.sum()) == 9 * memory.buffer.size
+
+
+def test_making_and_closing_leaves_no_memory_file_or_thread_behind() -> None:
+    def once() -> None:
+        transport = make_transport(TransferConfig())
+        transport.allocate(3, 1 << 16, 4)
+        transport.start(lambda _payload: None, lambda _address: None)
+        transport.connect(transport.address)
+        transport.close()
+
+    once()
+    before = segments(), len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        once()
+    assert (segments(), len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_a_library_that_is_not_there_is_named() -> None:
+    with pytest.raises(TransportError, match="/no/such/libucp"):
+        make_transport(TransferConfig(ucx_library="/no/such/libucp.so"))
+
+
+def test_a_pool_that_does_not_fit_is_an_error() -> None:
+    transport = make_transport(TransferConfig())
+    with pytest.raises(TransportError):
+        transport.allocate(1, 1 << 52, 1)
+    transport.close()
+
+
+def test_the_compiled_loop_is_used_and_compiled_once(tmp_path: Path) -> None:
+    from kv_transfer.ucx import native
+    from kv_transfer.ucx.binding import load
+
+    library = compiled(native._SOURCE)
+    stamp = library.stat().st_mtime_ns
+    assert compiled(native._SOURCE).stat().st_mtime_ns == stamp
+    assert isinstance(native.make_poster(load(TransferConfig()), native=True), NativePoster)
+    broken = tmp_path / "broken.c"
+    broken.write_text("not C")
+    with pytest.raises(native.subprocess.SubprocessError):
+        compiled(broken)
+
+
+def test_a_lease_survives_the_wire() -> None:
+    transport = MemoryNetwork.shared().join()
+    memory = transport.allocate(2, RegionLayout(LAYOUT, 0, 1, 4).num_bytes(), 4)
+    worker = WorkerIdentity("w", 3, (TransferRank.address_of(transport, 0),))
+    lease = Lease(
+        lease_id=LeaseId("l"),
+        lease_epoch=4,
+        owner=worker,
+        writer=worker,
+        kv_fingerprint=b"f",
+        ranks=(RankLease(0, memory.regions),),
+        num_cached_tokens=8,
+        renew_within_s=1.5,
+        block_ids=((1, 2), (0, 3)),  # type: ignore[arg-type]
+    )
+    assert Lease.from_proto(lease.to_proto()) == lease
+    assert FirstTokenLogprobs(-1.0, 2).top == ()
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"transport": "tcp"}, {"checksum": "yes"}, {"renew_within_s": 0.0}]
+)
+def test_a_wrong_setting_is_named(wrong: dict[str, object]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        TransferConfig(**wrong)  # type: ignore[arg-type]
