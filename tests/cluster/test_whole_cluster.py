@@ -204,6 +204,21 @@ def test_a_killed_prefill_worker_is_replaced_while_requests_go_on(
     wait_for(cluster, nothing_held)
 
 
+@pytest.mark.full
+def test_a_worker_that_hangs_is_avoided_then_killed_and_recreated(
+    cluster: RunningCluster, kit: Any
+) -> None:
+    fleet = wait_for(cluster, all_live)
+    hung = live_workers(fleet)["decode-1"].ref
+    os.kill(hung.ranks[0].process.pid, signal.SIGSTOP)
+    wait_for(cluster, lambda seen: "decode-1" not in live_workers(seen), 10)
+    tokens, routed, _ = run(cluster.router_address, PROMPT, 20, temperature=0.0)
+    assert routed.decode_worker == "decode-0"
+    assert tokens == expected_tokens(kit, PROMPT, 20)
+    again = wait_for(cluster, all_live)
+    assert live_workers(again)["decode-1"].ref.incarnation != hung.incarnation
+
+
 def test_kill_9_of_the_supervisor_stops_nothing_and_it_adopts_what_it_finds(
     cluster: RunningCluster, kit: Any
 ) -> None:
