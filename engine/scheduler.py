@@ -306,7 +306,8 @@ class Scheduler:
             ordinals = range(
                 first - export.num_receiver_blocks, num_complete - export.num_receiver_blocks
             )
-            block_ids = tuple(BlockId(b) for b in request.blocks.tables[g][first:num_complete])
+            table = request.blocks.tables[g]
+            block_ids = tuple(BlockId(b) for b in table[first:num_complete].tolist())
             draft.pushes.append(BlockPush(export.handoff_id, g, tuple(ordinals), block_ids))
 
     # --- recording ------------------------------------------------------------------------------

@@ -176,6 +176,7 @@ class Wire:
         self.calls.append(f"layer {layer}")
         for push in pushes:
             assert push.group == group, (layer, push)
+            assert {type(b) for b in push.block_ids} <= {int}, "numpy integers do not travel"
             lease = self.leases.get(push.handoff_id)
             if lease is None:
                 continue  # fenced
