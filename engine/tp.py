@@ -108,20 +108,11 @@ class TpGroup:
         return x
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Rank 0: the ranks' columns side by side, [n, vocab_size]; None on the others.
-
-        Every rank's part is as wide as rank 0's; the last ones may be narrower.
-        """
-        width = torch.tensor([logits.shape[1]], device=logits.device)
-        widths = [torch.empty_like(width) for _ in range(self.size)]
-        _with_peers(lambda: dist.all_gather(widths, width, group=self._compute), "gather")
-        widest = int(max(int(w) for w in widths))
-        padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
-        _with_peers(lambda: dist.gather(padded, parts, dst=0, group=self._compute), "gather")
-        if parts is None:
-            return None
-        return torch.cat([p[:, : int(w)] for p, w in zip(parts, widths)], dim=1)
+        """Rank 0: the ranks' columns, equally many, side by side; None on the others."""
+        logits = logits.contiguous()
+        parts = [torch.empty_like(logits) for _ in range(self.size)] if self.rank == 0 else None
+        _with_peers(lambda: dist.gather(logits, parts, dst=0, group=self._compute), "gather")
+        return None if parts is None else torch.cat(parts, dim=1)
 
     def close(self) -> None:
         """Leave the group; rank 0 tells the others to stop first, if they are still there."""

@@ -24,7 +24,7 @@ class Collectives(Protocol):
         """Sum over the ranks, in place."""
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Rank 0 gets the ranks' columns side by side, the others None."""
+        """Rank 0 gets the ranks' equally many columns side by side, the others None."""
 
 
 class Decoder:
@@ -84,7 +84,11 @@ class Decoder:
         logits = self._weights.head(x).float()
         if self._collectives is None:
             return logits
-        return self._collectives.gather_logits(logits)
+        # Only the last ranks' parts of the vocabulary can be smaller: what pads them is at the end.
+        rows = -(-self._config.vocab_size // self._shard.size)
+        padded = F.pad(logits, (0, rows - logits.shape[1]))
+        gathered = self._collectives.gather_logits(padded)
+        return None if gathered is None else gathered[:, : self._config.vocab_size]
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._collectives is None:
