@@ -104,6 +104,7 @@ class Worker:
         self._load_asked = False
         self._health = health_aio.HealthServicer()
         self.address = ""
+        self.metrics_address = ""
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -199,6 +200,8 @@ class Worker:
         server, thread = prometheus_client.start_http_server(
             self._config.metrics_port, self._config.host, registry=collector.registry()
         )
+        self.metrics_address = f"{self._config.host}:{server.server_port}"
+        log.info("%s serves metrics at %s", self._config.worker_id, self.metrics_address)
         try:
             yield
         finally:

@@ -64,6 +64,7 @@ def worker_config(
         transfer=cluster.transfer,
         tp_size=wanted.tensor_parallel,
         control_address=control_address,
+        metrics_port=0,
         log_level=cluster.log_level,
     )
 

@@ -209,6 +209,7 @@ async def running_worker(
     role: Role,
     engine: EngineConfig = ENGINE,
     decode: DecodeConfig | None = None,
+    metrics_port: int | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker in this process, over the in-memory transport, registered nowhere."""
     config = WorkerConfig(
@@ -222,6 +223,7 @@ async def running_worker(
         tp_size=1,
         control_address="127.0.0.1:1",  # nobody there: a worker serves without a registry
         heartbeat_s=0.05,
+        metrics_port=metrics_port,
         decode=decode or DecodeConfig(),
     )
     rank = await asyncio.to_thread(build_rank, config, RankPlace())

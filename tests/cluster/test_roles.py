@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.request
 from typing import Any
 
 import grpc
@@ -293,6 +294,17 @@ async def test_kv_events_add_up_to_what_a_later_snapshot_shows(pair: Any, kit: A
     assert removed_any
     early.cancel()
     await channel.close()
+
+
+async def test_metrics_are_served_with_the_workers_labels(kit: Any) -> None:
+    def scrape(address: str) -> str:
+        with urllib.request.urlopen(f"http://{address}/metrics") as answer:
+            return str(answer.read(), "utf-8")
+
+    async with kit.running_worker("decode-7", Role.DECODE, metrics_port=0) as worker:
+        text = await asyncio.to_thread(scrape, worker.metrics_address)
+    assert 'baton_worker_num_orphans{pool="decode",worker="decode-7"} 0.0' in text
+    assert "baton_worker_steps_total" in text
 
 
 def split(hashes: bytes) -> list[bytes]:
