@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ def tensors(shape: Shape) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def random(rows: int, columns: int) -> torch.Tensor:
-        values = torch.randn(rows, columns, generator=generator) * float(columns) ** -0.5
+        values = torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
         return values.bfloat16()
 
     hidden, heads, dim = shape.hidden_size, shape.num_attention_heads, shape.head_dim
