@@ -3,8 +3,8 @@
 1. `run` waits for the connection, opens the session and stays until it is lost.
 2. Reservations and cancels go out in order; what comes in is handed to the attempt it names.
 3. When the session is lost every attempt on it is told, once, and forgotten here. Cancels that
-   could not be sent are kept and go first in the next session with the same worker: an attempt that
-   was abandoned may still run there.
+   were not sent, or so lately that they may have been lost with it, go first in the next session
+   with the same worker: an attempt that was abandoned may still run there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,9 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 MAX_KEPT_CANCELS = 10_000
+SURELY_RECEIVED_S = 10.0  # a session that lived this long after a cancel has carried it
+
+SessionCall = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class Session:
         self._handlers: dict[str, AttemptHandler] = {}
         self._outbox: asyncio.Queue[worker_pb2.SessionRequest] | None = None
         self._cancel_call: Callable[[], object] = lambda: None
-        self._kept_cancels: OrderedDict[tuple[str, int], None] = OrderedDict()
+        # (request, attempt) -> when it was sent, None: not yet; oldest first
+        self._cancels: OrderedDict[tuple[str, int], float | None] = OrderedDict()
         self.num_stale_messages = 0
 
     @property
@@ -92,16 +96,30 @@ class Session:
 
     def cancel(self, wire_id: str, attempt: int) -> None:
         """Abort an attempt, now or when the worker is heard of again."""
+        now = asyncio.get_running_loop().time()
+        sent_s: float | None = None
         if self._outbox is not None:
             cancel = worker_pb2.Cancel(request_id=wire_id, attempt=attempt)
             try:
                 self._put(self._outbox, worker_pb2.SessionRequest(cancel=cancel))
-                return
+                sent_s = now
             except SessionLostError as error:
                 log.warning("cancel of %s is kept: %s", wire_id, error)
-        self._kept_cancels[(wire_id, attempt)] = None
-        if len(self._kept_cancels) > MAX_KEPT_CANCELS:
-            self._kept_cancels.popitem(last=False)
+        self._cancels[(wire_id, attempt)] = sent_s
+        self._forget_received(now)
+
+    def _forget_received(self, now: float) -> None:
+        while self._cancels:
+            oldest, sent_s = next(iter(self._cancels.items()))
+            received = sent_s is not None and now - sent_s > SURELY_RECEIVED_S
+            if not received and len(self._cancels) <= MAX_KEPT_CANCELS:
+                return
+            del self._cancels[oldest]
+
+    @property
+    def unconfirmed_cancels(self) -> list[tuple[str, int]]:
+        """(request, attempt) of cancels that the worker may not know of."""
+        return list(self._cancels)
 
     def _put(
         self,
@@ -122,11 +140,14 @@ class Session:
     ) -> None:
         """Open a session and serve it until it ends; raises grpc.aio.AioRpcError when it breaks."""
         outbox: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue(self._max_backlog)
-        kept, self._kept_cancels = self._kept_cancels, OrderedDict()
-        for wire_id, attempt in list(kept)[: self._max_backlog // 2]:
+        now = asyncio.get_running_loop().time()
+        self._forget_received(now)
+        for wire_id, attempt in self.unconfirmed_cancels[: self._max_backlog // 2]:
             cancel = worker_pb2.Cancel(request_id=wire_id, attempt=attempt)
             outbox.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
-        call = stub.Session(self._outgoing(outbox))
+            self._cancels[(wire_id, attempt)] = now
+        call = stub.Session()
+        writer = asyncio.create_task(self._write(call, outbox))
         self._outbox, self._cancel_call = outbox, call.cancel
         on_open()
         message = "the worker closed its session"
@@ -142,21 +163,26 @@ class Session:
             message = "the session was given up"
             raise
         finally:
+            writer.cancel()
             call.cancel()
             if self._outbox is outbox:
                 self._lose(f"{self._worker_id}: {message}")
 
-    async def _outgoing(
-        self, outbox: asyncio.Queue[worker_pb2.SessionRequest]
-    ) -> AsyncIterator[worker_pb2.SessionRequest]:
+    async def _write(
+        self, call: SessionCall, outbox: asyncio.Queue[worker_pb2.SessionRequest]
+    ) -> None:
+        """Send until the call ends; who reads it sees why it did."""
         identity = self._identity
-        yield worker_pb2.SessionRequest(
-            open=worker_pb2.OpenSession(
-                router_id=identity.router_id, incarnation=identity.incarnation
-            )
+        opening = worker_pb2.OpenSession(
+            router_id=identity.router_id, incarnation=identity.incarnation
         )
-        while True:
-            yield await outbox.get()
+        message = worker_pb2.SessionRequest(open=opening)
+        try:
+            while True:
+                await call.write(message)
+                message = await outbox.get()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            log.debug("session with %s: nothing more is sent: %s", self._worker_id, error)
 
     def end(self, message: str) -> None:
         """The worker is given up: attempts on it are told at once."""

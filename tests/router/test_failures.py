@@ -318,7 +318,7 @@ async def test_a_frozen_session_s_backlog_loses_the_session_and_keeps_the_cancel
     for attempt in range(1, 4):
         session.cancel("mine", attempt)
     assert not session.is_open
-    assert list(session._kept_cancels) == [("mine", 3)]
+    assert session.unconfirmed_cancels == [("mine", 1), ("mine", 2), ("mine", 3)]
     with pytest.raises(SessionLostError):
         session.reserve(worker_pb2.Reserve())
 

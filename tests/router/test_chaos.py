@@ -1,0 +1,69 @@
+"""Many requests while workers fail, hang, drop sessions, die and come back: the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from baton.v1 import worker_pb2
+from router.text import TextModel
+from tests.router.deployment import DECODE, PREFILL, Deployment, ask_for, deployment
+from tests.router.test_requests import assert_whole
+
+
+async def break_things(d: Deployment, rng: random.Random, incarnations: dict[str, int]) -> None:
+    """One fault somewhere, of any kind."""
+    worker = d.fabric.workers[rng.choice(sorted(d.fabric.workers))]
+    kind = rng.choice(("fail_prefills", "fail_handoffs", "end_early", "reject", "drop", "die"))
+    if kind == "reject":
+        worker.faults.reject.append((worker_pb2.REJECT_REASON_NO_CAPACITY, 10))
+    elif kind == "drop":
+        worker.drop_sessions()
+    elif kind == "die":
+        incarnations[worker.worker_id] = incarnations.get(worker.worker_id, 1) + 1
+        await worker.die()
+        await d.add_worker(worker.worker_id, worker.role, incarnations[worker.worker_id])
+    else:
+        setattr(worker.faults, kind, 1)
+
+
+async def run_chaos(text_model: TextModel, seed: int, num_requests: int) -> None:
+    patient = {"max_attempts": 50, "max_dead_decode_workers": 50}
+    async with deployment(text_model, 3, 3, **patient) as d:
+        rng = random.Random(seed)
+        incarnations: dict[str, int] = {}
+
+        async def one(number: int) -> None:
+            prompt = f"story {number % 7}, told to listener {number}"
+            await asyncio.sleep(0.004 * number)  # arrivals over time, not for order
+            answer = await d.client.ask(ask_for(prompt, 5 + number % 40))
+            assert_whole(answer, prompt, 5 + number % 40)
+
+        async def chaos() -> None:
+            while True:
+                await asyncio.sleep(rng.uniform(0.01, 0.06))
+                await break_things(d, rng, incarnations)
+
+        breaking = asyncio.create_task(chaos())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(num_requests):
+                    group.create_task(one(number))
+        finally:
+            breaking.cancel()
+            await asyncio.wait({breaking})
+        assert not breaking.cancelled() or d.router.fleet.num_bookings == 0
+        await d.check_empty()
+        assert {w.role for w in d.fabric.workers.values()} == {PREFILL, DECODE}
+
+
+async def test_every_request_survives_a_fleet_that_keeps_breaking(text_model: TextModel) -> None:
+    await run_chaos(text_model, seed=1, num_requests=150)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(2, 10))
+async def test_every_request_survives_many_broken_fleets(text_model: TextModel, seed: int) -> None:
+    await run_chaos(text_model, seed, num_requests=400)
