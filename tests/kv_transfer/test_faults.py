@@ -1,4 +1,4 @@
-"""Faults that only the in-memory twin can order exactly: lost, late and overtaken messages, late puts.
+"""Faults that only the in-memory twin can order exactly: lost and late messages, late puts.
 
 Nothing moves by itself here: operations run when the test says so, and time stands still.
 """

@@ -1,4 +1,4 @@
-"""A process is gone when its memory is: running, stopped, zombie, reaped, another's pid, elsewhere."""
+"""A process is gone when its memory is: stopped, zombie, reaped, another with its pid."""
 
 from __future__ import annotations
 

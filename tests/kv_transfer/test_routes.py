@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -119,7 +121,7 @@ def test_the_tensors_of_a_region_fill_it_without_overlap(tp_size: int) -> None:
     spans.sort()
     assert spans[0][0] == 0
     assert spans[-1][1] == layout.num_bytes()
-    assert all(a[1] == b[0] for a, b in zip(spans, spans[1:]))
+    assert all(a[1] == b[0] for a, b in pairwise(spans))
 
 
 def test_a_fingerprint_tells_layouts_weights_and_models_apart() -> None:
