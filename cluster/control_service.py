@@ -46,6 +46,12 @@ ROLES = {
     Role.MIXED: common_pb2.WORKER_ROLE_MIXED,
 }
 
+_SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -198,7 +204,7 @@ def _pool_message(pool: Pool) -> control_pb2.PoolStatus:
 @contextlib.asynccontextmanager
 async def serve(registry: Registry, changes: Changes, listen: str) -> AsyncIterator[str]:
     """Serve the registry with health checks; yields the bound host:port. Raises OSError."""
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
     control_pb2_grpc.add_ControlServiceServicer_to_server(ControlService(registry, changes), server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

@@ -21,6 +21,12 @@ log = logging.getLogger(__name__)
 
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 2.0
+# A pool shared by the process would also share its back-off, which grows to minutes.
+_CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 5000),
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Registrar:
     async def run(self) -> None:
         """Stay registered until cancelled."""
         wait_s = _FIRST_WAIT_S
+        this = asyncio.current_task()
         while True:
             try:
                 heard = await self._stay_registered()
@@ -64,12 +71,15 @@ class Registrar:
                     "registry at %s: %s %s", self._address, error.code().name, error.details()
                 )
                 heard = False
+            if this is not None and this.cancelling():
+                # It came while the call was failing, and the call's own error took its place.
+                raise asyncio.CancelledError
             wait_s = _FIRST_WAIT_S if heard else min(2 * wait_s, _LONGEST_WAIT_S)
             await asyncio.sleep(wait_s)
 
     async def _stay_registered(self) -> bool:
         """One stream's life. True when the registry ended it in good order."""
-        async with grpc.aio.insecure_channel(self._address) as channel:
+        async with grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS) as channel:
             # A channel that is not there yet fails at once; the caller's back-off is the wait.
             stub = control_pb2_grpc.ControlServiceStub(channel)
             call = stub.Register(self._messages())
