@@ -2,7 +2,8 @@
 
 1. `serve` starts the engine's thread, mounts the role's services, registers.
 2. It runs until `stop`, until a drain is over, or until the engine fails.
-3. A drain: no new work, health says NOT_SERVING, what runs finishes, for `drain_timeout_s` at most.
+3. A drain: no new work, health says NOT_SERVING, what runs finishes, for `drain_timeout_s` at most;
+   then every pool and table is checked.
 """
 
 from __future__ import annotations
@@ -153,7 +154,11 @@ class Worker:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         # Routers still read the last tokens, and the registry a last heartbeat.
         await asyncio.sleep(2 * self._config.heartbeat_s)
-        self._stopped.set()
+        try:  # a leak shows here, in the exit status
+            await asyncio.wrap_future(self.engine.call(lambda e: e.check_integrity()))
+            self.check_integrity()
+        finally:
+            self._stopped.set()
 
     def _is_idle(self) -> bool:
         roles = (self.prefill, self.decode)
@@ -173,7 +178,7 @@ class Worker:
             )
         incarnation = self._rank.identity.incarnation
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-            WorkerService(incarnation, self.feed, lambda: self._load, self.drain), server
+            WorkerService(incarnation, self.feed, self._load_now, self.drain), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         port = server.add_insecure_port(f"{self._config.host}:{self._config.port}")
@@ -295,6 +300,11 @@ class Worker:
             decode_step_s=load.decode_step_s,
             handoff_bytes_per_s=0.0 if self.prefill is None else self.prefill.handoff_bytes_per_s,
         )
+
+    async def _load_now(self) -> worker_pb2.WorkerLoad:
+        """As the engine's thread tells it between two steps; waits for as long as a step takes."""
+        self._take_load(await asyncio.wrap_future(self.engine.call(lambda e: e.load())))
+        return self._load
 
     async def _sweep(self) -> None:
         while True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc.aio
@@ -14,13 +14,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """`load` is the latest known load; `drain` starts a drain and returns at once."""
+    """`load` asks the engine for its load now; `drain` starts a drain and returns at once."""
 
     def __init__(
         self,
         incarnation: int,
         feed: KvFeed,
-        load: Callable[[], worker_pb2.WorkerLoad],
+        load: Callable[[], Awaitable[worker_pb2.WorkerLoad]],
         drain: Callable[[float | None], None],
     ) -> None:
         self._incarnation = incarnation
@@ -43,7 +43,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def Load(  # noqa: N802
         self, request: worker_pb2.LoadRequest, context: Context
     ) -> worker_pb2.LoadResponse:
-        return worker_pb2.LoadResponse(load=self._load())
+        return worker_pb2.LoadResponse(load=await self._load())
 
     async def Drain(  # noqa: N802
         self, request: worker_pb2.DrainRequest, context: Context

@@ -7,11 +7,13 @@ and attention's outputs outweigh the embeddings.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 VOCAB = 384
 _COMMON = {
@@ -60,6 +62,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True, "rope_parameters": _YARN}),
+    "qwen3-windows": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (
         "Qwen3Moe",
@@ -108,7 +119,22 @@ def save(family: str, folder: Path, **overrides: Any) -> transformers.PreTrained
     """Write the family's checkpoint as transformers does, and give the model back as oracle."""
     model = oracle_model(family, **overrides)
     model.save_pretrained(folder)
+    save_tokenizer(folder)
     return model
+
+
+def save_tokenizer(folder: Path) -> None:
+    """One word per token id, so that a router can serve the checkpoint."""
+    words = {f"w{token_id}": token_id for token_id in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def set_eos(folder: Path, token_id: int) -> None:
+    """Let a saved checkpoint name its end-of-sequence token; the oracle goes on knowing none."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": token_id}))
 
 
 def greedy(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
