@@ -269,10 +269,18 @@ class PoolStatus(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     DESIRED_REPLICAS_FIELD_NUMBER: _builtins.int
     LIVE_REPLICAS_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_STARTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
     desired_replicas: _builtins.int
     live_replicas: _builtins.int
+    last_error: _builtins.str
+    """Why a replica of this pool last failed, in its own words, with its log file; empty once all of
+    the pool's replicas are live.
+    """
+    num_failed_starts: _builtins.int
+    """Failed starts in a row of the place that fails most; 0 once it is live."""
     def __init__(
         self,
         *,
@@ -280,10 +288,12 @@ class PoolStatus(_message.Message):
         role: _common_pb2.WorkerRole.ValueType = ...,
         desired_replicas: _builtins.int = ...,
         live_replicas: _builtins.int = ...,
+        last_error: _builtins.str = ...,
+        num_failed_starts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired_replicas", b"desired_replicas", "live_replicas", b"live_replicas", "name", b"name", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired_replicas", b"desired_replicas", "last_error", b"last_error", "live_replicas", b"live_replicas", "name", b"name", "num_failed_starts", b"num_failed_starts", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

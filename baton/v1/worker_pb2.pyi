@@ -908,3 +908,77 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class CheckIntegrityRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckIntegrityRequest: _TypeAlias = CheckIntegrityRequest  # noqa: Y015
+
+@_typing.final
+class CheckIntegrityResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_RESERVED_FIELD_NUMBER: _builtins.int
+    NUM_EXPORTING_FIELD_NUMBER: _builtins.int
+    NUM_OPEN_LEASES_FIELD_NUMBER: _builtins.int
+    NUM_OPEN_HANDOFFS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_IN_USE_FIELD_NUMBER: _builtins.int
+    NUM_QUARANTINED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_LATER_TOKENS_FIELD_NUMBER: _builtins.int
+    num_waiting: _builtins.int
+    num_running: _builtins.int
+    num_reserved: _builtins.int
+    """Requests whose KV is on its way here, and prefills whose KV is on its way elsewhere."""
+    num_exporting: _builtins.int
+    num_open_leases: _builtins.int
+    """Leases whose writer may still write, and handoffs that this worker sends."""
+    num_open_handoffs: _builtins.int
+    num_blocks_in_use: _builtins.int
+    """Blocks that a request holds, quarantined ones included; cached ones that nobody uses are free."""
+    num_quarantined_blocks: _builtins.int
+    num_steps: _builtins.int
+    """Since this worker's start: engine steps, tokens sampled at the end of a prefill, other tokens."""
+    num_first_tokens: _builtins.int
+    num_later_tokens: _builtins.int
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """One per part that is wrong; empty: sound."""
+
+    def __init__(
+        self,
+        *,
+        problems: _abc.Iterable[_builtins.str] | None = ...,
+        num_waiting: _builtins.int = ...,
+        num_running: _builtins.int = ...,
+        num_reserved: _builtins.int = ...,
+        num_exporting: _builtins.int = ...,
+        num_open_leases: _builtins.int = ...,
+        num_open_handoffs: _builtins.int = ...,
+        num_blocks_in_use: _builtins.int = ...,
+        num_quarantined_blocks: _builtins.int = ...,
+        num_steps: _builtins.int = ...,
+        num_first_tokens: _builtins.int = ...,
+        num_later_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks_in_use", b"num_blocks_in_use", "num_exporting", b"num_exporting", "num_first_tokens", b"num_first_tokens", "num_later_tokens", b"num_later_tokens", "num_open_handoffs", b"num_open_handoffs", "num_open_leases", b"num_open_leases", "num_quarantined_blocks", b"num_quarantined_blocks", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "problems", b"problems"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckIntegrityResponse: _TypeAlias = CheckIntegrityResponse  # noqa: Y015

@@ -241,6 +241,11 @@ class WorkerServiceStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.CheckIntegrity = channel.unary_unary(
+                '/baton.v1.WorkerService/CheckIntegrity',
+                request_serializer=baton_dot_v1_dot_worker__pb2.CheckIntegrityRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.CheckIntegrityResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -266,6 +271,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckIntegrity(self, request, context):
+        """Whether every part's books agree with each other, and what this worker holds. Between two steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -283,6 +295,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'CheckIntegrity': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckIntegrity,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.CheckIntegrityRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.CheckIntegrityResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -366,6 +383,33 @@ class WorkerService:
             '/baton.v1.WorkerService/Drain',
             baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckIntegrity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerService/CheckIntegrity',
+            baton_dot_v1_dot_worker__pb2.CheckIntegrityRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.CheckIntegrityResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -69,6 +69,8 @@ class WorkerServiceStub:
     Load: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadRequest, _worker_pb2.LoadResponse]
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Take no new work, finish what runs, then exit."""
+    CheckIntegrity: _aio.UnaryUnaryMultiCallable[_worker_pb2.CheckIntegrityRequest, _worker_pb2.CheckIntegrityResponse]
+    """Whether every part's books agree with each other, and what this worker holds. Between two steps."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -93,5 +95,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_worker_pb2.DrainRequest, _abc.Awaitable[_worker_pb2.DrainResponse]],
     ) -> _abc.Awaitable[_worker_pb2.DrainResponse]:
         """Take no new work, finish what runs, then exit."""
+
+    @_abc_1.abstractmethod
+    def CheckIntegrity(
+        self,
+        request: _worker_pb2.CheckIntegrityRequest,
+        context: _aio.ServicerContext[_worker_pb2.CheckIntegrityRequest, _abc.Awaitable[_worker_pb2.CheckIntegrityResponse]],
+    ) -> _abc.Awaitable[_worker_pb2.CheckIntegrityResponse]:
+        """Whether every part's books agree with each other, and what this worker holds. Between two steps."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _aio.Server) -> None: ...
