@@ -41,6 +41,7 @@ class TokenRun:
     logprobs: tuple[TokenLogprobs | None, ...]
     finished: FinishReason | None
     error: str
+    num_cached_tokens: int
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Record:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finished: FinishReason | None = None
     error: str = ""
+    num_cached_tokens: int = 0
     finished_at_s: float = 0.0
 
     def append(self, index: int, token: SampledToken) -> None:
@@ -75,6 +77,7 @@ class Record:
             tuple(self.logprobs[index:]),
             self.finished,
             self.error,
+            self.num_cached_tokens,
         )
 
     @property

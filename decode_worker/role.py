@@ -301,6 +301,7 @@ class DecodeRole:
             self._started(run)  # its first token may come before `_start` hears of its success
             if isinstance(event, TokenEvent):
                 run.record.append(event.index, event.token)
+                run.record.num_cached_tokens = event.num_cached_tokens
                 reason, error = event.finished, ""
             else:
                 reason, error = event.reason, event.message

@@ -154,6 +154,7 @@ def _tokens_message(run: TokenRun) -> worker_pb2.RequestTokens:
         logprobs=[_logprobs_message(logprobs) for logprobs in run.logprobs],
         finished=_FINISHED[run.finished],
         error=run.error,
+        num_cached_tokens=run.num_cached_tokens,
     )
 
 

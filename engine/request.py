@@ -98,6 +98,7 @@ class TokenEvent:
     index: int  # position in the output, counted over all attempts
     token: SampledToken
     finished: FinishReason | None = None
+    num_cached_tokens: int = 0  # of the prompt, when it was first placed
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,9 @@ class TokenSink(Protocol):
     ) -> bool:
         """Put out the next tokens; True when the request is over with them."""
 
-    def reserved(self, num_cached_tokens: int) -> None: ...
-    def first_token(self, first: worker_pb2.FirstToken | None) -> None:
-        """The prompt is computed; None where the decode worker did it."""
+    def reserved(self) -> None: ...
+    def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
+        """The prompt is computed, all but what was cached; None where the decode worker did it."""
 
     def handed_off(self, done: worker_pb2.HandoffDone) -> None: ...
 
@@ -237,7 +237,7 @@ class Attempt:
     def on_reserved(self, reserved: worker_pb2.Reserved) -> None:
         if self._done.done() or self._prefill_task is not None:
             return
-        self._sink.reserved(reserved.num_cached_tokens)
+        self._sink.reserved()
         limit_s = self._predicted_s + self._config.first_token_timeout_s
         if reserved.HasField("lease") and self._workers.prefill is not None:
             self._expect(self._prefill, "a first token", limit_s)
@@ -315,7 +315,7 @@ class Attempt:
     def _on_first_token(self, first: worker_pb2.FirstToken) -> None:
         if self._done.done():
             return
-        self._see_first(first)
+        self._see_first(first, first.num_cached_tokens)
         self._expect(self._decode, "the handed-off request", self._config.token_timeout_s)
         has_logprobs = first.HasField("logprobs")
         self._deliver(
@@ -329,10 +329,10 @@ class Attempt:
         )
         self._deliver_early()
 
-    def _see_first(self, first: worker_pb2.FirstToken | None) -> None:
+    def _see_first(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
         if not self._first_seen:
             self._first_seen = True
-            self._sink.first_token(first)
+            self._sink.first_token(first, num_cached_tokens)
 
     def _prefill_failed(self, failure: Failure, message: str) -> None:
         """Of no account once the decode worker has taken over, unless the first token is lost."""
@@ -345,7 +345,7 @@ class Attempt:
         """Emit what is new of a run of tokens that leaves no gap."""
         if at_decode_worker:
             if tokens.ids:
-                self._see_first(None)
+                self._see_first(None, tokens.num_cached_tokens)
             self._expect(self._decode, "a token", self._config.token_timeout_s)
         self._over_at_worker |= at_decode_worker and tokens.finished != 0
         skip = self._sink.num_emitted - tokens.index

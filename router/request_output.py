@@ -38,7 +38,7 @@ class RequestOutput:
         self._attempt_at_s = 0.0
         self._token_at_s: list[float] = []
         self._reserve_s = self._prefill_s = 0.0
-        self._num_cached_tokens = self._num_cached_decode = 0
+        self._num_cached_tokens = 0
         self._reason, self._stop_found = FinishReason.ABORTED, ""  # until `emit` knows
 
     # --- what attempts call --------------------------------------------------------------------
@@ -51,11 +51,10 @@ class RequestOutput:
     def num_emitted(self) -> int:
         return len(self.log.ids)
 
-    def reserved(self, num_cached_tokens: int) -> None:
+    def reserved(self) -> None:
         self._reserve_s = self._parts.clock() - self._attempt_at_s
-        self._num_cached_decode = num_cached_tokens
 
-    def first_token(self, first: worker_pb2.FirstToken | None) -> None:
+    def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
         now = self._parts.clock()
         if self._booking is not None:
             self._parts.fleet.release_prefill(self._booking)
@@ -63,10 +62,9 @@ class RequestOutput:
             return  # a later attempt: the client has had its first token
         if first is None:
             self._prefill_s = now - self._attempt_at_s - self._reserve_s
-            self._num_cached_tokens = self._num_cached_decode
         else:
             self._prefill_s = first.prefill_ms / 1e3
-            self._num_cached_tokens = first.num_cached_tokens
+        self._num_cached_tokens = num_cached_tokens
         ttft_s = now - self._arrival.arrived_s
         self._parts.metrics.ttft.observe(ttft_s)
         self._parts.metrics.cached_tokens.inc(self._num_cached_tokens)

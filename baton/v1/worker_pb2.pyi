@@ -353,6 +353,7 @@ class RequestTokens(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     index: _builtins.int
@@ -360,6 +361,8 @@ class RequestTokens(_message.Message):
     finished: _common_pb2.FinishReason.ValueType
     """Set with the last tokens."""
     error: _builtins.str
+    num_cached_tokens: _builtins.int
+    """Leading prompt tokens whose KV this worker found in its own cache."""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -374,10 +377,11 @@ class RequestTokens(_message.Message):
         logprobs: _abc.Iterable[_common_pb2.Logprobs] | None = ...,
         finished: _common_pb2.FinishReason.ValueType = ...,
         error: _builtins.str = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "finished", b"finished", "ids", b"ids", "index", b"index", "logprobs", b"logprobs", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "error", b"error", "finished", b"finished", "ids", b"ids", "index", b"index", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
