@@ -125,7 +125,7 @@ class RequestStream:
         timeout_s = request.timeout_ms / 1e3 if request.timeout_ms else DEFAULT_TIMEOUT_S
         self._deadline = time.monotonic() + timeout_s
         self._next_index = 0
-        self._has_seen_any = False
+        self._was_taken = False  # a router has, or may have, begun it
         self._has_seen_tail = False
         self._unreachable: set[str] = set()
         self._lost_at: float | None = None
@@ -156,14 +156,14 @@ class RequestStream:
         message = router_pb2.GenerateRequest()
         message.CopyFrom(self._request)
         message.timeout_ms = max(1, int((self._deadline - time.monotonic()) * 1e3))
-        if self._has_seen_any:
+        if self._was_taken:
             message.resume_from_index = self._next_index
         return message
 
     def absorb(self, response: router_pb2.GenerateResponse) -> Event | None:
         """The event in a response; None when it holds nothing that is new."""
         event = from_response(response)
-        self._has_seen_any = True
+        self._was_taken = True
         self._lost_at = None
         self._pauses = self._new_pauses()
         self._unreachable.clear()
@@ -188,7 +188,9 @@ class RequestStream:
             raise DeadlineError("the request's time is over, and its router is lost")
         if failure is not None and status.is_never_connected(failure):
             self._unreachable.add(self.address)
-        if not self._has_seen_any and len(self._unreachable) == len(set(self._addresses)):
+        else:
+            self._was_taken = True
+        if not self._was_taken and len(self._unreachable) == len(set(self._addresses)):
             raise UnavailableError(f"no router listens at {', '.join(self._addresses)}")
         self._lost_at = self._lost_at or now
         if now - self._lost_at > self._reconnect_within_s:
@@ -203,7 +205,7 @@ class RequestStream:
         if status.is_connection_lost(failure):
             return True
         # A router that shuts down says so; its requests live on at their workers.
-        return self._has_seen_any and isinstance(status.from_rpc_error(failure), UnavailableError)
+        return self._was_taken and isinstance(status.from_rpc_error(failure), UnavailableError)
 
     def _new_tokens(self, tokens: Tokens) -> Tokens | None:
         """Only what has not been seen. The last text may come alone, after all its tokens."""
