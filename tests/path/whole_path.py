@@ -164,6 +164,12 @@ class WholePath:
     far_again: AsyncClient
     """As `far`: another process."""
 
+    @property
+    def windows(self) -> list[int]:
+        """Of the layer groups that have one."""
+        spec = load_model_spec(str(self.folder), EngineConfig(**self.shape.engine()))
+        return [group.window for group in spec.layout.groups if group.window is not None]
+
     async def loads(self) -> dict[str, worker_pb2.WorkerLoad]:
         """What each worker says of itself now."""
         found = {}
