@@ -5,14 +5,15 @@
 2. `Prefill` with the lease goes to the prefill worker; its first token is emitted at once.
 3. The decode worker's tokens follow on the session. They may come before the first token does:
    tokens are emitted strictly by index, early ones wait, duplicates are dropped.
-4. It ends with the last token, or with an `AttemptError`. What is then still under way on either
+4. When the session is lost while the worker lives, the attempt attaches to itself in the next one:
+   the worker has gone on, or kept what it had. No token is computed twice.
+5. It ends with the last token, or with an `AttemptError`. What is then still under way on either
    worker is cancelled. Every wait has a limit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,49 +23,13 @@ import grpc.aio
 
 from baton.v1 import common_pb2, worker_pb2
 from router.config import RouterConfig
+from router.failure import AttemptError, Failure, failure_of
 from router.fleet import WorkerEntry
 from router.output import FinishReason, TokenLogprobs
+from router.patience import Patience
 from router.session import SessionLostError
 from router.worker_link import WorkerLink
 
-
-class Failure(enum.Enum):
-    """Why an attempt failed: what is done about it depends on it."""
-
-    NO_CAPACITY = "no capacity"
-    DRAINING = "draining"
-    INVALID = "invalid"
-    STALE = "stale attempt"
-    REJECTED = "rejected"
-    PREFILL_FAILED = "prefill failed"
-    HANDOFF_FAILED = "handoff failed"
-    DECODE_LOST = "decode worker lost"
-    DECODE_FAILED = "decode failed"
-    STUCK = "stuck"
-
-
-class AttemptError(Exception):
-    """The attempt is over, the request is not. `worker` is who failed it, as far as is known."""
-
-    def __init__(
-        self,
-        failure: Failure,
-        worker: WorkerEntry,
-        message: str,
-        retry_after_s: float = 0.0,
-    ) -> None:
-        super().__init__(message)
-        self.failure, self.worker, self.message = failure, worker, message
-        self.retry_after_s = retry_after_s
-
-
-_REJECTIONS = {
-    worker_pb2.REJECT_REASON_NO_CAPACITY: Failure.NO_CAPACITY,
-    worker_pb2.REJECT_REASON_DRAINING: Failure.DRAINING,
-    worker_pb2.REJECT_REASON_INVALID: Failure.INVALID,
-    worker_pb2.REJECT_REASON_STALE_ATTEMPT: Failure.STALE,
-    worker_pb2.REJECT_REASON_HANDOFF_FAILED: Failure.HANDOFF_FAILED,
-}
 _FINISHED = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -123,10 +88,15 @@ class Attempt:
         self._adopted = True
         self._first_seen = False
         self._over_at_worker = False
+        self._reserved = False
         self._prefill_task: asyncio.Task[None] | None = None
-        self._quiet_until_s = self._timer_at_s = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._waits_for = (self._decode, "an answer to Reserve")
+        self._reattach_task: asyncio.Task[None] | None = None
+        self._patience = Patience(config.suspect_silence_s, clock, self._on_silence)
+
+    @property
+    def _links(self) -> set[WorkerLink]:
+        prefill = self._workers.prefill
+        return {self._workers.decode} if prefill is None else {self._workers.decode, prefill}
 
     @property
     def _decode(self) -> WorkerEntry:
@@ -144,7 +114,7 @@ class Attempt:
         self._spec, self.number = spec, spec.attempt
         writer = None if self._workers.prefill is None else self._workers.prefill.entry.facts.ref
         session = self._workers.decode.session
-        self._expect(self._decode, "an answer to Reserve", self._config.reserve_timeout_s)
+        self._begin("an answer to Reserve", self._config.reserve_timeout_s)
         try:
             session.listen(self)
             session.reserve(worker_pb2.Reserve(spec=spec, writer=writer))
@@ -161,14 +131,24 @@ class Attempt:
     async def run_adopted(self, response: worker_pb2.AttachResponse) -> None:
         """Go on with a request that another router started; raises AttemptError."""
         self._spec, self.number = response.spec, response.spec.attempt
-        self.running = self._adopted = True
+        self.running = self._reserved = True
         self._first_seen = bool(response.tokens.ids)
-        self._expect(self._decode, "a token", self._config.token_timeout_s)
-        early = [t for t in self._early if t.attempt == self.number]
-        self._early = []
-        for tokens in (response.tokens, *early):
-            self.on_tokens(tokens)
+        self._begin("a token", self._config.token_timeout_s)
+        self._adopt(response.tokens)
         await self._follow()
+
+    def _adopt(self, tokens: worker_pb2.RequestTokens) -> None:
+        """Take in what an attached request has put out so far, and what came meanwhile."""
+        self._adopted = True
+        early, self._early = self._early, []
+        for run in (tokens, *early):
+            if run.attempt == self.number:
+                self.on_tokens(run)
+
+    def _begin(self, what: str, seconds: float) -> None:
+        for link in self._links:
+            link.waiting.add(self)
+        self._patience.expect(self._decode, what, seconds)
 
     async def _follow(self) -> None:
         """Wait for the end; without progress in time it comes as a failure."""
@@ -186,10 +166,12 @@ class Attempt:
 
     def _stop(self) -> None:
         self._workers.decode.session.leave(self)
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._prefill_task is not None:
-            self._prefill_task.cancel()
+        for link in self._links:
+            link.waiting.discard(self)
+        self._patience.end()
+        for task in (self._prefill_task, self._reattach_task):
+            if task is not None:
+                task.cancel()
         if not self._done.done():
             self._done.cancel()
         elif not self._done.cancelled():
@@ -204,26 +186,10 @@ class Attempt:
         if not self._over_at_worker and self.number is not None:
             self._workers.decode.session.cancel(self.wire_id, self.number)
 
-    def _expect(self, worker: WorkerEntry, what: str, seconds: float) -> None:
-        """There was progress; the next one has to come within `seconds`."""
-        self._waits_for = (worker, what)
-        self._quiet_until_s = self._clock() + seconds
-        if self._timer is None or self._quiet_until_s < self._timer_at_s:
-            self._set_timer(seconds)
+    def review_patience(self) -> None:
+        self._patience.review()
 
-    def _set_timer(self, seconds: float) -> None:
-        """One timer that is moved when it fires: progress is far more frequent than silence."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at_s = self._clock() + seconds
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._on_timer)
-
-    def _on_timer(self) -> None:
-        left_s = self._quiet_until_s - self._clock()
-        if left_s > 0:
-            self._set_timer(left_s)
-            return
-        worker, what = self._waits_for
+    def _on_silence(self, worker: WorkerEntry, what: str) -> None:
         self._fail(Failure.STUCK, worker, f"{worker.facts.worker_id}: no sign of {what}")
 
     def _fail(
@@ -235,20 +201,21 @@ class Attempt:
     # --- what the session says -----------------------------------------------------------------
 
     def on_reserved(self, reserved: worker_pb2.Reserved) -> None:
-        if self._done.done() or self._prefill_task is not None:
+        if self._done.done() or self._reserved:
             return
+        self._reserved = True
         self._sink.reserved()
         limit_s = self._predicted_s + self._config.first_token_timeout_s
         if reserved.HasField("lease") and self._workers.prefill is not None:
-            self._expect(self._prefill, "a first token", limit_s)
+            self._patience.expect(self._prefill, "a first token", limit_s)
             request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
             self._prefill_task = asyncio.create_task(self._run_prefill(request))
         else:
-            self._expect(self._decode, "a first token", limit_s)
+            self._patience.expect(self._decode, "a first token", limit_s)
 
     def on_rejected(self, rejected: worker_pb2.Rejected) -> None:
         self._over_at_worker = True
-        failure = _REJECTIONS.get(rejected.reason, Failure.REJECTED)
+        failure = failure_of(rejected)
         worker = self._prefill if failure is Failure.HANDOFF_FAILED else self._decode
         message = f"{self._decode.facts.worker_id}: {failure.value}: {rejected.message}"
         self._fail(failure, worker, message, rejected.retry_after_ms / 1e3)
@@ -256,7 +223,7 @@ class Attempt:
     def on_admitted(self) -> None:
         self.running = True
         if self._first_seen:
-            self._expect(self._decode, "a token", self._config.token_timeout_s)
+            self._patience.expect(self._decode, "a token", self._config.token_timeout_s)
 
     def on_tokens(self, tokens: worker_pb2.RequestTokens) -> None:
         if not self._adopted:
@@ -264,15 +231,41 @@ class Attempt:
             return
         if self._done.done():
             return
-        self.running = True
         if tokens.index > self._sink.num_emitted:
+            self.running = True
             self._early.append(tokens)
             return
         self._deliver(tokens)
         self._deliver_early()
 
     def on_session_lost(self, message: str) -> None:
-        self._fail(Failure.DECODE_LOST, self._decode, message)
+        """A lost answer to Reserve cannot be had again; all else the worker keeps for a while."""
+        if not self._reserved or self._done.done():
+            self._fail(Failure.DECODE_LOST, self._decode, message)
+            return
+        if self._reattach_task is not None:
+            self._reattach_task.cancel()
+        self._reattach_task = asyncio.create_task(self._reattach(message))
+
+    async def _reattach(self, lost: str) -> None:
+        """Go on where the worker is now, in its next session."""
+        link, limit_s = self._workers.decode, self._config.reattach_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await link.session.wait_open()
+                self._adopted = False  # tokens may come before the answer that leads up to them
+                link.session.listen(self)
+                spec = self._spec
+                response = await link.attach(self.wire_id, spec.tenant, spec.body_digest, limit_s)
+        except (TimeoutError, SessionLostError, grpc.aio.AioRpcError) as error:
+            why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            message = f"{lost}; not attached again: {why or 'no answer'}"
+            self._fail(Failure.DECODE_LOST, self._decode, message)
+            return
+        if response.spec.attempt == self.number:
+            self._adopt(response.tokens)
+        else:
+            self._fail(Failure.STALE, self._decode, f"attempt {response.spec.attempt} runs there")
 
     # --- what the prefill worker says ----------------------------------------------------------
 
@@ -316,11 +309,11 @@ class Attempt:
         if self._done.done():
             return
         self._see_first(first, first.num_cached_tokens)
-        self._expect(self._decode, "the handed-off request", self._config.token_timeout_s)
+        self._patience.expect(self._decode, "the handed-off request", self._config.token_timeout_s)
         has_logprobs = first.HasField("logprobs")
         self._deliver(
             worker_pb2.RequestTokens(
-                index=len(self._spec.token_ids) // 4 - self._spec.num_prompt_tokens,
+                index=self._first_index,
                 ids=[first.id],
                 logprobs=[first.logprobs] if has_logprobs else [],
                 finished=first.finished,
@@ -343,14 +336,12 @@ class Attempt:
 
     def _deliver(self, tokens: worker_pb2.RequestTokens, at_decode_worker: bool = True) -> None:
         """Emit what is new of a run of tokens that leaves no gap."""
-        if at_decode_worker:
-            if tokens.ids:
-                self._see_first(None, tokens.num_cached_tokens)
-            self._expect(self._decode, "a token", self._config.token_timeout_s)
-        self._over_at_worker |= at_decode_worker and tokens.finished != 0
         skip = self._sink.num_emitted - tokens.index
-        finished = _FINISHED.get(tokens.finished)
         ids, logprobs = tokens.ids[skip:], tokens.logprobs[skip:]
+        if at_decode_worker:
+            self._over_at_worker |= tokens.finished != 0
+            self._on_progress(tokens, has_news=bool(ids))
+        finished = _FINISHED.get(tokens.finished)
         if (ids or finished) and self._sink.emit(ids, logprobs, finished):
             self._done.set_result(None)
         elif tokens.finished:
@@ -360,6 +351,19 @@ class Attempt:
                 f"{self._decode.facts.worker_id}: "
                 f"{common_pb2.FinishReason.Name(tokens.finished)}: {tokens.error}",
             )
+
+    def _on_progress(self, tokens: worker_pb2.RequestTokens, has_news: bool) -> None:
+        """Tokens beyond what this attempt began with show that the decode worker runs it."""
+        if tokens.index + len(tokens.ids) > self._first_index:
+            self.running = True
+            self._see_first(None, tokens.num_cached_tokens)
+        if has_news:
+            self._patience.expect(self._decode, "a token", self._config.token_timeout_s)
+
+    @property
+    def _first_index(self) -> int:
+        """Output index of the first token that is this attempt's own."""
+        return len(self._spec.token_ids) // 4 - self._spec.num_prompt_tokens
 
     def _deliver_early(self) -> None:
         self._early.sort(key=lambda tokens: tokens.index)

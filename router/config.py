@@ -50,6 +50,10 @@ class RouterConfig:
     """Longest wait for a first token beyond what was predicted."""
     token_timeout_s: float = 30.0
     """Longest gap between tokens of a running request before it is moved."""
+    suspect_silence_s: float = 1.5
+    """The same on a worker that the registry calls SUSPECT: stuck or silent itself."""
+    reattach_timeout_s: float = 1.0
+    """How long a lost session may take to come back before its requests go elsewhere."""
     handoff_report_wait_s: float = 0.25
     """How long a finished request waits for its handoff's figures."""
     resume_window_s: float = 30.0

@@ -80,6 +80,7 @@ class WorkerEntry:
     slot: Slot
     facts: WorkerFacts
     state: WorkerState = WorkerState.STARTING
+    state_since_s: float = 0.0
     connected: bool = False
     prefills: dict[int, int] = field(default_factory=dict)  # booking id -> tokens, oldest first
     decodes: dict[int, int] = field(default_factory=dict)  # booking id -> tokens of KV
@@ -178,7 +179,8 @@ class Fleet:
         self._on_change()
 
     def set_state(self, entry: WorkerEntry, state: WorkerState) -> None:
-        entry.state = state
+        if state is not entry.state:
+            entry.state, entry.state_since_s = state, self._clock()
         self._recount(entry)
 
     def set_connected(self, entry: WorkerEntry, connected: bool) -> None:

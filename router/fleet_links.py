@@ -116,6 +116,7 @@ class FleetLinks:
             link = self._connect(facts)
         if link.entry.state is not report.state:
             self._fleet.set_state(link.entry, report.state)
+            link.review_waiting()
         self._fleet.report(link.entry, report.load)
 
     def _connect(self, facts: WorkerFacts) -> WorkerLink:

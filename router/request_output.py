@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
-
-import numpy as np
 
 from baton.errors import BatonError
 from baton.v1 import worker_pb2
@@ -36,7 +35,9 @@ class RequestOutput:
         self._ends = frozenset(parsed.stop_token_ids)
         self._booking: Booking | None = None
         self._attempt_at_s = 0.0
-        self._token_at_s: list[float] = []
+        self._first_at_s = self._last_at_s = 0.0  # of the tokens, once there are any
+        self._gaps_s: list[float] = []  # one per token after those that came first
+        self._second_token_s = 0.0
         self._reserve_s = self._prefill_s = 0.0
         self._num_cached_tokens = 0
         self._reason, self._stop_found = FinishReason.ABORTED, ""  # until `emit` knows
@@ -84,13 +85,12 @@ class RequestOutput:
         finished: FinishReason | None,
     ) -> bool:
         """Put out the next tokens; True when the request is over with them."""
-        log, now = self.log, self._parts.clock()
+        log = self.log
         stop: str | None = None
         num_before = len(log.ids)
         for position, token_id in enumerate(ids):
             ends = finished is FinishReason.STOP and position == len(ids) - 1
             log.ids.append(token_id)
-            self._token_at_s.append(now)
             if ends and token_id in self._ends:
                 log.texts.append("")  # what ends the text is no part of it
                 continue
@@ -100,6 +100,7 @@ class RequestOutput:
                 stop, finished = emitted.stop, FinishReason.STOP
                 break
         num_new = len(log.ids) - num_before
+        self._time(num_new)
         log.logprobs.extend(logprobs[:num_new])
         self._parts.metrics.tokens.inc(num_new)
         if finished is None and len(log.ids) >= self._arrival.parsed.sampling.max_tokens:
@@ -113,6 +114,20 @@ class RequestOutput:
         self._reason = finished
         log.wake()
         return True
+
+    def _time(self, num_new: int) -> None:
+        """Tokens that come together share the gap before them: none of them took no time."""
+        if not num_new:
+            return
+        now = self._parts.clock()
+        if len(self.log.ids) == num_new:
+            self._first_at_s = now
+        else:
+            gap_s = now - self._last_at_s
+            if not self._gaps_s:
+                self._second_token_s = gap_s
+            self._gaps_s += [gap_s / num_new] * num_new
+        self._last_at_s = now
 
     def _flush(self, num_new: int) -> None:
         """The text held back comes with the last token, unless clients may have taken that."""
@@ -160,14 +175,15 @@ class RequestOutput:
         )
 
     def _timings(self) -> Timings:
-        at_s, arrived_s = self._token_at_s, self._arrival.arrived_s
+        """The gap before the second token is told apart: the handoff is in it."""
+        arrived_s, gaps_s = self._arrival.arrived_s, self._gaps_s[1:]
         return Timings(
             queue_s=self.queue_s,
-            ttft_s=at_s[0] - arrived_s if at_s else 0.0,
-            itl_s=float(np.median(np.diff(at_s[1:]))) if len(at_s) > 2 else 0.0,
+            ttft_s=self._first_at_s - arrived_s if self.log.ids else 0.0,
+            itl_s=statistics.median(gaps_s) if gaps_s else 0.0,
             e2e_s=self._parts.clock() - arrived_s,
             tokenize_s=self._arrival.tokenize_s,
             reserve_s=self._reserve_s,
             prefill_s=self._prefill_s,
-            second_token_s=at_s[1] - at_s[0] if len(at_s) > 1 else 0.0,
+            second_token_s=self._second_token_s,
         )

@@ -30,7 +30,8 @@ from baton.errors import (
 )
 from baton.v1 import worker_pb2
 from router.admission import Placed, Ticket
-from router.attempt import Attempt, AttemptError, Failure, Workers
+from router.attempt import Attempt, Workers
+from router.failure import AttemptError, Failure
 from router.fleet import Booking, WorkerState
 from router.output import Migrated, OutputLog, Routed
 from router.prompt import PromptBlocks
@@ -240,6 +241,9 @@ class RequestRun:
             raise InvalidRequestError(error.message)
         if failure is Failure.NO_CAPACITY:
             parts.fleet.hold(error.worker, max(MIN_HOLD_S, error.retry_after_s))
+            return 0.0
+        if failure is Failure.FINGERPRINT:  # it was replaced, and the registry is yet to say so
+            parts.fleet.hold(error.worker, parts.config.eject_s)
             return 0.0
         if failure is Failure.DRAINING:
             parts.fleet.set_state(error.worker, WorkerState.DRAINING)

@@ -226,6 +226,8 @@ class Router:
         assert len(self.admission) <= self.num_active, (len(self.admission), self.num_active)
         listening = sum(link.session.num_attempts for link in self.links)
         assert listening <= self.num_active, (listening, self.num_active)
+        waiting = sum(len(link.waiting) for link in self.links)
+        assert waiting <= 2 * self.num_active, (waiting, self.num_active)
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

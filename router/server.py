@@ -13,6 +13,7 @@ from baton.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.router import Router
 from router.service import RouterService
+from router.unreadable import RefuseUnreadable
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class RouterServer:
         self._service = RouterService(router)
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
+            interceptors=(RefuseUnreadable(SERVICE),),
             options=(
                 ("grpc.so_reuseport", int(config.reuse_port)),
                 ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -36,7 +38,7 @@ class RouterServer:
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 5_000),
-            )
+            ),
         )
         router_pb2_grpc.add_RouterServiceServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

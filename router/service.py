@@ -13,11 +13,12 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc.aio
 
 from baton.errors import BatonError, NotFoundError
+from baton.status import status_code, status_metadata
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.output import (
     Event,
@@ -32,7 +33,6 @@ from router.output import (
 from router.placement import Placement
 from router.router import Router
 from router.run_parts import Arrival
-from router.status import abort_with
 from router.validate import (
     ParsedRequest,
     RequestLimits,
@@ -80,7 +80,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             finally:
                 self._router.leave(run, reader)
         except BatonError as error:
-            await abort_with(context, error)
+            await _abort(context, error)
 
     async def _arrive(self, request: router_pb2.GenerateRequest) -> Arrival:
         arrived_s, started_s = self._router.clock(), time.perf_counter()
@@ -115,7 +115,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         try:
             self._router.abort(request.tenant, request.request_id)
         except NotFoundError as error:
-            await abort_with(context, error)
+            await _abort(context, error)
         return router_pb2.AbortResponse()
 
     async def ListModels(  # noqa: N802
@@ -137,7 +137,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             check_model_name(request.model, limits)
             ids = await self._off_loop(lambda: encode_prompt(request, model, limits))
         except BatonError as error:
-            await abort_with(context, error)
+            await _abort(context, error)
         return router_pb2.TokenizeResponse(ids=ids.tolist())
 
     async def ExplainRoute(  # noqa: N802
@@ -146,7 +146,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         try:
             parsed = await self._parse(request.request)
         except BatonError as error:
-            await abort_with(context, error)
+            await _abort(context, error)
         candidates = self._router.candidates(parsed, MAX_CANDIDATES)
         return router_pb2.ExplainRouteResponse(candidates=[_candidate(c) for c in candidates])
 
@@ -158,6 +158,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         while True:
             seen = await watch.next_after(seen)
             yield router_pb2.RouterServiceWatchFleetResponse(fleet=seen)
+
+
+async def _abort(context: Context, error: BatonError) -> NoReturn:
+    """End the call with the error's status and details."""
+    await context.abort(status_code(error), error.message, status_metadata(error))
+    raise AssertionError("abort returned")
 
 
 # --- values to messages ---------------------------------------------------------------------------

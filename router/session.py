@@ -2,9 +2,13 @@
 
 1. `run` waits for the connection, opens the session and stays until it is lost.
 2. Reservations and cancels go out in order; what comes in is handed to the attempt it names.
-3. When the session is lost every attempt on it is told, once, and forgotten here. Cancels that
-   were not sent, or so lately that they may have been lost with it, go first in the next session
-   with the same worker: an attempt that was abandoned may still run there.
+3. When the session is lost every attempt on it is told, once, and forgotten here. It may wait for
+   the next session with the same worker (`wait_open`) and attach there. Cancels that were not
+   sent, or so lately that they may have been lost with it, go first in the next session: an attempt
+   that was abandoned may still run there.
+
+Every session has an id of its own: the worker may learn of the lost one later than of the next,
+and must not be asked to attach a request to it.
 """
 
 from __future__ import annotations
@@ -64,6 +68,9 @@ class Session:
         self._handlers: dict[str, AttemptHandler] = {}
         self._outbox: asyncio.Queue[worker_pb2.SessionRequest] | None = None
         self._cancel_call: Callable[[], object] = lambda: None
+        self._waiting: set[asyncio.Future[None]] = set()  # for the next session
+        self._num_sessions = 0
+        self._is_over = False
         # (request, attempt) -> when it was sent, None: not yet; oldest first
         self._cancels: OrderedDict[tuple[str, int], float | None] = OrderedDict()
         self.num_stale_messages = 0
@@ -71,6 +78,31 @@ class Session:
     @property
     def is_open(self) -> bool:
         return self._outbox is not None
+
+    @property
+    def session_id(self) -> str:
+        """What the worker knows this session by; no other was ever called so."""
+        return f"{self._identity.router_id}/{self._num_sessions}"
+
+    async def wait_open(self) -> None:
+        """Until there is a session. Raises SessionLostError when the worker is given up, or
+        nothing answers at its address: it is dead."""
+        if self._outbox is not None:
+            return
+        if self._is_over:
+            raise SessionLostError(f"{self._worker_id} was given up")
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiting.discard(waiter)
+
+    def refuse_waiting(self) -> None:
+        """The worker cannot be reached now."""
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_exception(SessionLostError(f"{self._worker_id} cannot be reached"))
 
     @property
     def num_attempts(self) -> int:
@@ -146,10 +178,14 @@ class Session:
             cancel = worker_pb2.Cancel(request_id=wire_id, attempt=attempt)
             outbox.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
             self._cancels[(wire_id, attempt)] = now
+        self._num_sessions += 1
         call = stub.Session()
         writer = asyncio.create_task(self._write(call, outbox))
         self._outbox, self._cancel_call = outbox, call.cancel
         on_open()
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
         message = "the worker closed its session"
         try:
             async for response in call:
@@ -174,7 +210,7 @@ class Session:
         """Send until the call ends; who reads it sees why it did."""
         identity = self._identity
         opening = worker_pb2.OpenSession(
-            router_id=identity.router_id, incarnation=identity.incarnation
+            router_id=self.session_id, incarnation=identity.incarnation
         )
         message = worker_pb2.SessionRequest(open=opening)
         try:
@@ -186,6 +222,8 @@ class Session:
 
     def end(self, message: str) -> None:
         """The worker is given up: attempts on it are told at once."""
+        self._is_over = True
+        self.refuse_waiting()
         if self._outbox is not None:
             self._cancel_call()
             self._lose(message)

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -25,6 +26,8 @@ from router.prefix_index import PrefixIndex
 from router.session import RouterIdentity, Session
 
 log = logging.getLogger(__name__)
+
+ATTACH_AGAIN_S = 0.005  # while the session's first message is on its way to the worker
 
 PrefillCall = grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]
 
@@ -58,6 +61,13 @@ def channel_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
     )
 
 
+class Waiting(Protocol):
+    """Who waits for a worker: an attempt."""
+
+    def review_patience(self) -> None:
+        """The worker's state has changed."""
+
+
 class WorkerLink:
     """Own the connection to one worker incarnation."""
 
@@ -79,7 +89,7 @@ class WorkerLink:
         self._prefill = worker_pb2_grpc.PrefillServiceStub(self._channel)
         self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.session = Session(facts.worker_id, identity, config.max_session_backlog)
-        self._identity = identity
+        self.waiting: set[Waiting] = set()
         self._kv = KvFollower(index, entry.slot, facts.incarnation)
         self._tasks: list[asyncio.Task[None]] = []
         self.tried = asyncio.Event()
@@ -116,14 +126,32 @@ class WorkerLink:
     async def attach(
         self, wire_id: str, tenant: str, body_digest: bytes, timeout_s: float
     ) -> worker_pb2.AttachResponse:
-        """Raises grpc.aio.AioRpcError: NOT_FOUND when the worker does not know the request."""
-        request = worker_pb2.AttachRequest(
-            router_id=self._identity.router_id,
-            request_id=wire_id,
-            tenant=tenant,
-            body_digest=body_digest,
-        )
-        return await self._decode.Attach(request, timeout=timeout_s)
+        """Take over a request: its later tokens come on the session that is open now.
+
+        Raises grpc.aio.AioRpcError: NOT_FOUND when the worker does not know the request.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while True:
+            request = worker_pb2.AttachRequest(
+                router_id=self.session.session_id,
+                request_id=wire_id,
+                tenant=tenant,
+                body_digest=body_digest,
+            )
+            left_s = max(0.001, deadline_s - loop.time())
+            try:
+                return await self._decode.Attach(request, timeout=left_s)
+            except grpc.aio.AioRpcError as error:
+                early = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+                if not early or loop.time() + ATTACH_AGAIN_S >= deadline_s:
+                    raise
+            await asyncio.sleep(ATTACH_AGAIN_S)
+
+    def review_waiting(self) -> None:
+        """Let everyone who waits for this worker reconsider for how long."""
+        for waiting in list(self.waiting):
+            waiting.review_patience()
 
     # --- keeping it up -------------------------------------------------------------------------
 
@@ -147,24 +175,34 @@ class WorkerLink:
             await asyncio.sleep(backoff.next_s())
 
     async def _hold_session(self) -> None:
+        """Attempts of a lost session wait for the next one, so the first try comes at once."""
         backoff = self._backoff()
+        loop = asyncio.get_running_loop()
         while True:
             try:
                 async with asyncio.timeout(self._config.connect_timeout_s):
-                    await self._channel.channel_ready()
+                    await self._wait_ready()
             except TimeoutError:
                 self.tried.set()
                 continue
-            opened_at = asyncio.get_running_loop().time()
+            opened_at = loop.time()
             try:
                 await self.session.run(self._decode, lambda: self._set_connected(True))
             except grpc.aio.AioRpcError as error:
                 log.info("session with %s: %s", self.entry.facts.worker_id, error.code().name)
             finally:
                 self._set_connected(False)
-            if asyncio.get_running_loop().time() - opened_at > 1.0:
+            if loop.time() - opened_at > 1.0:
                 backoff.reset()
-            await asyncio.sleep(backoff.next_s())
+            else:
+                await asyncio.sleep(backoff.next_s())
+
+    async def _wait_ready(self) -> None:
+        """Until the channel is connected. A refused connection is told to who waits for it."""
+        while (state := self._channel.get_state(True)) is not grpc.ChannelConnectivity.READY:
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                self.session.refuse_waiting()
+            await self._channel.wait_for_state_change(state)
 
     def _backoff(self) -> Backoff:
         return Backoff(self._config.reconnect_min_s, self._config.reconnect_max_s, self._rng)

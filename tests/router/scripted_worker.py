@@ -121,7 +121,7 @@ class ScriptedWorker(
         self.session_calls: dict[str, asyncio.Task[Any]] = {}
         self.cancels: list[tuple[str, int]] = []
         self.num_prefills = self.num_prefilling = self.num_reserves = 0
-        self.num_decode_steps = 0
+        self.num_decode_steps = self.num_attaches = 0
         self.prefilled_at: list[int] = []  # len(token_ids) of every Prefill
         self.held: list[bytes] = []
         self.kv_queues: list[asyncio.Queue[worker_pb2.SubscribeKvResponse | None]] = []
@@ -408,6 +408,9 @@ class ScriptedWorker(
             await context.abort(grpc.StatusCode.NOT_FOUND, "not here")
         if request.body_digest and request.body_digest != running.spec.body_digest:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, "another body")
+        if request.router_id not in self.sessions:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no such session")
+        self.num_attaches += 1
         running.router_id = request.router_id
         return worker_pb2.AttachResponse(spec=running.spec, tokens=self._tokens(running, 0))
 

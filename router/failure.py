@@ -1,0 +1,51 @@
+"""Why attempts fail: what is done about it depends on it."""
+
+from __future__ import annotations
+
+import enum
+
+from baton.v1 import worker_pb2
+from router.fleet import WorkerEntry
+
+
+class Failure(enum.Enum):
+    NO_CAPACITY = "no capacity"
+    DRAINING = "draining"
+    FINGERPRINT = "another kv_fingerprint"
+    INVALID = "invalid"
+    STALE = "stale attempt"
+    REJECTED = "rejected"
+    PREFILL_FAILED = "prefill failed"
+    HANDOFF_FAILED = "handoff failed"
+    DECODE_LOST = "decode worker lost"
+    DECODE_FAILED = "decode failed"
+    STUCK = "stuck"
+
+
+class AttemptError(Exception):
+    """The attempt is over, the request is not. `worker` is who failed it, as far as is known."""
+
+    def __init__(
+        self,
+        failure: Failure,
+        worker: WorkerEntry,
+        message: str,
+        retry_after_s: float = 0.0,
+    ) -> None:
+        super().__init__(message)
+        self.failure, self.worker, self.message = failure, worker, message
+        self.retry_after_s = retry_after_s
+
+
+_REJECTIONS = {
+    worker_pb2.REJECT_REASON_NO_CAPACITY: Failure.NO_CAPACITY,
+    worker_pb2.REJECT_REASON_DRAINING: Failure.DRAINING,
+    worker_pb2.REJECT_REASON_FINGERPRINT: Failure.FINGERPRINT,
+    worker_pb2.REJECT_REASON_INVALID: Failure.INVALID,
+    worker_pb2.REJECT_REASON_STALE_ATTEMPT: Failure.STALE,
+    worker_pb2.REJECT_REASON_HANDOFF_FAILED: Failure.HANDOFF_FAILED,
+}
+
+
+def failure_of(rejected: worker_pb2.Rejected) -> Failure:
+    return _REJECTIONS.get(rejected.reason, Failure.REJECTED)

@@ -1,0 +1,73 @@
+"""How long an attempt waits for the next sign of life, and from whom.
+
+A worker that the registry calls SUSPECT (stuck or silent) is given less time: a stream that still
+flows stays, one that is silent as well moves on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from router.fleet import WorkerEntry, WorkerState
+
+
+class Patience:
+    """Own the limit on an attempt's silence. Calls `on_over(worker, what was awaited)` once."""
+
+    def __init__(
+        self,
+        suspect_silence_s: float,
+        clock: Callable[[], float],
+        on_over: Callable[[WorkerEntry, str], None],
+    ) -> None:
+        self._suspect_silence_s, self._clock, self._on_over = suspect_silence_s, clock, on_over
+        self._worker: WorkerEntry | None = None
+        self._what = ""
+        self._since_s = self._limit_s = self._timer_at_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def expect(self, worker: WorkerEntry, what: str, seconds: float) -> None:
+        """There was progress; the next one has to come from `worker` within `seconds`."""
+        self._worker, self._what = worker, what
+        self._since_s, self._limit_s = self._clock(), seconds
+        self.review()
+
+    def review(self) -> None:
+        """The limit may have come nearer: another one was set, or the worker's state changed."""
+        if self._worker is not None:
+            over_at_s = self._over_at_s(self._worker)
+            if self._timer is None or over_at_s < self._timer_at_s:
+                self._set_timer(over_at_s)
+
+    def end(self) -> None:
+        self._worker = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _over_at_s(self, worker: WorkerEntry) -> float:
+        over_at_s = self._since_s + self._limit_s
+        if worker.state is not WorkerState.SUSPECT:
+            return over_at_s
+        silent_since_s = max(self._since_s, worker.state_since_s)
+        return min(over_at_s, silent_since_s + self._suspect_silence_s)
+
+    def _set_timer(self, at_s: float) -> None:
+        """One timer that is moved when it fires: progress is far more frequent than silence."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at_s = at_s
+        delay_s = max(0.0, at_s - self._clock())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        worker = self._worker
+        if worker is None:
+            return
+        over_at_s = self._over_at_s(worker)
+        if over_at_s > self._clock():
+            self._set_timer(over_at_s)
+        else:
+            self._on_over(worker, self._what)
