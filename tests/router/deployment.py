@@ -243,6 +243,7 @@ class Deployment:
         assert router.fleet.num_bookings == 0
         assert len(router.admission) == 0
         assert sum(link.session.num_attempts for link in router.links) == 0
+        assert sum(len(link.waiting) for link in router.links) == 0
         for worker in list(self.fabric.workers.values()):
             await self.until(lambda w=worker: not w.runs and not w.num_prefilling)
 

@@ -1,4 +1,5 @@
-"""A TCP proxy that can go silent like a host that hangs: connections stay, nothing passes."""
+"""A TCP proxy that can go silent like a host that hangs (connections stay, nothing passes), or cut
+every connection and take new ones."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ class Proxy:
         self._open = asyncio.Event()
         self._open.set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
         self.address = ""
 
@@ -27,9 +29,14 @@ class Proxy:
     def freeze(self) -> None:
         self._open.clear()
 
+    def cut(self) -> None:
+        for writer in list(self._writers):
+            writer.transport.abort()
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, _, port = self._target.rpartition(":")
         other_reader, other_writer = await asyncio.open_connection(host, int(port))
+        self._writers |= {writer, other_writer}
         for source, sink in ((reader, other_writer), (other_reader, writer)):
             task = asyncio.create_task(self._pass_on(source, sink))
             self._tasks.add(task)
@@ -45,6 +52,7 @@ class Proxy:
             return
         finally:
             sink.close()
+            self._writers.discard(sink)
 
     async def close(self) -> None:
         assert self._server is not None

@@ -108,6 +108,7 @@ class ScriptedWorker(
         self.kv_bytes_per_token = 64 << 10
         self.max_num_seqs = 16
         self.num_blocks = 1000
+        self.kv_fingerprint = FINGERPRINT
         self.state = control_pb2.WORKER_STATE_LIVE
         self.on_token: Callable[[Running], None] = lambda running: None
         self.may_decode = asyncio.Event()
@@ -151,10 +152,7 @@ class ScriptedWorker(
 
     def die(self) -> asyncio.Task[None]:
         """At once, in the middle of whatever it does: nothing more is computed or said."""
-        for running in list(self.runs.values()):
-            if running.task is not None:
-                running.task.cancel()
-        self.runs.clear()
+        self.forget_runs()
         if self.fabric.workers.get(self.worker_id) is self:
             del self.fabric.workers[self.worker_id]
         server, self._server = self._server, None
@@ -165,8 +163,15 @@ class ScriptedWorker(
         if self._server is not None:
             await self.die()
 
+    def forget_runs(self) -> None:
+        """Every request is lost; the worker itself lives on."""
+        for running in list(self.runs.values()):
+            if running.task is not None:
+                running.task.cancel()
+        self.runs.clear()
+
     def drop_sessions(self) -> None:
-        """The connections break; the requests run on as orphans."""
+        """The worker ends its sessions plainly; the requests run on as orphans."""
         for task in list(self.session_calls.values()):
             task.cancel()
 
@@ -178,7 +183,7 @@ class ScriptedWorker(
             role=self.role,
             address=self.address,
             model=MODEL,
-            kv_fingerprint=FINGERPRINT,
+            kv_fingerprint=self.kv_fingerprint,
             tp_size=1,
             block_size=BLOCK_SIZE,
             num_blocks=self.num_blocks,
@@ -214,7 +219,7 @@ class ScriptedWorker(
     def hold(self, tokens: Sequence[int], salt: str = "") -> None:
         """A prompt's blocks became shareable here."""
         ids = np.asarray(tokens, dtype=np.uint32)
-        chain = b"".join(block_hashes(chain_seed(FINGERPRINT, salt), ids, BLOCK_SIZE))
+        chain = b"".join(block_hashes(chain_seed(self.kv_fingerprint, salt), ids, BLOCK_SIZE))
         self.held.append(chain)
         for queue in self.kv_queues:
             stored = [worker_pb2.BlockStored(hashes=chain)]
@@ -321,6 +326,9 @@ class ScriptedWorker(
         if self.faults.reject:
             reason, retry_ms = self.faults.reject.pop(0)
             self._reject(router_id, spec, reason, retry_ms)
+            return
+        if spec.kv_fingerprint != self.kv_fingerprint:
+            self._reject(router_id, spec, worker_pb2.REJECT_REASON_FINGERPRINT, 0)
             return
         if spec.attempt <= self.last_attempt.get(spec.request_id, 0):
             self._reject(router_id, spec, worker_pb2.REJECT_REASON_STALE_ATTEMPT, 0)

@@ -121,23 +121,6 @@ async def test_a_decode_worker_that_dies_mid_stream_is_continued_elsewhere(
         await d.check_empty()
 
 
-async def test_a_lost_session_moves_its_requests_and_cancels_the_old_attempts(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, decode=2) as d:
-        for worker in ("d0", "d1"):
-            w = d.worker(worker)
-            w.on_token = lambda running, w=w: (  # type: ignore[misc]
-                w.drop_sessions()
-                if len(running.output) == 4 and running.spec.attempt == 1
-                else None
-            )
-        answer = await d.client.ask(ask_for(PROMPT, 60))
-        assert_whole(answer, PROMPT, 60)
-        assert len(answer.routed) == 2
-        await d.check_empty()  # the orphaned attempt was cancelled when the session came back
-
-
 async def test_a_frozen_decode_worker_is_left_after_its_silence(text_model: TextModel) -> None:
     async with deployment(text_model, decode=2, token_timeout_s=0.3) as d:
         for worker in ("d0", "d1"):

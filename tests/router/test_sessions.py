@@ -1,0 +1,294 @@
+"""Sessions lost while their worker lives, and workers the registry has its doubts about."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+
+from baton.v1 import control_pb2
+from router.config import RouterConfig
+from router.fleet import WorkerEntry, WorkerState
+from router.patience import Patience
+from router.text import TextModel
+from tests.router.deployment import DECODE, Answer, Deployment, ask_for, deployment
+from tests.router.proxy import Proxy
+from tests.router.scripted_worker import Running, ScriptedWorker
+from tests.router.test_failures import PROMPT
+from tests.router.test_placement import Clock, facts, fleet_of
+from tests.router.test_requests import assert_whole
+
+
+def assert_attached_again(answer: Answer, worker: ScriptedWorker, num_tokens: int) -> None:
+    """The same attempt went on: nothing was prefilled, reserved or decoded twice."""
+    assert_whole(answer, PROMPT, num_tokens)
+    assert len(answer.routed) == 1
+    assert not answer.migrated
+    assert worker.num_attaches == 1
+    assert worker.num_reserves == 1
+    assert worker.num_decode_steps == num_tokens - 1  # the first token is the prefill worker's
+    assert not worker.cancels
+
+
+async def test_a_session_closed_plainly_is_opened_again_and_its_requests_go_on(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        worker = d.worker("d0")
+        worker.on_token = lambda running: (
+            worker.drop_sessions() if len(running.output) == 4 else None
+        )
+        answer = await d.client.ask(ask_for(PROMPT, 60))
+        assert_attached_again(answer, worker, 60)
+        assert d.worker("p0").num_prefills == 1
+        await d.check_empty()
+
+
+async def test_a_request_that_ended_while_its_session_was_lost_is_read_to_its_end(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        worker = d.worker("d0")
+        worker.step_s = 0.0  # it is done long before the router is back
+
+        def on_token(running: Running) -> None:
+            if len(running.output) == 4:
+                worker.drop_sessions()
+
+        worker.on_token = on_token
+        assert_attached_again(await d.client.ask(ask_for(PROMPT, 30)), worker, 30)
+        await d.check_empty()
+
+
+async def test_a_cut_connection_loses_no_token_and_no_step(text_model: TextModel) -> None:
+    async with deployment(text_model, decode=0) as d:
+        proxy = await behind_proxy(d, "d0")
+        worker = d.worker("d0")
+        worker.on_token = lambda running: proxy.cut() if len(running.output) == 5 else None
+        answer = await d.client.ask(ask_for(PROMPT, 60))
+        assert_attached_again(answer, worker, 60)
+        await d.check_empty()
+        await d.router.close()
+        await proxy.close()
+
+
+async def behind_proxy(d: Deployment, worker_id: str) -> Proxy:
+    """A decode worker that the router reaches through a proxy."""
+    worker = await ScriptedWorker(worker_id, DECODE, d.fabric).start()
+    proxy = await Proxy.to(worker.address)
+    worker.address = proxy.address
+    d.registry.workers.append(worker)
+    d.all_workers.append(worker)
+    await d.registry.publish()
+    await d.connected(len(d.registry.workers))
+    return proxy
+
+
+async def test_a_session_lost_during_the_prefill_does_not_repeat_it(text_model: TextModel) -> None:
+    async with deployment(text_model) as d:
+        prefill, decode = d.worker("p0"), d.worker("d0")
+        prefill.may_prefill.clear()
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: prefill.num_prefilling == 1)
+        decode.drop_sessions()
+        await d.until(lambda: decode.num_attaches == 1)
+        prefill.may_prefill.set()
+        assert_attached_again(await asking, decode, 12)
+        assert prefill.num_prefills == 1
+        await d.check_empty()
+
+
+async def test_a_request_the_worker_no_longer_knows_starts_anew(text_model: TextModel) -> None:
+    async with deployment(text_model) as d:
+        worker = d.worker("d0")
+
+        def on_token(running: Running) -> None:
+            if len(running.output) == 4 and running.spec.attempt == 1:
+                worker.drop_sessions()
+                worker.forget_runs()
+
+        worker.on_token = on_token
+        answer = await d.client.ask(ask_for(PROMPT, 30))
+        assert_whole(answer, PROMPT, 30)
+        assert len(answer.routed) == 2
+        assert answer.migrated[0].from_index <= 4
+        await d.check_empty()
+
+
+async def test_a_session_that_does_not_come_back_in_time_is_left(text_model: TextModel) -> None:
+    async with deployment(text_model, decode=1, reattach_timeout_s=0.2, keepalive_s=30.0) as d:
+        proxy = await behind_proxy(d, "d1")
+        slow = d.worker("d1")
+        d.router.fleet.hold(entry_of(d, "d0"), 0.3)  # the request goes to d1
+
+        def on_token(running: Running) -> None:
+            if len(running.output) == 5:
+                proxy.freeze()
+                proxy.cut()
+
+        slow.on_token = on_token
+        answer = await d.client.ask(ask_for(PROMPT, 60))
+        assert_whole(answer, PROMPT, 60)
+        assert [r.decode_worker for r in answer.routed] == ["d1", "d0"]
+        await slow.die()
+        await d.check_empty()
+        await d.router.close()
+        await proxy.close()
+
+
+def entry_of(d: Deployment, worker_id: str) -> WorkerEntry:
+    entry = d.router.fleet.get(worker_id)
+    assert entry is not None
+    return entry
+
+
+# --- workers the registry calls suspect -----------------------------------------------------------
+
+
+async def test_a_silent_stream_leaves_a_suspect_worker_soon(text_model: TextModel) -> None:
+    async with deployment(text_model, decode=2, suspect_silence_s=0.2) as d:
+        assert d.router.config.token_timeout_s >= 30
+        asking = asyncio.create_task(paused(d, index=3))
+        await d.until(lambda: any(not d.worker(w).may_decode.is_set() for w in ("d0", "d1")))
+        stuck = "d0" if not d.worker("d0").may_decode.is_set() else "d1"
+        d.worker(stuck).state = control_pb2.WORKER_STATE_SUSPECT
+        began_s = time.monotonic()
+        await d.registry.publish()
+        answer = await asking
+        assert time.monotonic() - began_s < 5.0
+        assert_whole(answer, PROMPT)
+        assert [r.decode_worker for r in answer.routed] == [stuck, "d1" if stuck == "d0" else "d0"]
+        await d.check_empty()
+
+
+async def paused(d: Deployment, index: int) -> Answer:
+    for worker_id in ("d0", "d1"):
+        worker = d.worker(worker_id)
+        worker.on_token = lambda running, w=worker: (  # type: ignore[misc]
+            w.may_decode.clear()
+            if len(running.output) == index and running.spec.attempt == 1
+            else None
+        )
+    return await d.client.ask(ask_for(PROMPT))
+
+
+async def test_a_prompt_leaves_a_suspect_prefill_worker_soon(text_model: TextModel) -> None:
+    async with deployment(text_model, prefill=2, suspect_silence_s=0.2) as d:
+        for worker_id in ("p0", "p1"):
+            d.worker(worker_id).may_prefill.clear()
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: d.worker("p0").num_prefilling + d.worker("p1").num_prefilling == 1)
+        stuck, other = ("p0", "p1") if d.worker("p0").num_prefilling else ("p1", "p0")
+        d.worker(other).may_prefill.set()
+        d.worker(stuck).state = control_pb2.WORKER_STATE_SUSPECT
+        await d.registry.publish()
+        answer = await asking
+        assert_whole(answer, PROMPT)
+        assert [r.prefill_worker for r in answer.routed] == [stuck, other]
+        await d.check_empty()
+
+
+async def test_a_flowing_stream_stays_on_a_suspect_worker(text_model: TextModel) -> None:
+    async with deployment(text_model, suspect_silence_s=0.4) as d:
+        worker = d.worker("d0")
+        worker.step_s = 0.02
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, 60)))  # 1.2 s at the least
+        await d.until(lambda: bool(worker.runs))
+        worker.state = control_pb2.WORKER_STATE_SUSPECT
+        await d.registry.publish()
+        answer = await asking
+        assert_whole(answer, PROMPT, 60)
+        assert len(answer.routed) == 1
+        await d.check_empty()
+
+
+async def test_a_worker_that_is_live_again_gets_its_full_time_back() -> None:
+    clock = Clock()
+    fleet = fleet_of(facts("d0", False, True), clock=clock)
+    entry = fleet.get("d0")
+    assert entry is not None
+    over: list[str] = []
+    patience = Patience(1.5, clock, lambda worker, what: over.append(what))
+    patience.expect(entry, "a token", 30.0)
+    clock.now_s += 10.0
+    fleet.set_state(entry, WorkerState.SUSPECT)
+    patience.review()
+    clock.now_s += 1.4
+    patience._on_timer()
+    assert not over  # suspect for less than the limit, though silent for long
+    fleet.set_state(entry, WorkerState.LIVE)
+    clock.now_s += 1.0
+    patience._on_timer()
+    assert not over
+    fleet.set_state(entry, WorkerState.SUSPECT)
+    clock.now_s += 1.5
+    patience._on_timer()
+    assert over == ["a token"]
+    patience.end()
+
+
+# --- a worker that came back as another -----------------------------------------------------------
+
+
+async def test_a_worker_replaced_by_one_of_another_fingerprint_costs_nobody_a_token(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, decode=2, max_attempts=1) as d:
+        d.router.fleet.arrays.max_running[:] = 0
+        prompts = [f"{PROMPT} {number}" for number in range(6)]
+        asking = [asyncio.create_task(d.client.ask(ask_for(prompt))) for prompt in prompts]
+        await d.until(lambda: len(d.router.admission) == 6)
+        port = int(d.worker("d0").address.rpartition(":")[2])
+        await d.worker("d0").die()
+        await d.until(lambda: not d.router.links.is_connected("d0", 1))
+        other = ScriptedWorker("d0", DECODE, d.fabric, incarnation=2)
+        other.kv_fingerprint = b"g" * 16
+        d.all_workers.append(await other.start(port))  # the registry has not heard of it yet
+        await d.until(lambda: d.router.links.is_connected("d0", 1))
+        d.router.fleet.arrays.max_running[:] = 8
+        d.router.admission.kick()
+        for prompt, answer in zip(prompts, await asyncio.gather(*asking)):
+            assert_whole(answer, prompt)
+            assert not answer.migrated
+        assert other.num_reserves >= 1
+        assert other.num_decode_steps == 0
+        d.registry.workers = [w for w in d.registry.workers if w.worker_id != "d0"] + [other]
+        await d.registry.publish()
+        await d.until(lambda: d.router.links.is_connected("d0", 2))
+        answer = await d.client.ask(ask_for(PROMPT))
+        assert answer.routed[0].decode_worker == "d1"  # no prefill worker is of the other's kind
+        await d.check_empty()
+
+
+def test_the_default_bounds_are_a_second_or_two() -> None:
+    config = RouterConfig()
+    assert 1.0 <= config.suspect_silence_s <= 2.0
+    assert config.reattach_timeout_s <= 2.0
+
+
+@pytest.mark.parametrize("seed", [1])
+async def test_sessions_that_keep_breaking_repeat_no_decode_step(
+    text_model: TextModel, seed: int
+) -> None:
+    """Only sessions break here, so every token is computed exactly once."""
+    async with deployment(text_model, decode=2) as d:
+        rng = random.Random(seed)
+        workers = [d.worker("d0"), d.worker("d1")]
+        for worker in workers:
+            worker.step_s = 0.004
+        asking = [
+            asyncio.create_task(d.client.ask(ask_for(f"{PROMPT} {n}", 60))) for n in range(12)
+        ]
+        await d.until(lambda: d.worker("p0").num_prefills == 12)
+        await d.until(lambda: d.worker("p0").num_prefilling == 0)
+        while not all(task.done() for task in asking):
+            rng.choice(workers).drop_sessions()
+            await asyncio.wait(asking, timeout=rng.uniform(0.02, 0.06))
+        for number, task in enumerate(asking):
+            assert_whole(task.result(), f"{PROMPT} {number}", 60)
+        assert sum(worker.num_decode_steps for worker in workers) == 12 * 59
+        assert d.worker("p0").num_prefills == 12
+        assert sum(worker.num_attaches for worker in workers) >= 12
+        await d.check_empty()
