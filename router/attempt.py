@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import grpc
@@ -218,7 +219,12 @@ class Attempt:
         failure = failure_of(rejected)
         worker = self._prefill if failure is Failure.HANDOFF_FAILED else self._decode
         message = f"{self._decode.facts.worker_id}: {failure.value}: {rejected.message}"
-        self._fail(failure, worker, message, rejected.retry_after_ms / 1e3)
+        fail = partial(self._fail, failure, worker, message, rejected.retry_after_ms / 1e3)
+        if failure is Failure.HANDOFF_FAILED and not self._first_seen:
+            # A writer gives up when its first token ends the request: that token may be on its way.
+            asyncio.get_running_loop().call_later(self._config.handoff_report_wait_s, fail)
+        else:
+            fail()
 
     def on_admitted(self) -> None:
         self.running = True
