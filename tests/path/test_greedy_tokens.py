@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
 from baton.client import AsyncClient
 from tests.engine import checkpoints
@@ -20,12 +17,6 @@ from tests.path.whole_path import Answer, Shape, WholePath, ask, greedy_alone, w
 NUM_TOKENS = 12
 LENGTHS = (1, 2, 16, 17, 70, 333, 1500)
 ALL_LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 128, 200, 511, 512, 513, 900, 1500)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-    transformers.logging.disable_progress_bar()
 
 
 async def ask_all(
@@ -128,7 +119,9 @@ async def test_tokens_are_those_of_transformers_alone_local_and_handed_over(
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("chunk", [16, 64, 512])
-@pytest.mark.parametrize("widths", [(1, 1), (1, 2), (2, 1), (2, 2)], ids=lambda w: f"tp{w[0]}{w[1]}")
+@pytest.mark.parametrize(
+    "widths", [(1, 1), (1, 2), (2, 1), (2, 2)], ids=lambda w: f"tp{w[0]}{w[1]}"
+)
 @pytest.mark.parametrize("family", list(checkpoints.FAMILIES))
 async def test_every_family_chunk_and_width_gives_the_tokens_of_transformers(
     family: str, widths: tuple[int, int], chunk: int, tmp_path: Path

@@ -27,7 +27,7 @@ from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams,
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine import checkpoints
 
-_PROMPT_S = 60.0
+_REQUEST_S = 60.0
 _IDLE_S = 20.0
 _LEAVE_S = 20.0
 
@@ -116,12 +116,20 @@ class Answer:
 
 
 async def ask(router: AsyncClient, prompt: Sequence[int], **options: Any) -> Answer:
-    """One request to its end; greedy, and past any end of sequence, unless `options` differ."""
-    asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "timeout_s": _PROMPT_S}
-    if "stop" not in options and "stop_token_ids" not in options:
-        asked["ignore_eos"] = True
+    """One request to its end; greedy, and past any end of sequence, unless `options` differ.
+
+    An option of None is left to the router.
+    """
+    asked: dict[str, Any] = {
+        "temperature": 0.0,
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "timeout_s": _REQUEST_S,
+        **options,
+    }
+    asked = {name: value for name, value in asked.items() if value is not None}
     answer = Answer()
-    async for event in router.generate(token_ids=prompt, **(asked | options)):
+    async for event in router.generate(token_ids=prompt, **asked):
         assert answer.finished is None, f"{event} after the end"
         match event:
             case Routed():
@@ -263,9 +271,7 @@ def engine_alone(
     memory = LocalKvMemory.of(region_layout(spec, config, 0, 1), config.num_regions)
     memory.buffer[:] = 0xFF  # NaN, so that a stray read shows
     sink = LocalSink()
-    engine = build_engine(
-        config, build_runner(str(folder), config, spec, memory, sink, None), sink
-    )
+    engine = build_engine(config, build_runner(str(folder), config, spec, memory, sink, None), sink)
     found: list[list[SampledToken]] = [[] for _ in prompts]
     for number, prompt in enumerate(prompts):
         name, token_ids = RequestId(str(number)), np.array(prompt, np.uint32)
@@ -281,9 +287,7 @@ def engine_alone(
 def greedy_alone(
     path: WholePath, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> list[list[int]]:
-    config = replace(
-        EngineConfig(**path.shape.engine()), max_num_batched_tokens=path.shape.chunk
-    )
+    config = replace(EngineConfig(**path.shape.engine()), max_num_batched_tokens=path.shape.chunk)
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     found = engine_alone(path.folder, config, prompts, sampling)
     return [[token.token_id for token in tokens] for tokens in found]
