@@ -198,6 +198,8 @@ def _pool_message(pool: Pool) -> control_pb2.PoolStatus:
         role=ROLES[pool.role],
         desired_replicas=pool.desired_replicas,
         live_replicas=pool.live_replicas,
+        last_error=pool.last_error,
+        num_failed_starts=pool.num_failed_starts,
     )
 
 

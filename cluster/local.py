@@ -5,6 +5,7 @@
 2. `RunningCluster` tells the addresses and stays until `close`.
 3. `close` ends router, replicas, supervisor and Ray, in this order, and waits until none of their
    processes is left.
+4. When this process is killed instead, the reaper does it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -25,9 +27,10 @@ from typing import Any, cast
 import grpc
 
 from baton.config import ClusterConfig
-from baton.errors import UnavailableError
+from baton.errors import BatonError, UnavailableError
 from baton.process_tree import Process, descendants, wait_until_gone
 from baton.v1 import control_pb2, control_pb2_grpc
+from cluster.reaper import watched_over
 from cluster.router_process import RouterProcess
 
 log = logging.getLogger(__name__)
@@ -35,6 +38,7 @@ log = logging.getLogger(__name__)
 OnProgress = Callable[[str], None]
 
 _POOLS_TIMEOUT_S = 600.0
+_FAILED_STARTS = 2  # a first one may be bad luck
 _ROUTER_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 30.0
 _RAY_GONE_S = 8.0
@@ -92,14 +96,15 @@ def up(
 ) -> RunningCluster:
     """Start everything and wait until it serves. Raises BatonError; nothing is left then.
 
-    Logs, the configuration and Ray's session lie in `run_dir`, or in a temporary folder that goes
-    with the cluster.
+    Logs and the configuration lie in `run_dir`, or in a temporary folder that goes with the
+    cluster, but stays when it cannot be started.
     """
     config = dataclasses.replace(config, model=_absolute(config.model))
     with contextlib.ExitStack() as stack:
         if run_dir is None:
             run_dir = Path(tempfile.mkdtemp(prefix="baton-"))
-            stack.callback(shutil.rmtree, run_dir, ignore_errors=True)
+            stack.push(partial(_clear_away, run_dir))
+        stack.enter_context(watched_over())
         config_path = run_dir / "cluster.yaml"
         config_path.write_text(config.to_yaml())
         on_progress("starting Ray")
@@ -114,6 +119,17 @@ def up(
         router.start(_ROUTER_TIMEOUT_S)
         return RunningCluster(router, control, stack.pop_all())
     raise AssertionError("unreachable")
+
+
+def _clear_away(
+    run_dir: Path,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+) -> None:
+    """Unless the logs in it are needed."""
+    if not isinstance(error, BatonError):
+        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _absolute(model: str) -> str:
@@ -187,6 +203,13 @@ def _start_supervisor(config: ClusterConfig, run_dir: Path, stack: contextlib.Ex
     return address
 
 
+def _give_up_on_failing(pools: list[control_pb2.PoolStatus]) -> None:
+    """Raises UnavailableError for a pool whose replicas fail again and again."""
+    for pool in pools:
+        if pool.num_failed_starts >= _FAILED_STARTS:
+            raise UnavailableError(f"the {pool.name} pool does not start: {pool.last_error}")
+
+
 def _wait_for_pools(control: str, on_progress: OnProgress) -> None:
     """Until every pool has its replicas live; tells which are missing as that changes."""
     give_up_at = time.monotonic() + _POOLS_TIMEOUT_S
@@ -202,6 +225,7 @@ def _wait_for_pools(control: str, on_progress: OnProgress) -> None:
                 missing = [p for p in fleet.pools if p.live_replicas < p.desired_replicas]
                 if not missing:
                     return
+                _give_up_on_failing(missing)
                 text = "loading the model: " + ", ".join(
                     f"{p.name} {p.live_replicas}/{p.desired_replicas}" for p in fleet.pools
                 )

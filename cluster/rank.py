@@ -6,6 +6,7 @@ import logging
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.worker_config import RankPlace, WorkerConfig
@@ -16,6 +17,8 @@ from kv_transfer.rank import TransferRank
 from kv_transfer.transport import Transport, make_transport
 
 log = logging.getLogger(__name__)
+
+OnFatal = Callable[[BaseException], None]
 
 _MEETING_TIMEOUT_S = 120.0
 _INCARNATION_RANDOM_BITS = 20
@@ -51,15 +54,18 @@ def free_port(host: str) -> int:
         return port
 
 
-def build_rank(config: WorkerConfig, place: RankPlace) -> Rank:
+def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None = None) -> Rank:
     """Load this rank's part of the model and join the other ranks.
 
-    Raises ModelError, TransportError, TpPeerError, ValueError.
+    `on_fatal` is told, on a thread of the transport's, when the rank can transfer no more. Raises
+    ModelError, TransportError, TpPeerError, ValueError.
     """
     started_at = time.monotonic()
     spec = load_model_spec(config.model_path, config.engine)
     layout = region_layout(spec, config.engine, place.rank, place.size)
     transport = make_transport(config.transfer)
+    if on_fatal is not None:
+        transport.on_fatal = on_fatal
     memory = transport.allocate(config.engine.num_regions, layout.num_bytes(), layout.num_blocks)
     group = None
     if place.size > 1:
@@ -96,11 +102,11 @@ def build_rank(config: WorkerConfig, place: RankPlace) -> Rank:
     return Rank(spec, identity, transport, transfer, runner)
 
 
-def follow_rank0(config: WorkerConfig, place: RankPlace) -> None:
+def follow_rank0(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal) -> None:
     """The life of a rank > 0: run rank 0's plans until it stops. Raises TpPeerError."""
     from engine.tp import follow
 
-    rank = build_rank(config, place)
+    rank = build_rank(config, place, on_fatal)
     try:
         follow(rank.runner)  # type: ignore[arg-type]  # runners of a group are followers
     finally:

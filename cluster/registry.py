@@ -74,11 +74,26 @@ class FleetEntry:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """How a worker's replicas have failed since it was last live."""
+
+    pool: str
+    error: str
+    """The newest."""
+    num_failed_starts: int
+    """In a row; 0: it served before it failed."""
+
+
+@dataclass(frozen=True)
 class Pool:
     name: str
     role: Role
     desired_replicas: int
     live_replicas: int
+    last_error: str = ""
+    """Why a replica failed that is not live again; empty: none has."""
+    num_failed_starts: int = 0
+    """Of the worker that failed most often in a row."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +123,7 @@ class Registry:
         self._clock = clock
         self._workers: dict[str, _Worker] = {}
         self._pools: dict[str, Pool] = {}
+        self._failures: dict[str, Failure] = {}  # by worker id, oldest first; not while it is live
         self._version = 0
 
     # --- pools ----------------------------------------------------------------------------------
@@ -125,6 +141,22 @@ class Registry:
 
     def desired_replicas(self) -> dict[str, int]:
         return {name: pool.desired_replicas for name, pool in self._pools.items()}
+
+    # --- what failed ----------------------------------------------------------------------------
+
+    def failed(self, pool: str, worker_id: str, error: str, served: bool) -> int:
+        """Book that a replica failed, after it `served` or before; failed starts in a row."""
+        former = self._failures.pop(worker_id, None)
+        num_before = 0 if former is None else former.num_failed_starts
+        failure = Failure(pool, error, 0 if served else num_before + 1)
+        self._failures[worker_id] = failure
+        self._version += 1
+        return failure.num_failed_starts
+
+    def forgive(self, worker_id: str) -> None:
+        """The worker is live, or no longer wanted."""
+        if self._failures.pop(worker_id, None) is not None:
+            self._version += 1
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -216,10 +248,17 @@ class Registry:
         for entry in workers:
             if entry.state is WorkerState.LIVE:
                 live[entry.registration.pool] = live.get(entry.registration.pool, 0) + 1
-        pools = tuple(
-            replace(pool, live_replicas=live.get(name, 0)) for name, pool in self._pools.items()
-        )
+        pools = tuple(self._status(pool, live.get(name, 0)) for name, pool in self._pools.items())
         return FleetSnapshot(self._version, workers, pools)
+
+    def _status(self, pool: Pool, live_replicas: int) -> Pool:
+        failures = [f for f in self._failures.values() if f.pool == pool.name]
+        return replace(
+            pool,
+            live_replicas=live_replicas,
+            last_error=failures[-1].error if failures else "",
+            num_failed_starts=max((f.num_failed_starts for f in failures), default=0),
+        )
 
     # --- states ---------------------------------------------------------------------------------
 
@@ -235,6 +274,8 @@ class Registry:
             self._enter(worker, state)
 
     def _enter(self, worker: _Worker, state: WorkerState) -> None:
+        if state is WorkerState.LIVE:
+            self.forgive(worker.registration.worker_id)
         worker.state = state
         worker.state_since = self._clock()
         self._version += 1

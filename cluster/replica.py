@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -33,6 +33,7 @@ NAMESPACE = "baton"
 _RANK_CPUS = 0.001  # Ray only counts them: cores are divided by thread counts
 _CALL_TIMEOUT_S = 30.0
 _LEAVE_S = 2.0
+_LONGEST_ERROR = 600
 _NAME = re.compile(r"(?P<pool>[A-Za-z0-9-]+)-(?P<index>\d+)\.g(?P<generation>\d+)\.r(?P<rank>\d+)$")
 
 
@@ -50,7 +51,7 @@ class RankActor:
 
     def launch(self, config: WorkerConfig, place: RankPlace) -> None:
         """Start the rank; it registers by itself. A rank that fails ends this process."""
-        set_up_logging(config.log_level)
+        set_up_logging(config.log_level, config.log_file(place.rank))
         self._worker = WorkerThread(config, place)
         self._worker.start()
 
@@ -59,10 +60,10 @@ class RankActor:
         if self._worker is not None:
             self._worker.stop()
 
-    def join(self) -> None:
-        """Return when the rank has left in good order."""
+    def join(self) -> str | None:
+        """Return when the rank is over: why it failed, None when it has left in good order."""
         assert self._worker is not None, "launch comes first"
-        self._worker.wait()
+        return self._worker.wait()
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def start_replica(name: ReplicaName, config: WorkerConfig) -> Replica:
     actors: list[Any] = []
     try:
         if not group.wait(_CALL_TIMEOUT_S):
-            raise ReplicaError(f"{name}: no room in the Ray cluster for {config.tp_size} ranks")
+            raise ReplicaError(f"no room in the Ray cluster for {config.tp_size} ranks")
         actors = [_new_actor(name.rank(r), group, r) for r in range(config.tp_size)]
         processes = tuple(
             ray.get([actor.identity.remote() for actor in actors], timeout=_CALL_TIMEOUT_S)
@@ -122,11 +123,11 @@ def start_replica(name: ReplicaName, config: WorkerConfig) -> Replica:
             [actor.launch.remote(config, place) for actor, place in zip(actors, places)],
             timeout=_CALL_TIMEOUT_S,
         )
-    except (RayActorError, GetTimeoutError, ReplicaError) as error:
+    except (RayError, ReplicaError) as error:
         for actor in actors:
             ray.kill(actor, no_restart=True)
         remove_placement_group(group)
-        raise ReplicaError(f"{name}: {error}") from error
+        raise ReplicaError(_one_line(error)) from error
     ends = tuple(actor.join.remote() for actor in actors)
     return Replica(name, tuple(actors), processes, ends)
 
@@ -182,27 +183,54 @@ def _adopt(name: ReplicaName, names: dict[int, str]) -> Replica | None:
     actors = _actors(names)
     try:
         processes = ray.get([a.identity.remote() for a in actors], timeout=_CALL_TIMEOUT_S)
-    except (RayActorError, GetTimeoutError):
+    except RayError:
         return None
     ends = tuple(actor.join.remote() for actor in actors)
     return Replica(name, tuple(actors), tuple(processes), ends)
 
 
-def wait_for_end(replicas: list[Replica], timeout_s: float) -> list[Replica]:
-    """The replicas of which a rank is over, in good order or not; waits for the first."""
-    owners = {end: replica for replica in replicas for end in replica.ends}
+@dataclass(frozen=True)
+class RankEnd:
+    """A rank is over. `failure` is why, None when it has left in good order."""
+
+    replica: ReplicaName
+    rank: int
+    failure: str | None
+
+
+def wait_for_end(replicas: list[Replica], timeout_s: float) -> list[RankEnd]:
+    """The ranks that are over; waits for the first."""
+    owners = {end: (r.name, rank) for r in replicas for rank, end in enumerate(r.ends)}
     if not owners:
         time.sleep(timeout_s)
         return []
     ready, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s, fetch_local=False)
-    return [owners[end] for end in ready]
+    return [RankEnd(*owners[end], _failure_of(end)) for end in ready]
 
 
-def destroy_replica(replica: Replica, timeout_s: float = 10.0) -> None:
-    """End every rank by Ray and by pid, wait until all are gone, and free their place."""
+def _failure_of(end: Any) -> str | None:
+    try:
+        failure: str | None = ray.get(end, timeout=_CALL_TIMEOUT_S)
+    except RayError as error:  # the process died and told nothing
+        return _one_line(error)
+    return failure
+
+
+def _one_line(error: Exception) -> str:
+    """Ray's messages run over many lines, the cause somewhere among them."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]} ..."
+
+
+def destroy_replica(replica: Replica, timeout_s: float = 10.0) -> bool:
+    """End every rank by Ray and by pid, wait until all are gone, and free their place.
+
+    False when a process may be left: on another machine, or one that even the kernel cannot end.
+    """
     _let_leave(replica)
     for actor in replica.actors:
-        ray.kill(actor, no_restart=True)
+        with contextlib.suppress(RayError):  # it is over already
+            ray.kill(actor, no_restart=True)
     give_up_at = time.monotonic() + timeout_s
     for process in replica.processes:
         # Ray only asks; a stopped or stuck process does not listen. None: on another machine.
@@ -211,11 +239,12 @@ def destroy_replica(replica: Replica, timeout_s: float = 10.0) -> None:
                 os.kill(process.pid, signal.SIGKILL)
             time.sleep(0.02)
     _remove_group(replica.name)
+    return all(map(is_gone, replica.processes))
 
 
 def _let_leave(replica: Replica) -> None:
     """Give ranks that still listen a moment to give back what they hold."""
-    with contextlib.suppress(RayActorError, GetTimeoutError):
+    with contextlib.suppress(RayError):  # dead, or too busy to listen: it is killed then
         ray.get([actor.leave.remote() for actor in replica.actors], timeout=_LEAVE_S)
         ray.get(list(replica.ends), timeout=_LEAVE_S)
         for actor in replica.actors:
@@ -226,5 +255,5 @@ def _let_leave(replica: Replica) -> None:
 
 
 def _remove_group(name: ReplicaName) -> None:
-    with contextlib.suppress(ValueError):  # there is none any more
+    with contextlib.suppress(ValueError, RayError):  # there is none any more
         remove_placement_group(ray.util.get_placement_group(str(name)))

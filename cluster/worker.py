@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import grpc.aio
@@ -22,6 +22,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
 from cluster.control_service import ROLES
+from cluster.integrity import EngineBooks, TokenCount, problems_of, report
 from cluster.kv_feed import KvFeed
 from cluster.rank import Rank
 from cluster.registration import Beat, Registrar
@@ -101,6 +102,7 @@ class Worker:
         self._failure: BaseException | None = None
         self._drain: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
+        self._tokens = TokenCount()
         self._load = worker_pb2.WorkerLoad()
         self._load_asked = False
         self._health = health_aio.HealthServicer()
@@ -178,7 +180,8 @@ class Worker:
             )
         incarnation = self._rank.identity.incarnation
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-            WorkerService(incarnation, self.feed, self._load_now, self.drain), server
+            WorkerService(incarnation, self.feed, self._load_now, self.drain, self.integrity),
+            server,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         port = server.add_insecure_port(f"{self._config.host}:{self._config.port}")
@@ -234,6 +237,7 @@ class Worker:
         if self.prefill is not None:
             self.prefill.on_events(events)
         self.feed.on_events(events)
+        self._tokens.on_events(events)
 
     def _send_to_sinks(self, payload: bytes) -> None:
         self.engine.post(lambda engine: engine.send_to_sinks(payload))
@@ -314,11 +318,32 @@ class Worker:
             if self._drain is not None and self._is_idle():
                 self._idle.set()
 
+    # --- integrity ------------------------------------------------------------------------------
+
     def check_integrity(self) -> None:
         """Raise AssertionError when a part above the engine holds something twice or for nobody."""
-        for part in (self.prefill, self.decode, self.leases):
-            if part is not None:
-                part.check_integrity()
+        problems = problems_of(self._checks())
+        assert not problems, problems
+
+    def _checks(self) -> dict[str, Callable[[], None]]:
+        parts = {
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "exporter": self.exporter,
+            "leases": self.leases,
+        }
+        return {name: p.check_integrity for name, p in parts.items() if p is not None}
+
+    async def integrity(self) -> worker_pb2.CheckIntegrityResponse:
+        """What every part's check finds, and what is held. Raises EngineStoppedError."""
+        books = await asyncio.wrap_future(self.engine.call(EngineBooks.of))
+        return report(
+            books,
+            problems_of(self._checks()),
+            self._tokens,
+            0 if self.leases is None else self.leases.num_open_leases(),
+            0 if self.exporter is None else self.exporter.num_open(),
+        )
 
 
 async def _end(task: asyncio.Task[Any] | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from baton.config import ClusterConfig
 from cluster.registry import Role
@@ -43,7 +44,13 @@ class WorkerConfig:
     heartbeat_s: float = 0.3
     drain_timeout_s: float = 30.0
     log_level: str = "info"
+    log_dir: str = ""
+    """Each rank logs to a file here; empty: to standard error."""
     decode: DecodeConfig = field(default_factory=DecodeConfig)
+
+    def log_file(self, rank: int) -> Path | None:
+        name = self.worker_id if rank == 0 else f"{self.worker_id}.r{rank}"
+        return Path(self.log_dir) / f"{name}.log" if self.log_dir else None
 
 
 def worker_config(

@@ -16,29 +16,40 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 
 import uvloop
 
 from baton.config import load_config
-from cluster.rank import build_rank, follow_rank0, free_port
+from cluster.loop_door import LoopDoor
+from cluster.rank import OnFatal, build_rank, follow_rank0, free_port
 from cluster.worker import Worker
 from cluster.worker_config import RankPlace, WorkerConfig, worker_config
 
 log = logging.getLogger(__name__)
 
+_TELL_WHY_S = 2.0
 _LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
 
-def set_up_logging(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format=_LOG_FORMAT, force=True)
+def set_up_logging(level: str, file: Path | None = None) -> None:
+    """To standard error, or to a file where its folder exists (on another machine it may not)."""
+    if file is not None and not file.parent.is_dir():
+        file = None
+    logging.basicConfig(level=level.upper(), format=_LOG_FORMAT, force=True, filename=file)
 
 
 async def serve_worker(
-    config: WorkerConfig, place: RankPlace, on_ready: Callable[[Worker], None]
+    config: WorkerConfig,
+    place: RankPlace,
+    on_ready: Callable[[Worker], None],
+    on_fatal: OnFatal,
 ) -> None:
     """Rank 0: load, serve until drained or stopped. Raises what `build_rank` and `serve` raise."""
-    rank = await asyncio.to_thread(build_rank, config, place)
+    rank = await asyncio.to_thread(build_rank, config, place, on_fatal)
     try:
         worker = Worker(config, rank)
         on_ready(worker)
@@ -50,44 +61,68 @@ async def serve_worker(
 class WorkerThread:
     """A rank with an event loop of its own, inside a process that has other things to do.
 
-    The process ends with it: a rank that cannot serve must not look alive.
+    The process ends soon after a rank that fails: one that cannot serve must not look alive. In
+    between, whoever waits is told why.
     """
 
     def __init__(self, config: WorkerConfig, place: RankPlace) -> None:
         self._config = config
         self._place = place
+        self._name = f"{config.worker_id} rank {place.rank}"
         self._worker: Worker | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._ended = threading.Event()
+        self._door = LoopDoor()
+        self._lock = threading.Lock()
+        self._ended: Future[str | None] = Future()
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def wait(self) -> None:
-        """Until the rank has left in good order; on an error the process is gone by then."""
-        self._ended.wait()
+    def wait(self) -> str | None:
+        """Until the rank is over: why it failed, or None when it has left in good order."""
+        return self._ended.result()
 
     def stop(self) -> None:
-        """Have rank 0 leave now; the others follow it. One that still loads is not disturbed."""
-        if self._loop is not None and self._worker is not None:
-            self._loop.call_soon_threadsafe(self._worker.stop)
+        """Have rank 0 leave now; the others follow it. One that still loads is not disturbed, one
+        that has left is not called back."""
+        if self._worker is not None:
+            self._door.call(self._worker.stop)
+
+    def fail(self, error: BaseException) -> None:
+        """The rank cannot go on: tell why, then end the process. Does not return."""
+        log.critical("%s ends: %s", self._name, _one_line(error))
+        with self._lock:
+            if not self._ended.done():
+                self._ended.set_result(_one_line(error))
+        logging.shutdown()
+        time.sleep(_TELL_WHY_S)  # whoever has heard ends this process earlier
+        os._exit(1)
 
     def _run(self) -> None:
         try:
             if self._place.rank == 0:
-                uvloop.run(serve_worker(self._config, self._place, self._ready))
+                uvloop.run(self._serve())
             else:
-                follow_rank0(self._config, self._place)
-        except Exception:
-            log.exception("%s rank %d ends", self._config.worker_id, self._place.rank)
-            logging.shutdown()
-            os._exit(1)
-        log.info("%s rank %d has left", self._config.worker_id, self._place.rank)
-        self._ended.set()
+                follow_rank0(self._config, self._place, self.fail)
+        except Exception as error:
+            log.exception("%s failed", self._name)
+            self.fail(error)
+        log.info("%s has left", self._name)
+        with self._lock:
+            if not self._ended.done():
+                self._ended.set_result(None)
+
+    async def _serve(self) -> None:
+        with self._door.open():
+            await serve_worker(self._config, self._place, self._ready, self.fail)
 
     def _ready(self, worker: Worker) -> None:
-        self._loop, self._worker = asyncio.get_running_loop(), worker
+        self._worker = worker
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -105,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place = RankPlace(options.rank, config.tp_size, meeting)
     try:
         if place.rank > 0:
-            follow_rank0(config, place)
+            follow_rank0(config, place, _end_process)
         else:
             with _other_ranks(place, options):
                 uvloop.run(_serve_until_signalled(config, place))
@@ -133,7 +168,13 @@ async def _serve_until_signalled(config: WorkerConfig, place: RankPlace) -> None
         loop.add_signal_handler(signal.SIGTERM, worker.drain)
         loop.add_signal_handler(signal.SIGINT, worker.stop)
 
-    await serve_worker(config, place, ready)
+    await serve_worker(config, place, ready, _end_process)
+
+
+def _end_process(error: BaseException) -> None:
+    log.critical("this rank cannot go on", exc_info=error)
+    logging.shutdown()
+    os._exit(1)
 
 
 @contextlib.contextmanager

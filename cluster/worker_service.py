@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from cluster.kv_feed import KvChange, KvFeed
+from engine.errors import EngineStoppedError
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -22,11 +24,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         feed: KvFeed,
         load: Callable[[], Awaitable[worker_pb2.WorkerLoad]],
         drain: Callable[[float | None], None],
+        integrity: Callable[[], Awaitable[worker_pb2.CheckIntegrityResponse]],
     ) -> None:
         self._incarnation = incarnation
         self._feed = feed
         self._load = load
         self._drain = drain
+        self._integrity = integrity
 
     async def SubscribeKv(  # noqa: N802
         self, request: worker_pb2.SubscribeKvRequest, context: Context
@@ -50,6 +54,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.DrainResponse:
         self._drain(request.timeout_ms / 1000 if request.timeout_ms else None)
         return worker_pb2.DrainResponse()
+
+    async def CheckIntegrity(  # noqa: N802
+        self, request: worker_pb2.CheckIntegrityRequest, context: Context
+    ) -> worker_pb2.CheckIntegrityResponse:
+        try:
+            return await self._integrity()
+        except EngineStoppedError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
 
 def _change_message(

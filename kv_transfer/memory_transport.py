@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -24,6 +25,7 @@ import numpy.typing as npt
 from kv_transfer.lease import Region
 from kv_transfer.transport import (
     FlushResult,
+    OnFatal,
     OnFlushed,
     OnMessage,
     OnPeerLost,
@@ -31,6 +33,8 @@ from kv_transfer.transport import (
     PutBatch,
     TransferMemory,
 )
+
+log = logging.getLogger(__name__)
 
 _ALIGNMENT = 4096
 
@@ -191,6 +195,7 @@ class MemoryTransport:
 
     def __init__(self, network: MemoryNetwork, address: bytes) -> None:
         self.dead = False
+        self.on_fatal: OnFatal | None = None
         self._network = network
         self._address = address
         self._memory: MemoryMemory | None = None
@@ -241,7 +246,7 @@ class MemoryTransport:
             result = FlushResult(error, peer.busy_s)
             peer.error, peer.busy_s = None, 0.0
             if not self.dead:
-                on_flushed(result)
+                self._call(partial(on_flushed, result))
 
         self._schedule("flush", peer.address, run)
 
@@ -259,7 +264,7 @@ class MemoryTransport:
         if self._started is None:
             self._early.append(payload)
         else:
-            self._started[0](payload)
+            self._call(partial(self._started[0], payload))
 
     def schedule_loss(self, address: bytes) -> None:
         if address in self._peers:
@@ -312,4 +317,15 @@ class MemoryTransport:
         if peer is not None:
             peer.lost = True
             if self._started is not None and not self.dead:
-                self._started[1](address)
+                self._call(partial(self._started[1], address))
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        """A callback that fails ends this process's part, as it would end a progress thread."""
+        try:
+            callback()
+        except Exception as error:
+            log.critical("process %r can transfer no more", self._address, exc_info=error)
+            if self.on_fatal is None:
+                raise
+            self._network.kill(self._address)
+            self.on_fatal(error)

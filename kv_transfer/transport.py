@@ -54,6 +54,7 @@ class FlushResult:
 OnMessage = Callable[[bytes], None]
 OnPeerLost = Callable[[bytes], None]
 OnFlushed = Callable[[FlushResult], None]
+OnFatal = Callable[[BaseException], None]
 
 
 class TransferMemory(Protocol):
@@ -84,6 +85,10 @@ class Peer(Protocol):
 
 
 class Transport(Protocol):
+    on_fatal: OnFatal | None
+    """Told, on the progress thread, of the exception that ends it: nothing moves or arrives any
+    more, nothing in flight can be proved over, so the process must leave. Set before `start`."""
+
     @property
     def address(self) -> bytes:
         """What a peer's `connect` takes."""

@@ -956,7 +956,7 @@ class CheckIntegrityResponse(_message.Message):
     """Blocks that a request holds, quarantined ones included; cached ones that nobody uses are free."""
     num_quarantined_blocks: _builtins.int
     num_steps: _builtins.int
-    """Since this worker's start: engine steps, tokens sampled at the end of a prefill, other tokens."""
+    """Since this worker's start: engine steps, tokens sampled by prefills for another worker, others."""
     num_first_tokens: _builtins.int
     num_later_tokens: _builtins.int
     @_builtins.property

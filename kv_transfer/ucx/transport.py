@@ -25,6 +25,7 @@ from kv_transfer.errors import TransportError
 from kv_transfer.lease import Region
 from kv_transfer.transport import (
     FlushResult,
+    OnFatal,
     OnFlushed,
     OnMessage,
     OnPeerLost,
@@ -62,6 +63,7 @@ class UcxTransport:
     """Implements `kv_transfer.transport.Transport`."""
 
     def __init__(self, config: TransferConfig) -> None:
+        self.on_fatal: OnFatal | None = None
         self._ucp = load(config)
         self._poster: Poster = make_poster(self._ucp, config.native)
         # Callbacks live as long as the worker: UCX keeps only their raw addresses.
@@ -76,6 +78,7 @@ class UcxTransport:
         self._peers: dict[bytes, UcxPeer] = {}
         self._keys: dict[int, UcxPeer] = {}  # what the error callback is given -> peer
         self._failed: deque[UcxPeer] = deque()
+        self._message_error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._closed = False
@@ -187,10 +190,16 @@ class UcxTransport:
             self._ucp.ucp_worker_signal(self._worker)
 
     def _progress(self) -> None:
-        while not self._stopping:
-            if not self._turn():
-                self._ucp.check(self._ucp.ucp_worker_wait(self._worker), "ucp_worker_wait")
-        self._close_endpoints()
+        try:
+            while not self._stopping:
+                if not self._turn():
+                    self._ucp.check(self._ucp.ucp_worker_wait(self._worker), "ucp_worker_wait")
+            self._close_endpoints()
+        except Exception as error:  # the outermost loop of the progress thread
+            log.critical("the transfer thread failed and cannot go on", exc_info=error)
+            if self.on_fatal is None:
+                raise
+            self.on_fatal(error)
 
     def _turn(self) -> bool:
         """Do what there is to do; False when nothing was."""
@@ -198,6 +207,8 @@ class UcxTransport:
         for _ in range(len(self._commands)):  # what they enqueue in their turn comes next time
             self._commands.popleft()()
         worked = bool(self._ucp.ucp_worker_progress(self._worker)) or worked
+        if self._message_error is not None:
+            raise self._message_error
         self._requests.poll()
         while self._failed:
             self._lose(self._failed.popleft(), force=True)
@@ -216,7 +227,11 @@ class UcxTransport:
         self, _arg: int, _header: int, _header_size: int, data: int | None, size: int, _param: int
     ) -> int:
         # Runs inside ucp_worker_progress: the bytes are UCX's, so they are copied.
-        self._on_message(ctypes.string_at(data, size) if data else b"")
+        try:
+            self._on_message(ctypes.string_at(data, size) if data else b"")
+        except Exception as error:  # no exception passes through UCX: `_turn` raises it again
+            log.error("a message could not be taken in", exc_info=error)
+            self._message_error = error
         return 0
 
     def _endpoint_failed(self, key: int | None, _endpoint: int, status: int) -> None:

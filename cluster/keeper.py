@@ -1,0 +1,209 @@
+"""Keeps one place `<pool>-<index>` of a pool filled.
+
+Life of a place:
+
+1. Adopt the replica that a former supervisor left here, or start one, whole.
+2. Watch: a rank's end, however it came, or the registry's word that the worker has been a suspect
+   for `fence_after_s`, ends the replica.
+3. Destroy it, by Ray and by pid, until no process is left: only then could its memory be gone.
+4. Tell the registry why, if it failed, and begin again while the place is wanted: with a back-off
+   when replicas die young.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from cluster import replica as replicas
+from cluster.control_service import Changes
+from cluster.registry import Registry, WorkerState
+from cluster.replica import RankEnd, Replica, ReplicaError, ReplicaName
+from cluster.worker_config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOOK_S = 0.5
+_LONGEST_BACKOFF_S = 10.0
+_YOUNG_S = 30.0
+
+
+@dataclass(frozen=True)
+class SupervisorConfig:
+    fence_after_s: float = 10.0
+    """A worker that has been a suspect for this long is killed and recreated."""
+    start_timeout_s: float = 600.0
+    """A replica that has not registered by then is killed and recreated."""
+    drain_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What all keepers share. Ray is called on the executor's threads only."""
+
+    config: SupervisorConfig
+    registry: Registry
+    changes: Changes
+    executor: ThreadPoolExecutor
+    worker_config: Callable[[ReplicaName], WorkerConfig]
+
+    async def ray(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.executor, call)
+
+
+class Keeper:
+    """One place and what fills it. Its `run` may be started again after it failed."""
+
+    def __init__(self, pool: str, index: int, ground: Ground, adopted: Replica | None) -> None:
+        self.pool = pool
+        self.index = index
+        self.worker_id = f"{pool}-{index}"
+        self.replica = adopted
+        """What fills the place, or did: until all of its processes are over."""
+        self._ground = ground
+        self._leaving = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._failure: str | None = None  # why the present replica is over, if it is by a failure
+        self._served = adopted is not None
+        self._backoff_s = 0.0
+        self._last_gone = 0  # newest incarnation known to be over: what is told of it is history
+
+    async def run(self) -> None:
+        """Fill the place for as long as it is wanted."""
+        while not self._leaving.is_set() or self.replica is not None:
+            began_at = time.monotonic()
+            if await self._fill():
+                await self._keep_until_over()
+            if self._leaving.is_set():
+                break
+            if time.monotonic() - began_at < _YOUNG_S:
+                await self.back_off()
+            else:
+                self._backoff_s = 0.0
+        self._ground.registry.forgive(self.worker_id)
+
+    async def back_off(self) -> None:
+        """Wait, longer each time, but not when the place is no longer wanted."""
+        self._backoff_s = min(_LONGEST_BACKOFF_S, 2 * self._backoff_s + 0.5)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._leaving.wait(), self._backoff_s)
+
+    def report(self, error: str, log_file: object = None) -> None:
+        """Tell the registry, and so whoever watches, what failed here."""
+        text = f"{self.worker_id}: {error}" + (f" (log: {log_file})" if log_file else "")
+        times = self._ground.registry.failed(self.pool, self.worker_id, text, self._served)
+        log.error("%s%s", text, f"; failed start {times} in a row" if times else "")
+        self._ground.changes.announce()
+
+    # --- leaving --------------------------------------------------------------------------------
+
+    def let_go(self) -> None:
+        """The place is no longer wanted: the worker drains and leaves."""
+        if self._leaving.is_set():
+            return
+        self._leaving.set()
+        try:
+            self._ground.registry.ask_drain(self.worker_id)
+            self._ground.changes.announce()
+        except KeyError:  # it has not registered: nothing runs there
+            self._ended.set()
+
+    def end_now(self) -> None:
+        """The whole cluster ends: so does the replica, whatever it runs."""
+        self._leaving.set()
+        self._ended.set()
+
+    def ended(self, end: RankEnd) -> None:
+        """A rank of a replica is over; the first one says why."""
+        if self.replica is not None and self.replica.name == end.replica:
+            if not self._ended.is_set() and end.failure is not None:
+                self._failure = f"rank {end.rank}: {end.failure}"
+            self._ended.set()
+
+    @property
+    def watched(self) -> Replica | None:
+        """The replica whose end is waited for."""
+        return None if self._ended.is_set() else self.replica
+
+    # --- one replica ----------------------------------------------------------------------------
+
+    async def _fill(self) -> bool:
+        """Have a replica here: adopted, or a new one. False when it cannot be started."""
+        if self.replica is not None:
+            return True
+        name = replicas.new_name(self.pool, self.index)
+        config = self._ground.worker_config(name)
+        self._served, self._failure = False, None
+        self._ended.clear()
+        try:
+            self.replica = await self._ground.ray(partial(replicas.start_replica, name, config))
+        except ReplicaError as error:
+            self.report(str(error), config.log_file(0))
+            return False
+        if self._leaving.is_set():
+            self._ended.set()
+        return True
+
+    async def _keep_until_over(self) -> None:
+        """From a replica's start or adoption to the end of its last process."""
+        replica = self.replica
+        assert replica is not None
+        reason = await self._until_over()
+        log.info("%s: %s", replica.name, reason)
+        if not await self._ground.ray(partial(replicas.destroy_replica, replica)):
+            log.error("%s: not every process is known to be over", replica.name)
+        if self._failure is not None and not self._leaving.is_set():
+            self.report(self._failure, self._ground.worker_config(replica.name).log_file(0))
+        self.replica = None
+        for entry in self._ground.registry.snapshot().workers:
+            if entry.registration.worker_id == self.worker_id:
+                self._last_gone = entry.registration.incarnation
+                self._ground.registry.gone(self.worker_id, self._last_gone)
+        self._ground.changes.announce()
+
+    async def _until_over(self) -> str:
+        """Wait for a reason to end the replica, and name it."""
+        config, began_at = self._ground.config, time.monotonic()
+        leave_by: float | None = None
+        while not self._ended.is_set():
+            now = time.monotonic()
+            if self._leaving.is_set():
+                leave_by = leave_by or now + config.drain_timeout_s
+                if now > leave_by:
+                    return "did not drain in time"
+            suspect_s = self._suspect_s(now)
+            if suspect_s is None and now - began_at > config.start_timeout_s:
+                self._failure = f"did not register within {config.start_timeout_s:.0f} s"
+                return self._failure
+            if suspect_s == float("inf"):
+                return "the worker has left"
+            if suspect_s is not None and suspect_s > config.fence_after_s:
+                self._failure = f"silent or stuck for more than {config.fence_after_s:.0f} s"
+                return self._failure
+            try:
+                await asyncio.wait_for(self._ended.wait(), LOOK_S)
+            except TimeoutError:
+                continue
+        return self._failure or "a rank has left"
+
+    def _suspect_s(self, now: float) -> float | None:
+        """Seconds the worker has been a suspect: 0 for a good one, infinitely many for one that is
+        gone; None: not registered."""
+        for entry in self._ground.registry.snapshot().workers:
+            incarnation = entry.registration.incarnation
+            if entry.registration.worker_id != self.worker_id or incarnation <= self._last_gone:
+                continue
+            self._served = True
+            if entry.state is WorkerState.GONE:
+                return float("inf")
+            return 0.0 if entry.suspect_since is None else now - entry.suspect_since
+        return None
