@@ -18,6 +18,7 @@ SPECIAL_TOKENS = ("<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>
 PAD_ID = SPECIAL_TOKENS.index("<|pad|>")
 OPEN_ROWS = 12  # rows a document may still fall into, so that little of a row is left over
 
+Make = Callable[[random.Random], Document]
 Encoded = tuple[list[int], list[bool]]  # token ids, and which of them are to be predicted
 
 
@@ -73,27 +74,28 @@ def encode(tokenizer: Tokenizer, documents: list[Document]) -> list[Encoded]:
 
 
 def encoded_stream(
-    tokenizer: Tokenizer, make: Callable[[random.Random], Document], rng: random.Random, limit: int
+    tokenizer: Tokenizer, make: Make, rng: random.Random, limit: int, *, cut: bool
 ) -> Iterator[Encoded]:
-    """Endless documents; one longer than `limit` tokens is cut there."""
+    """Endless documents; those of more than `limit` tokens are cut there or left out."""
     while True:
         for ids, counted in encode(tokenizer, [make(rng) for _ in range(500)]):
-            if any(counted[:limit]):
+            if len(ids) <= limit or (cut and any(counted[:limit])):
                 yield ids[:limit], counted[:limit]
 
 
-def pack(tokenizer: Tokenizer, seed: int, num_rows: int, length: int, *, long: bool) -> Rows:
-    """`num_rows` rows of `length` predictions each, of long or short documents.
+def pack(tokenizer: Tokenizer, make: Make, seed: int, num_rows: int, length: int) -> Rows:
+    """`num_rows` rows of `length` predictions each, of the documents that `make` makes.
 
-    Rows of long documents are filled up with short ones.
+    Rows of long documents are filled up with short ones. More rows begin with the same rows.
     """
     rng = random.Random(seed)
-    short = encoded_stream(tokenizer, short_document, rng, length + 1)
-    first = encoded_stream(tokenizer, long_document, rng, length + 1) if long else short
+    long = make is long_document
+    first = encoded_stream(tokenizer, make, rng, length + 1, cut=long)
+    fill = encoded_stream(tokenizer, short_document, rng, length + 1, cut=False) if long else first
     done: list[Encoded] = []
     open_rows: list[Encoded] = [next(first) for _ in range(OPEN_ROWS)]
     while len(done) < num_rows:
-        ids, counted = next(short)
+        ids, counted = next(fill)
         room = [row for row in open_rows if len(row[0]) + len(ids) <= length + 1]
         if room:
             fullest = max(room, key=lambda row: len(row[0]))

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from documents import Context, over_context
@@ -52,8 +53,8 @@ class Reader:
     """A checkpoint that answers greedily."""
 
     def __init__(self, folder: Path) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-        self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        self.model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def answers(self, conversations: list[list[Message]], max_tokens: int) -> list[str]:
         """One answer to each conversation."""

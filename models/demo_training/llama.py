@@ -12,6 +12,10 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
+# An embedding as small as is usual (0.02) drowns in what the first layer adds, and then copying a
+# name from the prompt is learned late or never. The final norm starts where logits have std 1.
+EMBEDDING_STD = 0.25
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -140,9 +144,11 @@ class Llama(nn.Module):
     def _initialise(self) -> None:
         # Layers that write to the residual stream start small, so that depth does not add variance.
         depth = 1 / math.sqrt(2 * self.shape.num_layers)
+        head_std = EMBEDDING_STD * math.sqrt(self.shape.hidden_size)
+        nn.init.constant_(self.model.norm.weight, 1 / head_std)
         for name, weight in self.named_parameters():
             if "embed" in name:
-                nn.init.normal_(weight, std=0.02)
+                nn.init.normal_(weight, std=EMBEDDING_STD)
             elif weight.ndim == 2:
                 writes = name.endswith(("o_proj.weight", "down_proj.weight"))
                 scale = 0.7 / math.sqrt(weight.shape[1])

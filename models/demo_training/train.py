@@ -4,7 +4,8 @@
 
 The number of steps is fixed, so a slower machine gives the same model later. About the recipe:
 Muon on the matrices with AdamW on embedding and norms learns several times faster here than AdamW
-alone; only answers count in the loss; rows of 2,048 tokens join once short ones are understood.
+alone; only answers count in the loss; lengths grow from 128 to 2,048, because looking things up is
+learned among few words and then works among many.
 """
 
 from __future__ import annotations
@@ -17,14 +18,29 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from corpus import Rows, pack, train_tokenizer
+from corpus import Make, Rows, pack, train_tokenizer
+from documents import lesson_document, long_document, short_document
 from export import write_checkpoint
 from llama import Llama, Shape
 from tokenizers import Tokenizer
 from torch import Tensor
 
-SHORT_LENGTH, SHORT_ROWS = 512, 6  # of a step: 3,072 tokens
-LONG_LENGTH, LONG_ROWS = 2048, 2  # of a step: 4,096 tokens
+
+@dataclass(frozen=True)
+class Source:
+    """What a step trains on: rows of one kind of document; 2,048 tokens in every case."""
+
+    name: str
+    make: Make
+    length: int
+    rows_per_step: int
+
+
+LESSONS = Source("lessons", lesson_document, 128, 16)
+BRIEF = Source("brief", short_document, 256, 8)
+SHORT = Source("short", short_document, 512, 4)
+LONG = Source("long", long_document, 2048, 1)
+SOURCES = (LESSONS, BRIEF, SHORT, LONG)
 VALIDATION_SEED = 990_001
 
 
@@ -39,19 +55,21 @@ class Recipe:
     num_steps: int = 3400
     warmup_steps: int = 40
     decay_steps: int = 1200  # the last steps, over which the learning rate falls
-    short_only_steps: int = 480  # before long rows join
-    long_share: float = 0.42  # of the steps after that
-    muon_lr: float = 0.02
-    adam_lr: float = 5e-3
-    weight_decay: float = 0.05
+    lesson_steps: int = 600
+    brief_steps: int = 400  # after the lessons
+    long_share: float = 0.45  # of the steps after that; the others are short
+    muon_lr: float = 0.01
+    embedding_lr: float = 5e-3
+    norm_lr: float = 2e-3
+    weight_decay: float = 0.1
     final_lr: float = 0.02  # of the highest learning rate
 
-    def kinds(self) -> list[bool]:
-        """For every step: is it a step on long rows?"""
-        rng = np.random.default_rng(self.seed)
-        drawn = rng.random(self.num_steps) < self.long_share
-        drawn[: self.short_only_steps] = False
-        return [bool(long) for long in drawn]
+    def sources(self) -> list[Source]:
+        """What every step trains on."""
+        drawn = np.random.default_rng(self.seed).random(self.num_steps) < self.long_share
+        before = [LESSONS] * self.lesson_steps + [BRIEF] * self.brief_steps
+        after = [LONG if long else SHORT for long in drawn[len(before) :]]
+        return [*before, *after][: self.num_steps]
 
     def lr_factor(self, step: int) -> float:
         """Warm-up, flat, then linear decay."""
@@ -62,15 +80,18 @@ class Recipe:
 
 def optimizers(model: Llama, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for the rest."""
-    matrices: list[torch.nn.Parameter] = []
-    rest: list[torch.nn.Parameter] = []
-    for name, weight in model.named_parameters():
-        (matrices if weight.ndim == 2 and "embed" not in name else rest).append(weight)
+    embedding = model.model.embed_tokens.weight
+    matrices = [
+        weight for weight in model.parameters() if weight.ndim == 2 and weight is not embedding
+    ]
+    norms = [weight for weight in model.parameters() if weight.ndim == 1]
+    rest = [{"params": [embedding], "lr": recipe.embedding_lr},
+            {"params": norms, "lr": recipe.norm_lr}]  # fmt: skip
     return [
         torch.optim.Muon(
             matrices, lr=recipe.muon_lr, weight_decay=recipe.weight_decay, momentum=0.95
         ),
-        torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
 
@@ -148,38 +169,43 @@ class Training:
 
 def learn(training: Training, tokenizer: Tokenizer, state_file: Path | None) -> None:
     """Do the steps that are left, telling how it goes every 50 steps."""
-    recipe, kinds = training.recipe, training.recipe.kinds()
-    num_long = sum(kinds)
-    short = pack(
-        tokenizer, recipe.seed + 1, (len(kinds) - num_long) * SHORT_ROWS, SHORT_LENGTH, long=False
-    )
-    long = pack(tokenizer, recipe.seed + 2, num_long * LONG_ROWS, LONG_LENGTH, long=True)
-    print(f"corpus of {short.ids.size + long.ids.size:,} tokens; {len(kinds)} steps, "
-          f"{num_long} of them long", flush=True)  # fmt: skip
-    sources = {False: batches(short, SHORT_ROWS), True: batches(long, LONG_ROWS)}
-    for kind in kinds[: training.step]:
-        next(sources[kind])
+    recipe, sources = training.recipe, training.recipe.sources()
+    streams = {
+        source: batches(
+            pack(tokenizer, source.make, recipe.seed + index,
+                 sources.count(source) * source.rows_per_step, source.length),
+            source.rows_per_step,
+        )
+        for index, source in enumerate(SOURCES, start=1)
+    }  # fmt: skip
+    for source in sources[: training.step]:
+        next(streams[source])
+    print("; ".join(f"{sources.count(source)} steps of {source.name}" for source in SOURCES),
+          flush=True)  # fmt: skip
     started, tokens_before = time.monotonic(), training.num_tokens
-    recent: dict[bool, list[float]] = {False: [], True: []}
-    for kind in kinds[training.step :]:
-        recent[kind].append(training.do_step(*next(sources[kind])))
-        if training.step % 50 == 0 or training.step == len(kinds):
+    recent: dict[str, list[float]] = {}
+    for source in sources[training.step :]:
+        loss = training.do_step(*next(streams[source]))
+        recent.setdefault(source.name, []).append(loss)
+        if training.step % 50 == 0 or training.step == len(sources):
             spent = time.monotonic() - started
             speed = (training.num_tokens - tokens_before) / spent
-            shown = [sum(some) / max(1, len(some)) for some in recent.values()]
-            recent = {False: [], True: []}
+            losses = "  ".join(f"{k} {sum(v) / len(v):.3f}" for k, v in recent.items())
+            recent.clear()
             print(f"step {training.step:5d}  {spent:6.0f} s  {speed:6.0f} tokens/s  "
-                  f"loss short {shown[0]:.3f} long {shown[1]:.3f}", flush=True)  # fmt: skip
+                  f"loss: {losses}", flush=True)  # fmt: skip
             if state_file is not None:
                 training.save(state_file)
 
 
 def check(model: Llama, tokenizer: Tokenizer) -> str:
     """The validation losses, as a sentence."""
-    short = pack(tokenizer, VALIDATION_SEED, 60, SHORT_LENGTH, long=False)
-    long = pack(tokenizer, VALIDATION_SEED + 1, 12, LONG_LENGTH, long=True)
-    return (f"validation loss: short {validate(model, short, SHORT_ROWS):.4f}, "
-            f"long {validate(model, long, LONG_ROWS):.4f}")  # fmt: skip
+    losses = []
+    for source in SOURCES:
+        num_rows = 12 * source.rows_per_step
+        rows = pack(tokenizer, source.make, VALIDATION_SEED, num_rows, source.length)
+        losses.append(f"{source.name} {validate(model, rows, source.rows_per_step):.4f}")
+    return f"validation loss: {', '.join(losses)}"
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ for plot in PLOTS:
     stories.append({"text": story.text, "hero": story.hero.name, "ask": request(rng, story),
                     "mentions": story.mentions, "plot": plot.name})
 tokenizer = train_tokenizer(1, 1024, num_documents=400)
-rows = pack(tokenizer, 3, 6, 256, long=False)
+rows = pack(tokenizer, short_document, 3, 6, 256)
 long = long_document(rng)
 print(json.dumps({
     "stories": stories,
