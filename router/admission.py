@@ -1,8 +1,10 @@
 """The router's queue: a request leaves it with a placement and its booking.
 
 A request goes on only when a decode worker has room and the prefill it is best off with can start
-within `lease_lead_s`, so that queued prompts strand no decode memory. Order: priority, arrival;
-a request may be overtaken by one that can start now, but not for longer than `max_bypass_s`.
+within `lease_lead_s`, so that queued prompts strand no decode memory. Order: priority, then a fair
+share for every tenant, then arrival; a request may be overtaken by one that can start now, but not
+for longer than `max_bypass_s`. A full line sheds its last request: the newest of the tenant that
+asked for most. A request whose first token would come after its own deadline is refused at once.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import numpy as np
 
 from baton.errors import NoCapacityError, OverloadedError, UnavailableError
 from router.config import RouterConfig
+from router.fair_share import FairShare
 from router.fleet import Booking, Fleet
 from router.placement import Placement, PlacementQuery, choose, ranked
+from router.prediction import earliest_first_token_s
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
 
@@ -31,11 +35,16 @@ POLL_S = 0.25  # longest time between rounds while requests wait
 class Ticket:
     """A request's place in line, kept over its retries."""
 
-    rank: tuple[int, int]  # (-priority, arrival)
+    rank: tuple[int, float, int]  # (-priority, fair share's stamp, arrival)
     prompt: PromptBlocks = field(compare=False)
     max_new_tokens: int = field(compare=False)
     failed: set[int] = field(compare=False, default_factory=set)
     """Slots on which the request failed."""
+    deadline_s: float | None = field(compare=False, default=None)
+    """The client's own: None when it set none."""
+    was_placed: bool = field(compare=False, default=False)
+    uncached_tokens: int = field(compare=False, default=0)
+    """Prompt tokens to compute at the worker that holds most of it, when it came in."""
     since_s: float = field(compare=False, default=0.0)
     placed: asyncio.Future[Placed] | None = field(compare=False, default=None)
 
@@ -62,6 +71,7 @@ class Admission:
         self._config, self._fleet, self._index = config, fleet, index
         self._clock, self._rng = clock, rng
         self._arrivals = itertools.count()
+        self._shares = FairShare()
         self._waiting: list[Ticket] = []
         self._round: asyncio.TimerHandle | asyncio.Handle | None = None
         self._round_at_s = 0.0
@@ -69,22 +79,46 @@ class Admission:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def ticket(self, prompt: PromptBlocks, max_new_tokens: int, priority: int) -> Ticket:
-        """Raises OverloadedError when the queue is full."""
-        if len(self._waiting) >= self._config.max_queue:
-            raise OverloadedError(
-                f"{len(self._waiting)} requests are waiting already",
-                retry_after_s=self._config.overload_retry_s,
-            )
-        return Ticket((-priority, next(self._arrivals)), prompt, max_new_tokens)
+    def ticket(
+        self,
+        prompt: PromptBlocks,
+        max_new_tokens: int,
+        priority: int = 0,
+        tenant: str = "",
+        deadline_s: float | None = None,
+    ) -> Ticket:
+        """Raises OverloadedError when the queue is full of requests that go first."""
+        rank = (-priority, self._shares.stamp(tenant), next(self._arrivals))
+        if len(self._waiting) >= self._config.max_queue and not self._shed_after(rank):
+            raise self._full()
+        growth = min(max_new_tokens, self._config.decode_growth_tokens)
+        self._shares.charge(tenant, len(prompt) + growth)
+        return Ticket(rank, prompt, max_new_tokens, deadline_s=deadline_s)
+
+    def _shed_after(self, rank: tuple[int, float, int]) -> bool:
+        """Refuse the last in line if it comes after `rank`, unless it has been placed before."""
+        last = self._waiting[-1]
+        if last.rank < rank or last.was_placed or last.placed is None or last.placed.done():
+            return False
+        del self._waiting[-1]
+        last.placed.set_exception(self._full())
+        return True
+
+    def _full(self) -> OverloadedError:
+        return OverloadedError(
+            f"{self._config.max_queue} requests are waiting already",
+            retry_after_s=self._config.overload_retry_s,
+        )
 
     async def place(self, ticket: Ticket) -> Placed:
         """Wait in line, then return a booked placement: the caller releases the booking.
 
         Raises NoCapacityError when the request is too large for any worker, UnavailableError when
-        no worker could run it for `fleet_wait_s`.
+        no worker could run it for `fleet_wait_s`, OverloadedError when it would come too late.
         """
         self._refuse_too_large(ticket)
+        if not ticket.was_placed:
+            self._refuse_too_late(ticket)
         ticket.since_s = self._clock()
         ticket.placed = asyncio.get_running_loop().create_future()
         bisect.insort(self._waiting, ticket)
@@ -111,7 +145,7 @@ class Admission:
 
     def candidates(self, prompt: PromptBlocks, max_new_tokens: int, limit: int) -> list[Placement]:
         """Every placement of a prompt, cheapest first. Books nothing."""
-        ticket = Ticket((0, 0), prompt, max_new_tokens)
+        ticket = Ticket((0, 0.0, 0), prompt, max_new_tokens)
         now = self._clock()
         found: list[Placement] = []
         for query in self._queries(ticket, now):
@@ -152,6 +186,8 @@ class Admission:
         if self._waiting:
             self._refuse_without_fleet(now)
             self._schedule(max(next_s, 0.002))
+        else:
+            self._shares.idle()
 
     def _try(self, ticket: Ticket, now: float) -> float | None:
         """Place a request; or say after how many seconds trying again may help."""
@@ -175,6 +211,8 @@ class Admission:
         return float(min(holds[holds > 0], default=POLL_S))
 
     def _book(self, ticket: Ticket, placement: Placement, now: float) -> Placed:
+        ticket.was_placed = True
+        self._shares.served(ticket.rank[1])
         growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
         booking = self._fleet.book(placement, growth)
         facts = booking.decode.facts
@@ -206,6 +244,28 @@ class Admission:
             raise NoCapacityError(
                 f"{len(ticket.prompt)} tokens exceed the KV memory of every decode worker"
                 f" ({largest} tokens)"
+            )
+
+    def _refuse_too_late(self, ticket: Ticket) -> None:
+        now, queries = self._clock(), self._queries(ticket, self._clock())
+        if not queries:
+            return
+        most_cached = max(int(query.cached_tokens.max(initial=0)) for query in queries)
+        ticket.uncached_tokens = len(ticket.prompt) - most_cached
+        if ticket.deadline_s is None:
+            return
+        ahead = sum(other.uncached_tokens for other in self._waiting if other.rank < ticket.rank)
+        expected = [
+            earliest_first_token_s(query, self._fleet.arrays, self._config, ahead, now)
+            for query in queries
+        ]
+        known = [seconds for seconds in expected if seconds is not None]
+        left_s = ticket.deadline_s - now
+        if len(known) == len(expected) and min(known) > left_s:
+            raise OverloadedError(
+                f"the first token is expected in {min(known):.2f} s at the earliest, the request's"
+                f" deadline is in {left_s:.2f} s",
+                retry_after_s=max(self._config.overload_retry_s, min(known) - left_s),
             )
 
     def _refuse_without_fleet(self, now: float) -> None:

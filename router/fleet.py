@@ -160,6 +160,7 @@ class Fleet:
         a.kv_bytes_per_token[slot] = facts.kv_bytes_per_token
         a.max_running[slot] = max(1, facts.max_num_seqs)
         a.prefill_tokens_per_s[slot] = config.default_prefill_tokens_per_s
+        a.rate_learned[slot] = False
         a.decode_step_s[slot] = config.default_decode_step_s
         a.handoff_bytes_per_s[slot] = config.default_handoff_bytes_per_s
         a.hold_until_s[slot] = 0.0
@@ -217,6 +218,7 @@ class Fleet:
         entry.num_quarantined_blocks = load.num_quarantined_blocks
         if load.prefill_tokens_per_s > 0:
             a.prefill_tokens_per_s[slot] = load.prefill_tokens_per_s
+            a.rate_learned[slot] = True
         if load.decode_step_s > 0:
             a.decode_step_s[slot] = load.decode_step_s
         if load.handoff_bytes_per_s > 0:
@@ -330,6 +332,7 @@ def _empty_arrays(n: int) -> FleetArrays:
         usable=np.zeros(n, dtype=np.bool_),
         hold_until_s=np.zeros(n),
         prefill_tokens_per_s=np.ones(n),
+        rate_learned=np.zeros(n, dtype=np.bool_),
         decode_step_s=np.zeros(n),
         handoff_bytes_per_s=np.ones(n),
         kv_bytes_per_token=np.zeros(n),

@@ -34,6 +34,7 @@ class FleetArrays:
     usable: Bools  # live, connected, not draining
     hold_until_s: Floats  # gets nothing before this time
     prefill_tokens_per_s: Floats
+    rate_learned: Bools  # the worker has told its prefill rate; else it is the default
     decode_step_s: Floats
     handoff_bytes_per_s: Floats
     kv_bytes_per_token: Floats

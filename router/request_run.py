@@ -122,7 +122,10 @@ class RequestRun:
     async def _drive(self) -> None:
         parsed, parts = self.arrival.parsed, self._parts
         max_new = parsed.sampling.max_tokens
-        ticket = parts.admission.ticket(self._prompt, max_new, parsed.priority)
+        deadline_s = None if parsed.timeout_s is None else self._deadline_s
+        ticket = parts.admission.ticket(
+            self._prompt, max_new, parsed.priority, parsed.tenant, deadline_s
+        )
         if parsed.resume_from_index is not None and await self._resume(ticket):
             return
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import grpc
 import grpc.aio
@@ -13,6 +14,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from baton.v1 import common_pb2, router_pb2
+from router.attempt import Attempt
+from router.request_run import RequestRun
 from router.text import TextModel
 from tests.router.deployment import Client, ask_for, deployment
 from tests.router.scripted_worker import MODEL
@@ -45,13 +48,46 @@ async def test_a_wrong_field_is_named_and_nothing_else_is_touched(text_model: Te
         await d.check_empty()
 
 
-async def test_an_oversized_message_is_refused_and_the_router_goes_on(
-    text_model: TextModel,
-) -> None:
+async def test_an_oversized_message_is_refused_and_harms_no_one(text_model: TextModel) -> None:
     async with deployment(text_model, max_message_bytes=1 << 16) as d:
+        worker = d.worker("d0")
+        worker.may_decode.clear()
+        running = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: bool(worker.runs))
         error = await refusal(d.client, ask_for("x" * 100_000))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "65536" in (error.details() or "")  # the limit is told
+        worker.may_decode.set()
+        assert_whole(await running, PROMPT)
         assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
+        await d.check_empty()
+
+
+async def test_an_unreadable_message_is_the_caller_s_mistake_and_harms_no_one(
+    text_model: TextModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with deployment(text_model) as d:
+        worker = d.worker("d0")
+        worker.may_decode.clear()
+        running = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: bool(worker.runs))
+        service = "/baton.v1.RouterService"
+        generate = d.client.channel.unary_stream(f"{service}/Generate")
+        tokenize = d.client.channel.unary_unary(f"{service}/Tokenize")
+        field_is_text = bytes([3 << 3 | 2, 2])  # GenerateRequest.text, two bytes
+        for raw in (field_is_text + b"\xff\xfe", field_is_text, b"no protobuf at all"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in generate(raw):
+                    pass
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "unreadable message" in (caught.value.details() or "")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await tokenize(bytes([1 << 3 | 2, 1, 0xFF]))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        worker.may_decode.set()
+        assert_whole(await running, PROMPT)
+        assert not [record for record in caplog.records if record.exc_info]
+        await d.check_empty()
 
 
 async def test_a_full_queue_refuses_with_the_time_to_wait(text_model: TextModel) -> None:
@@ -214,3 +250,30 @@ async def test_many_requests_at_once_on_two_and_two_a_third_of_them_cancelled(
 
         await asyncio.gather(*(one(number) for number in range(120)))
         await d.check_empty()
+
+
+async def test_nothing_is_kept_of_five_hundred_short_requests(text_model: TextModel) -> None:
+    async with deployment(text_model, 2, 2, resume_window_s=0.05) as d:
+
+        async def one(number: int) -> None:
+            request = ask_for(f"short {number}", 4, tenant=f"tenant {number % 50}")
+            if number % 4 == 1:
+                request.request_id = f"named-{number}"
+            if number % 5 == 2:
+                await d.client.ask(request, until=lambda answer: bool(answer.routed))
+            elif number % 25 == 3:
+                request.sampling.top_p = 9.0
+                await refusal(d.client, request)
+            else:
+                assert_whole(await d.client.ask(request), f"short {number}", 4)
+
+        for start in range(0, 500, 100):
+            await asyncio.gather(*(one(number) for number in range(start, start + 100)))
+        await d.check_empty()
+        router = d.router
+        await d.until(lambda: router.num_remembered == 0)
+        assert not router._timers
+        assert len(router.admission._shares) == 0
+        gc.collect()
+        kept = [type(o).__name__ for o in gc.get_objects() if isinstance(o, (RequestRun, Attempt))]
+        assert not kept

@@ -1,0 +1,36 @@
+"""When a request's first token can be expected at the earliest: pure, over the fleet as it is."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from router.config import RouterConfig
+from router.placement import FleetArrays, PlacementQuery
+
+
+def earliest_first_token_s(
+    query: PlacementQuery,
+    fleet: FleetArrays,
+    policy: RouterConfig,
+    ahead_tokens: float,
+    now_s: float,
+) -> float | None:
+    """Seconds until a first token, were all to go well; None when it cannot be told.
+
+    It takes the best worker for the prompt itself and, for `ahead_tokens` (prompt tokens of the
+    requests before it in line), all workers together. Held workers, decode room and transfers are
+    left out: they only add to it. A prefill worker whose rate is not learned yet may be the fast
+    one, so nothing is told; a decode worker that never prefilled counts as the fastest of all.
+    """
+    here = fleet.usable & (fleet.kv_class == query.kv_class)
+    prefill = here & fleet.can_prefill & (policy.local_prefill != "always")
+    decode = here & fleet.can_decode & (policy.local_prefill != "never" or not prefill.any())
+    workers = np.flatnonzero(prefill | decode)
+    learned = fleet.rate_learned[workers]
+    if not learned.any() or not fleet.rate_learned[prefill].all():
+        return None
+    rates = fleet.prefill_tokens_per_s[workers]
+    rates = np.where(learned, rates, rates[learned].max())
+    line_s = ahead_tokens / rates.sum()
+    compute_s = np.maximum(1, query.num_tokens - query.cached_tokens[workers]) / rates
+    return float((np.maximum(fleet.queue_s(now_s)[workers], line_s) + compute_s).min())

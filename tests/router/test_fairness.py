@@ -1,0 +1,207 @@
+"""Whose turn it is, and who is told at once that it will not come in time."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import OverloadedError
+from router.admission import Ticket
+from router.config import RouterConfig
+from router.fair_share import SWEEP_ABOVE, FairShare
+from router.fleet import Fleet, ReportedLoad
+from router.prediction import earliest_first_token_s
+from router.text import TextModel
+from tests.router.deployment import ask_for, deployment
+from tests.router.test_admission import admission_of, prompt
+from tests.router.test_failures import PROMPT, error_reason
+from tests.router.test_placement import Clock, facts, fleet_of, query, two_and_two
+from tests.router.test_requests import assert_whole
+from tests.router.test_service import refusal
+
+POLICY = RouterConfig()
+
+
+async def served_order(requests: list[tuple[str, int, int]]) -> list[str]:
+    """Tenants in the order their (tenant, priority, tokens) requests leave a line of one slot."""
+    clock = Clock()
+    fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
+    admission = admission_of(fleet, clock)
+    fleet.arrays.max_running[:] = 0
+    order: list[str] = []
+
+    async def one(ticket: Ticket, tenant: str) -> None:
+        placed = await admission.place(ticket)
+        order.append(tenant)
+        fleet.release(placed.booking)
+        admission.kick()
+
+    async with asyncio.TaskGroup() as group:
+        for tenant, priority, tokens in requests:
+            ticket = admission.ticket(prompt(tokens), 4, priority, tenant)
+            group.create_task(one(ticket, tenant))
+        await asyncio.sleep(0)  # all are in line before the first leaves it
+        fleet.arrays.max_running[:] = 1
+        admission.kick()
+    assert fleet.num_bookings == 0
+    return order
+
+
+async def test_a_tenant_with_many_requests_does_not_keep_another_waiting() -> None:
+    order = await served_order([("many", 0, 10)] * 20 + [("few", 0, 10)] * 3)
+    assert order[:6].count("few") == 3
+    assert order.count("many") == 20
+
+
+async def test_a_tenant_pays_for_long_prompts() -> None:
+    order = await served_order([("long", 0, 96)] * 8 + [("short", 0, 6)] * 8)
+    assert order[:9].count("short") >= 7  # ten short ones are as much work as one long one
+
+
+async def test_priority_goes_before_fairness() -> None:
+    order = await served_order([("few", 0, 10)] * 2 + [("many", 1, 10)] * 10)
+    assert order == ["many"] * 10 + ["few"] * 2
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), max_size=200))
+def test_backlogged_tenants_are_served_the_same_amount_of_work(
+    arrivals: list[tuple[str, int]],
+) -> None:
+    shares = FairShare()
+    line = []
+    for number, (tenant, work) in enumerate(arrivals):
+        line.append((shares.stamp(tenant), number, tenant, work))
+        shares.charge(tenant, work)
+    left = {tenant: sum(w for t, w in arrivals if t == tenant) for tenant in "abc"}
+    done = dict.fromkeys("abc", 0)
+    for stamp, _, tenant, work in sorted(line):
+        shares.served(stamp)
+        done[tenant] += work
+        left[tenant] -= work
+        waiting = [done[t] for t in "abc" if left[t]]
+        if len(waiting) > 1:
+            assert max(waiting) - min(waiting) <= 2 * 50  # one request of each, whatever came
+
+
+def test_an_idle_tenant_saves_up_nothing_and_is_forgotten() -> None:
+    shares = FairShare()
+    for _ in range(10):
+        stamp = shares.stamp("busy")
+        shares.charge("busy", 100)
+        shares.served(stamp)
+    assert shares.stamp("new") == 900  # beside the busy one, not far ahead of it
+    shares.idle()
+    assert len(shares) == 0
+    assert shares.stamp("busy") == shares.stamp("new") == 1000
+    for number in range(3 * SWEEP_ABOVE):
+        tenant = f"tenant {number}"
+        stamp = shares.stamp(tenant)
+        shares.charge(tenant, 1)
+        shares.served(stamp + 1)
+    assert len(shares) <= SWEEP_ABOVE
+
+
+async def test_a_full_line_sheds_the_newest_request_of_who_asked_for_most() -> None:
+    clock = Clock()
+    fleet = two_and_two(clock)
+    fleet.arrays.max_running[:] = 0
+    admission = admission_of(fleet, clock, max_queue=4)
+    tasks = [
+        asyncio.create_task(admission.place(admission.ticket(prompt(10), 4, 0, "many")))
+        for _ in range(4)
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        admission.ticket(prompt(10), 4, 0, "many")
+    few = asyncio.create_task(admission.place(admission.ticket(prompt(10), 4, 0, "few")))
+    await asyncio.wait({tasks[3]})
+    assert isinstance(tasks[3].exception(), OverloadedError)
+    assert len(admission) == 4
+    fleet.arrays.max_running[:] = 8
+    admission.kick()
+    for task in (*tasks[:3], few):
+        fleet.release((await task).booking)
+    assert fleet.num_bookings == 0
+
+
+# --- too late from the start ----------------------------------------------------------------------
+
+
+def learned(fleet: Fleet, rate: float, **queued: int) -> None:
+    for entry in fleet:
+        if entry.facts.can_prefill:
+            tokens = queued.get(entry.facts.worker_id, 0)
+            fleet.report(entry, ReportedLoad(prefill_tokens_per_s=rate, num_queued_tokens=tokens))
+
+
+def earliest(fleet: Fleet, tokens: int, ahead: float = 0.0, **cached: int) -> float | None:
+    return earliest_first_token_s(
+        query(fleet, tokens, **cached), fleet.arrays, POLICY, ahead, 100.0
+    )
+
+
+def test_the_earliest_first_token_is_the_best_worker_s_queue_and_prefill() -> None:
+    fleet = two_and_two()
+    learned(fleet, 1000.0, p0=3000, p1=1000, d0=9000, d1=9000)
+    never = dataclasses.replace(POLICY, local_prefill="never")
+    asked = query(fleet, 500)
+    assert earliest_first_token_s(asked, fleet.arrays, never, 0.0, 100.0) == pytest.approx(1.5)
+    # A decode worker that may prefill is idle, and counts as the fastest.
+    assert earliest(fleet, 500) == pytest.approx(0.5)
+    assert earliest(fleet, 500, p1=400, d0=500) == pytest.approx(0.001)
+
+
+def test_the_line_ahead_is_shared_by_all_workers() -> None:
+    fleet = two_and_two()
+    learned(fleet, 1000.0)
+    assert earliest(fleet, 500, ahead=8000) == pytest.approx(2.5)  # four workers may compute
+
+
+def test_default_rates_tell_nothing() -> None:
+    fleet = two_and_two()
+    assert earliest(fleet, 1 << 20) is None
+    entry = fleet.get("p0")
+    assert entry is not None
+    fleet.report(entry, ReportedLoad(prefill_tokens_per_s=0.1))
+    assert earliest(fleet, 1 << 20) is None  # the other prefill worker may be quick
+    assert earliest(fleet_of(), 10) is None
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 5000), st.floats(0, 1e6), st.floats(0, 1e6))
+def test_more_work_ahead_never_brings_the_first_token_nearer(
+    tokens: int, ahead: float, more: float
+) -> None:
+    fleet = two_and_two()
+    learned(fleet, 2000.0, p0=100)
+    fewer_s, more_s = earliest(fleet, tokens, ahead), earliest(fleet, tokens, ahead + more)
+    assert fewer_s is not None
+    assert more_s is not None
+    assert fewer_s <= more_s
+    assert np.isfinite(more_s)
+
+
+async def test_a_request_that_cannot_meet_its_deadline_is_refused_at_once(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        entry = d.router.fleet.get("p0")
+        assert entry is not None
+        hurried = ask_for(PROMPT, timeout_ms=3000)
+        assert_whole(await d.client.ask(hurried), PROMPT)  # only default rates: it is tried
+        d.router.fleet.report(entry, ReportedLoad(prefill_tokens_per_s=0.1))
+        error = await refusal(d.client, hurried)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error_reason(error) == "OVERLOADED"
+        assert "deadline" in (error.details() or "")
+        assert d.worker("d0").num_reserves == 1
+        d.router.fleet.report(entry, ReportedLoad(prefill_tokens_per_s=1e5))
+        assert_whole(await d.client.ask(hurried), PROMPT)
+        await d.check_empty()

@@ -1,0 +1,69 @@
+"""What a request tells of its own timing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton.v1 import router_pb2
+from router.output import Finished, FinishReason
+from router.request_output import RequestOutput
+from router.router import Router
+from router.run_parts import Arrival
+from router.text import TextModel
+from router.validate import RequestLimits, parse_generate
+from tests.router.deployment import QUICK, ask_for
+from tests.router.scripted_worker import MODEL
+from tests.router.test_placement import Clock
+
+
+def output_of(text_model: TextModel, clock: Clock, num_tokens: int) -> RequestOutput:
+    router = Router(QUICK, "127.0.0.1:1", MODEL, text_model, clock=clock, rng=random.Random(0))
+    request: router_pb2.GenerateRequest = ask_for("prompt", num_tokens)
+    parsed = parse_generate(request, text_model, RequestLimits(512, (MODEL,)))
+    arrival = Arrival("id", parsed, b"", "", clock(), 0.0)
+    return RequestOutput(arrival, router._parts)
+
+
+def finish(output: RequestOutput) -> Finished:
+    output.finish()
+    assert isinstance(output.log.end, Finished)
+    return output.log.end
+
+
+async def test_tokens_that_come_together_share_the_gap_before_them(text_model: TextModel) -> None:
+    clock = Clock()
+    output = output_of(text_model, clock, 14)
+    clock.now_s += 0.5
+    output.emit([97], [], None)
+    clock.now_s += 0.1
+    output.emit([97], [], None)
+    for _ in range(3):  # four tokens every 0.2 s: 0.05 s each
+        clock.now_s += 0.2
+        output.emit([97] * 4, [], None)
+    end = finish(output)
+    assert end.reason is FinishReason.LENGTH
+    assert end.timings.ttft_s == pytest.approx(0.5)
+    assert end.timings.second_token_s == pytest.approx(0.1)
+    assert end.timings.itl_s == pytest.approx(0.05)
+
+
+async def test_tokens_that_were_there_before_have_no_gaps(text_model: TextModel) -> None:
+    clock = Clock()
+    output = output_of(text_model, clock, 23)
+    output.emit([97] * 20, [], None)  # a request found running at its decode worker
+    for _ in range(3):
+        clock.now_s += 0.03
+        output.emit([97], [], None)
+    assert finish(output).timings.itl_s == pytest.approx(0.03)
+
+
+async def test_one_token_has_no_gap_at_all(text_model: TextModel) -> None:
+    clock = Clock()
+    output = output_of(text_model, clock, 1)
+    clock.now_s += 0.25
+    output.emit([97], [], None)
+    timings = finish(output).timings
+    assert (timings.itl_s, timings.second_token_s) == (0.0, 0.0)
+    assert timings.ttft_s == pytest.approx(0.25)
