@@ -1,0 +1,279 @@
+"""A whole cluster under Ray, an oracle for what it says, and eyes on every worker's books."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import pytest
+
+from baton.client import AsyncClient, Client
+from baton.config import ClusterConfig, parse_config
+from baton.control_client import ControlClient
+from baton.errors import BatonError
+from baton.events import Event, Finished, Routed, Tokens
+from baton.process_tree import descendants, wait_until_gone
+from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
+from cluster.local import RunningCluster, up
+from engine.build import build_engine, build_runner, load_model_spec, region_layout
+from engine.local_memory import LocalKvMemory, LocalSink
+from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
+from tests.engine import checkpoints
+from tests.router.deployment import byte_model
+
+LIVE = control_pb2.WORKER_STATE_LIVE
+PROMPT = [5 + number % 200 for number in range(480)]
+"""Token ids that every model here knows."""
+
+Fleet = control_pb2.WatchFleetResponse
+Books = worker_pb2.CheckIntegrityResponse
+
+_ENGINE = {"block_size": 8, "num_blocks": 512, "num_regions": 2, "max_num_batched_tokens": 64}
+_FAKE = {"vocab_size": 257, "window": 20, "prefill_token_s": 0.0003, "decode_step_s": 0.005}
+
+
+def describe(model: Path, engine: dict[str, Any], replicas: int = 2) -> ClusterConfig:
+    return parse_config(
+        {
+            "model": str(model),
+            "pools": {
+                "prefill": {"role": "prefill", "replicas": replicas},
+                "decode": {"role": "decode", "replicas": replicas},
+            },
+            "engine": _ENGINE | engine,
+            "router": {"port": 0, "local_prefill": "never"},
+            "control": {"port": 0},
+        }
+    )
+
+
+def fake_cluster(folder: Path, replicas: int = 2) -> ClusterConfig:
+    byte_model(folder)
+    return describe(folder, {"backend": "fake", "fake": _FAKE}, replicas)
+
+
+def torch_cluster(folder: Path) -> ClusterConfig:
+    """The shipped model in fp32, or random weights where it has not been trained."""
+    demo = Path(__file__).resolve().parents[2] / "models" / "demo"
+    if not list(demo.glob("*.safetensors")):
+        checkpoints.save("llama", folder)
+        demo = folder
+    return describe(demo, {"dtype": "float32", "num_threads": 1})
+
+
+@dataclass
+class Site:
+    """A running 2 + 2 cluster and what its requests must say."""
+
+    cluster: RunningCluster
+    config: ClusterConfig
+
+    def expected(
+        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], **sampling: Any
+    ) -> list[list[int]]:
+        """What one engine in this process, with fresh memory, says to each prompt."""
+        asked = {"temperature": 0.0, "ignore_eos": True} | sampling
+        specs = [
+            RequestSpec(
+                RequestId(str(number)),
+                np.array(prompt, np.uint32),
+                len(prompt),
+                SamplingParams(**asked, max_tokens=count),
+            )
+            for number, (prompt, count) in enumerate(zip(prompts, max_tokens, strict=True))
+        ]
+        return engine_tokens(self.config, specs)
+
+    def expect(self, prompt: list[int], max_tokens: int, **sampling: Any) -> list[int]:
+        return self.expected([prompt], [max_tokens], **sampling)[0]
+
+    # --- the fleet ------------------------------------------------------------------------------
+
+    def wait_for(self, happened: Callable[[Fleet], object], timeout_s: float = 60) -> Fleet:
+        """Watch the registry, through its absences, until it shows what is waited for."""
+        give_up_at = time.monotonic() + timeout_s
+        seen = None
+        while time.monotonic() < give_up_at:
+            try:
+                with ControlClient(self.cluster.control_address) as control:
+                    for seen in control.watch_fleet(5.0):
+                        if happened(seen):
+                            return seen
+            except BatonError:
+                time.sleep(0.1)
+        raise AssertionError(f"it did not happen; last seen: {seen}")
+
+    def all_live(self) -> Fleet:
+        return self.wait_for(all_live)
+
+    def wait_for_recreated(self, before: Fleet, worker_id: str) -> Fleet:
+        """Until all is live and this worker is another incarnation."""
+        old = live_workers(before)[worker_id].ref.incarnation
+
+        def recreated(seen: Fleet) -> bool:
+            return all_live(seen) and live_workers(seen)[worker_id].ref.incarnation != old
+
+        return self.wait_for(recreated)
+
+    # --- books ----------------------------------------------------------------------------------
+
+    def books(self, fleet: Fleet | None = None) -> dict[str, Books]:
+        """What every live worker says of itself now."""
+        seen = fleet or self.all_live()
+        return {name: books_of(worker.address) for name, worker in live_workers(seen).items()}
+
+    def all_sound(self, timeout_s: float = 20) -> dict[str, Books]:
+        """Wait until no worker holds anything: fences and acks take a message each way."""
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            books = self.books()
+            for worker_id, found in books.items():
+                assert not found.problems, (worker_id, list(found.problems))
+            if all(map(holds_nothing, books.values())):
+                return books
+            assert time.monotonic() < give_up_at, f"something is still held: {books}"
+            time.sleep(0.05)
+
+
+def engine_tokens(config: ClusterConfig, specs: list[RequestSpec]) -> list[list[int]]:
+    """One engine alone, in no time: the fake one's speed is not part of what it says."""
+    fake = dataclasses.replace(config.engine.fake, prefill_token_s=0.0, decode_step_s=0.0)
+    engine_config = dataclasses.replace(config.engine, fake=fake)
+    model = load_model_spec(config.model, engine_config)
+    memory = LocalKvMemory.of(region_layout(model, engine_config, 0, 1), engine_config.num_regions)
+    sink = LocalSink()
+    runner = build_runner(config.model, engine_config, model, memory, sink, None)
+    engine = build_engine(engine_config, runner, sink)
+    for spec in specs:
+        engine.add(spec)
+    found: list[list[int]] = [[] for _ in specs]
+    while engine.has_work():
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                found[int(event.request_id)].append(event.token.token_id)
+    engine.check_integrity()
+    engine.close()
+    return found
+
+
+def all_live(fleet: Fleet) -> bool:
+    return len(fleet.pools) == 2 and all(
+        pool.live_replicas == pool.desired_replicas for pool in fleet.pools
+    )
+
+
+def live_workers(fleet: Fleet) -> dict[str, control_pb2.WorkerInfo]:
+    return {w.info.ref.worker_id: w.info for w in fleet.workers if w.state == LIVE}
+
+
+def pid_of(fleet: Fleet, worker_id: str) -> int:
+    pid: int = live_workers(fleet)[worker_id].ref.ranks[0].process.pid
+    return pid
+
+
+def kill(fleet: Fleet, worker_id: str) -> None:
+    os.kill(pid_of(fleet, worker_id), signal.SIGKILL)
+
+
+def books_of(address: str) -> Books:
+    with grpc.insecure_channel(address) as channel:
+        # The generated types know grpc.aio only.
+        stub: Any = worker_pb2_grpc.WorkerServiceStub(cast(Any, channel))
+        books: Books = stub.CheckIntegrity(worker_pb2.CheckIntegrityRequest(), timeout=10)
+        return books
+
+
+def holds_nothing(books: Books) -> bool:
+    held = books.num_waiting + books.num_running + books.num_reserved + books.num_exporting
+    held += books.num_open_leases + books.num_open_handoffs
+    return held + books.num_blocks_in_use + books.num_quarantined_blocks == 0
+
+
+# --- requests -----------------------------------------------------------------------------------
+
+
+class Answer:
+    """A request's events, checked as they come: no index twice, none missing."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.routed: list[Routed] = []
+        self.finished: Finished | None = None
+
+    def take(self, event: Event) -> None:
+        assert self.finished is None, f"{event} after the end"
+        if isinstance(event, Routed):
+            self.routed.append(event)
+        elif isinstance(event, Tokens):
+            assert not event.ids or event.index == len(self.ids), "a token twice, or one missing"
+            self.ids += event.ids
+        elif isinstance(event, Finished):
+            self.finished = event
+
+
+def run(
+    address: str,
+    prompt: list[int],
+    max_tokens: int,
+    on_token: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> Answer:
+    """One request to its end, reconnecting to the router for as long as it takes to come back."""
+    answer = Answer()
+    with Client(address, reconnect_within_s=30) as client:
+        asked = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0.0} | options
+        for event in client.generate(token_ids=prompt, **asked):
+            answer.take(event)
+            if isinstance(event, Tokens):
+                on_token()
+    assert answer.finished is not None, "the stream ended without Finished"
+    return answer
+
+
+async def start(
+    client: AsyncClient, prompt: list[int], max_tokens: int, leave_after: int | None = None
+) -> Answer:
+    """One greedy request; with `leave_after` it is given up after so many events."""
+    answer = Answer()
+    events: AsyncIterator[Event] = client.generate(
+        token_ids=prompt, max_tokens=max_tokens, ignore_eos=True, temperature=0.0
+    )
+    async with contextlib.aclosing(cast(Any, events)):
+        num_events = 0
+        async for event in events:
+            answer.take(event)
+            num_events += 1
+            if num_events == leave_after:
+                break
+    return answer
+
+
+@contextlib.contextmanager
+def running_site(config: ClusterConfig, run_dir: Path) -> Iterator[Site]:
+    """Up, and afterwards not one of its processes is left."""
+    before = descendants()
+    with up(config, run_dir=run_dir) as cluster:
+        processes = descendants() - before
+        yield Site(cluster, config)
+        processes |= descendants() - before
+    assert wait_until_gone(processes, 0.0) == set()
+
+
+BACKENDS = ["fake", pytest.param("torch", marks=pytest.mark.full)]
+
+
+def site_of(
+    backend: str, folders: pytest.TempPathFactory
+) -> contextlib.AbstractContextManager[Site]:
+    model = folders.mktemp("model")
+    config = fake_cluster(model) if backend == "fake" else torch_cluster(model)
+    return running_site(config, folders.mktemp("run"))
