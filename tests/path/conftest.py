@@ -10,4 +10,4 @@ import transformers
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-    transformers.logging.disable_progress_bar()
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

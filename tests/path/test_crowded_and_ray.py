@@ -13,11 +13,11 @@ from baton.client import AsyncClient
 from baton.config import parse_config
 from baton.control_client import ControlClient
 from baton.process_tree import descendants, wait_until_gone
-from baton.v1 import control_pb2
+from baton.v1 import control_pb2, worker_pb2
 from cluster.local import RunningCluster, up
 from tests.engine import checkpoints
 from tests.engine.driving import random_prompt
-from tests.path.whole_path import Shape, ask, is_idle, whole_path
+from tests.path.whole_path import Shape, ask, whole_path
 
 
 async def test_more_requests_than_blocks_wait_or_are_preempted_and_keep_their_tokens(
@@ -60,9 +60,14 @@ def until_idle(control_address: str) -> None:
     seen = control_pb2.WatchFleetResponse()
     with ControlClient(control_address) as control:
         for seen in control.watch_fleet(20.0):
-            if seen.workers and all(is_idle(worker.load) for worker in seen.workers):
+            if seen.workers and all(_is_idle(worker.load) for worker in seen.workers):
                 return
     raise AssertionError(f"something is still held: {seen}")
+
+
+def _is_idle(load: worker_pb2.WorkerLoad) -> bool:
+    held = load.num_running + load.num_waiting + load.num_reserved + load.num_quarantined_blocks
+    return held == 0 and load.num_free_blocks == load.num_blocks > 0
 
 
 @pytest.mark.full

@@ -97,8 +97,13 @@ async def check_conversation(path: WholePath, length: int) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(Shape("qwen2", chunk=64, decode_chunk=16), id="qwen2-mixed-windows"),
-        pytest.param(Shape("qwen3-moe", chunk=512, block_size=8), id="qwen3-moe"),
+        pytest.param(
+            Shape("qwen2", chunk=64, decode_chunk=16, checksum="always"), id="qwen2-mixed-windows"
+        ),
+        pytest.param(
+            Shape("qwen3-moe", prefill_tp=2, decode_tp=1, chunk=512, block_size=8),
+            id="qwen3-moe-tp-2-to-1",
+        ),
         pytest.param(
             Shape("mistral", prefill_tp=1, decode_tp=2, chunk=16, decode_chunk=64),
             id="mistral-tp-1-to-2",
@@ -128,7 +133,13 @@ async def test_every_family_chunk_and_width_gives_the_tokens_of_transformers(
 ) -> None:
     # The block size goes round, so that each meets each family, chunk and width.
     number = list(checkpoints.FAMILIES).index(family) + sum(widths) + chunk // 64
-    shape = Shape(family, *widths, chunk=chunk, block_size=(8, 16, 32)[number % 3])
+    shape = Shape(
+        family,
+        *widths,
+        chunk=chunk,
+        block_size=(8, 16, 32)[number % 3],
+        checksum=("off", "sampled", "always")[number // 3 % 3],
+    )
     async with whole_path(shape, tmp_path) as path:
         await check_tokens(path, ALL_LENGTHS)
         await check_conversation(path, 75)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = random_prompt(83, checkpoints.VOCAB, 5)
 CONTEXT = 2048
 # As float32, which is what the wire carries.
-SAMPLED = {
+SAMPLED: dict[str, Any] = {
     "temperature": float(np.float32(0.8)),
     "top_p": float(np.float32(0.9)),
     "repetition_penalty": float(np.float32(1.15)),
@@ -91,7 +91,7 @@ def assert_close(found: Sequence[Logprobs], expected: Sequence[Logprobs]) -> Non
 
 async def test_a_seed_gives_the_same_tokens_on_any_workers_in_any_company(path: WholePath) -> None:
     expected = alone(path, seed=7, logprobs=3, **SAMPLED)
-    asked = {"seed": 7, "logprobs": 3, **SAMPLED}
+    asked: dict[str, Any] = {"seed": 7, "logprobs": 3, **SAMPLED}
     answers = [
         await ask(router, PROMPT, cache_salt=salt, **asked)
         for salt, router in (
@@ -141,7 +141,7 @@ async def test_the_seed_a_router_draws_is_told_and_repeats_the_answer_anywhere(
 async def test_filters_choose_the_same_tokens_on_any_workers(
     path: WholePath, filters: dict[str, float]
 ) -> None:
-    asked = {
+    asked: dict[str, Any] = {
         name: float(np.float32(value)) if isinstance(value, float) else value
         for name, value in ({"temperature": 1.0} | filters).items()
     }

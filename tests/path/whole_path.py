@@ -45,6 +45,7 @@ class Shape:
     block_size: int = 16
     replicas: int = 1
     decode_blocks: int = 1024
+    checksum: str = "off"
     overrides: tuple[tuple[str, Any], ...] = ()
     eos: int | None = None
 
@@ -82,7 +83,7 @@ class Shape:
                 },
             },
             "engine": self.engine(),
-            "transfer": {"checksum": "always"},
+            "transfer": {"checksum": self.checksum},
             "router": {"local_prefill": local_prefill, "port": 0},
             "control": {"port": 0},
         }
@@ -180,30 +181,33 @@ class WholePath:
         spec = load_model_spec(str(self.folder), EngineConfig(**self.shape.engine()))
         return [group.window for group in spec.layout.groups if group.window is not None]
 
-    async def loads(self) -> dict[str, worker_pb2.WorkerLoad]:
-        """What each worker says of itself now."""
+    async def books(self) -> dict[str, worker_pb2.CheckIntegrityResponse]:
+        """What each worker holds now; none of its parts may disagree with another."""
         found = {}
         for worker_id in self.fleet.processes:
             async with grpc.aio.insecure_channel(self.fleet.address(worker_id)) as channel:
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
-                found[worker_id] = (await stub.Load(worker_pb2.LoadRequest(), timeout=10)).load
+                request = worker_pb2.CheckIntegrityRequest()
+                found[worker_id] = await stub.CheckIntegrity(request, timeout=10)
+            assert not found[worker_id].problems, (worker_id, found[worker_id])
         return found
 
     async def until_idle(self) -> None:
         """Wait until no worker holds anything for a request: fences and acks take a moment."""
-        loads: dict[str, worker_pb2.WorkerLoad] = {}
+        books: dict[str, worker_pb2.CheckIntegrityResponse] = {}
         try:
             async with asyncio.timeout(_IDLE_S):
-                while not loads or not all(map(is_idle, loads.values())):
-                    loads = await self.loads()
+                while not books or any(map(_holds_anything, books.values())):
+                    books = await self.books()
         except TimeoutError:
-            raise AssertionError(f"something is still held: {loads}") from None
+            raise AssertionError(f"something is still held: {books}") from None
 
 
-def is_idle(load: worker_pb2.WorkerLoad) -> bool:
+def _holds_anything(book: worker_pb2.CheckIntegrityResponse) -> bool:
     """Cached blocks that nobody uses are free."""
-    held = load.num_running + load.num_waiting + load.num_reserved + load.num_quarantined_blocks
-    return held == 0 and load.num_free_blocks == load.num_blocks > 0
+    requests = book.num_waiting + book.num_running + book.num_reserved + book.num_exporting
+    moves = book.num_open_leases + book.num_open_handoffs
+    return bool(requests + moves + book.num_blocks_in_use + book.num_quarantined_blocks)
 
 
 @contextlib.asynccontextmanager
