@@ -68,7 +68,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         clock = LoopClock(loop)
         self._config = config
-        self._rank = rank
+        self.rank = rank
         self._loop = loop
         fingerprint = rank.model.kv_fingerprint
         engine = build_engine(config.engine, rank.runner, rank.transfer)
@@ -169,7 +169,7 @@ class Worker:
     @contextlib.asynccontextmanager
     async def _server(self) -> AsyncIterator[None]:
         server = grpc.aio.server(options=_SERVER_OPTIONS)
-        fingerprint = self._rank.model.kv_fingerprint
+        fingerprint = self.rank.model.kv_fingerprint
         if self.prefill is not None:
             worker_pb2_grpc.add_PrefillServiceServicer_to_server(
                 PrefillService(self.prefill, fingerprint, read_spec), server
@@ -178,7 +178,7 @@ class Worker:
             worker_pb2_grpc.add_DecodeServiceServicer_to_server(
                 DecodeService(self.decode, read_spec), server
             )
-        incarnation = self._rank.identity.incarnation
+        incarnation = self.rank.identity.incarnation
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(
             WorkerService(incarnation, self.feed, self._load_now, self.drain, self.integrity),
             server,
@@ -245,17 +245,17 @@ class Worker:
     # --- what others are told -------------------------------------------------------------------
 
     def info(self) -> control_pb2.WorkerInfo:
-        model, config = self._rank.model, self._config
+        model, config = self.rank.model, self._config
         return control_pb2.WorkerInfo(
-            ref=self._rank.identity.to_proto(),
+            ref=self.rank.identity.to_proto(),
             pool=config.pool,
             role=ROLES[config.role],
             address=self.address,
             model=config.model_name,
             kv_fingerprint=model.kv_fingerprint,
-            tp_size=self._rank.identity.tp_size,
+            tp_size=self.rank.identity.tp_size,
             block_size=model.layout.block_size,
-            num_blocks=self._rank.runner.num_blocks,
+            num_blocks=self.rank.runner.num_blocks,
             max_model_len=model.max_model_len,
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,

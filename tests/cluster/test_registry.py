@@ -183,3 +183,25 @@ def test_the_version_rises_exactly_when_a_state_or_the_membership_changes(steps:
 
 def drain(registry: Registry) -> None:
     registry.ask_drain("decode-0")
+
+
+def test_failed_starts_are_counted_in_a_row_and_forgiven_once_the_worker_is_live() -> None:
+    registry, _ = make()
+    assert registry.failed("decode", "decode-0", "no such model", served=False) == 1
+    assert registry.failed("decode", "decode-1", "killed", served=True) == 0
+    assert registry.failed("decode", "decode-0", "still none", served=False) == 2
+    (pool,) = registry.snapshot().pools
+    assert (pool.last_error, pool.num_failed_starts) == ("still none", 2)
+    registry.register(registration())
+    beat(registry)
+    (pool,) = registry.snapshot().pools
+    assert (pool.last_error, pool.num_failed_starts) == ("killed", 0)
+    registry.forgive("decode-1")
+    assert registry.snapshot().pools[0].last_error == ""
+
+
+def test_a_failure_after_service_begins_the_count_of_failed_starts_anew() -> None:
+    registry, _ = make()
+    registry.failed("decode", "decode-0", "bad luck", served=False)
+    registry.failed("decode", "decode-0", "killed", served=True)
+    assert registry.failed("decode", "decode-0", "bad luck again", served=False) == 1

@@ -144,29 +144,24 @@ def test_a_decode_worker_killed_mid_stream_costs_no_token_and_is_recreated(site:
     site.all_sound()
 
 
-def frozen_mid_push(site: Site, fleet: Fleet, worker_id: str) -> int:
-    """Stop a prefill worker in the middle of a push; how many leases wait for it.
+def freeze_mid_push(site: Site, fleet: Fleet, worker_id: str, num_steps_before: int) -> None:
+    """Stop a prefill worker in the middle of pushing, proved by leases that wait for it.
 
-    What is stopped can finish nothing: a lease that is open now was promised to a writer that
-    owes it the rest.
+    It has stepped since the requests came, so it has pushed, and owes several handoffs the rest: a
+    few milliseconds later, when it is stopped, it still does, and then it can finish nothing.
     """
-    worker, pid = live_workers(fleet)[worker_id], pid_of(fleet, worker_id)
-    decodes = [w for name, w in live_workers(fleet).items() if name.startswith("decode")]
+    workers = live_workers(fleet)
     give_up_at = time.monotonic() + 20
     while time.monotonic() < give_up_at:
-        before = books_of(worker.address)
-        if before.num_open_handoffs and before.num_exporting + before.num_running:
-            os.kill(pid, signal.SIGSTOP)
-            others = [w for n, w in live_workers(fleet).items() if n.startswith("prefill")]
-            held = sum(
-                books_of(w.address).num_open_handoffs
-                for w in others
-                if w.ref.worker_id != worker_id
-            )
-            leases = sum(books_of(w.address).num_open_leases for w in decodes) - held
-            if leases > 0:
-                return leases
-            os.kill(pid, signal.SIGCONT)
+        seen = books_of(workers[worker_id].address)
+        if seen.num_open_handoffs < 3 or seen.num_steps <= num_steps_before:
+            continue
+        os.kill(pid_of(fleet, worker_id), signal.SIGSTOP)
+        books = {n: books_of(w.address) for n, w in workers.items() if n != worker_id}
+        leases = sum(found.num_open_leases for found in books.values())
+        if leases > sum(found.num_open_handoffs for found in books.values()):
+            return
+        os.kill(pid_of(fleet, worker_id), signal.SIGCONT)
     raise AssertionError(f"{worker_id} was never seen in a push")
 
 
@@ -174,10 +169,11 @@ def test_a_prefill_worker_killed_in_a_push_leaves_nothing_behind_and_costs_no_to
     site: Site,
 ) -> None:
     before = site.all_live()
+    num_steps = site.books(before)["prefill-1"].num_steps
     prompts = [[n + 3, *PROMPT[n : n + 400]] for n in range(24)]  # no two share a prefix
     with ThreadPoolExecutor(24) as threads:
         running = [threads.submit(run, site.cluster.router_address, p, 20) for p in prompts]
-        assert frozen_mid_push(site, before, "prefill-1") > 0
+        freeze_mid_push(site, before, "prefill-1", num_steps)
         kill(before, "prefill-1")
         answers: list[Answer] = [request.result(90) for request in running]
     for prompt, answer in zip(prompts, answers, strict=True):

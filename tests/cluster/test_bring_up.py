@@ -1,0 +1,137 @@
+"""A cluster that cannot start says why, soon; one whose `baton up` is killed leaves nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from baton.config import ClusterConfig
+from baton.errors import UnavailableError
+from baton.process_tree import descendants, still_alive, wait_until_gone
+from cluster.local import up
+from cluster.reaper import watched_over
+from tests.cluster.whole_cluster import fake_cluster
+from tests.engine import checkpoints
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+
+def too_small(folder: Path) -> ClusterConfig:
+    config = fake_cluster(folder, replicas=1)
+    return dataclasses.replace(
+        config, engine=dataclasses.replace(config.engine, num_blocks=None, kv_memory_bytes=1)
+    )
+
+
+def broken_weights(folder: Path) -> ClusterConfig:
+    checkpoints.save("llama", folder)
+    (folder / "model.safetensors").write_bytes(b"not safetensors")
+    config = fake_cluster(folder, replicas=1)
+    return dataclasses.replace(
+        config,
+        engine=dataclasses.replace(config.engine, backend="torch", dtype="float32"),
+    )
+
+
+def no_transport(folder: Path) -> ClusterConfig:
+    config = fake_cluster(folder, replicas=1)
+    return dataclasses.replace(
+        config, transfer=dataclasses.replace(config.transfer, ucx_library="libnowhere.so.9")
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [
+        (too_small, "ValueError: kv_memory_bytes=1 holds no 2 blocks of KV"),
+        pytest.param(broken_weights, "model.safetensors", marks=pytest.mark.full),
+        pytest.param(no_transport, "libnowhere", marks=pytest.mark.full),
+    ],
+)
+def test_a_cluster_whose_workers_cannot_start_fails_soon_with_their_own_words(
+    tmp_path: Path, make: type, cause: str
+) -> None:
+    (model := tmp_path / "model").mkdir()
+    (run_dir := tmp_path / "run").mkdir()
+    config, before, began_at = make(model), descendants(), time.monotonic()
+    with pytest.raises(UnavailableError) as failure:
+        up(config, run_dir=run_dir)
+    assert cause in failure.value.message
+    named = re.search(
+        r"the (prefill|decode) pool does not start: \1-0: .*log: (.*)\)", str(failure.value)
+    )
+    assert named is not None, failure.value
+    assert cause in Path(named[2]).read_text()
+    assert time.monotonic() - began_at < 90  # 8 s alone on a machine
+    assert wait_until_gone(descendants() - before, 5.0) == set()
+
+
+def test_kill_9_of_baton_up_leaves_no_process_behind(tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    file = tmp_path / "cluster.yaml"
+    file.write_text(fake_cluster(model, replicas=1).to_yaml())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "baton.cli", "up", "-f", str(file)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert any("is served at" in line for line in process.stdout)
+        processes = descendants(process.pid)
+        assert len(processes) >= 8
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert wait_until_gone(processes, 30.0) == set()
+
+
+def test_the_reaper_ends_what_a_killed_process_leaves_even_if_it_does_not_listen(
+    tmp_path: Path,
+) -> None:
+    told = tmp_path / "pids"
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "print('deaf', flush=True); time.sleep(100)"
+    )
+    script = f"""
+import json, os, pathlib, subprocess, sys, time
+from cluster.reaper import watched_over
+with watched_over():
+    child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], stdout=subprocess.PIPE,
+                             start_new_session=True)
+    child.stdout.readline()
+    pathlib.Path({str(told)!r} + ".new").write_text(json.dumps(child.pid))
+    os.rename({str(told)!r} + ".new", {str(told)!r})
+    time.sleep(100)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script])
+    while not told.exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    left = descendants(process.pid)
+    assert json.loads(told.read_text()) in {found.pid for found in left}
+    assert len(left) == 2  # the reaper too
+    process.kill()
+    process.wait()
+    assert wait_until_gone(left, 30.0) == set()
+
+
+def test_the_reaper_leaves_alone_what_outlives_a_cluster_that_ended_in_good_order() -> None:
+    before = descendants()
+    with watched_over():
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+        assert len(descendants() - before) == 2
+    try:
+        assert {found.pid for found in still_alive(descendants() - before)} == {child.pid}
+    finally:
+        child.kill()
+        child.wait()

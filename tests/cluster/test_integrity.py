@@ -1,0 +1,146 @@
+"""CheckIntegrity over gRPC, and a rank whose transfer thread dies."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from cluster.loop_door import LoopDoor
+from cluster.registry import Role
+from cluster.worker import Worker
+from cluster.worker_config import RankPlace, WorkerConfig
+from cluster.worker_process import serve_worker
+from kv_transfer.config import TransferConfig
+from kv_transfer.transport import FlushResult, make_transport
+
+
+async def books_of(worker: Worker) -> worker_pb2.CheckIntegrityResponse:
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        return await stub.CheckIntegrity(worker_pb2.CheckIntegrityRequest(), timeout=10)
+
+
+async def test_books_show_what_a_handoff_holds_on_either_side_and_nothing_after_it(
+    pair: Any, kit: Any
+) -> None:
+    spec = kit.make_spec("held")
+    lease = await pair.router.reserve(spec, pair.writer)
+    books = await books_of(pair.decode)
+    assert (books.num_reserved, books.num_open_leases) == (1, 1)
+    assert books.num_blocks_in_use > 0
+    assert not books.problems
+    await pair.router.hand_off(spec, lease)
+    heard = pair.link.of("held")
+    await pair.link.until(lambda: heard.finished)
+    await kit.nothing_held(pair.prefill, pair.decode)
+    for worker in (pair.prefill, pair.decode):
+        books = await books_of(worker)
+        assert not books.problems
+        assert books.num_blocks_in_use == books.num_open_leases == books.num_open_handoffs == 0
+    assert (await books_of(pair.prefill)).num_first_tokens == 1
+    assert (await books_of(pair.decode)).num_later_tokens == len(heard.in_order()) - 1
+    assert (await books_of(pair.decode)).num_first_tokens == 0
+
+
+async def test_a_part_whose_books_do_not_agree_is_named(pair: Any) -> None:
+    role = pair.decode.decode
+    role._current["ghost"] = None  # a request that nobody runs
+    (problem,) = (await books_of(pair.decode)).problems
+    assert problem.startswith("decode: ")
+    del role._current["ghost"]
+    assert not (await books_of(pair.decode)).problems
+
+
+@pytest.fixture
+def fatal() -> tuple[threading.Event, list[BaseException]]:
+    return threading.Event(), []
+
+
+@pytest.mark.parametrize("kind", ["ucx", "memory"])
+@pytest.mark.parametrize("where", ["message", "flush"])
+def test_a_transfer_thread_that_fails_tells_why(
+    kind: str, where: str, fatal: tuple[threading.Event, list[BaseException]]
+) -> None:
+    told, errors = fatal
+
+    def fails(*_: object) -> None:
+        raise ArithmeticError("a fault in a callback")
+
+    def on_fatal(error: BaseException) -> None:
+        errors.append(error)
+        told.set()
+
+    transport = make_transport(TransferConfig(transport=kind))
+    transport.on_fatal = on_fatal
+    transport.allocate(1, 1 << 16, 1)
+    transport.start(fails, lambda address: None)
+    itself = transport.connect(transport.address)
+    if where == "message":
+        transport.send(itself, b"hello")
+    else:
+        transport.flush(itself, fails)
+    assert told.wait(10)
+    assert [str(error) for error in errors] == ["a fault in a callback"]
+    transport.close()
+
+
+async def test_a_worker_whose_transfer_thread_fails_is_told_to_end_its_process(kit: Any) -> None:
+    config = WorkerConfig(
+        worker_id="prefill-0",
+        pool="prefill",
+        role=Role.PREFILL,
+        model_name="fake",
+        model_path="",
+        engine=kit.engine,
+        transfer=TransferConfig(transport="memory"),
+        tp_size=1,
+        control_address="127.0.0.1:1",
+    )
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[BaseException] = loop.create_future()
+    ready: asyncio.Future[Worker] = loop.create_future()
+
+    def on_fatal(error: BaseException) -> None:
+        loop.call_soon_threadsafe(ended.set_result, error)
+
+    def broken(result: FlushResult) -> None:
+        raise ArithmeticError(f"{result} came at the wrong moment")
+
+    serving = asyncio.create_task(serve_worker(config, RankPlace(), ready.set_result, on_fatal))
+    worker = await asyncio.wait_for(ready, 10)
+    transport = worker.rank.transport
+    transport.flush(transport.connect(transport.address), broken)
+    assert isinstance(await asyncio.wait_for(ended, 10), ArithmeticError)
+    worker.stop()
+    await serving
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[LoopDoor]:
+    door = LoopDoor()
+    with door.open():
+        yield door
+
+
+async def test_a_door_passes_calls_on_to_its_loop_from_any_thread(door: LoopDoor) -> None:
+    came = asyncio.Event()
+    assert await asyncio.to_thread(door.call, came.set)
+    await asyncio.wait_for(came.wait(), 5)
+
+
+def test_a_door_drops_calls_before_its_loop_runs_and_after_it_has_closed() -> None:
+    door = LoopDoor()
+
+    async def life() -> None:
+        with door.open():
+            assert door.call(lambda: None)
+
+    assert not door.call(lambda: None)
+    asyncio.run(life())
+    assert not door.call(lambda: None)
