@@ -30,7 +30,7 @@ from baton.config import ClusterConfig
 from baton.errors import BatonError, UnavailableError
 from baton.process_tree import Process, descendants, wait_until_gone
 from baton.v1 import control_pb2, control_pb2_grpc
-from cluster.reaper import watched_over
+from cluster.reaper import inherited, watched_over
 from cluster.router_process import RouterProcess
 
 log = logging.getLogger(__name__)
@@ -104,17 +104,17 @@ def up(
         if run_dir is None:
             run_dir = Path(tempfile.mkdtemp(prefix="baton-"))
             stack.push(partial(_clear_away, run_dir))
-        stack.enter_context(watched_over())
+        mark = stack.enter_context(watched_over())
         config_path = run_dir / "cluster.yaml"
         config_path.write_text(config.to_yaml())
         on_progress("starting Ray")
-        _start_ray(stack)
+        _start_ray(stack, mark)
         on_progress("starting the supervisor")
         control = _start_supervisor(config, run_dir, stack)
         _wait_for_pools(control, on_progress)
         on_progress("starting the router")
         listen = f"{config.router.host}:{config.router.port}"
-        router = RouterProcess(control, config_path, listen, run_dir / "router.log")
+        router = RouterProcess(control, config_path, listen, run_dir / "router.log", mark)
         stack.callback(router.close)
         router.start(_ROUTER_TIMEOUT_S)
         return RunningCluster(router, control, stack.pop_all())
@@ -137,7 +137,7 @@ def _absolute(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
-def _start_ray(stack: contextlib.ExitStack) -> None:
+def _start_ray(stack: contextlib.ExitStack, mark: dict[str, str]) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
@@ -145,16 +145,17 @@ def _start_ray(stack: contextlib.ExitStack) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     before = descendants()
     stack.callback(_stop_ray, before)
-    ray.init(
-        address="local",
-        num_cpus=max(4, len(os.sched_getaffinity(0))),
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        logging_level=logging.ERROR,
-        namespace="baton",
-        object_store_memory=_OBJECT_STORE_BYTES,
-    )
+    with inherited(mark):
+        ray.init(
+            address="local",
+            num_cpus=max(4, len(os.sched_getaffinity(0))),
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            logging_level=logging.ERROR,
+            namespace="baton",
+            object_store_memory=_OBJECT_STORE_BYTES,
+        )
 
 
 def _stop_ray(before: set[Process]) -> None:

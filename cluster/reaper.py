@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -19,6 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 MARK_VARIABLE = "BATON_CLUSTER_MARK"
 _LEAVE_S = 3.0
 _PATIENCE_S = 30.0
@@ -26,27 +29,39 @@ _POLL_S = 0.1
 
 
 @contextlib.contextmanager
-def watched_over() -> Iterator[None]:
-    """Everything that this process starts inside ends when this process is killed."""
+def watched_over() -> Iterator[dict[str, str]]:
+    """Yields the environment variable to start processes with that must not outlive this one.
+
+    Nor the block: what is left at its end is ended too.
+    """
     mark = f"{os.getpid()}-{secrets.token_hex(8)}"
     reaper = subprocess.Popen(
         [sys.executable, "-m", "cluster.reaper", mark],
         stdin=subprocess.PIPE,
         start_new_session=True,  # ctrl-C is for the cluster to handle, in its order
     )
-    former = os.environ.get(MARK_VARIABLE)
-    os.environ[MARK_VARIABLE] = mark
+    assert reaper.stdin is not None
+    try:
+        yield {MARK_VARIABLE: mark}
+    finally:
+        reaper.stdin.close()
+        if reaper.wait() != 0:
+            log.error("processes of the cluster are left that cannot be ended")
+
+
+@contextlib.contextmanager
+def inherited(variables: dict[str, str]) -> Iterator[None]:
+    """For what takes its environment from this process: set the variables inside."""
+    former = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if former is None:
-            del os.environ[MARK_VARIABLE]
-        else:
-            os.environ[MARK_VARIABLE] = former
-        reaper.kill()  # all is over already, or was not ours to wait for
-        reaper.wait()
-        assert reaper.stdin is not None
-        reaper.stdin.close()
+        for name, value in former.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def marked(mark: str) -> set[int]:

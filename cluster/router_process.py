@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import grpc
@@ -29,15 +30,26 @@ class RouterError(UnavailableError):
 
 
 class RouterProcess:
-    """Owns `python -m router`; it keeps its port over restarts. Its output goes to `log_path`."""
+    """Owns `python -m router`; it keeps its port over restarts. Its output goes to `log_path`.
 
-    def __init__(self, control: str, config_path: Path, listen: str, log_path: Path) -> None:
+    `variables` are added to its environment.
+    """
+
+    def __init__(
+        self,
+        control: str,
+        config_path: Path,
+        listen: str,
+        log_path: Path,
+        variables: Mapping[str, str],
+    ) -> None:
         host, _, port = listen.rpartition(":")
         self.address = f"{host}:{int(port) or free_port(host)}"
         self._command = [sys.executable, "-m", "router"]
         self._command += ["--control", control, "--config", str(config_path)]
         self._command += ["--listen", self.address]
         self._log_path = log_path
+        self._environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(variables)
         self._closing = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._num_starts = 0
@@ -92,7 +104,7 @@ class RouterProcess:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # ctrl-C is for the cluster to handle, in its order
-                    env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                    env=self._environment,
                 )
                 self._num_starts += 1
                 if self._closing.is_set():

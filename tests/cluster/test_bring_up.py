@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ import pytest
 
 from baton.config import ClusterConfig
 from baton.errors import UnavailableError
-from baton.process_tree import descendants, still_alive, wait_until_gone
+from baton.process_tree import descendants, wait_until_gone
 from cluster.local import up
 from cluster.reaper import watched_over
 from tests.cluster.whole_cluster import fake_cluster
@@ -105,9 +107,9 @@ def test_the_reaper_ends_what_a_killed_process_leaves_even_if_it_does_not_listen
     script = f"""
 import json, os, pathlib, subprocess, sys, time
 from cluster.reaper import watched_over
-with watched_over():
+with watched_over() as mark:
     child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], stdout=subprocess.PIPE,
-                             start_new_session=True)
+                             start_new_session=True, env=os.environ | mark)
     child.stdout.readline()
     pathlib.Path({str(told)!r} + ".new").write_text(json.dumps(child.pid))
     os.rename({str(told)!r} + ".new", {str(told)!r})
@@ -125,13 +127,17 @@ with watched_over():
     assert wait_until_gone(left, 30.0) == set()
 
 
-def test_the_reaper_leaves_alone_what_outlives_a_cluster_that_ended_in_good_order() -> None:
+def test_at_the_end_the_reaper_ends_what_is_left_but_nothing_else() -> None:
     before = descendants()
-    with watched_over():
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-        assert len(descendants() - before) == 2
+    with watched_over() as mark:
+        sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
+        ours = subprocess.Popen(sleep, env=os.environ | mark)
+        other = subprocess.Popen(sleep)
+        assert len(descendants() - before) == 3
     try:
-        assert {found.pid for found in still_alive(descendants() - before)} == {child.pid}
+        assert ours.wait(10) == -signal.SIGTERM
+        assert {found.pid for found in descendants() - before} == {other.pid}
     finally:
-        child.kill()
-        child.wait()
+        for child in (ours, other):
+            child.kill()
+            child.wait()
