@@ -271,9 +271,14 @@ def engine_config(config: Path, pool: str = "prefill") -> EngineConfig:
 
 
 def engine_alone(
-    folder: Path, config: EngineConfig, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    folder: Path,
+    config: EngineConfig,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams | Sequence[SamplingParams],
 ) -> list[list[SampledToken]]:
     """What one engine in this process, with fresh memory, says to all prompts in one batch."""
+    if isinstance(sampling, SamplingParams):
+        sampling = [sampling] * len(prompts)
     spec = load_model_spec(str(folder), config)
     memory = LocalKvMemory.of(region_layout(spec, config, 0, 1), config.num_regions)
     memory.buffer[:] = 0xFF  # NaN, so that a stray read shows
@@ -282,7 +287,7 @@ def engine_alone(
     found: list[list[SampledToken]] = [[] for _ in prompts]
     for number, prompt in enumerate(prompts):
         name, token_ids = RequestId(str(number)), np.array(prompt, np.uint32)
-        engine.add(RequestSpec(name, token_ids, len(prompt), sampling))
+        engine.add(RequestSpec(name, token_ids, len(prompt), sampling[number]))
     while engine.has_work():
         for event in engine.step():
             if isinstance(event, TokenEvent):

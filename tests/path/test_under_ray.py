@@ -1,4 +1,4 @@
-"""The same tokens when there is too little room for all at once, and with Ray around it all."""
+"""The same tokens when Ray places and supervises the workers, as `baton up` starts them."""
 
 from __future__ import annotations
 
@@ -17,29 +17,7 @@ from baton.v1 import control_pb2, worker_pb2
 from cluster.local import RunningCluster, up
 from tests.engine import checkpoints
 from tests.engine.driving import random_prompt
-from tests.path.whole_path import Shape, ask, whole_path
-
-
-async def test_more_requests_than_blocks_wait_or_are_preempted_and_keep_their_tokens(
-    tmp_path: Path,
-) -> None:
-    # Twelve requests grow to 14 or 15 blocks each; 70 are there.
-    shape = Shape("qwen3-windows", decode_blocks=70)
-    async with whole_path(shape, tmp_path) as path:
-        prompts = [random_prompt(150 + n, checkpoints.VOCAB, n) for n in range(12)]
-        expected = [checkpoints.greedy(path.model, prompt, 70) for prompt in prompts]
-        for router in (path.near, path.far):
-            answers = await asyncio.gather(
-                *(
-                    ask(router, prompt, max_tokens=70, cache_salt=str(n % 3), tries=None)
-                    for n, prompt in enumerate(prompts)
-                )
-            )
-            assert [answer.ids for answer in answers] == expected
-            await path.until_idle()
-
-
-# --- with Ray -----------------------------------------------------------------------------------
+from tests.path.whole_path import Shape, ask
 
 
 @asynccontextmanager
