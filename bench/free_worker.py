@@ -1,0 +1,160 @@
+"""Workers that answer at once and compute nothing, and a registry that knows them.
+
+python -m bench.free_worker prints the addresses of the registry, a prefill and a decode worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+import uvloop
+
+from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
+from tests.router.deployment import Registry
+from tests.router.scripted_worker import BLOCK_SIZE, FINGERPRINT, MODEL
+
+STEP_S = 0.005  # a decode worker sends one message, a token for each of its requests, this often
+PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
+LETTERS = list(range(97, 123))
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass
+class Stream:
+    """One request on a decode worker."""
+
+    spec: worker_pb2.RequestSpec
+    num_sent: int = 0  # 0: not admitted yet
+
+
+class FreeWorker(
+    worker_pb2_grpc.PrefillServiceServicer,
+    worker_pb2_grpc.DecodeServiceServicer,
+    worker_pb2_grpc.WorkerServiceServicer,
+):
+    """A worker of one role that has no model."""
+
+    def __init__(self, worker_id: str, role: int, peers: dict[str, FreeWorker]) -> None:
+        self.worker_id, self.role, self.peers = worker_id, role, peers
+        self.address = ""
+        self._streams: dict[str, Stream] = {}
+        self._outbox: asyncio.Queue[worker_pb2.SessionResponse] = asyncio.Queue()
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.so_reuseport", 0),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
+            )
+        )
+        peers[worker_id] = self
+
+    async def start(self) -> None:
+        worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, self._server)
+        worker_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+
+    def info(self) -> control_pb2.FleetWorker:
+        info = control_pb2.WorkerInfo(
+            ref=common_pb2.WorkerRef(worker_id=self.worker_id, incarnation=1),
+            role=self.role,  # type: ignore[arg-type]
+            address=self.address,
+            model=MODEL,
+            kv_fingerprint=FINGERPRINT,
+            block_size=BLOCK_SIZE,
+            num_blocks=1_000_000,
+            max_model_len=512,
+            max_num_seqs=256,
+            vocab_size=257,
+            kv_bytes_per_token=1 << 10,
+        )
+        load = worker_pb2.WorkerLoad(prefill_tokens_per_s=1e6, decode_step_s=STEP_S)
+        return control_pb2.FleetWorker(info=info, state=control_pb2.WORKER_STATE_LIVE, load=load)
+
+    async def SubscribeKv(  # noqa: N802
+        self, request: worker_pb2.SubscribeKvRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.SubscribeKvResponse]:
+        yield worker_pb2.SubscribeKvResponse(incarnation=1, sequence=1, snapshot=True)
+        await asyncio.Event().wait()
+
+    async def Prefill(  # noqa: N802
+        self, request: worker_pb2.PrefillRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+        first = worker_pb2.FirstToken(id=LETTERS[0], prefill_ms=0.01)
+        yield worker_pb2.PrefillResponse(first_token=first)
+        stream = self.peers[request.lease.owner.worker_id]._streams.get(request.spec.request_id)
+        if stream is not None:
+            stream.num_sent = 1
+        yield worker_pb2.PrefillResponse(handoff_done=worker_pb2.HandoffDone(num_blocks=1))
+
+    async def Session(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        self._outbox = asyncio.Queue()
+        work = [asyncio.create_task(w) for w in (self._read(request_iterator), self._steps())]
+        try:
+            while True:
+                yield await self._outbox.get()
+        finally:
+            for task in work:
+                task.cancel()
+
+    async def _read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
+        async for request in requests:
+            if request.HasField("reserve"):
+                self._reserve(request.reserve)
+            elif request.HasField("cancel"):
+                self._streams.pop(request.cancel.request_id, None)
+
+    def _reserve(self, reserve: worker_pb2.Reserve) -> None:
+        spec = reserve.spec
+        self._streams[spec.request_id] = Stream(spec)
+        owner = common_pb2.WorkerRef(worker_id=self.worker_id, incarnation=1)
+        lease = worker_pb2.Lease(lease_id="l", owner=owner, writer=reserve.writer)
+        reserved = worker_pb2.Reserved(
+            request_id=spec.request_id, attempt=spec.attempt, lease=lease
+        )
+        self._outbox.put_nowait(worker_pb2.SessionResponse(reserved=[reserved]))
+
+    async def _steps(self) -> None:
+        while True:
+            await asyncio.sleep(STEP_S)
+            tokens = [self._next(s) for s in list(self._streams.values()) if s.num_sent]
+            if tokens:
+                self._outbox.put_nowait(worker_pb2.SessionResponse(tokens=tokens))
+
+    def _next(self, stream: Stream) -> worker_pb2.RequestTokens:
+        spec, index = stream.spec, stream.num_sent
+        stream.num_sent += 1
+        tokens = worker_pb2.RequestTokens(
+            request_id=spec.request_id,
+            attempt=spec.attempt,
+            index=index,
+            ids=[LETTERS[index % len(LETTERS)]],
+        )
+        if stream.num_sent >= spec.sampling.max_tokens:
+            tokens.finished = common_pb2.FINISH_REASON_LENGTH
+            del self._streams[spec.request_id]
+        return tokens
+
+
+async def serve_workers() -> None:
+    """A registry, two prefill and two decode workers, until the process is ended."""
+    peers: dict[str, FreeWorker] = {}
+    for name, role in (("p0", PREFILL), ("p1", PREFILL), ("d0", DECODE), ("d1", DECODE)):
+        await FreeWorker(name, role, peers).start()  # type: ignore[abstract]
+    registry = Registry()  # type: ignore[abstract]
+    registry.workers = list(peers.values())  # type: ignore[arg-type]
+    await registry.start()
+    print(registry.address, peers["p0"].address, peers["d0"].address, flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve_workers())
