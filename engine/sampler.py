@@ -7,8 +7,9 @@ Rows never influence each other: a request gets the same token alone and in any 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +23,13 @@ from engine.request import (
     TokenLogprobs,
 )
 from engine.sampling_check import check
-from engine.sampling_noise import gumbel_noise
+from engine.sampling_noise import gumbel_noise, noise_of_tokens
 
 __all__ = ["Sampler", "check"]
 
 _GREEDY_BELOW = 1e-5  # a temperature that leaves nothing to chance in float32
-_FIRST_CANDIDATES = 1024  # likeliest tokens looked at first, when a filter needs them in order
-_MORE_CANDIDATES = 16  # times as many, when those were not enough
-_CHUNK_ELEMENTS = 1 << 19  # logits whose noise is drawn at once: what stays in a core's cache
+_FEW_TOKENS = 256  # a top k up to this is looked at alone, without the rest of its row
+_CHUNK_ELEMENTS = 1 << 17  # logits whose noise is drawn at once: what stays in a core's cache
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,10 @@ def _counts(token_ids: Sequence[np.ndarray], vocab_size: int, device: torch.devi
     return counts.index_put_((rows, columns), torch.ones((), device=device), accumulate=True)
 
 
-def _column(values: list[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+def _column(
+    values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
 
 # --- choice -------------------------------------------------------------------------------------
@@ -138,75 +140,128 @@ def _column(values: list[float], device: torch.device) -> torch.Tensor:
 def _choose(logits: torch.Tensor, rows: list[_Row]) -> list[int]:
     chosen: list[int] = logits.argmax(dim=-1).tolist()
     where = [i for i, row in enumerate(rows) if not _is_greedy(row.params)]
-    if not where:
-        return chosen
     vocab_size = logits.shape[1]
     step = max(1, _CHUNK_ELEMENTS // vocab_size)
-    for start in range(0, len(where), step):
-        some = where[start : start + step]
-        for i, token in zip(some, _draw(logits[some], [rows[i] for i in some])):
+    few = [i for i in where if 0 < rows[i].params.top_k <= min(_FEW_TOKENS, vocab_size)]
+    many = sorted(set(where) - set(few))
+    for some in _parts(few, step):
+        drawn = _draw_few(_scaled(logits, rows, some), [rows[i] for i in some])
+        many += [i for i, token in zip(some, drawn) if token is None]
+        for i, token in zip(some, drawn):
+            chosen[i] = chosen[i] if token is None else token
+    for some in _parts(many, step):
+        for i, token in zip(some, _draw(_scaled(logits, rows, some), [rows[i] for i in some])):
             chosen[i] = token
     return chosen
 
 
-def _draw(logits: torch.Tensor, rows: list[_Row]) -> list[int]:
-    scaled = logits / _column([row.params.temperature for row in rows], logits.device)
-    kept = _filter(scaled, [row.params for row in rows])
-    positions = [(row.params.seed, row.index) for row in rows]
-    noise = gumbel_noise(positions, logits.shape[1], logits.device)
-    sampled: list[int] = noise.add_(kept).argmax(dim=-1).tolist()
-    return sampled
+def _parts(where: list[int], length: int) -> Iterator[list[int]]:
+    return (where[start : start + length] for start in range(0, len(where), length))
 
 
-def _filter(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Drop what top-k, top-p and min-p leave out; equally likely tokens stay or go together."""
-    where = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1 or p.min_p]
-    if not where:
-        return logits
-    part = logits[where]
-    thresholds = _thresholds(part, [params[i] for i in where], _FIRST_CANDIDATES)
-    logits = logits.clone()
-    logits[where] = part.masked_fill(part < thresholds[:, None], -torch.inf)
-    return logits
+def _scaled(logits: torch.Tensor, rows: list[_Row], where: list[int]) -> torch.Tensor:
+    return logits[where] / _column([rows[i].params.temperature for i in where], logits.device)
 
 
-def _thresholds(
-    logits: torch.Tensor, params: list[SamplingParams], num_candidates: int
-) -> torch.Tensor:
-    """The least logit that each row keeps: [n]."""
-    device, vocab_size = logits.device, logits.shape[1]
-    num_candidates = min(num_candidates, vocab_size)
-    likeliest = logits.topk(num_candidates, dim=-1).values
-    top_k = torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params], device=device)
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
-    places = torch.arange(num_candidates, device=device)
-    in_top_k = places < top_k[:, None]
-    # Probabilities among the top k: all of the row where no k is given.
-    total = torch.where(
-        top_k < vocab_size,
-        likeliest.masked_fill(~in_top_k, -torch.inf).logsumexp(-1),
-        logits.logsumexp(-1),
-    )
-    probabilities = (likeliest - total[:, None]).double().exp()
+def _positions(rows: list[_Row]) -> list[tuple[int, int]]:
+    return [(row.params.seed, row.index) for row in rows]
+
+
+def _draw_few(logits: torch.Tensor, rows: list[_Row]) -> list[int | None]:
+    """Draw among each row's top k alone; None where others are as likely as the k-th.
+
+    They would stay or go together: such a row has more than k tokens to draw from.
+    """
+    params = [row.params for row in rows]
+    top_k = _column([p.top_k for p in params], logits.device, torch.int64)
+    top_p = _column([p.top_p for p in params], logits.device, torch.float64)
+    likeliest, token_ids = logits.topk(max(p.top_k for p in params), dim=-1)
+    in_top_k = torch.arange(likeliest.shape[1], device=logits.device) < top_k
+    tied = (logits >= likeliest.gather(-1, top_k - 1)).sum(-1) > top_k[:, 0]
+    total = likeliest.masked_fill(~in_top_k, -torch.inf).logsumexp(-1, keepdim=True)
+    probabilities = (likeliest - total).double().exp()
     before = probabilities.cumsum(-1) - probabilities
-    num_kept = (in_top_k & ((before < top_p[:, None]) | (top_p[:, None] >= 1))).sum(-1)
-    num_kept.clamp_(min=1)
-    kept = likeliest.gather(-1, num_kept[:, None] - 1)[:, 0]
-    # A row that keeps every candidate may keep more than were looked at.
-    open_end = (num_kept == num_candidates) & (top_k > num_candidates)
-    unbounded = open_end & (top_p >= 1)
-    kept = kept.masked_fill(unbounded, -torch.inf)
-    again = torch.nonzero((open_end & ~unbounded) | _cut_k(top_k, num_candidates, vocab_size))[:, 0]
-    if len(again) and num_candidates < vocab_size:
-        more = num_candidates * _MORE_CANDIDATES
-        kept[again] = _thresholds(logits[again], [params[i] for i in again.tolist()], more)
-    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
-    return torch.maximum(kept, likeliest[:, 0] + min_p.log().float())
+    num_kept = (in_top_k & ((before < top_p) | (top_p >= 1))).sum(-1, keepdim=True)
+    least = likeliest.gather(-1, num_kept.clamp_(min=1) - 1)
+    least = torch.maximum(least, likeliest[:, :1] + _log_min_p(params, logits.device))
+    scores = noise_of_tokens(_positions(rows), token_ids) + likeliest
+    scores.masked_fill_(~in_top_k | (likeliest < least), -torch.inf)
+    # Of equal scores the lowest id, as where all tokens are looked at in their order.
+    best = token_ids.masked_fill(scores < scores.amax(-1, keepdim=True), logits.shape[1]).amin(-1)
+    return [None if tie else token for token, tie in zip(best.tolist(), tied.tolist())]
 
 
-def _cut_k(top_k: torch.Tensor, num_candidates: int, vocab_size: int) -> torch.Tensor:
-    """Rows whose k is larger than the candidates, so that their sum is not known from them."""
-    return (top_k > num_candidates) & (top_k < vocab_size)
+def _draw(logits: torch.Tensor, rows: list[_Row]) -> list[int]:
+    """Draw among all tokens; where a filter drops the drawn one, draw among the likelier ones.
+
+    The largest of all scores is the largest of those kept, if it is kept. If it is not, nothing
+    less likely is kept either. So no row has to be sorted.
+    """
+    scores = gumbel_noise(_positions(rows), logits.shape[1], logits.device).add_(logits)
+    sampled = scores.argmax(dim=-1)
+    open_rows = [i for i, row in enumerate(rows) if _has_filters(row.params)]
+    if open_rows:
+        limits = _limits(logits[open_rows], [rows[i].params for i in open_rows])
+    while open_rows:
+        where = torch.tensor(open_rows, device=logits.device)
+        part = logits if len(open_rows) == len(rows) else logits[where]
+        drawn = part.gather(-1, sampled[where, None])
+        dropped = ~_are_kept(part, drawn, limits)
+        left = torch.nonzero(dropped)[:, 0]
+        if not len(left):
+            break
+        where = where[left]
+        scores[where] = scores[where].masked_fill_(part[left] <= drawn[left], -torch.inf)
+        sampled[where] = scores[where].argmax(dim=-1)
+        open_rows = where.tolist()
+        limits = _Limits(*(column[left] for column in limits))
+    chosen: list[int] = sampled.tolist()
+    return chosen
+
+
+class _Limits(NamedTuple):
+    """What the filters of n rows keep: [n, 1] each."""
+
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    total: torch.Tensor  # log of the sum of the exponentials of the top k
+    least: torch.Tensor  # logit of a token of min_p's probability
+
+
+def _has_filters(params: SamplingParams) -> bool:
+    return bool(params.top_k or params.top_p < 1 or params.min_p)
+
+
+def _limits(logits: torch.Tensor, params: list[SamplingParams]) -> _Limits:
+    device, vocab_size = logits.device, logits.shape[1]
+    top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
+    total = logits.logsumexp(-1, keepdim=True)
+    for i, k in enumerate(top_k):
+        if k < vocab_size and params[i].top_p < 1:
+            total[i] = logits[i].topk(k).values.logsumexp(-1)
+    return _Limits(
+        _column(top_k, device, torch.int64),
+        _column([p.top_p for p in params], device, torch.float64),
+        total,
+        logits.amax(-1, keepdim=True) + _log_min_p(params, device),
+    )
+
+
+def _are_kept(logits: torch.Tensor, drawn: torch.Tensor, limits: _Limits) -> torch.Tensor:
+    """Whether the filters keep tokens of logits `drawn` [n, 1]: [n]. The likeliest always stay."""
+    above = logits > drawn
+    num_above = above.sum(-1)
+    rows, columns = above.nonzero(as_tuple=True)
+    probabilities = (logits[rows, columns] - limits.total[rows, 0]).double().exp_()
+    mass = torch.zeros_like(limits.top_p[:, 0]).index_add_(0, rows, probabilities)
+    in_top_p = (mass < limits.top_p[:, 0]) | (limits.top_p[:, 0] >= 1)
+    in_filters = (num_above < limits.top_k[:, 0]) & in_top_p & (drawn >= limits.least)[:, 0]
+    return in_filters | (num_above == 0)
+
+
+def _log_min_p(params: list[SamplingParams], device: torch.device) -> torch.Tensor:
+    """float32 [n, 1]; -inf where there is no minimum."""
+    return _column([p.min_p for p in params], device, torch.float64).log_().float()
 
 
 # --- log-probabilities --------------------------------------------------------------------------

@@ -27,14 +27,23 @@ def gumbel_noise(
     positions: Sequence[tuple[int, int]], vocab_size: int, device: torch.device
 ) -> torch.Tensor:
     """Standard Gumbel noise, float32 [n, vocab_size], for n positions (seed, output index)."""
-    keys = torch.tensor([row_keys(*p) for p in positions], dtype=torch.int32, device=device)
+    return noise_of_tokens(positions, torch.arange(vocab_size, dtype=torch.int32, device=device))
+
+
+def noise_of_tokens(positions: Sequence[tuple[int, int]], token_ids: torch.Tensor) -> torch.Tensor:
+    """`gumbel_noise` of these tokens alone: float32 [n, m] for ids [m], or [n, m] to each its own.
+
+    Bit for bit what `gumbel_noise` has at those ids.
+    """
+    keys = [row_keys(*position) for position in positions]
+    first, second = torch.tensor(keys, dtype=torch.int32, device=token_ids.device).unbind(1)
     # Rounds of xor-shift and multiply, as in MurmurHash3's finaliser; int32 products wrap around,
     # and masks make the arithmetic shifts logical ones. In place: the arrays are large.
-    h = torch.arange(vocab_size, dtype=torch.int32, device=device).mul_(-1640531527)
-    h = h ^ keys[:, :1]
+    h = token_ids.to(torch.int32).mul(-1640531527)
+    h = h ^ first[:, None]
     h.mul_(-862048943)
     h ^= (h >> 16) & 0xFFFF
-    h.mul_(-2048144789).add_(keys[:, 1:])
+    h.mul_(-2048144789).add_(second[:, None])
     h ^= (h >> 13) & 0x7FFFF
     h.mul_(-1028477387)
     h ^= (h >> 16) & 0xFFFF
