@@ -56,7 +56,9 @@ def read_model_files(folder: str | Path) -> ModelFiles:
     if isinstance(text_config, dict):
         config = {**config, **text_config}
     generation = _read_json(root / "generation_config.json")
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos = generation.get("eos_token_id")
+    if eos is None:  # null says nothing: what the engine reads too
+        eos = config.get("eos_token_id")
     return ModelFiles(
         folder=root,
         tokenizer_path=tokenizer_path,

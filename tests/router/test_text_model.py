@@ -149,6 +149,15 @@ def test_end_of_sequence_ids_come_from_all_who_name_one(tmp_path: Path) -> None:
     assert model.max_model_len == 512
 
 
+def test_a_generation_config_that_says_null_leaves_the_end_of_sequence_to_the_model(
+    tmp_path: Path,
+) -> None:
+    folder = write_model(tmp_path, byte_level_tokenizer(), generation={"eos_token_id": None})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 4}))
+    assert TextModel.load(folder).eos_token_ids == {1, 4}
+
+
 def test_greedy_by_default_where_the_model_says_so(tmp_path: Path) -> None:
     generation = {"do_sample": False, "temperature": 0.6}
     model = TextModel.load(write_model(tmp_path, byte_level_tokenizer(), generation=generation))
