@@ -238,8 +238,7 @@ class Admission:
     # --- refusals ------------------------------------------------------------------------------
 
     def _refuse_too_large(self, ticket: Ticket) -> None:
-        holders = [e.facts for e in self._fleet if e.facts.can_decode]
-        largest = max((f.num_blocks * f.block_size for f in holders), default=None)
+        largest = self._fleet.largest_context
         if largest is not None and len(ticket.prompt) >= largest:
             raise NoCapacityError(
                 f"{len(ticket.prompt)} tokens exceed the KV memory of every decode worker"

@@ -84,6 +84,7 @@ class Attempt:
         self._config, self._clock = config, clock
         self._predicted_s = predicted_s
         self._spec = worker_pb2.RequestSpec()
+        self._first_index = 0  # output index of the first token that is this attempt's own
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._early: list[worker_pb2.RequestTokens] = []
         self._adopted = True
@@ -112,7 +113,7 @@ class Attempt:
 
     async def run(self, spec: worker_pb2.RequestSpec) -> None:
         """Submit the request and return when it has finished; raises AttemptError."""
-        self._spec, self.number = spec, spec.attempt
+        self._take_spec(spec)
         writer = None if self._workers.prefill is None else self._workers.prefill.entry.facts.ref
         session = self._workers.decode.session
         self._begin("an answer to Reserve", self._config.reserve_timeout_s)
@@ -131,12 +132,16 @@ class Attempt:
 
     async def run_adopted(self, response: worker_pb2.AttachResponse) -> None:
         """Go on with a request that another router started; raises AttemptError."""
-        self._spec, self.number = response.spec, response.spec.attempt
+        self._take_spec(response.spec)
         self.running = self._reserved = True
         self._first_seen = bool(response.tokens.ids)
         self._begin("a token", self._config.token_timeout_s)
         self._adopt(response.tokens)
         await self._follow()
+
+    def _take_spec(self, spec: worker_pb2.RequestSpec) -> None:
+        self._spec, self.number = spec, spec.attempt
+        self._first_index = len(spec.token_ids) // 4 - spec.num_prompt_tokens
 
     def _adopt(self, tokens: worker_pb2.RequestTokens) -> None:
         """Take in what an attached request has put out so far, and what came meanwhile."""
@@ -365,11 +370,6 @@ class Attempt:
             self._see_first(None, tokens.num_cached_tokens)
         if has_news:
             self._patience.expect(self._decode, "a token", self._config.token_timeout_s)
-
-    @property
-    def _first_index(self) -> int:
-        """Output index of the first token that is this attempt's own."""
-        return len(self._spec.token_ids) // 4 - self._spec.num_prompt_tokens
 
     def _deliver_early(self) -> None:
         self._early.sort(key=lambda tokens: tokens.index)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import NewType, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from router.config import RouterConfig
 from router.placement import FleetArrays, Placement
 
 Slot = NewType("Slot", int)
+T = TypeVar("T")
 Clock = Callable[[], float]
 
 LEARNING_RATE = 0.2  # weight of the newest observation
@@ -115,7 +117,9 @@ class Fleet:
         self._on_change = on_change
         self._entries: dict[str, WorkerEntry] = {}
         self._by_slot: dict[Slot, WorkerEntry] = {}
-        self._classes: dict[tuple[bytes, int], int] = {}
+        self._classes: dict[tuple[bytes, int], int] = {}  # numbers, also of those that left
+        self._num_of_class: Counter[tuple[bytes, int]] = Counter()
+        self._context_sizes: Counter[int] = Counter()  # of decode workers, in tokens
         self._booking_ids = itertools.count(1)
         self._bookings: dict[int, Booking] = {}
         self.arrays = _empty_arrays(8)
@@ -140,8 +144,12 @@ class Fleet:
 
     def classes(self) -> list[tuple[bytes, int, int]]:
         """(kv_fingerprint, block_size, class number) of the workers that are here."""
-        here = {entry.facts.kv_class for entry in self._entries.values()}
-        return [(*key, self._classes[key]) for key in here]
+        return [(*kv_class, self._classes[kv_class]) for kv_class in self._num_of_class]
+
+    @property
+    def largest_context(self) -> int | None:
+        """Tokens that fit into the KV memory of the largest decode worker; None without one."""
+        return max(self._context_sizes, default=None)
 
     def add(self, facts: WorkerFacts) -> WorkerEntry:
         """Give a new worker a row. The caller removes an older incarnation first."""
@@ -149,6 +157,9 @@ class Fleet:
         slot = next(Slot(n) for n in itertools.count() if Slot(n) not in self._by_slot)
         if slot >= self.num_slots:
             self.arrays = _grown(self.arrays)
+        self._num_of_class[facts.kv_class] += 1
+        if facts.can_decode:
+            self._context_sizes[facts.num_blocks * facts.block_size] += 1
         entry = WorkerEntry(slot, facts)
         self._entries[facts.worker_id] = self._by_slot[slot] = entry
         kv_class = self._classes.setdefault(facts.kv_class, len(self._classes))
@@ -173,6 +184,10 @@ class Fleet:
             return
         del self._entries[entry.facts.worker_id]
         del self._by_slot[entry.slot]
+        facts = entry.facts
+        _uncount(self._num_of_class, facts.kv_class)
+        if facts.can_decode:
+            _uncount(self._context_sizes, facts.num_blocks * facts.block_size)
         entry.connected = False
         self.arrays.kv_class[entry.slot] = -1
         self.arrays.usable[entry.slot] = False
@@ -306,6 +321,8 @@ class Fleet:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when rows and bookings disagree."""
+        classes = Counter(entry.facts.kv_class for entry in self._entries.values())
+        assert classes == self._num_of_class, (classes, self._num_of_class)
         for entry in self._entries.values():
             slot = entry.slot
             assert self._by_slot[slot] is entry, f"slot {slot} is not {entry.facts.worker_id}'s"
@@ -321,6 +338,12 @@ class Fleet:
             assert queued == set(entry.prefills), (entry.facts.worker_id, queued, entry.prefills)
             expected = sum(entry.prefills.values()) + entry.others_queued_tokens
             assert self.arrays.queued_tokens[slot] == expected, (slot, expected)
+
+
+def _uncount(counts: Counter[T], key: T) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 def _empty_arrays(n: int) -> FleetArrays:
