@@ -257,6 +257,11 @@ class ScriptedWorker(
         late = self._use("late_first_tokens")
         if not late:
             yield worker_pb2.PrefillResponse(first_token=first)
+        owner = self.fabric.workers.get(request.lease.owner.worker_id)
+        if finished and late and owner is not None:
+            owner.give_up(request.lease)
+            await asyncio.sleep(0.05)
+            yield worker_pb2.PrefillResponse(first_token=first)
         if finished or self._use("end_early"):
             return
         self.hold(_ids(spec))
@@ -264,7 +269,6 @@ class ScriptedWorker(
             failed = worker_pb2.HandoffFailed(reason="TIMEOUT", message="scripted")
             yield worker_pb2.PrefillResponse(handoff_failed=failed)
             return
-        owner = self.fabric.workers.get(request.lease.owner.worker_id)
         if owner is None or not owner.admit(request.lease, run.tokens[-1]):
             failed = worker_pb2.HandoffFailed(reason="FENCED", message="no such lease")
             yield worker_pb2.PrefillResponse(handoff_failed=failed)
@@ -353,7 +357,7 @@ class ScriptedWorker(
         self._tell(router_id, reserved=[reserved])
 
     def _reject(
-        self, router_id: str, spec: worker_pb2.RequestSpec, reason: int, retry_ms: int
+        self, router_id: str | None, spec: worker_pb2.RequestSpec, reason: int, retry_ms: int
     ) -> None:
         rejected = worker_pb2.Rejected(
             request_id=spec.request_id,
@@ -386,6 +390,14 @@ class ScriptedWorker(
                 running.task = asyncio.ensure_future(self._decode(running))
                 return True
         return False
+
+    def give_up(self, lease: worker_pb2.Lease) -> None:
+        """The lease's writer says that nothing will come."""
+        for request_id, running in list(self.runs.items()):
+            if running.lease_id == lease.lease_id:
+                del self.runs[request_id]
+                reason = worker_pb2.REJECT_REASON_HANDOFF_FAILED
+                self._reject(running.router_id, running.spec, reason, 0)
 
     async def _decode(self, running: Running) -> None:
         while not running.finished:

@@ -96,6 +96,18 @@ async def test_tokens_that_overtake_the_first_one_wait_for_it(text_model: TextMo
         await d.check_empty()
 
 
+async def test_a_handoff_given_up_because_the_first_token_ended_the_request_is_no_failure(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        d.worker("p0").faults.late_first_tokens = 1
+        answer = await d.client.ask(ask_for(PROMPT, 1))
+        assert_whole(answer, PROMPT, num_tokens=1)
+        assert len(answer.ids) == len(answer.routed) == 1
+        assert d.worker("p0").num_prefills == 1
+        await d.check_empty()
+
+
 def dies_at(index: int, worker: ScriptedWorker) -> None:
     """The worker dies when a request has put out this many tokens on it."""
 
