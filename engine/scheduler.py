@@ -318,9 +318,7 @@ class Scheduler:
             if finished is not None:
                 self._forget(request)
             index = request.num_tokens - 1 - request.spec.num_prompt_tokens
-            return TokenEvent(
-                request.request_id, index, token, finished, request.num_cached_tokens
-            )
+            return TokenEvent(request.request_id, index, token, finished, request.num_cached_tokens)
         self._stop_running(request)
         now, started_at = self._clock(), request.started_at
         assert started_at is not None, f"{request.request_id} sampled before it started"

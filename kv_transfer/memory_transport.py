@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kv_transfer.lease import Region
 from kv_transfer.transport import (
     FlushResult,
+    OnFailed,
     OnFatal,
     OnFlushed,
     OnMessage,
@@ -144,7 +145,6 @@ class MemoryMemory:
 class MemoryPeer:
     address: bytes
     lost: bool = False
-    error: str | None = None
     busy_s: float = field(default=0.0)
 
 
@@ -234,17 +234,22 @@ class MemoryTransport:
     def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
         """Nothing has to be mapped."""
 
-    def put(self, peer: Peer, batch: PutBatch) -> None:
+    def put(self, peer: Peer, batch: PutBatch, on_failed: OnFailed) -> None:
         assert isinstance(peer, MemoryPeer)
-        self._schedule("put", peer.address, lambda: self._copy(peer, batch))
+
+        def run() -> None:
+            error = self._copy(peer, batch)
+            if error is not None and not self.dead:
+                self._call(partial(on_failed, error))
+
+        self._schedule("put", peer.address, run)
 
     def flush(self, peer: Peer, on_flushed: OnFlushed) -> None:
         assert isinstance(peer, MemoryPeer)
 
         def run() -> None:
-            error = "the peer is lost" if peer.lost else peer.error
-            result = FlushResult(error, peer.busy_s)
-            peer.error, peer.busy_s = None, 0.0
+            result = FlushResult("the peer is lost" if peer.lost else None, peer.busy_s)
+            peer.busy_s = 0.0
             if not self.dead:
                 self._call(partial(on_flushed, result))
 
@@ -286,10 +291,11 @@ class MemoryTransport:
             operation = Operation(kind, self._address, target, run, payload)
             self._network.scheduler.schedule(operation)
 
-    def _copy(self, peer: MemoryPeer, batch: PutBatch) -> None:
+    def _copy(self, peer: MemoryPeer, batch: PutBatch) -> str | None:
+        """Why a put was refused, if one was."""
         receiver = self._network.process(peer.address)
         if peer.lost or receiver is None:
-            return  # as over shared memory: nobody tells
+            return None  # as over shared memory: nobody tells
         assert self._memory is not None
         assert receiver._memory is not None
         start_s = time.perf_counter()
@@ -304,12 +310,12 @@ class MemoryTransport:
         for source, target, length, here, there in zip(*(r.tolist() for r in rows), strict=True):
             region = by_rkey.get(batch.rkeys[there])
             if region is None:
-                peer.error = f"no region with rkey {batch.rkeys[there]!r}"
-                return
+                return f"no region with rkey {batch.rkeys[there]!r}"
             self._memory.check_within(self._memory.regions[here], source, length)
             receiver._memory.check_within(region, target, length)
             ctypes.memmove(target, source, length)
         peer.busy_s += time.perf_counter() - start_s
+        return None
 
     def _lose(self, address: bytes) -> None:
         with self._lock:

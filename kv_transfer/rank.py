@@ -78,8 +78,8 @@ class TransferRank:
         self._tombstones = Tombstones(config.tombstone_s)
         self._rank_leases: dict[int, RankLease] = {tp_rank: RankLease(tp_rank, memory.regions)}
         self._all_ranks_ready = threading.Event()
-        transport.start(self._receive, self._peer_lost)
         self._rank0: Peer | None = None
+        transport.start(self._receive, self._peer_lost)
         if rank0_address is not None:
             self._rank0 = transport.connect(rank0_address)
             message = self.new_message("", 0)
@@ -129,7 +129,7 @@ class TransferRank:
                     continue
                 try:
                     for lane, batch in handoff.layer_batches(layer, push):
-                        self.transport.put(lane.peer, batch)
+                        self.transport.put(lane.peer, batch, partial(self._put_failed, handoff))
                 except LeaseError as error:
                     handoff.error = str(error)
                 self._settle(handoff)
@@ -276,6 +276,11 @@ class TransferRank:
             self.transport.send(self._rank0, message.SerializeToString())
 
     # --- the progress thread ---------------------------------------------------------------------
+
+    def _put_failed(self, handoff: RankHandoff, error: str) -> None:
+        with self._lock:
+            handoff.error = handoff.error or error
+            self._settle(handoff)
 
     def _flushed(self, handoff: RankHandoff, target_rank: int, result: FlushResult) -> None:
         lane = handoff.lanes[target_rank]

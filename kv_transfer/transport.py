@@ -54,6 +54,7 @@ class FlushResult:
 OnMessage = Callable[[bytes], None]
 OnPeerLost = Callable[[bytes], None]
 OnFlushed = Callable[[FlushResult], None]
+OnFailed = Callable[[str], None]
 OnFatal = Callable[[BaseException], None]
 
 
@@ -107,10 +108,12 @@ class Transport(Protocol):
     def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
         """These regions of the peer will be written: do now what the first puts would wait for."""
 
-    def put(self, peer: Peer, batch: PutBatch) -> None:
-        """Copy into the peer's memory; a failure is told by the next flush."""
+    def put(self, peer: Peer, batch: PutBatch, on_failed: OnFailed) -> None:
+        """Copy into the peer's memory. `on_failed` is told why a put of the batch was refused,
+        before the callback of any later flush: other batches to that peer have not failed."""
 
-    def flush(self, peer: Peer, on_flushed: OnFlushed) -> None: ...
+    def flush(self, peer: Peer, on_flushed: OnFlushed) -> None:
+        """Wait for all earlier puts to that peer, refused ones aside. A lost peer is an error."""
 
     def send(self, peer: Peer, payload: bytes) -> None:
         """One message, after every flush that has completed; lost when the peer is."""

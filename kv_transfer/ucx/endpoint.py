@@ -83,7 +83,6 @@ class Endpoint:
         self._ucp, self._worker = ucp, worker
         self._rkeys: dict[bytes, int] = {}
         self._busy_s = 0.0
-        self._error: str | None = None
         handle = c_void_p()
         params = EndpointParams(
             field_mask=1 | 2 | 4,
@@ -96,31 +95,27 @@ class Endpoint:
         assert handle.value is not None
         self._handle = handle.value
 
-    def put(self, poster: Poster, batch: PutBatch, memory_handles: Sequence[int]) -> None:
-        """Post a batch; an error is kept for the next flush."""
-        if self._error is not None:
-            return
+    def put(self, poster: Poster, batch: PutBatch, memory_handles: Sequence[int]) -> str | None:
+        """Post a batch; why a put was refused, and those after it never posted, if one was."""
         start_s = time.perf_counter()
         try:
             rkeys = [self._rkey(packed) for packed in batch.rkeys]
         except TransportError as error:
-            self._error = str(error)
-            return
+            return str(error)
         target = PostTarget(self._worker, self._handle, memory_handles, rkeys)
         status = poster.post(target, batch)
-        if status < 0:
-            self._error = f"ucp_put_nbx: {self._ucp.text(status)}"
         self._busy_s += time.perf_counter() - start_s
+        return None if status >= 0 else f"ucp_put_nbx: {self._ucp.text(status)}"
 
     def mapping(self, packed_rkey: bytes, address: int) -> int | None:
-        """Where the peer's memory is mapped here; None: it is not, or was asked before."""
-        if packed_rkey in self._rkeys or self._error is not None:
+        """Where the peer's memory is mapped here; None: it is not, or was asked before, or its key
+        is refused, which the first put will tell."""
+        if packed_rkey in self._rkeys:
             return None
         local = c_void_p()
         try:
             status = self._ucp.ucp_rkey_ptr(self._rkey(packed_rkey), address, byref(local))
-        except TransportError as error:
-            self._error = str(error)
+        except TransportError:
             return None
         return local.value if status == 0 else None
 
@@ -136,14 +131,13 @@ class Endpoint:
         return rkey.value
 
     def flush(self, requests: Requests, on_flushed: OnFlushed) -> None:
-        """Even after a failed put: those before it may still be under way."""
-        error, self._error = self._error, None
+        """Even after a refused put: those before it may still be under way."""
         start_s = time.perf_counter()
 
         def complete(flush_error: str | None) -> None:
             busy_s = self._busy_s + time.perf_counter() - start_s
             self._busy_s = 0.0
-            on_flushed(FlushResult(error or flush_error, busy_s))
+            on_flushed(FlushResult(flush_error, busy_s))
 
         requests.track(self._ucp.ucp_ep_flush_nbx(self._handle, byref(_PLAIN)), complete)
 

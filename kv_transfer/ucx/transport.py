@@ -25,6 +25,7 @@ from kv_transfer.errors import TransportError
 from kv_transfer.lease import Region
 from kv_transfer.transport import (
     FlushResult,
+    OnFailed,
     OnFatal,
     OnFlushed,
     OnMessage,
@@ -137,14 +138,16 @@ class UcxTransport:
         for region in regions:
             self._enqueue(partial(map_region, region))
 
-    def put(self, peer: Peer, batch: PutBatch) -> None:
+    def put(self, peer: Peer, batch: PutBatch, on_failed: OnFailed) -> None:
         assert isinstance(peer, UcxPeer)
         assert self._memory is not None
         handles = self._memory.handles
 
         def run() -> None:
             if peer.endpoint is not None:
-                peer.endpoint.put(self._poster, batch, handles)
+                error = peer.endpoint.put(self._poster, batch, handles)
+                if error is not None:
+                    on_failed(error)
 
         self._enqueue(run)
 

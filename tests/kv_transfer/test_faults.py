@@ -287,6 +287,33 @@ async def test_an_rkey_that_is_revoked_ends_in_a_failed_post(world: World) -> No
     assert world.receiver.event_names() == ["failed", "quiescent"]
 
 
+async def test_a_failed_post_is_told_to_the_handoff_it_was_for_and_to_no_other(
+    world: World,
+) -> None:
+    failing = world.sender.open(world.grant([[1], [1]], "failing"))
+    other = world.sender.open(world.grant([[2], [2]], "other"))
+    await world.settle()
+    memory: Any = world.receiver.memories[0]
+    kept, memory.regions = memory.regions, ()
+    world.push_all(failing, [3])
+    await world.settle()
+    memory.regions = kept
+    world.push_all(other, [4])
+    assert isinstance(await settled(world, begin_finish(world, other)), Receipt)
+    with pytest.raises(PostFailedError, match="rkey"):
+        await settled(world, begin_finish(world, failing))
+    assert [event[:2] for event in world.receiver.events] == [
+        ("failed", "failing"),  # at once: nobody waits for the rest of a prompt in vain
+        ("quiescent", "failing"),
+        ("admitted", "other"),
+    ]
+
+
+async def settled(world: World, task: asyncio.Task[Receipt]) -> Receipt:
+    await world.settle()
+    return await task
+
+
 async def test_a_rank_that_never_drains_delays_nobody_for_ever_and_frees_nothing() -> None:
     world = World(sender_tp=2)
     handoff = world.sender.open(world.grant([[1], [1]]))

@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,9 +67,14 @@ def test_puts_land_before_their_flush_and_messages_come_in_order(
         target_regions=np.array([0, 2], np.int64),
         rkeys=tuple(region.rkey for region in there.regions),
     )
-    a.put(peer, batch)
+    refused: list[str] = []
+    a.put(peer, batch, refused.append)
     a.flush(peer, flushed.put)
     assert flushed.get(timeout=10).error is None
+    a.put(peer, replace(batch, rkeys=(b"no such key",) * 3), refused.append)
+    a.flush(peer, flushed.put)
+    assert flushed.get(timeout=10).error is None  # of the flush: it waits for what was posted
+    assert len(refused) == 1
     for payload in (b"", b"one", bytes(500_000)):
         a.send(peer, payload)
     assert [len(arrived.get(timeout=10)) for _ in range(3)] == [0, 3, 500_000]
