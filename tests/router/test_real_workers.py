@@ -1,0 +1,134 @@
+"""The router over real workers (fake engine, in-memory transfer) and a connection that breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2, worker_pb2_grpc
+from cluster.registry import Role
+from cluster.request_wire import read_spec
+from cluster.worker import Worker
+from engine.config import FakeEngineConfig
+from router.router import Router
+from router.server import RouterServer
+from router.text import TextModel
+from tests.cluster.conftest import ENGINE, engine_tokens, nothing_held, running_worker
+from tests.router.deployment import QUICK, Client, Registry
+from tests.router.proxy import Proxy
+
+SMALL_VOCABULARY = dataclasses.replace(
+    ENGINE, fake=FakeEngineConfig(window=20, vocab_size=257, decode_step_s=0.004)
+)
+NUM_TOKENS = 60
+
+
+@dataclass
+class Listed:
+    """A worker as the registry tells of it; `address` may be a proxy's."""
+
+    worker: Worker
+    address: str
+
+    def info(self) -> control_pb2.FleetWorker:
+        info = control_pb2.WorkerInfo()
+        info.CopyFrom(self.worker.info())
+        info.address = self.address
+        return control_pb2.FleetWorker(info=info, state=control_pb2.WORKER_STATE_LIVE)
+
+
+def request_of(number: int) -> router_pb2.GenerateRequest:
+    prompt = [(number * 31 + position) % 256 for position in range(20 + number)]
+    sampling = common_pb2.SamplingParams(
+        max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, top_p=1.0
+    )
+    ids = router_pb2.TokenIds(ids=prompt)
+    return router_pb2.GenerateRequest(token_ids=ids, sampling=sampling, seed=7)
+
+
+async def num_decoded(worker: Client) -> int:
+    """Tokens the worker has sampled since its start, those of prefills for others apart."""
+    stub = worker_pb2_grpc.WorkerServiceStub(worker.channel)
+    response = await stub.CheckIntegrity(worker_pb2.CheckIntegrityRequest())
+    assert not response.problems
+    return response.num_later_tokens
+
+
+@asynccontextmanager
+async def router_over(
+    text_model: TextModel, *workers: Listed
+) -> AsyncIterator[tuple[Router, Client]]:
+    registry = Registry()
+    registry.workers = list(workers)  # type: ignore[arg-type]
+    await registry.start()
+    router = Router(QUICK, registry.address, "fake", text_model, rng=random.Random(0))
+    server = RouterServer(router, QUICK, "127.0.0.1:0")
+    await server.start()
+    client = Client(server.address)
+    try:
+        await until(lambda: sum(entry.usable for entry in router.fleet) == len(workers))
+        yield router, client
+    finally:
+        await client.channel.close()
+        await server.stop(0.0)
+        await registry.stop()
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not happened():  # noqa: ASYNC110  whatever it is, it has no event
+            await asyncio.sleep(0.005)
+
+
+async def test_a_connection_cut_again_and_again_repeats_no_step_of_a_real_worker(
+    text_model: TextModel,
+) -> None:
+    async with (
+        running_worker("p0", Role.PREFILL, SMALL_VOCABULARY) as prefill,
+        running_worker("d0", Role.DECODE, SMALL_VOCABULARY) as decode,
+    ):
+        proxy = await Proxy.to(decode.address)
+        listed = Listed(prefill, prefill.address), Listed(decode, proxy.address)
+        worker = Client(decode.address)
+        async with router_over(text_model, *listed) as (router, client):
+            asking = [asyncio.create_task(client.ask(request_of(n))) for n in range(6)]
+            runs = router._runs.values()
+            await until(lambda: len(runs) == 6 and all(len(r.log.ids) > 1 for r in runs))
+            num_cuts = 0
+            while not all(task.done() for task in asking):
+                proxy.cut()
+                num_cuts += 1
+                await asyncio.wait(asking, timeout=0.1)
+            answers = [task.result() for task in asking]
+            router.check_integrity()
+            assert router.fleet.num_bookings == 0
+        assert num_cuts >= 2
+        for number, answer in enumerate(answers):
+            assert answer.ids == alone(number)
+            assert len(answer.routed) == 1
+            assert not answer.migrated
+        assert await num_decoded(worker) == 6 * (NUM_TOKENS - 1)
+        await worker.channel.close()
+        await proxy.close()
+        await nothing_held(prefill, decode)
+
+
+def alone(number: int) -> list[int]:
+    """The tokens that one engine gives for the request without anything in between."""
+    request = request_of(number)
+    prompt = np.asarray(request.token_ids.ids, dtype="<u4")
+    spec = worker_pb2.RequestSpec(
+        request_id=str(number),
+        token_ids=prompt.tobytes(),
+        num_prompt_tokens=len(prompt),
+        sampling=request.sampling,
+        seed=request.seed,
+    )
+    quick = dataclasses.replace(SMALL_VOCABULARY, fake=FakeEngineConfig(window=20, vocab_size=257))
+    return engine_tokens(quick, read_spec(spec))
