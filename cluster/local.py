@@ -30,7 +30,7 @@ from baton.config import ClusterConfig
 from baton.errors import BatonError, UnavailableError
 from baton.process_tree import Process, descendants, wait_until_gone
 from baton.v1 import control_pb2, control_pb2_grpc
-from cluster.reaper import inherited, watched_over
+from cluster.reaper import Reaper, inherited, watched_over
 from cluster.router_process import RouterProcess
 
 log = logging.getLogger(__name__)
@@ -104,17 +104,21 @@ def up(
         if run_dir is None:
             run_dir = Path(tempfile.mkdtemp(prefix="baton-"))
             stack.push(partial(_clear_away, run_dir))
-        mark = stack.enter_context(watched_over())
+        reaper = stack.enter_context(watched_over())
         config_path = run_dir / "cluster.yaml"
         config_path.write_text(config.to_yaml())
         on_progress("starting Ray")
-        _start_ray(stack, mark)
+        ray_processes = _start_ray(stack, reaper)
         on_progress("starting the supervisor")
         control = _start_supervisor(config, run_dir, stack)
         _wait_for_pools(control, on_progress)
         on_progress("starting the router")
         listen = f"{config.router.host}:{config.router.port}"
-        router = RouterProcess(control, config_path, listen, run_dir / "router.log", mark)
+        for process in ray_processes:
+            reaper.name(descendants(process.pid))
+        router = RouterProcess(
+            control, config_path, listen, run_dir / "router.log", reaper.variables
+        )
         stack.callback(router.close)
         router.start(_ROUTER_TIMEOUT_S)
         return RunningCluster(router, control, stack.pop_all())
@@ -137,7 +141,8 @@ def _absolute(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
-def _start_ray(stack: contextlib.ExitStack, mark: dict[str, str]) -> None:
+def _start_ray(stack: contextlib.ExitStack, reaper: Reaper) -> set[Process]:
+    """Returns the processes that all others of Ray's descend from."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
@@ -145,7 +150,7 @@ def _start_ray(stack: contextlib.ExitStack, mark: dict[str, str]) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     before = descendants()
     stack.callback(_stop_ray, before)
-    with inherited(mark):
+    with inherited(reaper.variables):
         ray.init(
             address="local",
             num_cpus=max(4, len(os.sched_getaffinity(0))),
@@ -156,6 +161,9 @@ def _start_ray(stack: contextlib.ExitStack, mark: dict[str, str]) -> None:
             namespace="baton",
             object_store_memory=_OBJECT_STORE_BYTES,
         )
+    started = descendants() - before
+    reaper.name(started)
+    return started
 
 
 def _stop_ray(before: set[Process]) -> None:

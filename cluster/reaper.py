@@ -1,9 +1,10 @@
 """Ends a cluster whose `baton up` was killed: nobody else is left to do it.
 
 `python -m cluster.reaper MARK` lives as long as its standard input, whose other end only the
-process that calls `local.up` holds. At its end every process that carries MARK in its environment
-is ended: Ray's own parts would follow their parent by themselves (the kernel sees to it), their
-agents and the router would not.
+process that calls `local.up` holds. At its end every process is ended that was named there (a line
+each: pid and start time), or carries MARK in its environment: a process that sets its own title, as
+Ray's agents do, writes over its environment. Ray's other parts follow their parent by themselves,
+as the kernel sees to it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
+
+from baton.process_tree import Process, still_alive
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +32,24 @@ _PATIENCE_S = 30.0
 _POLL_S = 0.1
 
 
-@contextlib.contextmanager
-def watched_over() -> Iterator[dict[str, str]]:
-    """Yields the environment variable to start processes with that must not outlive this one.
+class Reaper:
+    """The living end of a reaper's standard input."""
 
-    Nor the block: what is left at its end is ended too.
-    """
+    def __init__(self, mark: str, names: IO[bytes]) -> None:
+        self.variables = {MARK_VARIABLE: mark}
+        """The environment to start processes with that must not outlive this one."""
+        self._names = names
+
+    def name(self, processes: Iterable[Process]) -> None:
+        """These must not outlive this process either. Naming one again changes nothing."""
+        for process in processes:
+            self._names.write(b"%d %d\n" % (process.pid, process.start_time_ticks))
+        self._names.flush()
+
+
+@contextlib.contextmanager
+def watched_over() -> Iterator[Reaper]:
+    """A reaper for this process. What is left at the end of the block is ended too."""
     mark = f"{os.getpid()}-{secrets.token_hex(8)}"
     reaper = subprocess.Popen(
         [sys.executable, "-m", "cluster.reaper", mark],
@@ -42,7 +58,7 @@ def watched_over() -> Iterator[dict[str, str]]:
     )
     assert reaper.stdin is not None
     try:
-        yield {MARK_VARIABLE: mark}
+        yield Reaper(mark, reaper.stdin)
     finally:
         reaper.stdin.close()
         if reaper.wait() != 0:
@@ -77,11 +93,11 @@ def marked(mark: str) -> set[int]:
     return found
 
 
-def reap(mark: str) -> set[int]:
+def reap(mark: str, named: set[Process]) -> set[int]:
     """Ask them to leave, then make them; returns those that are left after all patience."""
     started_at = time.monotonic()
     asked: set[int] = set()
-    while left := marked(mark):
+    while left := marked(mark) | {process.pid for process in still_alive(named)}:
         waited_s = time.monotonic() - started_at
         if waited_s > _PATIENCE_S:
             return left
@@ -96,10 +112,12 @@ def reap(mark: str) -> set[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m cluster.reaper")
     parser.add_argument("mark")
-    mark = parser.parse_args().mark
-    while sys.stdin.buffer.read(1):
-        pass
-    return 1 if reap(mark) else 0
+    mark, named = parser.parse_args().mark, set()
+    for line in sys.stdin:
+        if line.endswith("\n"):  # the last one may have been cut off
+            pid, start_time_ticks = map(int, line.split())
+            named.add(Process(pid, start_time_ticks, ""))
+    return 1 if reap(mark, named) else 0
 
 
 if __name__ == "__main__":

@@ -182,11 +182,13 @@ class PrefillRole:
             work.cancel()
             await asyncio.wait({work})
             await self._let_go(spec.request_id, handoff)
-        if work.cancelled():
-            prefill.tell(Stopped("cancelled" if prefill.cancelled.is_set() else "deadline"))
-        else:
-            work.result()
-        prefill.tell(None)
+        try:
+            if work.cancelled():
+                prefill.tell(Stopped("cancelled" if prefill.cancelled.is_set() else "deadline"))
+            else:
+                work.result()
+        finally:
+            prefill.tell(None)  # whatever failed here, nobody is left waiting
 
     async def _compute_and_hand_off(
         self, prefill: PrefillRun, spec: RequestSpec, handoff: HandoffId, num_cached: int

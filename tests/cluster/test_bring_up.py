@@ -33,9 +33,9 @@ def too_small(folder: Path) -> ClusterConfig:
 
 
 def broken_weights(folder: Path) -> ClusterConfig:
+    config = fake_cluster(folder, replicas=1)
     checkpoints.save("llama", folder)
     (folder / "model.safetensors").write_bytes(b"not safetensors")
-    config = fake_cluster(folder, replicas=1)
     return dataclasses.replace(
         config,
         engine=dataclasses.replace(config.engine, backend="torch", dtype="float32"),
@@ -107,9 +107,9 @@ def test_the_reaper_ends_what_a_killed_process_leaves_even_if_it_does_not_listen
     script = f"""
 import json, os, pathlib, subprocess, sys, time
 from cluster.reaper import watched_over
-with watched_over() as mark:
+with watched_over() as reaper:
     child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], stdout=subprocess.PIPE,
-                             start_new_session=True, env=os.environ | mark)
+                             start_new_session=True, env=os.environ | reaper.variables)
     child.stdout.readline()
     pathlib.Path({str(told)!r} + ".new").write_text(json.dumps(child.pid))
     os.rename({str(told)!r} + ".new", {str(told)!r})
@@ -127,17 +127,20 @@ with watched_over() as mark:
     assert wait_until_gone(left, 30.0) == set()
 
 
-def test_at_the_end_the_reaper_ends_what_is_left_but_nothing_else() -> None:
+def test_at_the_end_the_reaper_ends_what_is_marked_or_named_but_nothing_else() -> None:
     before = descendants()
-    with watched_over() as mark:
+    with watched_over() as reaper:
         sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
-        ours = subprocess.Popen(sleep, env=os.environ | mark)
+        known = descendants()
+        named = subprocess.Popen(sleep)
+        reaper.name(descendants() - known)
+        marked = subprocess.Popen(sleep, env=os.environ | reaper.variables)
         other = subprocess.Popen(sleep)
-        assert len(descendants() - before) == 3
+        assert len(descendants() - before) == 4
     try:
-        assert ours.wait(10) == -signal.SIGTERM
+        assert named.wait(10) == marked.wait(10) == -signal.SIGTERM
         assert {found.pid for found in descendants() - before} == {other.pid}
     finally:
-        for child in (ours, other):
+        for child in (named, marked, other):
             child.kill()
             child.wait()

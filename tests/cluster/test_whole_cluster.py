@@ -20,7 +20,7 @@ from baton.client import AsyncClient
 from baton.control_client import ControlClient
 from baton.events import FinishReason
 from tests.cluster.whole_cluster import (
-    BACKENDS,
+    KINDS,
     PROMPT,
     Answer,
     Fleet,
@@ -38,7 +38,7 @@ from tests.cluster.whole_cluster import (
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=KINDS)
 def site(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:
