@@ -23,8 +23,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.admission import Limits, check_spec
+from engine.block_pushes import block_pushes
 from engine.errors import InvalidRequestError, UnknownRequestError
-from engine.kv_cache import KvCache, first_live_block
+from engine.kv_cache import KvCache
 from engine.live_request import Export, LiveRequest, Status
 from engine.request import (
     BlockPush,
@@ -289,26 +290,10 @@ class Scheduler:
         )
         if request.export is not None:
             num_complete = self._kv.num_blocks_of(end) if samples else end // self._kv.block_size
-            self._push(request, request.export, num_complete, draft)
-
-    def _push(self, request: LiveRequest, export: Export, num_complete: int, draft: _Draft) -> None:
-        """Hand over blocks from where the last push ended: cached ones too, on the first."""
-        begin, request.num_pushed_blocks = (
-            request.num_pushed_blocks,
-            max(request.num_pushed_blocks, num_complete),
-        )
-        for g, window in enumerate(self._kv.windows):
-            # The receiver has no block either for what its next token does not look at.
-            live = first_live_block(window, request.num_tokens, self._kv.block_size)
-            first = max(begin, live)
-            if first >= num_complete:
-                continue
-            ordinals = range(
-                first - export.num_receiver_blocks, num_complete - export.num_receiver_blocks
+            draft.pushes += block_pushes(
+                request, request.export, num_complete, self._kv.windows, self._kv.block_size
             )
-            table = request.blocks.tables[g]
-            block_ids = tuple(BlockId(b) for b in table[first:num_complete].tolist())
-            draft.pushes.append(BlockPush(export.handoff_id, g, tuple(ordinals), block_ids))
+            request.num_pushed_blocks = max(request.num_pushed_blocks, num_complete)
 
     # --- recording ------------------------------------------------------------------------------
 

@@ -242,6 +242,34 @@ def test_blocks_are_pushed_layer_by_layer_between_messages_and_the_end_of_the_st
     assert not sender.core.has_work()
 
 
+@pytest.mark.parametrize(("window", "cached"), [(None, 192), (40, 0), (None, 0)])
+def test_every_chunk_of_a_prefill_is_heard_of_even_when_the_receiver_lacks_nothing_of_it(
+    window: int | None, cached: int
+) -> None:
+    """The receiver's lease lives on what it hears, however long the blocks it has are computed."""
+    sender, receiver, wire = pair(
+        fake_config(max_num_batched_tokens=8, window=window), fake_config(window=window)
+    )
+    if cached:
+        receiver.core.add(spec_of("warm", prompt(200)))
+        drain(receiver.core)
+    spec = spec_of("r", prompt(200))
+    lease = receiver.core.reserve(spec)
+    assert isinstance(lease, ReservedEvent)
+    assert lease.num_cached_tokens == cached
+    handoff = wire.open(lease)
+    sender.core.add_prefill(spec, handoff, cached)
+    while sender.core.has_work():
+        wire.heard.clear()
+        sender.core.step()
+        assert wire.heard == {handoff}
+    assert sorted(wire.pushed[handoff]) == sorted(wire.owed(lease))
+    sender.core.release(spec.request_id)
+    receiver.core.release(spec.request_id)
+    pool_is_whole(sender.core)
+    pool_is_whole(receiver.core)
+
+
 def test_a_prefill_stays_pinned_until_release_even_when_aborted() -> None:
     sender, receiver, wire = pair(fake_config(max_num_batched_tokens=32), fake_config())
     spec = spec_of("r", prompt(100))

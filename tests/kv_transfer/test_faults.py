@@ -219,9 +219,9 @@ async def test_late_puts_of_a_dead_writer_find_their_blocks_in_quarantine(world:
 async def test_a_chunk_renews_the_lease_and_silence_ends_it(world: World) -> None:
     lease = world.grant([[1, 2, 3], [1, 2, 3]])
     handoff = world.sender.open(lease)
-    for ordinal in range(3):
+    for ordinals in ([0], [], [1], [2]):  # one chunk makes no block that the receiver lacks
         await world.advance(4)
-        world.sender.push(handoff, 0, [ordinal], [5])
+        world.sender.push(handoff, 0, ordinals, [5] * len(ordinals))
         await world.settle()
     assert world.receiver.events == []
     await world.advance(6)

@@ -1,0 +1,46 @@
+"""What a step adds to a handoff: the blocks that a prefill-only request completes in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.kv_cache import first_live_block
+from engine.live_request import Export, LiveRequest
+from engine.request import BlockPush
+from kv_transfer.layout import BlockId
+
+
+def block_pushes(
+    request: LiveRequest,
+    export: Export,
+    num_complete: int,
+    windows: list[int | None],
+    block_size: int,
+) -> list[BlockPush]:
+    """Blocks from where the last push ended to the request's first `num_complete`: cached ones too,
+    on the first push. One without blocks where the receiver lacks nothing of this step: it hears
+    all the same that its prompt comes nearer, or its lease would run out.
+    """
+    begin = request.num_pushed_blocks
+    found = list(_pushes(request, export, range(begin, num_complete), windows, block_size))
+    return found or [BlockPush(export.handoff_id, 0, (), ())]
+
+
+def _pushes(
+    request: LiveRequest,
+    export: Export,
+    new: range,
+    windows: list[int | None],
+    block_size: int,
+) -> Iterator[BlockPush]:
+    for group, window in enumerate(windows):
+        # The receiver has no block either for what its next token does not look at.
+        live = first_live_block(window, request.num_tokens, block_size)
+        first = max(new.start, live)
+        if first >= new.stop:
+            continue
+        ordinals = range(first - export.num_receiver_blocks, new.stop - export.num_receiver_blocks)
+        table = request.blocks.tables[group][first : new.stop].tolist()
+        yield BlockPush(
+            export.handoff_id, group, tuple(ordinals), tuple(BlockId(block) for block in table)
+        )
