@@ -29,7 +29,7 @@ from router.fleet import WorkerEntry
 from router.output import FinishReason, TokenLogprobs
 from router.patience import Patience
 from router.session import SessionLostError
-from router.worker_link import WorkerLink
+from router.worker_link import ATTACH_AGAIN_S, WorkerLink
 
 _FINISHED = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -260,14 +260,9 @@ class Attempt:
 
     async def _reattach(self, lost: str) -> None:
         """Go on where the worker is now, in its next session."""
-        link, limit_s = self._workers.decode, self._config.reattach_timeout_s
         try:
-            async with asyncio.timeout(limit_s):
-                await link.session.wait_open()
-                self._adopted = False  # tokens may come before the answer that leads up to them
-                link.session.listen(self)
-                spec = self._spec
-                response = await link.attach(self.wire_id, spec.tenant, spec.body_digest, limit_s)
+            async with asyncio.timeout(self._config.reattach_timeout_s):
+                response = await self._ask_for_itself()
         except (TimeoutError, SessionLostError, grpc.aio.AioRpcError) as error:
             why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
             message = f"{lost}; not attached again: {why or 'no answer'}"
@@ -277,6 +272,22 @@ class Attempt:
             self._adopt(response.tokens)
         else:
             self._fail(Failure.STALE, self._decode, f"attempt {response.spec.attempt} runs there")
+
+    async def _ask_for_itself(self) -> worker_pb2.AttachResponse:
+        """Attach, again whenever the connection breaks under way; until cancelled."""
+        link, spec = self._workers.decode, self._spec
+        while True:
+            await link.session.wait_open()
+            self._adopted = False  # tokens may come before the answer that leads up to them
+            link.session.listen(self)
+            try:
+                return await link.attach(
+                    self.wire_id, spec.tenant, spec.body_digest, self._config.reattach_timeout_s
+                )
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+            await asyncio.sleep(ATTACH_AGAIN_S)
 
     # --- what the prefill worker says ----------------------------------------------------------
 

@@ -16,6 +16,7 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
+        self._is_taking = True
         self.address = ""
 
     @classmethod
@@ -35,8 +36,17 @@ class Proxy:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, _, port = self._target.rpartition(":")
-        other_reader, other_writer = await asyncio.open_connection(host, int(port))
-        self._writers |= {writer, other_writer}
+        self._writers.add(writer)
+        try:
+            other_reader, other_writer = await asyncio.open_connection(host, int(port))
+        except ConnectionError:  # the target has gone
+            writer.transport.abort()
+            return
+        self._writers.add(other_writer)
+        if writer.transport.is_closing() or not self._is_taking:
+            writer.transport.abort()
+            other_writer.transport.abort()
+            return
         for source, sink in ((reader, other_writer), (other_reader, writer)):
             task = asyncio.create_task(self._pass_on(source, sink))
             self._tasks.add(task)
@@ -52,11 +62,13 @@ class Proxy:
             return
         finally:
             sink.close()
-            self._writers.discard(sink)
 
     async def close(self) -> None:
         assert self._server is not None
+        self._is_taking = False
         self._server.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.cut()
+        await asyncio.sleep(0)  # aborted transports close in the loop's next round
