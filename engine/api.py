@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Protocol
 
 from engine.request import (
     BlockPush,
@@ -86,8 +83,9 @@ class KvMemory(Protocol):
     def blocks_per_region(self) -> int: ...
 
     @property
-    def buffer(self) -> npt.NDArray[np.uint8]:
-        """The whole reservation as bytes: uint8 [num_regions * region_stride_bytes]."""
+    def buffer(self) -> Any:
+        """The whole reservation as bytes, uint8 [num_regions * region_stride_bytes]: an array in
+        host memory, or for a model on a GPU a torch tensor, or what it can view, on that device."""
 
 
 class Runner(Protocol):

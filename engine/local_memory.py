@@ -25,6 +25,20 @@ class LocalKvMemory:
         return cls(num_regions, region.num_bytes(), region.num_blocks)
 
 
+class LocalDeviceMemory:
+    """As `LocalKvMemory`, but a torch tensor on the model's device; implements `KvMemory`."""
+
+    def __init__(self, region: RegionLayout, num_regions: int, device: str) -> None:
+        import torch  # which a fake engine does without
+
+        self.num_regions = num_regions
+        self.region_stride_bytes = region.num_bytes()
+        self.blocks_per_region = region.num_blocks
+        self.buffer: torch.Tensor = torch.zeros(
+            num_regions * self.region_stride_bytes, dtype=torch.uint8, device=device
+        )
+
+
 class LocalSink:
     """The `KvSink` of an engine that hands nothing over: a push would be a mistake."""
 

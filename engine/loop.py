@@ -168,9 +168,9 @@ class EngineThread:
             self._commands.popleft().run()
 
     def _step(self) -> None:
-        if not self._engine.has_work():
+        self._runnable = self._engine.has_work()
+        if not self._runnable:
             return
-        self._runnable = True
         events = self._engine.step()
         self._num_steps += 1
         self._last_step_at = self._clock()

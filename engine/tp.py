@@ -42,7 +42,6 @@ class TpGroup:
     ) -> None:
         self.rank = rank
         self.size = size
-        self._device = device
         timeout = timedelta(seconds=step_timeout_s)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

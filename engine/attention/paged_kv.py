@@ -82,10 +82,12 @@ class PagedKv:
 
 def _bytes_on(buffer: Any, device: torch.device) -> torch.Tensor:
     """The pool as a uint8 tensor; a pool for CUDA shows a device buffer, not host memory."""
+    if isinstance(buffer, torch.Tensor):
+        if buffer.device.type != device.type:
+            raise TypeError(f"the KV pool of a model on {device} lies on {buffer.device}")
+        return buffer
     if device.type == "cpu":
         return torch.from_numpy(buffer)
-    if isinstance(buffer, torch.Tensor):
-        return buffer
     if not hasattr(buffer, "__cuda_array_interface__"):
         raise TypeError(f"the KV pool of a model on {device} must lie in device memory")
     return torch.as_tensor(buffer, device=device)

@@ -180,3 +180,25 @@ def test_progress_is_measured_on_the_given_clock_and_idleness_is_no_lack_of_it()
     thread.stop()
     assert thread.last_step_at == 500.0
     assert thread.num_steps >= 1
+
+
+def test_an_engine_that_is_only_asked_things_has_no_step_to_be_late_with() -> None:
+    thread = EngineThread(FakeEngine(fake_config()).core, lambda events: None)
+    idle: list[bool] = []
+    asked_often = threading.Event()
+
+    def ask(engine: Engine) -> None:
+        """Asks again before it has ended: the thread never finds its queue empty."""
+        if not engine.has_work():
+            idle.append(thread.runnable)
+        if len(idle) < 3:
+            thread.post(ask)
+        else:
+            asked_often.set()
+
+    thread.post(lambda engine: engine.add(spec_of("r", prompt(5))))
+    thread.post(ask)
+    thread.start()
+    assert asked_often.wait(WAIT_S)
+    thread.stop()
+    assert idle[1:] == [False, False]

@@ -7,13 +7,18 @@ from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+from engine.build import build_engine, build_runner, load_model_spec, region_layout
 from engine.config import EngineConfig
+from engine.local_memory import LocalDeviceMemory, LocalSink
+from engine.request import RequestId, RequestSpec, SamplingParams
 from tests.engine import checkpoints
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
+from tests.engine.fakes import drain, pool_is_whole
 
 FAMILIES = list(checkpoints.FAMILIES)
 NUM_TOKENS = 12
@@ -83,6 +88,45 @@ def test_greedy_tokens_are_those_of_transformers_in_every_combination(
 ) -> None:
     for lengths in ([1], [2, 3, 15, 16, 17], [63, 64, 65, 500], [1500]):
         check(folders(family), family, lengths, chunk, block_size)
+
+
+@pytest.mark.parametrize(
+    ("device", "family"),
+    [
+        ("cpu", "qwen3-windows"),
+        *(pytest.param("cuda", family, marks=pytest.mark.gpu) for family in FAMILIES),
+    ],
+)
+def test_a_whole_engine_with_its_kv_in_a_tensor_gives_the_tokens_of_transformers(
+    folders: Callable[[str], Path], device: str, family: str
+) -> None:
+    path = str(folders(family))
+    config = EngineConfig(
+        dtype="float32", num_blocks=64, max_num_batched_tokens=48, device=device, num_threads=1
+    )
+    model = load_model_spec(path, config)
+    memory = LocalDeviceMemory(region_layout(model, config, 0, 1), config.num_regions, device)
+    runner = build_runner(path, config, model, memory, LocalSink(), None)
+    engine = build_engine(config, runner, LocalSink())
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    lengths = [1, 16, 70, 129]
+    for length in lengths:
+        prompt = np.array(random_prompt(length, checkpoints.VOCAB, length), np.uint32)
+        engine.add(RequestSpec(RequestId(str(length)), prompt, length, greedy))
+    streams = drain(engine)
+    assert streams.tokens == {str(n): list(oracle_tokens(family, n)) for n in lengths}
+    pool_is_whole(engine)
+
+
+def test_a_kv_pool_on_another_device_than_the_model_is_refused(
+    folders: Callable[[str], Path],
+) -> None:
+    path = str(folders("qwen3"))
+    config = EngineConfig(dtype="float32", num_blocks=8, num_threads=1)
+    model = load_model_spec(path, config)
+    memory = LocalDeviceMemory(region_layout(model, config, 0, 1), config.num_regions, "meta")
+    with pytest.raises(TypeError, match="lies on meta"):
+        build_runner(path, config, model, memory, LocalSink(), None)
 
 
 # --- the oracle has power: one change of the KV between prefill and decode changes the tokens -----
