@@ -12,7 +12,7 @@ import yaml
 
 from baton.process_tree import descendants, wait_until_gone
 from baton.v1 import control_pb2
-from tests.cluster.fleet_processes import started
+from tests.cluster.fleet_processes import Fleet, started
 from tests.engine import checkpoints
 
 
@@ -40,6 +40,14 @@ def write_config(folder: Path, prefill_tp: int, decode_tp: int) -> Path:
     return config
 
 
+async def a_dead_rank_takes_its_replica_down(fleet: Fleet, worker_id: str) -> None:
+    (rank1,) = psutil.Process(fleet.processes[worker_id].pid).children()
+    rank1.kill()
+    assert await fleet.processes.pop(worker_id).wait() == 1
+    suspect = control_pb2.WORKER_STATE_SUSPECT
+    await fleet.until(lambda seen: any(w.state == suspect for w in seen.workers))
+
+
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp"),
     [
@@ -48,7 +56,7 @@ def write_config(folder: Path, prefill_tp: int, decode_tp: int) -> Path:
         pytest.param(2, 2, marks=pytest.mark.full),
     ],
 )
-async def test_unequal_widths_hand_over_the_oracles_tokens_and_leave_no_rank_behind(
+async def test_unequal_widths_hand_over_the_oracles_tokens_and_a_dead_rank_takes_its_replica_down(
     tmp_path: Path, kit: Any, prefill_tp: int, decode_tp: int
 ) -> None:
     model = checkpoints.save("llama", tmp_path / "model")
@@ -69,16 +77,7 @@ async def test_unequal_widths_hand_over_the_oracles_tokens_and_leave_no_rank_beh
             assert len(tokens) == 12
         await router.close()
         await link.close()
-    assert wait_until_gone(ranks, 5.0) == set()
-
-
-async def test_a_rank_that_dies_takes_its_replica_down(tmp_path: Path) -> None:
-    checkpoints.save("llama", tmp_path / "model")
-    async with started(write_config(tmp_path, 1, 2)) as fleet:
-        decode = psutil.Process(fleet.processes["decode-0"].pid)
-        (rank1,) = decode.children()
-        rank1.kill()
-        assert await fleet.processes.pop("decode-0").wait() == 1
-        await fleet.until(
-            lambda seen: any(w.state == control_pb2.WORKER_STATE_SUSPECT for w in seen.workers)
+        await a_dead_rank_takes_its_replica_down(
+            fleet, "prefill-0" if prefill_tp > 1 else "decode-0"
         )
+    assert wait_until_gone(ranks, 5.0) == set()
