@@ -24,10 +24,10 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from baton.v1 import transfer_pb2, worker_pb2
+from baton.v1 import transfer_pb2
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import LeaseError
-from kv_transfer.layout import BlockId, HandoffId, RegionLayout
+from kv_transfer.layout import HandoffId, RegionLayout
 from kv_transfer.lease import (
     FirstToken,
     Lease,
@@ -35,12 +35,12 @@ from kv_transfer.lease import (
     RankLease,
     WorkerIdentity,
     handoff_id,
-    logprobs_to_proto,
 )
 from kv_transfer.mailbox import Event, Mailbox, PeerLost
 from kv_transfer.process import own_identity
+from kv_transfer.rank_done import fill_done, why_wrong
 from kv_transfer.rank_handoff import Lane, Phase, Push, RankHandoff
-from kv_transfer.routes import RankPair, Route, block_checksums, pairs
+from kv_transfer.routes import Route, pairs
 from kv_transfer.tombstones import Tombstones
 from kv_transfer.transport import FlushResult, Peer, TransferMemory, Transport
 
@@ -299,30 +299,10 @@ class TransferRank:
                 self._drained(handoff)
 
     def _done_message(self, handoff: RankHandoff, lane: Lane) -> bytes:
-        lease = handoff.lease
-        message = self.new_message(lease.lease_id, lease.lease_epoch)
-        done = message.done
-        done.target_rank = lane.route.pair.target_rank
-        done.num_source_ranks = sum(
-            pair.target_rank == done.target_rank
-            for pair in pairs(handoff.layout, self.region_layout.tp_size, len(lease.ranks))
-        )
-        done.num_bytes, done.num_blocks = handoff.lane_bytes(lane), handoff.num_blocks()
-        done.num_writer_ranks = self.region_layout.tp_size
-        done.kv_fingerprint = lease.kv_fingerprint
-        done.reply_to.CopyFrom(self.identity.ranks[0].to_proto())
-        if handoff.first is not None:
-            done.first_token = handoff.first.token_id
-            if handoff.first.logprobs is not None:
-                done.logprobs.CopyFrom(logprobs_to_proto(handoff.first.logprobs))
+        message = self.new_message(handoff.lease.lease_id, handoff.lease.lease_epoch)
+        message.done.reply_to.CopyFrom(self.identity.ranks[0].to_proto())
         stride = self._config.checksum_stride
-        if stride:
-            sources, targets = handoff.tables()
-            done.checksum_stride = stride
-            done.groups.extend(worker_pb2.GroupBlocks(block_ids=table) for table in targets)
-            done.checksums.extend(
-                block_checksums(self._memory, self.region_layout, lane.route.pair, sources, stride)
-            )
+        fill_done(message.done, handoff, lane, self.region_layout, self._memory, stride)
         return message.SerializeToString()
 
     def _cancel(self, handoff: HandoffId) -> None:
@@ -369,35 +349,13 @@ class TransferRank:
         report.CopyFrom(message)  # the sender stays the writer: rank 0 checks it
         report.rank_done.source_rank = message.sender_rank
         report.rank_done.done.CopyFrom(message.done)
-        report.rank_done.error = self._verify(message)
+        report.rank_done.error = why_wrong(
+            message.done, message.sender_rank, self.region_layout, self._memory
+        )
         if self._rank0 is None:
             self.lease_mail.put(report)
         else:
             self.transport.send(self._rank0, report.SerializeToString())
-
-    def _verify(self, message: transfer_pb2.TransferMessage) -> str:
-        """Why the pushed blocks are wrong; empty when they are right, or not checked."""
-        done = message.done
-        if done.target_rank != self.tp_rank:
-            return f"a done for rank {done.target_rank} came to rank {self.tp_rank}"
-        if not done.checksum_stride:
-            return ""
-        tables = [[BlockId(block) for block in group.block_ids] for group in done.groups]
-        num_blocks = self._memory.num_regions * self._memory.blocks_per_region
-        if len(tables) != len(self.region_layout.layout.groups) or any(
-            block >= num_blocks for table in tables for block in table
-        ):
-            return "the done names blocks that do not exist"
-        pair = RankPair(
-            message.sender_rank, done.num_writer_ranks, self.tp_rank, self.region_layout.tp_size
-        )
-        found = block_checksums(
-            self._memory, self.region_layout, pair, tables, done.checksum_stride
-        )
-        wrong = sum(a != b for a, b in zip(found, done.checksums, strict=False))
-        if wrong or len(found) != len(done.checksums):
-            return f"{wrong} of {len(found)} checksums differ ({len(done.checksums)} were sent)"
-        return ""
 
     def _peer_lost(self, address: bytes) -> None:
         with self._lock:

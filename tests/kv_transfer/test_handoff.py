@@ -297,6 +297,9 @@ async def test_a_repeated_done_is_acknowledged_again_and_admits_once(
         {"kv_fingerprint": b"another"},
         {"target_rank": 1},
         {"sender_rank": 1},
+        {"checksum_stride": 1},  # and no checksums
+        {"checksum_stride": 1, "num_writer_ranks": 3},  # over which the heads cannot be split
+        {"checksum_stride": 1, "num_writer_ranks": 0},
     ],
 )
 async def test_a_done_that_is_not_as_it_must_be_fails_the_lease(

@@ -236,6 +236,8 @@ class Side:
         )
         done.kv_fingerprint = lease.kv_fingerprint
         done.first_token = 7
+        for table in lease.block_ids:
+            done.groups.add(block_ids=table)
         done.reply_to.CopyFrom(self.identity.ranks[0].to_proto())
         for name, value in changes.items():
             setattr(done if hasattr(done, name) else message, name, value)

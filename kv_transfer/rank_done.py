@@ -1,0 +1,71 @@
+"""A rank's `done`: what a writer says of the blocks it has pushed, and its check on arrival."""
+
+from __future__ import annotations
+
+from baton.v1 import transfer_pb2, worker_pb2
+from kv_transfer.layout import BlockId, RegionLayout
+from kv_transfer.lease import logprobs_to_proto
+from kv_transfer.rank_handoff import Lane, RankHandoff
+from kv_transfer.routes import RankPair, block_checksums, pairs
+from kv_transfer.transport import TransferMemory
+
+
+def fill_done(
+    done: transfer_pb2.TransferDone,
+    handoff: RankHandoff,
+    lane: Lane,
+    source: RegionLayout,
+    memory: TransferMemory,
+    checksum_stride: int,
+) -> None:
+    """Counts, first token and checksums of what has gone this way. Reads pushed blocks' bytes."""
+    lease = handoff.lease
+    done.target_rank = lane.route.pair.target_rank
+    done.num_source_ranks = sum(
+        pair.target_rank == done.target_rank
+        for pair in pairs(handoff.layout, source.tp_size, len(lease.ranks))
+    )
+    done.num_bytes, done.num_blocks = handoff.lane_bytes(lane), handoff.num_blocks()
+    done.num_writer_ranks = source.tp_size
+    done.kv_fingerprint = lease.kv_fingerprint
+    if handoff.first is not None:
+        done.first_token = handoff.first.token_id
+        if handoff.first.logprobs is not None:
+            done.logprobs.CopyFrom(logprobs_to_proto(handoff.first.logprobs))
+    if checksum_stride:
+        sources, targets = handoff.tables()
+        done.checksum_stride = checksum_stride
+        done.groups.extend(worker_pb2.GroupBlocks(block_ids=table) for table in targets)
+        done.checksums.extend(
+            block_checksums(memory, source, lane.route.pair, sources, checksum_stride)
+        )
+
+
+def why_wrong(
+    done: transfer_pb2.TransferDone,
+    source_rank: int,
+    target: RegionLayout,
+    memory: TransferMemory,
+) -> str:
+    """Why the blocks that have come are not those sent; empty when they are, or are not checked."""
+    if done.target_rank != target.tp_rank:
+        return f"a done for rank {done.target_rank} came to rank {target.tp_rank}"
+    if not done.checksum_stride:
+        return ""
+    tables = [[BlockId(block) for block in group.block_ids] for group in done.groups]
+    num_blocks = memory.num_regions * memory.blocks_per_region
+    if len(tables) != len(target.layout.groups) or any(
+        block >= num_blocks for table in tables for block in table
+    ):
+        return "the done names blocks that do not exist"
+    if source_rank >= done.num_writer_ranks:
+        return f"rank {source_rank} is not one of {done.num_writer_ranks}"
+    pair = RankPair(source_rank, done.num_writer_ranks, target.tp_rank, target.tp_size)
+    try:
+        found = block_checksums(memory, target, pair, tables, done.checksum_stride)
+    except ValueError as error:  # a width over which the heads cannot be split
+        return str(error)
+    wrong = sum(a != b for a, b in zip(found, done.checksums, strict=False))
+    if wrong or len(found) != len(done.checksums):
+        return f"{wrong} of {len(found)} checksums differ ({len(done.checksums)} were sent)"
+    return ""
