@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +15,11 @@ import psutil
 import pytest
 import yaml
 
+from baton.config import load_config
 from baton.process_tree import descendants, wait_until_gone
 from baton.v1 import control_pb2
 from tests.cluster.fleet_processes import Fleet, started
+from tests.cluster.whole_cluster import PROMPT, live_workers, run, running_site
 from tests.engine import checkpoints
 
 
@@ -81,3 +88,35 @@ async def test_unequal_widths_hand_over_the_oracles_tokens_and_a_dead_rank_takes
             fleet, "prefill-0" if prefill_tp > 1 else "decode-0"
         )
     assert wait_until_gone(ranks, 5.0) == set()
+
+
+@pytest.mark.full
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_supervisor_recreates_a_replica_whole_when_one_of_its_ranks_is_killed(
+    tmp_path: Path, rank: int
+) -> None:
+    checkpoints.save("llama", tmp_path / "model")
+    config = load_config(write_config(tmp_path, 1, 2))
+    config = dataclasses.replace(
+        config,
+        router=dataclasses.replace(config.router, port=0),
+        control=dataclasses.replace(config.control, port=0),
+    )
+    with running_site(config, tmp_path) as site:
+        before = site.all_live()
+        ranks = live_workers(before)["decode-0"].ref.ranks
+        assert len(ranks) == 2
+        streaming = threading.Event()
+        with ThreadPoolExecutor(1) as threads:
+            running = threads.submit(
+                run, site.cluster.router_address, PROMPT[:60], 300, streaming.set
+            )
+            assert streaming.wait(30)
+            os.kill(ranks[rank].process.pid, signal.SIGKILL)
+            after = site.wait_for_recreated(before, "decode-0")
+            assert running.result(90).ids == site.expect(PROMPT[:60], 300)
+        new = live_workers(after)["decode-0"].ref.ranks
+        assert {r.process.pid for r in new}.isdisjoint(r.process.pid for r in ranks)
+        site.all_sound()
