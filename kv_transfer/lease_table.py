@@ -115,6 +115,7 @@ class LeaseTable:
         self._clock = clock or LoopClock(loop)
         self._layout = rank.region_layout.layout
         self._entries: dict[LeaseId, _Entry] = {}
+        self._writable: dict[tuple[int, BlockId], LeaseId] = {}  # (group, block) -> its one lease
         self._epochs = itertools.count(1)
         rank.lease_mail.bind(loop.call_soon_threadsafe, self._handle)
 
@@ -141,9 +142,10 @@ class LeaseTable:
             block_ids=tuple(tuple(table) for table in reserved),
         )
         entry = _Entry(request_id, lease, self._clock.now_s() + deadline_s)
-        twice = entry.writable() & self._all_writable()
+        twice = entry.writable() & self._writable.keys()
         assert not twice, f"blocks of {request_id} are writable under another lease: {twice}"
         self._entries[lease.lease_id] = entry
+        self._writable.update(dict.fromkeys(entry.writable(), lease.lease_id))
         for writer_rank in writer.ranks:  # so that its death is noticed
             self._rank.transport.connect(writer_rank.transfer_address)
         self._renew(entry)
@@ -175,12 +177,13 @@ class LeaseTable:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a block is writable by two, or a lease has no timer."""
-        seen: dict[tuple[int, BlockId], str] = {}
+        seen: dict[tuple[int, BlockId], LeaseId] = {}
         for entry in self._entries.values():
             assert entry.timer is not None, f"lease {entry.lease.lease_id} has no timer"
             for block in entry.writable():
-                assert block not in seen, f"{block}: {seen[block]} and {entry.request_id}"
-                seen[block] = entry.request_id
+                assert block not in seen, f"{block}: {seen[block]} and {entry.lease.lease_id}"
+                seen[block] = entry.lease.lease_id
+        assert seen == self._writable, f"writable {self._writable} differ from the leases' {seen}"
 
     # --- what arrives ----------------------------------------------------------------------------
 
@@ -292,6 +295,7 @@ class LeaseTable:
 
     def _admit(self, entry: _Entry) -> None:
         assert entry.first is not None, "every done has come, but not the first token"
+        self._end_writing(entry)
         entry.state = LeaseState.ADMITTED
         self._set_timer(entry, self._config.tombstone_s)
         # The answer first: what the listener does is not the writer's to wait for.
@@ -336,10 +340,12 @@ class LeaseTable:
     def _forget(self, entry: _Entry) -> None:
         if entry.timer is not None:
             entry.timer.cancel()
+        self._end_writing(entry)
         del self._entries[entry.lease.lease_id]
 
-    def _all_writable(self) -> set[tuple[int, BlockId]]:
-        return set().union(*(entry.writable() for entry in self._entries.values()))
+    def _end_writing(self, entry: _Entry) -> None:
+        for block in entry.writable():
+            del self._writable[block]
 
     # --- what is said ----------------------------------------------------------------------------
 

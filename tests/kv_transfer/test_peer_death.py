@@ -14,14 +14,41 @@ from transfer_sides import LocalSide, RemoteSide, Side, SideSpec
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import HandoffTimeoutError, PeerLostError, PostFailedError
 from kv_transfer.lease_table import LeaseFailure
+from kv_transfer.process import ProcessIdentity, is_gone
 from kv_transfer.transport import make_transport
 
 CONFIG = TransferConfig(keepalive_s=0.5)
 
 
+class Polls:
+    """Asks whether a process is gone, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self._num_asked = 0
+        self._asked = asyncio.Event()
+
+    def __call__(self, identity: ProcessIdentity) -> bool | None:
+        self._num_asked += 1
+        self._asked.set()
+        return is_gone(identity)
+
+    async def some(self, count: int) -> None:
+        """Return when asked `count` times."""
+        async with asyncio.timeout(10):
+            while self._num_asked < count:
+                self._asked.clear()
+                await self._asked.wait()
+
+
 @pytest.fixture
-async def here() -> AsyncIterator[LocalSide]:
-    side = LocalSide(Side(SideSpec("here", config=CONFIG), [make_transport(CONFIG)]))
+async def polls() -> Polls:
+    return Polls()
+
+
+@pytest.fixture
+async def here(polls: Polls) -> AsyncIterator[LocalSide]:
+    spec = SideSpec("here", config=CONFIG)
+    side = LocalSide(Side(spec, [make_transport(CONFIG)], process_is_gone=polls))
     yield side
     await side.call("check_integrity")
     await side.close()
@@ -53,7 +80,7 @@ async def test_a_sender_killed_in_mid_push_leaves_its_blocks_in_quarantine_until
 
 
 async def test_a_stopped_sender_keeps_its_blocks_in_quarantine_as_long_as_it_might_wake(
-    here: LocalSide, there: RemoteSide
+    here: LocalSide, there: RemoteSide, polls: Polls
 ) -> None:
     lease = await here.call("grant", "r", await there.call("ready"), [[1, 2], [1, 2]])
     await there.call("open", lease)
@@ -61,7 +88,7 @@ async def test_a_stopped_sender_keeps_its_blocks_in_quarantine_as_long_as_it_mig
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     await here.call("release", lease.lease_id)
-    await asyncio.sleep(1.0)  # several polls: silence proves nothing
+    await polls.some(4)  # silence proves nothing
     assert here.side.table.num_quarantined_blocks == 4
     assert here.side.event_names() == []
     there.kill()

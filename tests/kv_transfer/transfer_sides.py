@@ -13,6 +13,7 @@ import multiprocessing
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -343,16 +344,16 @@ async def _serve_side(spec: SideSpec, pipe: Connection) -> None:
     side = LocalSide(Side(spec, [make_transport(spec.config) for _ in range(spec.tp_size)]))
     tasks = set()
 
-    async def answer(number: int, name: str, args: tuple[Any, ...]) -> None:
-        try:
-            pipe.send((number, True, await side.call(name, *args)))
-        except Exception as error:  # noqa: BLE001 - handed to the test, which raises it
-            pipe.send((number, False, error))
+    def answer(number: int, task: asyncio.Task[Any]) -> None:
+        tasks.discard(task)
+        error = task.exception()  # which the test raises
+        pipe.send((number, error is None, task.result() if error is None else error))
 
     while (request := await asyncio.to_thread(pipe.recv)) is not None:
-        task = asyncio.create_task(answer(*request))
+        number, name, args = request
+        task = asyncio.create_task(side.call(name, *args))
         tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        task.add_done_callback(partial(answer, number))
 
 
 def _die_with_parent() -> None:
