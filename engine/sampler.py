@@ -198,8 +198,11 @@ def _draw(logits: torch.Tensor, rows: list[_Row]) -> list[int]:
     less likely is kept either. So no row has to be sorted.
     """
     scores = gumbel_noise(_positions(rows), logits.shape[1], logits.device).add_(logits)
+    if any(row.params.min_p for row in rows):
+        least = _log_min_p([row.params for row in rows], logits.device)
+        scores.masked_fill_(logits < logits.amax(-1, keepdim=True) + least, -torch.inf)
     sampled = scores.argmax(dim=-1)
-    open_rows = [i for i, row in enumerate(rows) if _has_filters(row.params)]
+    open_rows = [i for i, row in enumerate(rows) if row.params.top_k or row.params.top_p < 1]
     if open_rows:
         limits = _limits(logits[open_rows], [rows[i].params for i in open_rows])
     while open_rows:
@@ -220,16 +223,11 @@ def _draw(logits: torch.Tensor, rows: list[_Row]) -> list[int]:
 
 
 class _Limits(NamedTuple):
-    """What the filters of n rows keep: [n, 1] each."""
+    """What top-k and top-p of n rows keep: [n, 1] each."""
 
     top_k: torch.Tensor
     top_p: torch.Tensor
     total: torch.Tensor  # log of the sum of the exponentials of the top k
-    least: torch.Tensor  # logit of a token of min_p's probability
-
-
-def _has_filters(params: SamplingParams) -> bool:
-    return bool(params.top_k or params.top_p < 1 or params.min_p)
 
 
 def _limits(logits: torch.Tensor, params: list[SamplingParams]) -> _Limits:
@@ -243,20 +241,18 @@ def _limits(logits: torch.Tensor, params: list[SamplingParams]) -> _Limits:
         _column(top_k, device, torch.int64),
         _column([p.top_p for p in params], device, torch.float64),
         total,
-        logits.amax(-1, keepdim=True) + _log_min_p(params, device),
     )
 
 
 def _are_kept(logits: torch.Tensor, drawn: torch.Tensor, limits: _Limits) -> torch.Tensor:
-    """Whether the filters keep tokens of logits `drawn` [n, 1]: [n]. The likeliest always stay."""
+    """Whether top-k and top-p keep tokens of logits `drawn` [n, 1]: [n]. The likeliest stay."""
     above = logits > drawn
     num_above = above.sum(-1)
     rows, columns = above.nonzero(as_tuple=True)
     probabilities = (logits[rows, columns] - limits.total[rows, 0]).double().exp_()
     mass = torch.zeros_like(limits.top_p[:, 0]).index_add_(0, rows, probabilities)
     in_top_p = (mass < limits.top_p[:, 0]) | (limits.top_p[:, 0] >= 1)
-    in_filters = (num_above < limits.top_k[:, 0]) & in_top_p & (drawn >= limits.least)[:, 0]
-    return in_filters | (num_above == 0)
+    return ((num_above < limits.top_k[:, 0]) & in_top_p) | (num_above == 0)
 
 
 def _log_min_p(params: list[SamplingParams], device: torch.device) -> torch.Tensor:
