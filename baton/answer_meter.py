@@ -19,7 +19,7 @@ _COLUMNS = (
     (">KV moved", 10),
     (">at", 10),
     (">ITL", 9),
-    (">speed", 11),
+    (">speed", 14),
 )
 
 

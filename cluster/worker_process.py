@@ -42,6 +42,11 @@ def set_up_logging(level: str, file: Path | None = None) -> None:
     logging.basicConfig(level=level.upper(), format=_LOG_FORMAT, force=True, filename=file)
 
 
+# The engine's thread, the event loop and gRPC's threads share the GIL; a token crosses all three,
+# and each crossing may cost one interval. The default of 5 ms would be several decode steps.
+_SWITCH_INTERVAL_S = 0.0002
+
+
 async def serve_worker(
     config: WorkerConfig,
     place: RankPlace,
@@ -49,6 +54,7 @@ async def serve_worker(
     on_fatal: OnFatal,
 ) -> None:
     """Rank 0: load, serve until drained or stopped. Raises what `build_rank` and `serve` raise."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     rank = await asyncio.to_thread(build_rank, config, place, on_fatal)
     try:
         worker = Worker(config, rank)
