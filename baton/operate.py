@@ -27,6 +27,10 @@ def print_fleet(fleet: Fleet) -> None:
         for pool in fleet.pools
     ]
     render.print_table("Pools", ("pool", "role", ">live"), pools)
+    for pool in fleet.pools:
+        if pool.last_error:
+            failed = f"{pool.name}: {pool.num_failed_starts} failed starts, the last: "
+            render.out().print(failed + pool.last_error, style="red", markup=False)
     workers = sorted(
         fleet.workers, key=lambda worker: (worker.info.pool, worker.info.ref.worker_id)
     )
