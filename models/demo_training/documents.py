@@ -187,6 +187,12 @@ def glance_talk(rng: random.Random) -> Document:
     return over_context(rng, context, rng.randint(2, 5))
 
 
+def passage_talk(rng: random.Random) -> Document:
+    """Questions on two to six notes."""
+    context = Context(rng, rng.randint(80, 450), 0.0).fill()
+    return over_context(rng, context, rng.randint(4, 8))
+
+
 SHORT_KINDS: tuple[tuple[float, Callable[[random.Random], Document]], ...] = (
     (0.29, story_talk), (0.20, village_talk), (0.10, mixed_talk), (0.12, sum_talk),
     (0.08, copy_talk), (0.21, reading_talk),
@@ -205,6 +211,19 @@ def lesson_document(rng: random.Random) -> Document:
     """A document of the first lessons."""
     weights = [share for share, _ in LESSON_KINDS]
     return rng.choices([make for _, make in LESSON_KINDS], weights)[0](rng)
+
+
+# The same in a paragraph or two, among the other kinds.
+STUDY_KINDS: tuple[tuple[float, Callable[[random.Random], Document]], ...] = (
+    (0.58, passage_talk), (0.10, copy_talk), (0.12, village_talk), (0.08, sum_talk),
+    (0.06, mixed_talk), (0.06, story_talk),
+)  # fmt: skip
+
+
+def study_document(rng: random.Random) -> Document:
+    """A document that is mostly about reading."""
+    weights = [share for share, _ in STUDY_KINDS]
+    return rng.choices([make for _, make in STUDY_KINDS], weights)[0](rng)
 
 
 def short_document(rng: random.Random) -> Document:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from corpus import Make, Rows, pack, train_tokenizer
-from documents import lesson_document, long_document, short_document
+from documents import lesson_document, long_document, short_document, study_document
 from export import write_checkpoint
 from llama import Llama, Shape
 from tokenizers import Tokenizer
@@ -40,7 +40,8 @@ LESSONS = Source("lessons", lesson_document, 128, 16)
 BRIEF = Source("brief", short_document, 256, 8)
 SHORT = Source("short", short_document, 512, 4)
 LONG = Source("long", long_document, 2048, 1)
-SOURCES = (LESSONS, BRIEF, SHORT, LONG)
+STUDY = Source("study", study_document, 256, 8)
+SOURCES = (LESSONS, BRIEF, SHORT, LONG, STUDY)
 VALIDATION_SEED = 990_001
 
 
@@ -48,16 +49,22 @@ VALIDATION_SEED = 990_001
 class Recipe:
     """Everything that decides the result.
 
-    Up to where the learning rate begins to fall, a longer run does the same as a shorter one.
+    Up to the end of the first cycle, a longer run does the same as a shorter one.
     """
 
     seed: int = 7
-    num_steps: int = 3400
+    num_steps: int = 5400
     warmup_steps: int = 40
-    decay_steps: int = 1200  # the last steps, over which the learning rate falls
+    first_cycle_steps: int = 3950
+    decay_steps: int = 1300  # the last steps of the first cycle, over which the rate falls
+    second_cycle: float = 0.6  # where the second cycle starts, of the first's learning rate
     lesson_steps: int = 600
-    brief_steps: int = 400  # after the lessons
-    long_share: float = 0.45  # of the steps after that; the others are short
+    brief_steps: int = 400
+    mixed_steps: int = 950
+    study_steps: int = 700
+    # All further steps are mixed again, now with study among them.
+    long_share: float = 0.45  # of mixed steps
+    study_share: float = 0.25  # of the last mixed steps
     muon_lr: float = 0.01
     embedding_lr: float = 5e-3
     norm_lr: float = 2e-3
@@ -66,16 +73,29 @@ class Recipe:
 
     def sources(self) -> list[Source]:
         """What every step trains on."""
-        drawn = np.random.default_rng(self.seed).random(self.num_steps) < self.long_share
-        before = [LESSONS] * self.lesson_steps + [BRIEF] * self.brief_steps
-        after = [LONG if long else SHORT for long in drawn[len(before) :]]
-        return [*before, *after][: self.num_steps]
+        drawn = np.random.default_rng(self.seed).random(self.num_steps)
+        first = [LESSONS] * self.lesson_steps + [BRIEF] * self.brief_steps
+        until = len(first) + self.mixed_steps
+        first += [LONG if draw < self.long_share else SHORT for draw in drawn[len(first) : until]]
+        first += [STUDY] * self.study_steps
+        studied = self.long_share + self.study_share
+        last = [
+            LONG if draw < self.long_share else STUDY if draw < studied else SHORT
+            for draw in drawn[len(first) :]
+        ]
+        return [*first, *last][: self.num_steps]
 
     def lr_factor(self, step: int) -> float:
-        """Warm-up, flat, then linear decay."""
-        warm = min(1.0, (step + 1) / self.warmup_steps)
-        left = min(1.0, (self.num_steps - step) / self.decay_steps)
-        return warm * (self.final_lr + (1 - self.final_lr) * left)
+        """Warm-up, flat, linear decay; then once more up, to less, and down."""
+        if step < self.first_cycle_steps:
+            risen = (step + 1) / self.warmup_steps
+            left = (self.first_cycle_steps - step) / self.decay_steps
+            height = min(1.0, left)
+        else:
+            risen = (step + 1 - self.first_cycle_steps) / self.warmup_steps
+            left = (self.num_steps - step) / (self.num_steps - self.first_cycle_steps)
+            height = self.second_cycle * left
+        return min(1.0, risen) * (self.final_lr + (1 - self.final_lr) * height)
 
 
 def optimizers(model: Llama, recipe: Recipe) -> list[torch.optim.Optimizer]:
