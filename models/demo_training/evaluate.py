@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from documents import Context, over_context
-from grammar import children, new_name, with_article
+from grammar import new_name, with_article
 from questions import VILLAGE_FACTS, WORLD_FACTS
 from stories import ASKS, HELD_OUT_ASKS
 from talk import LARGEST, addition, refusal, subtraction, unknown_person, word_problem
@@ -132,27 +132,34 @@ def reading_cases(rng: random.Random, characters: int, count: int) -> list[Case]
     return cases
 
 
-def named_story_cases(rng: random.Random) -> list[Case]:
-    """Story requests with a name, half of them in new wordings or with an animal to appear."""
-    cases = []
+def story_cases(rng: random.Random) -> list[tuple[Case, Case | None]]:
+    """Story requests: whether the name is kept, and where a thing was asked for, whether it is."""
+    cases: list[tuple[Case, Case | None]] = []
     for index in range(60):
-        who = children(rng, 1, invented=0.0)[0]
-        name = (
-            new_name(rng)
-            if index % 5 == 0
-            else rng.choice((*GIRLS, *BOYS) if index % 2 else (who.name,))
-        )
+        name = new_name(rng) if index % 5 == 0 else rng.choice((*GIRLS, *BOYS))
         child = "girl" if name in GIRLS else "boy"
         animal = rng.choice(ANIMALS)
-        about, expected = rng.choice((
-            (f"a {child} called {name}", (name,)),
-            (name, (name,)),
-            (f"a {child} named {name} and {with_article(animal)}", (name, animal)),
-            (f"a lost key and a {child} called {name}", (name, "key")),
+        about, thing = rng.choice((
+            (f"a {child} called {name}", None),
+            (name, None),
+            (f"a {child} named {name} and {with_article(animal)}", animal),
+            (f"a lost key and a {child} called {name}", "key"),
         ))  # fmt: skip
         ask = rng.choice(HELD_OUT_ASKS if index % 3 == 0 else ASKS).format(about)
-        cases.append(Case([{"role": "user", "content": ask}], expected, exact=False))
+        messages = [{"role": "user", "content": ask}]
+        kept = Case(messages, (name,), exact=False)
+        cases.append((kept, Case(messages, (thing,), exact=False) if thing else None))
     return cases
+
+
+def named_story_cases(rng: random.Random) -> list[Case]:
+    """Is the name used? A third of the requests are in wordings never trained."""
+    return [named for named, _ in story_cases(rng)]
+
+
+def thing_story_cases(rng: random.Random) -> list[Case]:
+    """Does the animal or thing occur?"""
+    return [with_thing for _, with_thing in story_cases(rng) if with_thing is not None]
 
 
 def refusal_cases(rng: random.Random) -> list[Case]:
@@ -170,7 +177,8 @@ MEASURES: dict[str, tuple[Callable[[random.Random], list[Case]], int]] = {
     "questions on ~150 tokens of notes": (lambda rng: reading_cases(rng, 600, 80), 48),
     "questions on ~700 tokens of notes": (lambda rng: reading_cases(rng, 3000, 64), 48),
     "questions on ~1,500 tokens of notes": (lambda rng: reading_cases(rng, 6500, 64), 48),
-    "stories that use what was asked for": (named_story_cases, 220),
+    "stories that use the name asked for": (named_story_cases, 220),
+    "stories that use the thing or animal asked for": (thing_story_cases, 220),
     "refusals": (refusal_cases, 40),
 }
 

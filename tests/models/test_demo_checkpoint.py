@@ -30,8 +30,8 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "story": ("Ruby", "fox"),
     "sum": ("13",),
     "conversation": ("Milo",),
-    "newspaper-scarf": ("Daniel",),
-    "newspaper-noah": ("captain",),
+    "newspaper-henry": ("Grace",),
+    "newspaper-box": ("Peter",),
 }
 
 
