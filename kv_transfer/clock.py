@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -22,13 +23,13 @@ class Clock(Protocol):
 
 
 class LoopClock:
-    """The clock of a running event loop."""
+    """Callbacks of a running event loop, and its monotonic time: uvloop tells whole ms only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
     def now_s(self) -> float:
-        return self._loop.time()
+        return time.monotonic()
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         return self._loop.call_later(delay_s, callback)
