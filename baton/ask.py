@@ -98,6 +98,9 @@ def _exchange(
     except KeyboardInterrupt:
         render.out().print("\nstopped", style="dim")
         return
+    except BatonError as error:
+        render.err().print(f"{error.reason.lower()}: {error.message}", style="red", markup=False)
+        return
     history[:] = [*turns, {"role": "assistant", "content": text}]
     if arguments.stats:
         render.err().print(meter.lines(), no_wrap=True)

@@ -21,7 +21,7 @@ from baton.progress import Steps
 def demo(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.file)
     if arguments.file is None:
-        config = _on_free_ports(config)  # a cluster that is up is no hindrance
+        config = _for_show(config)
     prompts = read_prompts(config.model)
     began = time.monotonic()
     with Steps(render.err()) as steps, Startup(steps) as startup:
@@ -42,10 +42,11 @@ def demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _on_free_ports(config: ClusterConfig) -> ClusterConfig:
+def _for_show(config: ClusterConfig) -> ClusterConfig:
+    """On free ports, for a cluster that is up is no hindrance; and every prompt is handed over."""
     return dataclasses.replace(
         config,
-        router=dataclasses.replace(config.router, port=0),
+        router=dataclasses.replace(config.router, port=0, local_prefill="never"),
         control=dataclasses.replace(config.control, port=0),
     )
 

@@ -79,10 +79,12 @@ def main() -> None:
     chosen = options.sections or list(SECTIONS)
     command = "make bench" if not options.sections else f"python -m bench {' '.join(chosen)}"
     head = f"# Benchmarks of {today}\n\n{machine.describe(command)}\n"
-    text = "\n".join([head, *(SECTIONS[name]() for name in chosen)])
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(text)
-    print(text)
+    options.output.write_text(head)
+    for name in chosen:  # written as they come: a long run that is cut short leaves what it has
+        with options.output.open("a") as file:
+            file.write(f"\n{SECTIONS[name]()}")
+    print(options.output.read_text())
 
 
 if __name__ == "__main__":

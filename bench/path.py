@@ -114,14 +114,13 @@ def request(client: Client, prompt: np.ndarray) -> Sample:
 
 
 @contextmanager
-def running(
-    model: Path, pools: dict[str, PoolConfig], progress: Callable[[str], None]
-) -> Iterator[Client]:
+def running(model: Path, name: str, progress: Callable[[str], None]) -> Iterator[Client]:
+    pools = CLUSTERS[name]
     config = ClusterConfig(
         model=str(model),
         pools=pools,
         engine=EngineConfig(max_num_batched_tokens=1024, max_model_len=2048, prefix_cache=True),
-        router=RouterConfig(port=0),
+        router=RouterConfig(port=0, local_prefill="never" if name == "disaggregated" else "always"),
         control=ControlConfig(port=0),
     )
     with (
@@ -142,15 +141,16 @@ CLUSTERS = {
 
 def measure(model: Path, vocab_size: int, progress: Callable[[str], None]) -> list[PathRow]:
     rng = np.random.default_rng(0)
-    rows = []
-    for name, pools in CLUSTERS.items():
-        with running(model, pools, progress) as client:
+    rows: list[PathRow] = []
+    for name in CLUSTERS:
+        with running(model, name, progress) as client:
             for length in PROMPT_LENGTHS:
                 progress(f"{name}: {length} tokens")
                 row = PathRow(name, length)
                 for index in range(WARM_UPS + ROUNDS):
                     prompt = rng.integers(10, vocab_size, length, dtype=np.uint32)
                     sample = request(client, prompt)
+                    assert (sample.handed_off is not None) == (name == "disaggregated")
                     if index >= WARM_UPS:
                         row.samples.append(sample)
                 rows.append(row)

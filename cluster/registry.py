@@ -40,6 +40,8 @@ class RegistryConfig:
     stuck_after_s: float = 3.0
     """A step may always take this long, however short it was predicted."""
     stuck_factor: float = 20.0
+    first_step_s: float = 120.0
+    """The first step of a worker may take this long: nothing predicts it yet."""
     gone_after_s: float = 15.0
     forget_after_s: float = 10.0
 
@@ -296,6 +298,8 @@ class Registry:
         progress = worker.progress
         if progress is None or not progress.runnable:
             return False
+        if progress.num_steps == 0:  # nothing is known yet of how long its steps take
+            return progress.idle_s >= self._config.first_step_s
         patience_s = max(
             self._config.stuck_after_s, self._config.stuck_factor * progress.predicted_step_s
         )

@@ -267,12 +267,24 @@ class Admission:
                 retry_after_s=max(self._config.overload_retry_s, min(known) - left_s),
             )
 
+    def _missing_role(self) -> str | None:
+        """The role without which no prompt can be placed; None when all that is needed is here."""
+        usable = [entry for entry in self._fleet if entry.usable]
+        decodes = {entry.facts.worker_id for entry in usable if entry.facts.can_decode}
+        if not decodes:
+            return "decode"
+        if self._config.local_prefill != "never":
+            return None
+        prefills = {entry.facts.worker_id for entry in usable if entry.facts.can_prefill}
+        return None if prefills and len(prefills | decodes) > 1 else "prefill"
+
     def _refuse_without_fleet(self, now: float) -> None:
-        if any(entry.usable and entry.facts.can_decode for entry in self._fleet):
+        missing = self._missing_role()
+        if missing is None:
             return
         for ticket in self._waiting:
             if now - ticket.since_s >= self._config.fleet_wait_s:
                 assert ticket.placed is not None
                 ticket.placed.set_exception(
-                    UnavailableError("no decode worker is live", retry_after_s=1.0)
+                    UnavailableError(f"no {missing} worker is live", retry_after_s=1.0)
                 )

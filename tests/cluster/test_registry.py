@@ -34,8 +34,9 @@ def beat(
     runnable: bool = True,
     predicted_step_s: float = 0.01,
     draining: bool = False,
+    num_steps: int = 5,
 ) -> None:
-    progress = Progress(5, runnable, idle_s, predicted_step_s)
+    progress = Progress(num_steps, runnable, idle_s, predicted_step_s)
     registry.heartbeat("decode-0", 7, progress, b"load", draining)
 
 
@@ -85,6 +86,15 @@ def test_runnable_work_without_a_step_is_stuck_although_heartbeats_come() -> Non
     assert state(registry) is WorkerState.SUSPECT
     beat(registry, idle_s=60.0, runnable=False)
     assert state(registry) is WorkerState.LIVE
+
+
+def test_the_first_step_of_all_is_given_a_long_time_for_nothing_predicts_it() -> None:
+    registry, _ = make()
+    registry.register(registration())
+    beat(registry, idle_s=100.0, predicted_step_s=0.0, num_steps=0)
+    assert state(registry) is WorkerState.LIVE
+    beat(registry, idle_s=121.0, predicted_step_s=0.0, num_steps=0)
+    assert state(registry) is WorkerState.SUSPECT
 
 
 def test_a_step_predicted_to_be_long_is_given_its_time() -> None:

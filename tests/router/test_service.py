@@ -118,6 +118,18 @@ async def test_without_a_decode_worker_a_request_is_unavailable_after_a_while(
         await d.check_empty()
 
 
+async def test_where_every_prompt_must_be_handed_over_a_missing_prefill_pool_is_told_after_a_while(
+    text_model: TextModel,
+) -> None:
+    async with deployment(
+        text_model, prefill=0, decode=1, fleet_wait_s=0.2, local_prefill="never"
+    ) as d:
+        error = await refusal(d.client, ask_for(PROMPT))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "prefill" in (error.details() or "")
+        await d.check_empty()
+
+
 async def test_stop_strings_end_the_text_and_abort_the_worker(text_model: TextModel) -> None:
     async with deployment(text_model) as d:
         text = bytes(expected(PROMPT, 40)).decode()
