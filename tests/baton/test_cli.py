@@ -204,7 +204,12 @@ def test_interrupting_an_answer_aborts_it_and_exits_quietly(book: Book) -> None:
     command = [sys.executable, "-m", "baton.cli", "generate", "hi", "--router", served.address]
     try:
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # Tests run in the background have SIGINT ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as process:
             assert process.stdout is not None
             assert process.stdout.read(4)  # it streams

@@ -287,5 +287,6 @@ async def test_nothing_is_kept_of_five_hundred_short_requests(text_model: TextMo
         assert not router._timers
         assert len(router.admission._shares) == 0
         gc.collect()
-        kept = [type(o).__name__ for o in gc.get_objects() if isinstance(o, (RequestRun, Attempt))]
+        # Not isinstance: it asks every object for its class, and some answer with a warning.
+        kept = [type(o).__name__ for o in gc.get_objects() if type(o) in (RequestRun, Attempt)]
         assert not kept
