@@ -141,7 +141,7 @@ def _check_engine(engine: EngineConfig, source: str, key: str) -> None:
 
 
 def load_config(path: str | Path) -> ClusterConfig:
-    """Read a cluster file; a relative `model` folder is looked for beside the file first."""
+    """Read a cluster file; a relative `model` that is a folder beside the file means that one."""
     source = str(path)
     try:
         value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -152,6 +152,6 @@ def load_config(path: str | Path) -> ClusterConfig:
         raise ConfigError(f"{source}: not valid YAML: {problem}") from error
     config = parse_config(value, source=source)
     beside = Path(path).resolve().parent / config.model
-    if not Path(config.model).is_dir() and beside.is_dir():
+    if beside.is_dir():
         config = dataclasses.replace(config, model=str(beside))
     return config

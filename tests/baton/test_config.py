@@ -105,8 +105,12 @@ def test_whole_numbers_serve_as_numbers() -> None:
     assert parse_config({"router": {"lease_lead_s": 2}}).router.lease_lead_s == 2.0
 
 
-def test_a_relative_model_folder_is_found_beside_its_file(tmp_path: Path) -> None:
-    (tmp_path / "weights").mkdir()
+def test_a_relative_model_folder_is_the_one_beside_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("elsewhere/weights", "weights"):
+        (tmp_path / place).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")  # which has one of the same name
     file = tmp_path / "cluster.yaml"
     file.write_text("model: weights\nserved_model_name: mine\n")
     config = load_config(file)
