@@ -20,13 +20,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
+from cluster.config import RegistryConfig
 from cluster.registry import (
     FleetSnapshot,
     Pool,
     Progress,
     Registration,
     Registry,
-    RegistryConfig,
     Role,
     WorkerState,
 )

@@ -17,6 +17,8 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from cluster.config import RegistryConfig
+
 Clock = Callable[[], float]
 
 
@@ -32,18 +34,6 @@ class Role(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
-
-
-@dataclass(frozen=True)
-class RegistryConfig:
-    silent_after_s: float = 3.0
-    stuck_after_s: float = 3.0
-    """A step may always take this long, however short it was predicted."""
-    stuck_factor: float = 20.0
-    first_step_s: float = 120.0
-    """The first step of a worker may take this long: nothing predicts it yet."""
-    gone_after_s: float = 15.0
-    forget_after_s: float = 10.0
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,11 @@ import uvloop
 
 from baton.config import ClusterConfig
 from cluster import replica as replicas
+from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
 from cluster.keeper import LOOK_S, Ground, Keeper, SupervisorConfig
 from cluster.loop_door import LoopDoor
-from cluster.registry import Registry, RegistryConfig, Role
+from cluster.registry import Registry, Role
 from cluster.replica import Replica, ReplicaName
 from cluster.worker_config import WorkerConfig, worker_config
 from cluster.worker_process import set_up_logging

@@ -123,7 +123,7 @@ class Worker:
                 self.info(),
                 self._beat,
                 self.drain,
-                self._config.heartbeat_s,
+                self._config.settings.heartbeat_s,
             )
             for work in (registrar.run(), self._sweep()):
                 task = self._loop.create_task(work)
@@ -144,7 +144,7 @@ class Worker:
         """Take no new work, finish what runs, then leave."""
         if self._drain is None:
             log.info("%s drains", self._config.worker_id)
-            limit_s = self._config.drain_timeout_s if timeout_s is None else timeout_s
+            limit_s = self._config.settings.drain_timeout_s if timeout_s is None else timeout_s
             self._drain = self._loop.create_task(self._drain_and_stop(limit_s))
 
     async def _drain_and_stop(self, timeout_s: float) -> None:
@@ -155,7 +155,7 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         # Routers still read the last tokens, and the registry a last heartbeat.
-        await asyncio.sleep(2 * self._config.heartbeat_s)
+        await asyncio.sleep(2 * self._config.settings.heartbeat_s)
         try:  # a leak shows here, in the exit status
             await asyncio.wrap_future(self.engine.call(lambda e: e.check_integrity()))
             self.check_integrity()
@@ -195,7 +195,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _metrics(self) -> Iterator[None]:
-        if self._config.metrics_port is None:
+        if self._config.settings.metrics_port is None:
             yield
             return
         collector = WorkerCollector(
@@ -206,7 +206,7 @@ class Worker:
             lambda: 0 if self.decode is None else self.decode.num_orphans(),
         )
         server, thread = prometheus_client.start_http_server(
-            self._config.metrics_port, self._config.host, registry=collector.registry()
+            self._config.settings.metrics_port, self._config.host, registry=collector.registry()
         )
         self.metrics_address = f"{self._config.host}:{server.server_port}"
         log.info("%s serves metrics at %s", self._config.worker_id, self.metrics_address)

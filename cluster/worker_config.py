@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.config import ClusterConfig
+from cluster.config import WorkerSettings
 from cluster.registry import Role
 from decode_worker.role import DecodeConfig
 from engine.config import EngineConfig
@@ -39,10 +40,7 @@ class WorkerConfig:
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free port; it is told to the registry."""
-    metrics_port: int | None = None
-    """Prometheus metrics over HTTP; None: not served, 0: any free port."""
-    heartbeat_s: float = 0.3
-    drain_timeout_s: float = 30.0
+    settings: WorkerSettings = field(default_factory=WorkerSettings)
     log_level: str = "info"
     log_dir: str = ""
     """Each rank logs to a file here; empty: to standard error."""
@@ -71,7 +69,6 @@ def worker_config(
         transfer=cluster.transfer,
         tp_size=wanted.tensor_parallel,
         control_address=control_address,
-        metrics_port=0,
         log_level=cluster.log_level,
     )
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from cluster.config import WorkerSettings
 from cluster.rank import build_rank
 from cluster.registry import Role
 from cluster.request_wire import read_spec
@@ -222,8 +223,7 @@ async def running_worker(
         transfer=TransferConfig(transport="memory", renew_within_s=2.0, ack_timeout_s=2.0),
         tp_size=1,
         control_address="127.0.0.1:1",  # nobody there: a worker serves without a registry
-        heartbeat_s=0.05,
-        metrics_port=metrics_port,
+        settings=WorkerSettings(heartbeat_s=0.05, metrics_port=metrics_port),
         decode=decode or DecodeConfig(),
     )
     rank = await asyncio.to_thread(build_rank, config, RankPlace())

@@ -12,9 +12,10 @@ import grpc.aio
 import pytest
 
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
+from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
 from cluster.registration import Beat, Registrar
-from cluster.registry import Registry, RegistryConfig, Role
+from cluster.registry import Registry, Role
 
 LIVE = control_pb2.WORKER_STATE_LIVE
 

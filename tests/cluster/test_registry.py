@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.registry import Progress, Registration, Registry, RegistryConfig, Role, WorkerState
+from cluster.config import RegistryConfig, WorkerSettings
+from cluster.registry import Progress, Registration, Registry, Role, WorkerState
 
 
 class FakeClock:
@@ -215,3 +216,23 @@ def test_a_failure_after_service_begins_the_count_of_failed_starts_anew() -> Non
     registry.failed("decode", "decode-0", "bad luck", served=False)
     registry.failed("decode", "decode-0", "killed", served=True)
     assert registry.failed("decode", "decode-0", "bad luck again", served=False) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (RegistryConfig, "silent_after_s", 0.0),
+        (RegistryConfig, "gone_after_s", 3.0),  # no longer than silent_after_s
+        (RegistryConfig, "stuck_factor", 0.5),
+        (RegistryConfig, "forget_after_s", -1.0),
+        (RegistryConfig, "first_step_s", float("inf")),
+        (WorkerSettings, "heartbeat_s", 0.0),
+        (WorkerSettings, "drain_timeout_s", -1.0),
+        (WorkerSettings, "metrics_port", 65536),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_its_name(
+    kind: type, field: str, value: float
+) -> None:
+    with pytest.raises(ValueError, match=rf"^{field} must .*, not {value}$"):
+        kind(**{field: value})

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from baton.v1 import control_pb2, worker_pb2
+from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
-from cluster.registry import Registry, RegistryConfig
+from cluster.registry import Registry
 from tests.cluster.fleet_processes import Fleet, started
 
 CONFIG = """

@@ -1,0 +1,67 @@
+"""The settings of the registry and of worker processes.
+
+Standard library only: `baton.config` composes them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RegistryConfig:
+    """When the registry thinks what of a worker. All times are in seconds."""
+
+    silent_after_s: float = 3.0
+    """A worker not heard of for this long gets nothing new: SUSPECT."""
+    stuck_after_s: float = 3.0
+    """A step may always take this long, however short it was predicted."""
+    stuck_factor: float = 20.0
+    """A step that takes longer than this many times what was predicted is stuck: SUSPECT."""
+    first_step_s: float = 120.0
+    """The first step of a worker may take this long: nothing predicts it yet."""
+    gone_after_s: float = 15.0
+    """A worker not heard of for this long is GONE; longer than `silent_after_s`."""
+    forget_after_s: float = 10.0
+    """How long a worker that is GONE is still shown."""
+
+    def __post_init__(self) -> None:
+        for name in ("silent_after_s", "stuck_after_s", "first_step_s", "gone_after_s"):
+            _check_positive(name, getattr(self, name))
+        if not 1 <= self.stuck_factor < math.inf:
+            raise ValueError(f"stuck_factor must be at least 1, not {self.stuck_factor}")
+        if self.gone_after_s <= self.silent_after_s:
+            raise ValueError(
+                f"gone_after_s must be above silent_after_s ({self.silent_after_s}), "
+                f"not {self.gone_after_s}"
+            )
+        _check_not_negative("forget_after_s", self.forget_after_s)
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What holds for every worker process, whatever its pool."""
+
+    heartbeat_s: float = 0.3
+    """How often a worker tells the registry of itself."""
+    drain_timeout_s: float = 30.0
+    """How long a drain waits for what runs; what still runs then is lost to this worker."""
+    metrics_port: int | None = 0
+    """Prometheus metrics over HTTP; None: not served, 0: any free port."""
+
+    def __post_init__(self) -> None:
+        _check_positive("heartbeat_s", self.heartbeat_s)
+        _check_not_negative("drain_timeout_s", self.drain_timeout_s)
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ValueError(f"metrics_port must be between 0 and 65535, not {self.metrics_port}")
+
+
+def _check_positive(name: str, value_s: float) -> None:
+    if not 0 < value_s < math.inf:
+        raise ValueError(f"{name} must be above 0 and finite, not {value_s}")
+
+
+def _check_not_negative(name: str, value_s: float) -> None:
+    if not 0 <= value_s < math.inf:
+        raise ValueError(f"{name} must not be negative, and finite, not {value_s}")
