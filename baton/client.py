@@ -7,30 +7,34 @@
 
 A request survives its router: when the connection is lost the client goes on at the next address
 with the request's id, seed and first unseen index, so that no token is seen twice and none is
-missing. Errors are those of `baton.errors`. Leaving a stream early aborts its request.
+missing. A short call goes to the next address when one does not answer. Errors are those of
+`baton.errors`. Leaving a stream early aborts its request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
 from collections.abc import AsyncGenerator, Generator, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack, cast
+from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc
 import grpc.aio
 
-from baton import status
+from baton import router_calls, status
+from baton.errors import BatonError
 from baton.events import Event, Tokens
 from baton.request_stream import Chat, GenerateOptions, RequestStream, build_request
+from baton.router_calls import Call, Routers, Tries
 from baton.v1 import control_pb2, router_pb2, router_pb2_grpc
 
+T = TypeVar("T")
+
 DEFAULT_ADDRESS = "127.0.0.1:7100"
+_RECONNECT_WITHIN_S = 10.0
 _CALL_TIMEOUT_S = 10.0
-_ABORT_TIMEOUT_S = 2.0
 _MAX_MESSAGE_BYTES = 64 << 20
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
@@ -41,14 +45,6 @@ _CHANNEL_OPTIONS = (
 )
 
 
-def _address_list(addresses: str | Sequence[str]) -> list[str]:
-    listed = addresses.split(",") if isinstance(addresses, str) else list(addresses)
-    found = [address.strip() for address in listed if address.strip()]
-    if not found:
-        raise ValueError("at least one router address is needed")
-    return found
-
-
 class Client:
     """Several threads may share one. Addresses: one, several, or several in one text by commas."""
 
@@ -56,22 +52,19 @@ class Client:
         self,
         addresses: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
-        reconnect_within_s: float = 10.0,
+        reconnect_within_s: float = _RECONNECT_WITHIN_S,
         call_timeout_s: float = _CALL_TIMEOUT_S,
     ) -> None:
-        self._addresses = _address_list(addresses)
-        self._reconnect_within_s = reconnect_within_s
-        self._call_timeout_s = call_timeout_s
+        self._routers = Routers(addresses, reconnect_within_s, call_timeout_s)
         self._channels = [
-            grpc.insecure_channel(address, options=_CHANNEL_OPTIONS) for address in self._addresses
+            grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+            for address in self._routers.addresses
         ]
         # The generated stub serves both kinds of channel; its types speak of asyncio alone.
         self._stubs: list[Any] = [
             router_pb2_grpc.RouterServiceStub(cast(grpc.aio.Channel, channel))
             for channel in self._channels
         ]
-        self._preferred = 0
-        self._is_closed = False
 
     def generate(
         self,
@@ -89,13 +82,7 @@ class Client:
 
     def run(self, request: router_pb2.GenerateRequest) -> Generator[Event, None, None]:
         """As `generate`, of a message made elsewhere; it needs a request_id."""
-        stream = RequestStream(
-            request,
-            self._addresses,
-            first_address=self._preferred,
-            reconnect_within_s=self._reconnect_within_s,
-        )
-        return self._events(stream)
+        return self._events(self._routers.stream(request))
 
     def text(
         self,
@@ -110,34 +97,24 @@ class Client:
         return "".join(event.text for event in events if isinstance(event, Tokens))
 
     def abort(self, request_id: str, tenant: str = "") -> None:
-        self._call("Abort", router_pb2.AbortRequest(request_id=request_id, tenant=tenant))
+        self._call(router_calls.abort(request_id, tenant))
 
     def models(self) -> list[router_pb2.Model]:
-        return list(self._call("ListModels", router_pb2.ListModelsRequest()).models)
+        return self._call(router_calls.models())
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self._call("Tokenize", router_pb2.TokenizeRequest(text=text)).ids)
+        return self._call(router_calls.tokenize(text))
 
     def explain(self, request: router_pb2.GenerateRequest) -> list[router_pb2.RouteCandidate]:
         """Where a request would go, cheapest first; books nothing."""
-        message = router_pb2.ExplainRouteRequest(request=request)
-        return list(self._call("ExplainRoute", message).candidates)
+        return self._call(router_calls.explain(request))
 
     def fleet(self) -> control_pb2.WatchFleetResponse:
         """The fleet as the router sees it now."""
-        watch = self._stubs[self._preferred].WatchFleet(
-            router_pb2.RouterServiceWatchFleetRequest(), timeout=self._call_timeout_s
-        )
-        try:
-            return cast(router_pb2.RouterServiceWatchFleetResponse, next(watch)).fleet
-        except grpc.RpcError as error:
-            address = self._addresses[self._preferred]
-            raise status.from_rpc_error(cast(status.RpcFailure, error), address) from error
-        finally:
-            watch.cancel()
+        return self._call(router_calls.fleet())
 
     def close(self) -> None:
-        self._is_closed = True
+        self._routers.close()
         for channel in self._channels:
             channel.close()
 
@@ -153,70 +130,73 @@ class Client:
         self.close()
 
     def _events(self, stream: RequestStream) -> Generator[Event, None, None]:
-        while not stream.is_finished:
-            failure: status.RpcFailure | None = None
-            stub = self._stubs[stream.address_index]
-            call = stub.Generate(stream.request(), timeout=stream.call_timeout_s())
-            try:
-                for response in call:
-                    event = stream.absorb(response)
-                    if event is not None:
-                        yield event
-            except grpc.RpcError as error:
-                failure = cast(status.RpcFailure, error)
-            except (GeneratorExit, KeyboardInterrupt):
-                self._abort_quietly(stream, stub)
-                raise
-            finally:
-                call.cancel()
-            if not stream.is_finished:
-                time.sleep(stream.lost(failure) * random.uniform(0.5, 1.0))
-        self._preferred = stream.address_index
+        try:
+            while not stream.is_finished:
+                self._routers.check_open()
+                failure: status.RpcFailure | None = None
+                stub = self._stubs[stream.address_index]
+                call = stub.Generate(stream.request(), timeout=stream.call_timeout_s())
+                try:
+                    for response in call:
+                        event = stream.absorb(response)
+                        if event is not None:
+                            yield event
+                except grpc.RpcError as error:
+                    failure = cast(status.RpcFailure, error)
+                finally:
+                    call.cancel()
+                if not stream.is_finished:
+                    time.sleep(stream.lost(failure))
+        except (GeneratorExit, KeyboardInterrupt):
+            self._abandon(stream)
+            raise
+        self._routers.preferred = stream.address_index
 
-    def _abort_quietly(self, stream: RequestStream, stub: Any) -> None:
-        request = router_pb2.AbortRequest(request_id=stream.request_id, tenant=stream.tenant)
-        if not stream.is_finished and not self._is_closed:
-            with contextlib.suppress(grpc.RpcError):
-                stub.Abort(request, timeout=_ABORT_TIMEOUT_S)
+    def _abandon(self, stream: RequestStream) -> None:
+        tries = self._routers.abandon(stream)
+        if tries is not None:
+            with contextlib.suppress(BatonError):
+                self._try(tries)
 
-    def _call(self, method: str, message: Any) -> Any:
-        """A short call at the first address that answers."""
-        failure: grpc.RpcError | None = None
-        for offset in range(len(self._stubs)):
-            index = (self._preferred + offset) % len(self._stubs)
+    def _call(self, call: Call[T]) -> T:
+        return self._try(self._routers.tries(call))
+
+    def _try(self, tries: Tries[T]) -> T:
+        while True:
+            method = getattr(self._stubs[tries.address_index], tries.call.method)
             try:
-                answer = getattr(self._stubs[index], method)(message, timeout=self._call_timeout_s)
+                answer = method(tries.call.message, timeout=tries.timeout_s)
+                if tries.call.takes_first:
+                    answer = self._first(answer)
             except grpc.RpcError as error:
-                failure = error
-                if not status.is_connection_lost(cast(status.RpcFailure, error)):
-                    break
+                tries.failed(error)
             else:
-                self._preferred = index
-                return answer
-        assert failure is not None
-        address = ", ".join(self._addresses)
-        raise status.from_rpc_error(cast(status.RpcFailure, failure), address) from failure
+                return tries.answered(answer)
+
+    @staticmethod
+    def _first(stream: Any) -> Any:
+        try:
+            return next(stream, None)
+        finally:
+            stream.cancel()
 
 
 class AsyncClient:
-    """As `Client`, for one event loop; make it inside that loop."""
+    """As `Client`, method for method, for one event loop; make it inside that loop."""
 
     def __init__(
         self,
         addresses: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
-        reconnect_within_s: float = 10.0,
+        reconnect_within_s: float = _RECONNECT_WITHIN_S,
         call_timeout_s: float = _CALL_TIMEOUT_S,
     ) -> None:
-        self._addresses = _address_list(addresses)
-        self._reconnect_within_s = reconnect_within_s
-        self._call_timeout_s = call_timeout_s
+        self._routers = Routers(addresses, reconnect_within_s, call_timeout_s)
         self._channels = [
             grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-            for address in self._addresses
+            for address in self._routers.addresses
         ]
         self._stubs = [router_pb2_grpc.RouterServiceStub(channel) for channel in self._channels]
-        self._preferred = 0
 
     def generate(
         self,
@@ -234,13 +214,7 @@ class AsyncClient:
 
     def run(self, request: router_pb2.GenerateRequest) -> AsyncGenerator[Event, None]:
         """As `generate`, of a message made elsewhere; it needs a request_id."""
-        stream = RequestStream(
-            request,
-            self._addresses,
-            first_address=self._preferred,
-            reconnect_within_s=self._reconnect_within_s,
-        )
-        return self._events(stream)
+        return self._events(self._routers.stream(request))
 
     async def text(
         self,
@@ -255,14 +229,24 @@ class AsyncClient:
         return "".join([event.text async for event in events if isinstance(event, Tokens)])
 
     async def abort(self, request_id: str, tenant: str = "") -> None:
-        message = router_pb2.AbortRequest(request_id=request_id, tenant=tenant)
-        try:
-            await self._stubs[self._preferred].Abort(message, timeout=self._call_timeout_s)
-        except grpc.aio.AioRpcError as error:
-            address = self._addresses[self._preferred]
-            raise status.from_rpc_error(_failure(error), address) from error
+        await self._call(router_calls.abort(request_id, tenant))
+
+    async def models(self) -> list[router_pb2.Model]:
+        return await self._call(router_calls.models())
+
+    async def tokenize(self, text: str) -> list[int]:
+        return await self._call(router_calls.tokenize(text))
+
+    async def explain(self, request: router_pb2.GenerateRequest) -> list[router_pb2.RouteCandidate]:
+        """Where a request would go, cheapest first; books nothing."""
+        return await self._call(router_calls.explain(request))
+
+    async def fleet(self) -> control_pb2.WatchFleetResponse:
+        """The fleet as the router sees it now."""
+        return await self._call(router_calls.fleet())
 
     async def close(self) -> None:
+        self._routers.close()
         for channel in self._channels:
             await channel.close()
 
@@ -278,34 +262,61 @@ class AsyncClient:
         await self.close()
 
     async def _events(self, stream: RequestStream) -> AsyncGenerator[Event, None]:
-        while not stream.is_finished:
-            failure: status.RpcFailure | None = None
-            stub = self._stubs[stream.address_index]
-            call = stub.Generate(stream.request(), timeout=stream.call_timeout_s())
+        try:
+            while not stream.is_finished:
+                self._routers.check_open()
+                failure: status.RpcFailure | None = None
+                stub = self._stubs[stream.address_index]
+                call = stub.Generate(stream.request(), timeout=stream.call_timeout_s())
+                try:
+                    async for response in call:
+                        event = stream.absorb(response)
+                        if event is not None:
+                            yield event
+                except grpc.aio.AioRpcError as error:
+                    failure = cast(status.RpcFailure, error)
+                finally:
+                    call.cancel()
+                if not stream.is_finished:
+                    await asyncio.sleep(stream.lost(failure))
+        except (GeneratorExit, asyncio.CancelledError) as error:
+            self._tell_if_closed(error)
+            await self._abandon(stream)
+            raise
+        self._routers.preferred = stream.address_index
+
+    async def _abandon(self, stream: RequestStream) -> None:
+        tries = self._routers.abandon(stream)
+        if tries is not None:
+            with contextlib.suppress(BatonError):
+                await self._try(tries)
+
+    async def _call(self, call: Call[T]) -> T:
+        return await self._try(self._routers.tries(call))
+
+    async def _try(self, tries: Tries[T]) -> T:
+        while True:
+            method = getattr(self._stubs[tries.address_index], tries.call.method)
             try:
-                async for response in call:
-                    event = stream.absorb(response)
-                    if event is not None:
-                        yield event
+                answer = method(tries.call.message, timeout=tries.timeout_s)
+                answer = await (self._first(answer) if tries.call.takes_first else answer)
             except grpc.aio.AioRpcError as error:
-                failure = _failure(error)
-            except (GeneratorExit, asyncio.CancelledError):
-                await self._abort_quietly(stream, stub)
+                tries.failed(error)
+            except asyncio.CancelledError as error:
+                self._tell_if_closed(error)
                 raise
-            finally:
-                call.cancel()
-            if not stream.is_finished:
-                await asyncio.sleep(stream.lost(failure) * random.uniform(0.5, 1.0))
-        self._preferred = stream.address_index
+            else:
+                return tries.answered(answer)
 
-    async def _abort_quietly(
-        self, stream: RequestStream, stub: router_pb2_grpc.RouterServiceStub
-    ) -> None:
-        request = router_pb2.AbortRequest(request_id=stream.request_id, tenant=stream.tenant)
-        if not stream.is_finished:
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                await stub.Abort(request, timeout=_ABORT_TIMEOUT_S)
+    def _tell_if_closed(self, error: BaseException) -> None:
+        """Closing the client ends its calls as if their task were cancelled, which it is not."""
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and not task.cancelling():
+            self._routers.check_open()
 
-
-def _failure(error: grpc.aio.AioRpcError) -> status.RpcFailure:
-    return cast(status.RpcFailure, error)
+    @staticmethod
+    async def _first(stream: Any) -> Any:
+        try:
+            return await anext(aiter(stream), None)
+        finally:
+            stream.cancel()

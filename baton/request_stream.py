@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -199,7 +200,7 @@ class RequestStream:
                 f"{self.request_id} over within {self._reconnect_within_s:g} s"
             )
         self._position = (self._position + 1) % len(self._addresses)
-        return next(self._pauses)
+        return next(self._pauses) * random.uniform(0.5, 1.0)
 
     def _may_retry(self, failure: status.RpcFailure) -> bool:
         if status.is_connection_lost(failure):

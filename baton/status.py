@@ -93,6 +93,11 @@ def is_never_connected(failure: RpcFailure) -> bool:
     return is_connection_lost(failure) and "failed to connect" in (failure.details() or "").lower()
 
 
+def is_out_of_time(failure: RpcFailure) -> bool:
+    """Whether the call's own timeout ended it, rather than a Baton server's word."""
+    return failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not _status_details(failure)
+
+
 def _status_details(failure: RpcFailure) -> bytes:
     for key, value in failure.trailing_metadata() or ():
         if key == DETAILS_KEY and isinstance(value, bytes):

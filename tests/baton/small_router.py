@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 import grpc
 
 from baton import status
-from baton.errors import AlreadyExistsError, BatonError, InvalidRequestError
+from baton.errors import BatonError
 from baton.v1 import (
     common_pb2,
     control_pb2,
@@ -74,9 +73,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.GenerateRequest, context: Any
     ) -> Iterator[router_pb2.GenerateResponse]:
         self._book.requests.append(request)
-        if self._fail is not None:
-            context.set_trailing_metadata(status.status_metadata(self._fail))
-            context.abort(status.status_code(self._fail), self._fail.message)
+        self._refuse(context)
         seed = self._seed(request)
         yield self._routed(request.request_id, seed)
         yield router_pb2.GenerateResponse(prefilled=router_pb2.Prefilled(ttft_ms=12.5))
@@ -86,9 +83,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
         num_tokens = request.sampling.max_tokens or 6
         for index in range(request.resume_from_index, num_tokens):
             if index == self._die_at:
-                threading.Thread(target=self._server.stop, args=(None,)).start()
-                while context.is_active():
-                    time.sleep(0.01)
+                self._die(context)
                 return
             token = word(seed, index)
             yield router_pb2.GenerateResponse(
@@ -97,6 +92,18 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
         if self._hold is not None:
             self._hold.wait(30)
         yield self._finished(num_tokens)
+
+    def _die(self, context: Any) -> None:
+        """Have the server gone before this answer is over: its client sees a lost connection."""
+        is_cut_off = threading.Event()
+        if context.add_callback(is_cut_off.set):
+            threading.Thread(target=self._server.stop, args=(None,)).start()
+            assert is_cut_off.wait(10), "the server did not end its calls when it was stopped"
+
+    def _refuse(self, context: Any) -> None:
+        if self._fail is not None:
+            context.set_trailing_metadata(status.status_metadata(self._fail))
+            context.abort(status.status_code(self._fail), self._fail.message)
 
     def _seed(self, request: router_pb2.GenerateRequest) -> int:
         known = self._book.seeds.get(request.request_id)
@@ -129,20 +136,24 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
         )
 
     def Abort(self, request: router_pb2.AbortRequest, context: Any) -> router_pb2.AbortResponse:  # noqa: N802
+        self._refuse(context)
         self._book.aborted.append(request.request_id)
         return router_pb2.AbortResponse()
 
     def ListModels(self, request: Any, context: Any) -> router_pb2.ListModelsResponse:  # noqa: N802
+        self._refuse(context)
         model = router_pb2.Model(name="demo", max_model_len=512, vocab_size=len(WORDS))
         return router_pb2.ListModelsResponse(models=[model])
 
     def Tokenize(  # noqa: N802
         self, request: router_pb2.TokenizeRequest, context: Any
     ) -> router_pb2.TokenizeResponse:
+        self._refuse(context)
         ids = [WORDS.index(f"{text} ") for text in request.text.split()]
         return router_pb2.TokenizeResponse(ids=ids)
 
     def ExplainRoute(self, request: Any, context: Any) -> router_pb2.ExplainRouteResponse:  # noqa: N802
+        self._refuse(context)
         candidates = [
             router_pb2.RouteCandidate(
                 prefill_worker="prefill-0",
@@ -158,6 +169,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.ExplainRouteResponse(candidates=candidates)
 
     def WatchFleet(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        self._refuse(context)
         yield router_pb2.RouterServiceWatchFleetResponse(fleet=SmallControl().fleet())
 
 
@@ -228,9 +240,3 @@ class SmallControl(control_pb2_grpc.ControlServiceServicer):
             self._drained.add(request.worker_id)
             self._changed.notify_all()
         return control_pb2.ControlServiceDrainResponse()
-
-
-ERRORS = (
-    InvalidRequestError("stop: string 1 is empty", field="stop[1]"),
-    AlreadyExistsError("request 'a' runs with another body", field="request_id"),
-)

@@ -1,22 +1,83 @@
-"""Clients against a router over real gRPC: events, errors, and routers that die."""
+"""Both clients against routers over real gRPC: events, errors, and routers that die.
+
+Every case runs over `Client` and over `AsyncClient`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
 
 from baton import errors
 from baton.client import AsyncClient, Client
-from baton.errors import BatonError, InvalidRequestError, OverloadedError, UnavailableError
+from baton.errors import (
+    BatonError,
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
 from baton.events import Event, Finished, FinishReason, HandedOff, Prefilled, Routed, Tokens
 from baton.request_stream import RequestStream, build_request
 from baton.v1.router_pb2 import GenerateResponse
 from baton.v1.router_pb2 import Tokens as TokensMessage
 from tests.baton.small_router import Book, SmallRouter, answer
+
+
+class LoopedClient:
+    """An AsyncClient in an event loop that runs while one of its methods is waited for."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._runner = asyncio.Runner()
+
+        async def make() -> AsyncClient:
+            return AsyncClient(*args, **options)
+
+        self._client = self._runner.run(make())
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._client, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            return self._runner.run(method(*args, **options))
+
+        return call
+
+    def generate(self, *args: Any, **options: Any) -> Generator[Event, None, None]:
+        events = self._client.generate(*args, **options)
+
+        async def take() -> Event | None:
+            return await anext(events, None)
+
+        try:
+            while (event := self._runner.run(take())) is not None:
+                yield event
+        finally:
+            self._runner.run(events.aclose())
+
+    def __enter__(self) -> LoopedClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self._client.close())
+        self._runner.close()
+
+
+Connect = type[Client] | type[LoopedClient]
+
+
+@pytest.fixture(params=[Client, LoopedClient], ids=["Client", "AsyncClient"])
+def connect(request: pytest.FixtureRequest) -> Connect:
+    """Makes a client of the kind under test."""
+    kind: Connect = request.param
+    return kind
 
 
 @pytest.fixture
@@ -39,6 +100,25 @@ def free_address() -> str:
         return f"127.0.0.1:{sock.getsockname()[1]}"
 
 
+@contextlib.contextmanager
+def silent_address() -> Iterator[str]:
+    """Connections are taken there, and never a word is said."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        yield f"127.0.0.1:{sock.getsockname()[1]}"
+
+
+# Every method but `generate` and what is made of it.
+SHORT_CALLS: list[Callable[[Any], Any]] = [
+    lambda client: client.abort("any"),
+    lambda client: client.models(),
+    lambda client: client.tokenize("the fox"),
+    lambda client: client.explain(build_request("hello")),
+    lambda client: client.fleet(),
+]
+
+
 def text_of(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, Tokens))
 
@@ -48,8 +128,8 @@ def indices_of(events: list[Event]) -> list[int]:
     return [event.index + offset for event in tokens for offset in range(len(event.ids))]
 
 
-def test_events_come_typed_and_in_order(book: Book) -> None:
-    with routers(SmallRouter(book)) as addresses, Client(addresses) as client:
+def test_events_come_typed_and_in_order(book: Book, connect: Connect) -> None:
+    with routers(SmallRouter(book)) as addresses, connect(addresses) as client:
         events = list(client.generate("hello", max_tokens=3, seed=5))
     assert [type(event) for event in events] == [
         Routed, Prefilled, HandedOff, Tokens, Tokens, Tokens, Finished
@@ -61,15 +141,8 @@ def test_events_come_typed_and_in_order(book: Book) -> None:
     assert finished.usage.num_cached_tokens == 192
 
 
-async def test_the_asyncio_client_sees_the_same(book: Book) -> None:
-    with routers(SmallRouter(book)) as addresses:
-        async with AsyncClient(addresses) as client:
-            chat = [{"role": "user", "content": "hello"}]
-            assert await client.text(chat=chat, max_tokens=4, seed=2) == answer(2, 4)
-
-
-def test_every_option_reaches_the_router(book: Book) -> None:
-    with routers(SmallRouter(book)) as addresses, Client(addresses) as client:
+def test_every_option_reaches_the_router(book: Book, connect: Connect) -> None:
+    with routers(SmallRouter(book)) as addresses, connect(addresses) as client:
         client.text(
             token_ids=[1, 2], temperature=0.0, top_k=3, stop=["x"], stop_token_ids=[7],
             tenant="t", timeout_s=1.5, logprobs=0, ignore_eos=True, request_id="mine",
@@ -87,11 +160,11 @@ def test_every_option_reaches_the_router(book: Book) -> None:
 
 @pytest.mark.parametrize("seed", [None, 11])
 def test_a_request_outlives_its_router_without_losing_or_repeating_a_token(
-    book: Book, seed: int | None
+    book: Book, connect: Connect, seed: int | None
 ) -> None:
     options = {} if seed is None else {"seed": seed}
     dying, next_one = SmallRouter(book, die_at=4), SmallRouter(book)
-    with routers(dying, next_one) as addresses, Client(addresses) as client:
+    with routers(dying, next_one) as addresses, connect(addresses) as client:
         events = list(client.generate("hello", max_tokens=9, **options))
     (used,) = book.seeds.values()
     assert indices_of(events) == list(range(9))
@@ -102,21 +175,20 @@ def test_a_request_outlives_its_router_without_losing_or_repeating_a_token(
     assert not first.HasField("resume_from_index")
 
 
-async def test_the_asyncio_client_outlives_a_router_too(book: Book) -> None:
+def test_a_request_outlives_router_after_router(book: Book, connect: Connect) -> None:
     dying = [SmallRouter(book, die_at=index) for index in (0, 3, 5)]
-    with routers(*dying, SmallRouter(book)) as addresses:
-        async with AsyncClient(addresses) as client:
-            events = [event async for event in client.generate("hello", max_tokens=8)]
+    with routers(*dying, SmallRouter(book)) as addresses, connect(addresses) as client:
+        events = list(client.generate("hello", max_tokens=8))
     (used,) = book.seeds.values()
     assert indices_of(events) == list(range(8))
     assert text_of(events) == answer(used, 8)
 
 
-def test_one_address_may_come_back_under_a_new_router(book: Book) -> None:
+def test_one_address_may_come_back_under_a_new_router(book: Book, connect: Connect) -> None:
     dying = SmallRouter(book, die_at=2)
     port = int(dying.address.rpartition(":")[2])
     reborn: list[SmallRouter] = []
-    with Client(dying.address) as client:
+    with connect(dying.address) as client:
         events: list[Event] = []
         for event in client.generate("hello", max_tokens=5):
             events.append(event)
@@ -127,30 +199,91 @@ def test_one_address_may_come_back_under_a_new_router(book: Book) -> None:
     assert indices_of(events) == list(range(5))
 
 
-def test_a_router_that_stays_away_is_given_up_within_the_bound(book: Book) -> None:
+def test_a_router_that_stays_away_is_given_up_within_the_bound(
+    book: Book, connect: Connect
+) -> None:
     with (
         routers(SmallRouter(book, die_at=2)) as addresses,
-        Client(addresses, reconnect_within_s=0.3) as client,
+        connect(addresses, reconnect_within_s=0.3) as client,
         pytest.raises(UnavailableError, match=r"took request .* over within 0.3 s"),
     ):
         list(client.generate("hello"))
 
 
-def test_an_address_without_a_router_is_told_at_once() -> None:
+def test_an_address_without_a_router_is_told_at_once(connect: Connect) -> None:
     address = free_address()
-    with Client(address) as client, pytest.raises(UnavailableError, match=address):
+    with connect(address) as client, pytest.raises(UnavailableError, match=address):
         list(client.generate("hello"))
 
 
-def test_the_first_router_that_answers_is_used(book: Book) -> None:
+def test_every_call_goes_to_the_first_router_that_answers(book: Book, connect: Connect) -> None:
+    with routers(SmallRouter(book)) as addresses:
+        for ask in SHORT_CALLS:
+            with connect([free_address(), *addresses]) as client:
+                ask(client)
+        with connect([free_address(), *addresses]) as client:
+            assert client.text("hello", seed=1) == answer(1, 6)
+            client.abort("mine", tenant="t")
+            assert client.tokenize("the fox") == [0, 1]
+            assert [model.name for model in client.models()] == ["demo"]
+            assert client.explain(build_request("hello"))[0].prefill_worker == "prefill-0"
+            assert client.fleet().pools[0].name == "decode"
+    assert book.aborted == ["any", "mine"]
+
+
+def test_a_router_that_is_silent_or_shuts_down_is_passed_over(book: Book, connect: Connect) -> None:
+    leaving = SmallRouter(book, fail=UnavailableError("shutting down"))
     with (
-        routers(SmallRouter(book)) as addresses,
-        Client([free_address(), *addresses]) as client,
+        silent_address() as silent,
+        routers(leaving, SmallRouter(book)) as addresses,
+        connect([silent, *addresses], call_timeout_s=0.3) as client,
     ):
-        assert client.text("hello", seed=1) == answer(1, 6)
         assert client.tokenize("the fox") == [0, 1]
-        assert [model.name for model in client.models()] == ["demo"]
-        assert client.fleet().pools[0].name == "decode"
+    with silent_address() as silent, connect(silent, call_timeout_s=0.1) as client:
+        for ask in SHORT_CALLS:
+            with pytest.raises(UnavailableError, match=rf"no answer from {silent} within 0.1 s"):
+                ask(client)
+
+
+def test_a_servers_own_word_that_time_is_over_is_not_taken_for_silence(
+    book: Book, connect: Connect
+) -> None:
+    late = SmallRouter(book, fail=DeadlineError("too late"))
+    with (
+        routers(late, SmallRouter(book)) as addresses,
+        connect(addresses) as client,
+        pytest.raises(DeadlineError, match="too late"),
+    ):
+        client.tokenize("the fox")
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def methods(kind: type) -> dict[str, list[inspect.Parameter]]:
+        return {
+            name: list(inspect.signature(method).parameters.values())
+            for name, method in inspect.getmembers(kind, inspect.isfunction)
+            if not name.startswith("_") or name == "__init__"
+        }
+
+    assert methods(Client) == methods(AsyncClient)
+    assert {"abort", "models", "tokenize", "explain", "fleet"} < set(methods(Client))
+
+
+def test_a_client_that_is_closed_ends_its_streams_and_takes_no_more(
+    book: Book, connect: Connect
+) -> None:
+    hold = threading.Event()
+    with routers(SmallRouter(book, hold=hold)) as addresses, connect(addresses) as client:
+        events = client.generate("hello", max_tokens=2)
+        while not isinstance(next(events), Tokens):
+            pass
+        client.close()
+        with pytest.raises(UnavailableError, match="the client is closed"):
+            list(events)
+        for ask in SHORT_CALLS:
+            with pytest.raises(UnavailableError, match="the client is closed"):
+                ask(client)
+        hold.set()
 
 
 ALL_ERRORS = [
@@ -161,25 +294,24 @@ ALL_ERRORS = [
 
 
 @pytest.mark.parametrize("kind", ALL_ERRORS, ids=lambda kind: kind.__name__)
-async def test_errors_arrive_as_they_were_raised(book: Book, kind: type[BatonError]) -> None:
+def test_errors_arrive_as_they_were_raised(
+    book: Book, connect: Connect, kind: type[BatonError]
+) -> None:
     error = kind("what happened", field="stop[1]", retry_after_s=1.5)
-    with routers(SmallRouter(book, fail=error)) as addresses:
-        with Client(addresses) as client, pytest.raises(BatonError) as caught:
-            list(client.generate("hello"))
-        async with AsyncClient(addresses) as asyncio_client:
-            with pytest.raises(BatonError) as asyncio_caught:
-                await asyncio_client.text("hello")
-    for received in (caught.value, asyncio_caught.value):
-        assert type(received) is kind
-        assert received.message == "what happened"
-        assert received.field == "stop[1]"
-        assert received.retry_after_s == pytest.approx(1.5)
-    assert len(book.requests) == 2  # an answer is not asked for again
+    with routers(SmallRouter(book, fail=error)) as addresses, connect(addresses) as client:
+        for ask in (lambda client: list(client.generate("hello")), *SHORT_CALLS):
+            with pytest.raises(BatonError) as caught:
+                ask(client)
+            assert type(caught.value) is kind
+            assert caught.value.message == "what happened"
+            assert caught.value.field == "stop[1]"
+            assert caught.value.retry_after_s == pytest.approx(1.5)
+    assert len(book.requests) == 1  # an answer is not asked for again
 
 
-def test_leaving_a_stream_early_aborts_its_request(book: Book) -> None:
+def test_leaving_a_stream_early_aborts_its_request(book: Book, connect: Connect) -> None:
     hold = threading.Event()
-    with routers(SmallRouter(book, hold=hold)) as addresses, Client(addresses) as client:
+    with routers(SmallRouter(book, hold=hold)) as addresses, connect(addresses) as client:
         events = client.generate("hello", request_id="left")
         for event in events:
             if isinstance(event, Tokens):
@@ -189,23 +321,11 @@ def test_leaving_a_stream_early_aborts_its_request(book: Book) -> None:
     assert book.aborted == ["left"]
 
 
-async def test_leaving_an_asyncio_stream_early_aborts_its_request(book: Book) -> None:
-    hold = threading.Event()
-    with routers(SmallRouter(book, hold=hold)) as addresses:
-        async with AsyncClient(addresses) as client:
-            async with contextlib.aclosing(client.generate("hello", request_id="left")) as events:
-                async for event in events:
-                    if isinstance(event, Tokens):
-                        break
-            hold.set()
-    assert book.aborted == ["left"]
-
-
-def test_a_router_that_is_overloaded_says_when_to_come_back(book: Book) -> None:
+def test_a_router_that_is_overloaded_says_when_to_come_back(book: Book, connect: Connect) -> None:
     error = OverloadedError("queue full", retry_after_s=0.25)
     with (
         routers(SmallRouter(book, fail=error)) as addresses,
-        Client(addresses) as client,
+        connect(addresses) as client,
         pytest.raises(OverloadedError) as caught,
     ):
         client.text("hello")
