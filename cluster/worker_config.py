@@ -10,7 +10,7 @@ from pathlib import Path
 from baton.config import ClusterConfig
 from cluster.config import WorkerSettings
 from cluster.registry import Role
-from decode_worker.role import DecodeConfig
+from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
 

@@ -22,6 +22,7 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from decode_worker.config import DecodeConfig
 from decode_worker.request_log import Record, RequestLog, Submission
 from decode_worker.session import Admitted, Refusal, Rejected, Reserved, RouterSession
 from engine.errors import EngineStoppedError, InvalidRequestError
@@ -42,18 +43,6 @@ from kv_transfer.lease import FirstToken, LeaseId, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    orphan_ttl_s: float = 30.0
-    """How long a request runs on, or its output is kept, after its router is gone."""
-    finished_ttl_s: float = 30.0
-    max_finished: int = 4096
-    """Ended requests remembered at most."""
-    no_capacity_retry_s: float = 0.1
-    max_lease_s: float = 600.0
-    """Longest life of a lease for a request without a deadline."""
 
 
 class Phase(enum.Enum):

@@ -18,7 +18,7 @@ from cluster.registry import Role
 from cluster.request_wire import read_spec
 from cluster.worker import Worker
 from cluster.worker_config import RankPlace, WorkerConfig
-from decode_worker.role import DecodeConfig
+from decode_worker.config import DecodeConfig
 from engine.api import EngineLoad
 from engine.build import build_engine, build_runner, load_model_spec, region_layout
 from engine.config import EngineConfig, FakeEngineConfig

@@ -13,7 +13,7 @@ import pytest
 
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from cluster.registry import Role
-from decode_worker.role import DecodeConfig
+from decode_worker.config import DecodeConfig
 
 
 async def test_a_handed_off_request_gives_the_oracles_tokens(pair: Any, kit: Any) -> None:

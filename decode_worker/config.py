@@ -1,0 +1,31 @@
+"""The decode role's settings. Standard library only: `baton.config` composes them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How long a decode worker keeps what nobody asks for. All times are in seconds."""
+
+    orphan_ttl_s: float = 30.0
+    """How long a request runs on, or its output is kept, after its router is gone."""
+    finished_ttl_s: float = 30.0
+    """How long an ended request is remembered."""
+    max_finished: int = 4096
+    """Ended requests remembered at most."""
+    no_capacity_retry_s: float = 0.1
+    """When a router that met a full worker is told to come back."""
+    max_lease_s: float = 600.0
+    """Longest life of a lease for a request without a deadline."""
+
+    def __post_init__(self) -> None:
+        if self.max_finished < 1:
+            raise ValueError(f"max_finished must be at least 1, not {self.max_finished}")
+        for name in ("orphan_ttl_s", "finished_ttl_s", "no_capacity_retry_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must not be negative, and finite")
+        if not 0 < self.max_lease_s < math.inf:
+            raise ValueError(f"max_lease_s must be above 0 and finite, not {self.max_lease_s}")
