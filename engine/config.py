@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+_CHOICES = {
+    "dtype": ("bfloat16", "float32"),
+    "device": ("cpu", "cuda"),
+    "backend": ("torch", "fake"),
+}
+
+
+def _check_counts(config: EngineConfig | FakeEngineConfig) -> None:
+    """Every whole number here counts or sizes something."""
+    for name, value in vars(config).items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
 
 
 @dataclass(frozen=True)
@@ -17,6 +31,12 @@ class FakeEngineConfig:
     """Seconds a step takes for each prompt token in it."""
     decode_step_s: float = 0.0
     """Seconds a step takes that decodes anything."""
+
+    def __post_init__(self) -> None:
+        _check_counts(self)
+        for name in ("prefill_token_s", "decode_step_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must not be negative, and finite")
 
 
 @dataclass(frozen=True)
@@ -46,3 +66,10 @@ class EngineConfig:
     backend: str = "torch"
     """torch, or fake: deterministic tokens without a model."""
     fake: FakeEngineConfig = FakeEngineConfig()
+
+    def __post_init__(self) -> None:
+        _check_counts(self)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                listed = ", ".join(choices)
+                raise ValueError(f"{name} must be one of {listed}, not {getattr(self, name)!r}")
