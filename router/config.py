@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -98,9 +99,34 @@ class RouterConfig:
         modes = get_args(LocalPrefill)
         if self.local_prefill not in modes:
             raise ValueError(f"local_prefill must be one of {modes}, not {self.local_prefill!r}")
-        for name in ("max_queue", "max_attempts", "max_dead_decode_workers", "max_message_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name, value in vars(self).items():
-            if name.endswith("_s") and value < 0:
-                raise ValueError(f"{name} must not be negative, not {value}")
+            if isinstance(value, int | float):
+                _check_number(name, value)
+
+
+_AT_LEAST_1 = (
+    "max_queue",
+    "max_attempts",
+    "max_dead_decode_workers",
+    "max_message_bytes",
+    "max_session_backlog",
+)
+_ABOVE_0 = (
+    "default_prefill_tokens_per_s",
+    "default_decode_step_s",
+    "default_handoff_bytes_per_s",
+    "default_timeout_s",
+    "max_timeout_s",
+)
+_AT_MOST = {"port": 65535, "metrics_port": 65535, "handoff_overlap": 1}
+
+
+def _check_number(name: str, value: float) -> None:
+    if name in _AT_LEAST_1 and value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
+    if name in _ABOVE_0 and value <= 0:
+        raise ValueError(f"{name} must be above 0, not {value}")
+    if name in _AT_MOST and not 0 <= value <= _AT_MOST[name]:
+        raise ValueError(f"{name} must be between 0 and {_AT_MOST[name]}, not {value}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must not be negative, and finite, not {value}")
