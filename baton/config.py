@@ -31,14 +31,21 @@ class PoolConfig:
     """prefill, decode, or mixed: both."""
     replicas: int = 1
     """Workers at the start; `baton scale` changes it while the cluster runs."""
+    max_replicas: int = 64
+    """What `baton scale` may ask for at most: each worker takes memory for weights and KV."""
     tensor_parallel: int = 1
     """Processes that one worker is made of."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Engine settings of this pool that differ from the cluster's."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.replicas <= 1024:
-            raise ValueError(f"replicas must be between 0 and 1024, not {self.replicas}")
+        if not 1 <= self.max_replicas <= 1024:
+            raise ValueError(f"max_replicas must be between 1 and 1024, not {self.max_replicas}")
+        if not 0 <= self.replicas <= self.max_replicas:
+            raise ValueError(
+                f"replicas must be between 0 and max_replicas ({self.max_replicas}), "
+                f"not {self.replicas}"
+            )
         if not 1 <= self.tensor_parallel <= 64:
             raise ValueError(
                 f"tensor_parallel must be between 1 and 64, not {self.tensor_parallel}"

@@ -50,6 +50,14 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
         ({"pools": {"a": {"role": "decode", "replicas": -1}}}, "pools.a.replicas: must be between"),
         ({"pools": {"a": {"role": "decode", "replica": 1}}}, "did you mean 'replicas'?"),
         (
+            {"pools": {"a": {"role": "decode", "replicas": 5, "max_replicas": 4}}},
+            "pools.a.replicas: must be between 0 and max_replicas (4), not 5",
+        ),
+        (
+            {"pools": {"a": {"role": "decode", "max_replicas": 0}}},
+            "pools.a.max_replicas: must be between 1 and 1024",
+        ),
+        (
             {"pools": {"a": {"role": "decode", "engine": {"dtyp": "float32"}}}},
             "pools.a.engine.dtyp: unknown key; did you mean 'dtype'?",
         ),
