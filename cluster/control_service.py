@@ -12,13 +12,15 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from baton.errors import BatonError, NotFoundError
+from baton.status import status_code, status_metadata
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.config import RegistryConfig
 from cluster.registry import (
@@ -28,6 +30,7 @@ from cluster.registry import (
     Registration,
     Registry,
     Role,
+    Stream,
     WorkerState,
 )
 
@@ -90,18 +93,18 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         mine = Registration(
             ref.worker_id, ref.incarnation, first.worker.pool, first.worker.SerializeToString()
         )
-        if not self._registry.register(mine):
+        stream = self._registry.register(mine)
+        if stream is None:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"a newer incarnation of {ref.worker_id} is registered",
             )
         log.info("worker %s (incarnation %d) registered", ref.worker_id, ref.incarnation)
-        beats = asyncio.create_task(self._heartbeats(mine, first, request_iterator))
+        beats = asyncio.create_task(self._heartbeats(stream, first, request_iterator))
         try:
             told = False
-            while not beats.done():
-                asked = self._registry.drain_asked(mine.worker_id, mine.incarnation)
-                if asked and not told:
+            while not beats.done() and self._registry.hears(stream):
+                if self._registry.drain_asked(stream) and not told:
                     told = True
                     yield control_pb2.RegisterResponse(drain=True)
                 changed = asyncio.create_task(self._changes.wait(1.0))
@@ -109,36 +112,32 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                 changed.cancel()
         finally:
             beats.cancel()
-            self._registry.disconnected(mine.worker_id, mine.incarnation)
-            self._changes.announce()
 
     async def _heartbeats(
         self,
-        mine: Registration,
+        stream: Stream,
         first: control_pb2.RegisterRequest,
         rest: AsyncIterator[control_pb2.RegisterRequest],
     ) -> None:
-        """Book heartbeats until the worker leaves or is no longer known."""
+        """Book heartbeats until the worker leaves or is not heard on this stream any more."""
         version = -1
-        if self._book(mine, first):
+        if self._book(stream, first):
             self._changes.announce()
             async for message in rest:
-                if not self._book(mine, message):
+                if not self._book(stream, message):
                     return
                 now = self._registry.refresh()
                 if now != version:
                     version = now
                     self._changes.announce()
 
-    def _book(self, mine: Registration, message: control_pb2.RegisterRequest) -> bool:
+    def _book(self, stream: Stream, message: control_pb2.RegisterRequest) -> bool:
         progress = None
         if message.HasField("progress"):
             told = message.progress
             progress = Progress(told.num_steps, told.runnable, told.idle_s, told.predicted_step_s)
         load = message.load.SerializeToString() if message.HasField("load") else b""
-        return self._registry.heartbeat(
-            mine.worker_id, mine.incarnation, progress, load, message.draining
-        )
+        return self._registry.heartbeat(stream, progress, load, message.draining)
 
     async def WatchFleet(  # noqa: N802
         self, request: control_pb2.WatchFleetRequest, context: Context
@@ -158,11 +157,8 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     ) -> control_pb2.SetReplicasResponse:
         try:
             previous = self._registry.set_replicas(request.pool, request.replicas)
-        except KeyError:
-            pools = ", ".join(sorted(self._registry.desired_replicas())) or "none"
-            await context.abort(
-                grpc.StatusCode.NOT_FOUND, f"no pool {request.pool!r}; there are: {pools}"
-            )
+        except BatonError as error:
+            await _abort(context, error)
         self._changes.announce()
         return control_pb2.SetReplicasResponse(previous_replicas=previous)
 
@@ -172,9 +168,13 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         try:
             self._registry.ask_drain(request.worker_id)
         except KeyError:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id!r}")
+            await _abort(context, NotFoundError(f"no worker {request.worker_id!r}"))
         self._changes.announce()
         return control_pb2.ControlServiceDrainResponse()
+
+
+async def _abort(context: Context, error: BatonError) -> NoReturn:
+    await context.abort(status_code(error), error.message, status_metadata(error))
 
 
 def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:

@@ -2,12 +2,13 @@
 
 Pure: it reads a clock and nothing else. A worker's life here:
 
-1. `register` (STARTING); a known worker id with a newer incarnation replaces the older one.
-2. The first heartbeat with step progress makes it LIVE.
-3. Silent for `silent_after_s`, cut off, or stuck (runnable work and no step for `stuck_factor`
-   times the predicted time): SUSPECT, until it is heard of and steps again.
-4. Asked to drain: DRAINING for good.
-5. `gone`, cut off while it drains, or SUSPECT by silence for `gone_after_s`: GONE, and forgotten
+1. `register` (STARTING); a known worker id with a newer incarnation replaces the older one. What
+   comes on an older stream of the worker counts no more, and that a stream ends says nothing.
+2. The first heartbeat with step progress makes it LIVE; asked to drain, or draining by itself, it
+   is DRAINING for good.
+3. Silent for `silent_after_s` or stuck (runnable work and no step for `stuck_factor` times the
+   predicted time): SUSPECT, until it is heard of and steps again.
+4. Silent for `gone_after_s`, or its process is known to be over (`gone`): GONE, and forgotten
    `forget_after_s` later.
 """
 
@@ -17,6 +18,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from baton.errors import InvalidRequestError, NotFoundError
 from cluster.config import RegistryConfig
 
 Clock = Callable[[], float]
@@ -57,6 +59,14 @@ class Registration:
 
 
 @dataclass(frozen=True)
+class Stream:
+    """One call of a worker to register; the newest is the one it is heard on."""
+
+    worker_id: str
+    number: int
+
+
+@dataclass(frozen=True)
 class FleetEntry:
     registration: Registration
     state: WorkerState
@@ -81,7 +91,8 @@ class Pool:
     name: str
     role: Role
     desired_replicas: int
-    live_replicas: int
+    max_replicas: int
+    live_replicas: int = 0
     last_error: str = ""
     """Why a replica failed that is not live again; empty: none has."""
     num_failed_starts: int = 0
@@ -98,8 +109,8 @@ class FleetSnapshot:
 @dataclass
 class _Worker:
     registration: Registration
+    stream: Stream
     heard_at: float
-    connected: bool = True
     drain_asked: bool = False
     progress: Progress | None = None
     load: bytes = b""
@@ -116,20 +127,33 @@ class Registry:
         self._workers: dict[str, _Worker] = {}
         self._pools: dict[str, Pool] = {}
         self._failures: dict[str, Failure] = {}  # by worker id, oldest first; not while it is live
+        self._num_streams = 0
         self._version = 0
 
     # --- pools ----------------------------------------------------------------------------------
 
-    def add_pool(self, name: str, role: Role, replicas: int) -> None:
-        self._pools[name] = Pool(name, role, replicas, 0)
+    def add_pool(self, name: str, role: Role, replicas: int, max_replicas: int) -> None:
+        self._pools[name] = Pool(name, role, replicas, max_replicas)
         self._version += 1
 
     def set_replicas(self, pool: str, replicas: int) -> int:
-        """Change a pool's desired size and return the former one. Raises KeyError."""
-        previous = self._pools[pool].desired_replicas
-        self._pools[pool] = replace(self._pools[pool], desired_replicas=replicas)
+        """Change a pool's desired size and return the former one.
+
+        Raises NotFoundError, and InvalidRequestError beyond the pool's `max_replicas`.
+        """
+        known = self._pools.get(pool)
+        if known is None:
+            there_are = ", ".join(sorted(self._pools)) or "none"
+            raise NotFoundError(f"no pool {pool!r}; there are: {there_are}", field="pool")
+        if not 0 <= replicas <= known.max_replicas:
+            raise InvalidRequestError(
+                f"replicas must be between 0 and {known.max_replicas}, "
+                f"the max_replicas of pool {pool}, not {replicas}",
+                field="replicas",
+            )
+        self._pools[pool] = replace(known, desired_replicas=replicas)
         self._version += 1
-        return previous
+        return known.desired_replicas
 
     def desired_replicas(self) -> dict[str, int]:
         return {name: pool.desired_replicas for name, pool in self._pools.items()}
@@ -152,49 +176,40 @@ class Registry:
 
     # --- workers --------------------------------------------------------------------------------
 
-    def register(self, registration: Registration) -> bool:
-        """Take in a worker; False when a newer incarnation of it is known already."""
-        known = self._workers.get(registration.worker_id)
-        now = self._clock()
-        if known is not None:
-            if known.registration.incarnation > registration.incarnation:
-                return False
-            same = known.registration.incarnation == registration.incarnation
-            if same and known.state is not WorkerState.GONE:
-                known.connected, known.heard_at = True, now
-                known.registration = registration
-                self._settle(known)
-                return True
-        self._workers[registration.worker_id] = _Worker(registration, now, state_since=now)
-        self._version += 1
-        return True
+    def register(self, registration: Registration) -> Stream | None:
+        """Take in a worker, to be heard on a stream; None: a newer incarnation of it is known."""
+        worker_id, now = registration.worker_id, self._clock()
+        known = self._workers.get(worker_id)
+        if known is not None and known.registration.incarnation > registration.incarnation:
+            return None
+        self._num_streams += 1
+        stream = Stream(worker_id, self._num_streams)
+        same = known is not None and known.registration.incarnation == registration.incarnation
+        if known is not None and same and known.state is not WorkerState.GONE:
+            known.registration, known.stream, known.heard_at = registration, stream, now
+            self._settle(known)
+        else:
+            self._workers[worker_id] = _Worker(registration, stream, now, state_since=now)
+            self._version += 1
+        return stream
 
     def heartbeat(
-        self,
-        worker_id: str,
-        incarnation: int,
-        progress: Progress | None,
-        load: bytes,
-        draining: bool,
+        self, stream: Stream, progress: Progress | None, load: bytes, draining: bool
     ) -> bool:
-        """Book what a worker says of itself; False: it is not known (any more), so register."""
-        worker = self._find(worker_id, incarnation)
-        if worker is None or worker.state is WorkerState.GONE:
+        """Book what a worker says of itself; False: it is not heard here (any more)."""
+        worker = self._heard_on(stream)
+        if worker is None:
             return False
         worker.heard_at = self._clock()
-        worker.connected = True
         worker.progress = progress or worker.progress
         worker.load = load or worker.load
         worker.drain_asked = worker.drain_asked or draining
         self._settle(worker)
         return True
 
-    def disconnected(self, worker_id: str, incarnation: int) -> None:
-        """A worker's stream ended: nothing new for it until it is back."""
-        worker = self._find(worker_id, incarnation)
-        if worker is not None:
-            worker.connected = False
-            self._settle(worker)
+    def hears(self, stream: Stream) -> bool:
+        """Whether the worker is known and has not registered again since, on another stream."""
+        return self._heard_on(stream) is not None
 
     def ask_drain(self, worker_id: str) -> None:
         """Mark a worker to drain. Raises KeyError for one that is unknown or gone."""
@@ -204,14 +219,14 @@ class Registry:
         worker.drain_asked = True
         self._settle(worker)
 
-    def drain_asked(self, worker_id: str, incarnation: int) -> bool:
-        worker = self._find(worker_id, incarnation)
+    def drain_asked(self, stream: Stream) -> bool:
+        worker = self._heard_on(stream)
         return worker is not None and worker.drain_asked
 
     def gone(self, worker_id: str, incarnation: int) -> None:
         """The worker's process is known to be over."""
-        worker = self._find(worker_id, incarnation)
-        if worker is not None:
+        worker = self._workers.get(worker_id)
+        if worker is not None and worker.registration.incarnation == incarnation:
             self._enter(worker, WorkerState.GONE)
 
     def refresh(self) -> int:
@@ -254,9 +269,9 @@ class Registry:
 
     # --- states ---------------------------------------------------------------------------------
 
-    def _find(self, worker_id: str, incarnation: int) -> _Worker | None:
-        worker = self._workers.get(worker_id)
-        if worker is None or worker.registration.incarnation != incarnation:
+    def _heard_on(self, stream: Stream) -> _Worker | None:
+        worker = self._workers.get(stream.worker_id)
+        if worker is None or worker.stream != stream or worker.state is WorkerState.GONE:
             return None
         return worker
 
@@ -278,10 +293,10 @@ class Registry:
         silent_s = self._clock() - worker.heard_at
         if silent_s >= self._config.gone_after_s:
             return WorkerState.GONE
-        if worker.drain_asked:
-            return WorkerState.DRAINING if worker.connected else WorkerState.GONE
-        if not worker.connected or silent_s >= self._config.silent_after_s or self._stuck(worker):
+        if silent_s >= self._config.silent_after_s or self._stuck(worker):
             return WorkerState.SUSPECT
+        if worker.drain_asked:
+            return WorkerState.DRAINING
         return WorkerState.STARTING if worker.progress is None else WorkerState.LIVE
 
     def _stuck(self, worker: _Worker) -> bool:

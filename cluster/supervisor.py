@@ -69,7 +69,9 @@ class Supervision:
     async def run(self, on_address: Callable[[str], None]) -> None:
         """Supervise until `stop`, which leaves no replica behind."""
         for name, pool in self._cluster.pools.items():
-            self._registry.add_pool(name, Role(pool.role), self._state.desired[name])
+            self._registry.add_pool(
+                name, Role(pool.role), self._state.desired[name], pool.max_replicas
+            )
         async with serve(self._registry, self._changes, self._state.listen) as address:
             self._control = address
             self._state.keep_address(address)

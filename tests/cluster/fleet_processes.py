@@ -75,7 +75,7 @@ async def started(config: Path) -> AsyncIterator[Fleet]:
     pools = load_config(config).pools
     registry = Registry(RegistryConfig(), time.monotonic)
     for name, pool in pools.items():
-        registry.add_pool(name, Role(pool.role), pool.replicas)
+        registry.add_pool(name, Role(pool.role), pool.replicas, pool.max_replicas)
     async with serve(registry, Changes(), "127.0.0.1:0") as control:
         fleet = Fleet(registry, control, config)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import AsyncIterator
 
@@ -11,6 +12,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.control_client import ControlClient
+from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
@@ -18,11 +21,14 @@ from cluster.registration import Beat, Registrar
 from cluster.registry import Registry, Role
 
 LIVE = control_pb2.WORKER_STATE_LIVE
+DRAINING = control_pb2.WORKER_STATE_DRAINING
+
+Call = grpc.aio.StreamStreamCall[control_pb2.RegisterRequest, control_pb2.RegisterResponse]
 
 
 def make_registry() -> Registry:
     registry = Registry(RegistryConfig(), time.monotonic)
-    registry.add_pool("decode", Role.DECODE, 1)
+    registry.add_pool("decode", Role.DECODE, 1, max_replicas=4)
     return registry
 
 
@@ -58,6 +64,75 @@ async def fleet_where(
             if [w.state for w in fleet.workers] == [state]:
                 return fleet
     raise AssertionError("the stream ended")
+
+
+async def registering(
+    stub: control_pb2_grpc.ControlServiceAsyncStub, *, draining: bool = False
+) -> Call:
+    """A Register call on which the registry has heard the worker's first message."""
+    call = stub.Register()
+    number = random.getrandbits(31)  # shown with the fleet, and so tells that it was heard
+    message = control_pb2.RegisterRequest(
+        worker=worker_info(),
+        progress=control_pb2.StepProgress(num_steps=3),
+        load=worker_pb2.WorkerLoad(num_running=number),
+        draining=draining,
+    )
+    await call.write(message)
+    async with asyncio.timeout(10):
+        async for fleet in stub.WatchFleet(control_pb2.WatchFleetRequest()):
+            if [w.load.num_running for w in fleet.workers] == [number]:
+                return call
+    raise AssertionError("the stream ended")
+
+
+async def states_of_next_messages(
+    stub: control_pb2_grpc.ControlServiceAsyncStub, count: int
+) -> set[control_pb2.WorkerState.ValueType]:
+    """One comes about every second, and one on every change."""
+    watch = stub.WatchFleet(control_pb2.WatchFleetRequest())
+    async with asyncio.timeout(10):
+        seen = {(await watch.read()).workers[0].state for _ in range(count)}
+    watch.cancel()
+    return seen
+
+
+async def test_a_draining_worker_whose_stream_breaks_is_draining_still_and_when_back() -> None:
+    async with (
+        serve(make_registry(), Changes(), "127.0.0.1:0") as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        first = await registering(stub, draining=True)
+        first.cancel()
+        assert await states_of_next_messages(stub, 3) == {DRAINING}
+        await registering(stub)
+        assert await states_of_next_messages(stub, 2) == {DRAINING}
+
+
+async def test_the_end_of_a_former_stream_says_nothing_of_a_worker_that_has_registered_again() -> (
+    None
+):
+    async with (
+        serve(make_registry(), Changes(), "127.0.0.1:0") as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        former = await registering(stub)
+        await registering(stub)
+        former.cancel()
+        assert await states_of_next_messages(stub, 3) == {LIVE}
+
+
+async def test_a_stream_ends_once_its_worker_has_registered_on_another() -> None:
+    async with (
+        serve(make_registry(), Changes(), "127.0.0.1:0") as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        former = await registering(stub)
+        await registering(stub)
+        assert await asyncio.wait_for(former.read(), 10) is grpc.aio.EOF
 
 
 async def test_a_registered_worker_is_seen_live_with_its_load_and_suspect_once_cut_off() -> None:
@@ -114,3 +189,17 @@ async def test_scaling_an_unknown_pool_names_the_pools_there_are() -> None:
             await stub.SetReplicas(control_pb2.SetReplicasRequest(pool="decod", replicas=4))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         assert "there are: decode" in str(caught.value.details())
+
+
+async def test_scaling_beyond_the_pools_max_replicas_is_refused_by_the_fields_name() -> None:
+    registry = make_registry()
+    async with serve(registry, Changes(), "127.0.0.1:0") as address:
+
+        def scale() -> None:
+            with ControlClient(address) as control:
+                control.set_replicas("decode", 5)
+
+        with pytest.raises(InvalidRequestError, match=r"between 0 and 4, .* not 5") as caught:
+            await asyncio.to_thread(scale)
+    assert caught.value.field == "replicas"
+    assert registry.desired_replicas() == {"decode": 1}

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.errors import InvalidRequestError, NotFoundError
 from cluster.config import RegistryConfig, WorkerSettings
-from cluster.registry import Progress, Registration, Registry, Role, WorkerState
+from cluster.registry import Progress, Registration, Registry, Role, Stream, WorkerState
 
 
 class FakeClock:
@@ -25,20 +26,27 @@ def registration(worker_id: str = "decode-0", incarnation: int = 7) -> Registrat
 def make() -> tuple[Registry, FakeClock]:
     clock = FakeClock()
     registry = Registry(RegistryConfig(), clock)
-    registry.add_pool("decode", Role.DECODE, 1)
+    registry.add_pool("decode", Role.DECODE, 1, max_replicas=8)
     return registry, clock
+
+
+def register(registry: Registry, incarnation: int = 7) -> Stream:
+    stream = registry.register(registration(incarnation=incarnation))
+    assert stream is not None
+    return stream
 
 
 def beat(
     registry: Registry,
+    stream: Stream,
     idle_s: float = 0.0,
     runnable: bool = True,
     predicted_step_s: float = 0.01,
     draining: bool = False,
     num_steps: int = 5,
-) -> None:
+) -> bool:
     progress = Progress(num_steps, runnable, idle_s, predicted_step_s)
-    registry.heartbeat("decode-0", 7, progress, b"load", draining)
+    return registry.heartbeat(stream, progress, b"load", draining)
 
 
 def state(registry: Registry) -> WorkerState:
@@ -48,18 +56,18 @@ def state(registry: Registry) -> WorkerState:
 
 def test_a_worker_is_starting_until_its_first_progress_and_then_live() -> None:
     registry, _ = make()
-    assert registry.register(registration())
+    stream = register(registry)
     assert state(registry) is WorkerState.STARTING
     assert registry.snapshot().pools[0].live_replicas == 0
-    beat(registry)
+    beat(registry, stream)
     assert state(registry) is WorkerState.LIVE
     assert registry.snapshot().pools[0].live_replicas == 1
 
 
 def test_a_silent_worker_is_suspect_then_gone_then_forgotten() -> None:
     registry, clock = make()
-    registry.register(registration())
-    beat(registry)
+    stream = register(registry)
+    beat(registry, stream)
     clock.now_s += 2.9
     assert state(registry) is WorkerState.LIVE
     clock.now_s += 0.2
@@ -72,111 +80,156 @@ def test_a_silent_worker_is_suspect_then_gone_then_forgotten() -> None:
 
 def test_a_suspect_that_is_heard_of_again_is_live() -> None:
     registry, clock = make()
-    registry.register(registration())
-    beat(registry)
+    stream = register(registry)
+    beat(registry, stream)
     clock.now_s += 5.0
     assert state(registry) is WorkerState.SUSPECT
-    beat(registry)
+    beat(registry, stream)
     assert state(registry) is WorkerState.LIVE
 
 
 def test_runnable_work_without_a_step_is_stuck_although_heartbeats_come() -> None:
     registry, _ = make()
-    registry.register(registration())
-    beat(registry, idle_s=3.1)
+    stream = register(registry)
+    beat(registry, stream, idle_s=3.1)
     assert state(registry) is WorkerState.SUSPECT
-    beat(registry, idle_s=60.0, runnable=False)
+    beat(registry, stream, idle_s=60.0, runnable=False)
     assert state(registry) is WorkerState.LIVE
 
 
 def test_the_first_step_of_all_is_given_a_long_time_for_nothing_predicts_it() -> None:
     registry, _ = make()
-    registry.register(registration())
-    beat(registry, idle_s=100.0, predicted_step_s=0.0, num_steps=0)
+    stream = register(registry)
+    beat(registry, stream, idle_s=100.0, predicted_step_s=0.0, num_steps=0)
     assert state(registry) is WorkerState.LIVE
-    beat(registry, idle_s=121.0, predicted_step_s=0.0, num_steps=0)
+    beat(registry, stream, idle_s=121.0, predicted_step_s=0.0, num_steps=0)
     assert state(registry) is WorkerState.SUSPECT
 
 
 def test_a_step_predicted_to_be_long_is_given_its_time() -> None:
     registry, _ = make()
-    registry.register(registration())
-    beat(registry, idle_s=10.0, predicted_step_s=1.0)
+    stream = register(registry)
+    beat(registry, stream, idle_s=10.0, predicted_step_s=1.0)
     assert state(registry) is WorkerState.LIVE
-    beat(registry, idle_s=21.0, predicted_step_s=1.0)
+    beat(registry, stream, idle_s=21.0, predicted_step_s=1.0)
     assert state(registry) is WorkerState.SUSPECT
 
 
-def test_a_broken_stream_makes_a_suspect_at_once_and_a_new_registration_heals_it() -> None:
+def test_only_the_newest_stream_of_a_worker_is_heard() -> None:
     registry, _ = make()
-    registry.register(registration())
-    beat(registry)
-    registry.disconnected("decode-0", 7)
-    assert state(registry) is WorkerState.SUSPECT
-    assert registry.register(registration())
-    beat(registry)
+    former = register(registry)
+    beat(registry, former)
+    newer = register(registry)
+    assert (registry.hears(former), registry.hears(newer)) == (False, True)
+    assert not beat(registry, former, idle_s=60.0)  # on its way since before: history
+    assert state(registry) is WorkerState.LIVE
+    registry.ask_drain("decode-0")
+    assert (registry.drain_asked(former), registry.drain_asked(newer)) == (False, True)
+
+
+def test_registering_again_in_time_is_no_change_of_state() -> None:
+    registry, clock = make()
+    beat(registry, register(registry))
+    clock.now_s += 2.9
+    version = registry.snapshot().version
+    register(registry)
+    clock.now_s += 2.9
+    assert registry.snapshot().version == version
     assert state(registry) is WorkerState.LIVE
 
 
 def test_a_worker_given_up_for_gone_may_register_again() -> None:
     registry, clock = make()
-    registry.register(registration())
-    beat(registry)
+    stream = register(registry)
+    beat(registry, stream)
     clock.now_s += 16.0
     assert state(registry) is WorkerState.GONE
-    assert not registry.heartbeat("decode-0", 7, Progress(1, False, 0.0, 0.0), b"", False)
-    assert registry.register(registration())
-    beat(registry)
+    assert not beat(registry, stream)
+    beat(registry, register(registry))
     assert state(registry) is WorkerState.LIVE
 
 
 def test_a_newer_incarnation_replaces_the_older_and_the_older_is_refused() -> None:
     registry, _ = make()
-    registry.register(registration(incarnation=7))
-    beat(registry)
-    assert registry.register(registration(incarnation=8))
+    older = register(registry, incarnation=7)
+    beat(registry, older)
+    newer = register(registry, incarnation=8)
     assert state(registry) is WorkerState.STARTING
-    beat(registry)  # of the older one: ignored
-    registry.disconnected("decode-0", 7)
-    assert state(registry) is WorkerState.STARTING
-    assert not registry.register(registration(incarnation=7))
+    assert not beat(registry, older)
+    assert registry.register(registration(incarnation=7)) is None
+    assert registry.hears(newer)
     assert registry.snapshot().workers[0].registration.incarnation == 8
 
 
-def test_a_draining_worker_stays_draining_and_is_gone_when_it_leaves() -> None:
-    registry, _ = make()
-    registry.register(registration())
-    beat(registry)
+def test_a_draining_worker_is_given_the_silence_of_any_other_and_is_draining_when_back() -> None:
+    registry, clock = make()
+    stream = register(registry)
+    beat(registry, stream)
     registry.ask_drain("decode-0")
-    assert registry.drain_asked("decode-0", 7)
-    beat(registry, draining=True)
+    assert registry.drain_asked(stream)
+    beat(registry, stream, draining=True)
     assert state(registry) is WorkerState.DRAINING
-    registry.disconnected("decode-0", 7)
+    clock.now_s += 2.9
+    assert state(registry) is WorkerState.DRAINING
+    clock.now_s += 2.0
+    assert state(registry) is WorkerState.SUSPECT
+    stream = register(registry)
+    assert state(registry) is WorkerState.DRAINING
+    assert registry.drain_asked(stream)
+    beat(registry, stream)
+    assert state(registry) is WorkerState.DRAINING
+    clock.now_s += 15.0
     assert state(registry) is WorkerState.GONE
     with pytest.raises(KeyError):
         registry.ask_drain("decode-0")
 
 
-def test_scaling_tells_the_former_size_and_an_unknown_pool_is_an_error() -> None:
+def test_a_draining_worker_that_is_stuck_is_a_suspect() -> None:
+    registry, _ = make()
+    beat(registry, register(registry), draining=True, idle_s=60.0)
+    assert state(registry) is WorkerState.SUSPECT
+
+
+def test_a_worker_whose_process_is_over_is_gone_at_once() -> None:
+    registry, _ = make()
+    stream = register(registry)
+    beat(registry, stream, draining=True)
+    registry.gone("decode-0", 6)  # an earlier start of it
+    assert state(registry) is WorkerState.DRAINING
+    registry.gone("decode-0", 7)
+    assert state(registry) is WorkerState.GONE
+    assert not registry.hears(stream)
+
+
+def test_scaling_tells_the_former_size_and_refuses_an_unknown_pool() -> None:
     registry, _ = make()
     assert registry.set_replicas("decode", 3) == 1
     assert registry.desired_replicas() == {"decode": 3}
-    with pytest.raises(KeyError):
+    with pytest.raises(NotFoundError, match="no pool 'prefil'; there are: decode"):
         registry.set_replicas("prefil", 1)
 
 
-@given(st.lists(st.sampled_from(["register", "beat", "stuck", "cut", "drain", "gone", "wait"])))
+def test_a_pool_grows_to_its_max_replicas_and_no_further() -> None:
+    registry, _ = make()
+    assert registry.set_replicas("decode", 8) == 1
+    with pytest.raises(InvalidRequestError, match=r"between 0 and 8, .* not 9") as caught:
+        registry.set_replicas("decode", 9)
+    assert caught.value.field == "replicas"
+    assert registry.desired_replicas() == {"decode": 8}
+
+
+@given(st.lists(st.sampled_from(["register", "beat", "stuck", "drain", "gone", "wait"])))
 def test_the_version_rises_exactly_when_a_state_or_the_membership_changes(steps: list[str]) -> None:
     registry, clock = make()
+    streams = [Stream("decode-0", 0)]
 
     def seen() -> list[tuple[str, WorkerState]]:
         return [(w.registration.worker_id, w.state) for w in registry.snapshot().workers]
 
     actions = {
-        "register": lambda: registry.register(registration()),
-        "beat": lambda: beat(registry),
-        "stuck": lambda: beat(registry, idle_s=9.0),
-        "cut": lambda: registry.disconnected("decode-0", 7),
+        "register": lambda: streams.append(register(registry)),
+        "beat": lambda: beat(registry, streams[-1]),
+        "stuck": lambda: beat(registry, streams[-1], idle_s=9.0),
         "drain": lambda: seen() and seen()[0][1] is not WorkerState.GONE and drain(registry),
         "gone": lambda: registry.gone("decode-0", 7),
     }
@@ -203,8 +256,7 @@ def test_failed_starts_are_counted_in_a_row_and_forgiven_once_the_worker_is_live
     assert registry.failed("decode", "decode-0", "still none", served=False) == 2
     (pool,) = registry.snapshot().pools
     assert (pool.last_error, pool.num_failed_starts) == ("still none", 2)
-    registry.register(registration())
-    beat(registry)
+    beat(registry, register(registry))
     (pool,) = registry.snapshot().pools
     assert (pool.last_error, pool.num_failed_starts) == ("killed", 0)
     registry.forgive("decode-1")
