@@ -1,74 +1,27 @@
 """Real gRPC workers without a model, for the router's tests: they speak the worker protocol
 honestly and fail on command.
 
-The next token is a digest of the seed and of every token before it, so a lost, repeated or
-re-sampled token changes all that follow. KV "moves" through a `Fabric` the workers share.
+KV "moves" through a `Fabric` the workers share.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import grpc.aio
-import numpy as np
 
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
-from kv_transfer.block_hash import block_hashes, chain_seed
+from tests.router.scripted_kv import BLOCK_SIZE, ScriptedKv
+from tests.router.scripted_tokens import Running, known_tokens
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 FINGERPRINT = b"f" * 16
-BLOCK_SIZE = 4
 MODEL = "tiny"
-FIRST_LETTER, NUM_LETTERS = 97, 26
-STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
-
-
-def next_token(seed: int, tokens: Sequence[int]) -> int:
-    data = np.asarray(tokens, dtype="<u4").tobytes() + seed.to_bytes(8, "little")
-    digest = hashlib.blake2b(data, digest_size=4).digest()
-    return FIRST_LETTER + int.from_bytes(digest, "little") % NUM_LETTERS
-
-
-def oracle(prompt: Sequence[int], seed: int, num_tokens: int) -> list[int]:
-    """The output of a fault-free run."""
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(next_token(seed, tokens))
-    return tokens[len(prompt) :]
-
-
-@dataclass(eq=False)
-class Running:
-    """One attempt on a decode worker."""
-
-    spec: worker_pb2.RequestSpec
-    router_id: str | None
-    tokens: list[int]  # prompt and output
-    task: asyncio.Task[None] | None = None
-    lease_id: str = ""
-    finished: int = 0
-
-    @property
-    def num_prompt(self) -> int:
-        return self.spec.num_prompt_tokens
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[self.num_prompt :]
-
-    def next(self) -> int:
-        """Sample; returns the finish reason, 0 while it goes on."""
-        token = next_token(self.spec.seed, self.tokens)
-        self.tokens.append(token)
-        if token in self.spec.stop_token_ids and not self.spec.sampling.ignore_eos:
-            return STOP
-        return LENGTH if len(self.output) >= self.spec.sampling.max_tokens else 0
 
 
 @dataclass
@@ -95,7 +48,6 @@ class Fabric:
 class ScriptedWorker(
     worker_pb2_grpc.PrefillServiceServicer,
     worker_pb2_grpc.DecodeServiceServicer,
-    worker_pb2_grpc.WorkerServiceServicer,
 ):
     """A worker of one role, or both, with a server of its own."""
 
@@ -124,8 +76,7 @@ class ScriptedWorker(
         self.num_prefills = self.num_prefilling = self.num_reserves = 0
         self.num_decode_steps = self.num_attaches = 0
         self.prefilled_at: list[int] = []  # len(token_ids) of every Prefill
-        self.held: list[bytes] = []
-        self.kv_queues: list[asyncio.Queue[worker_pb2.SubscribeKvResponse | None]] = []
+        self.kv = ScriptedKv(incarnation)
         self._leases = 0
         self._server: grpc.aio.Server | None = None
 
@@ -144,7 +95,7 @@ class ScriptedWorker(
             worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
         if self.role != common_pb2.WORKER_ROLE_PREFILL:
             worker_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.kv, server)
         self.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
         await server.start()
         self.fabric.workers[self.worker_id] = self
@@ -195,36 +146,6 @@ class ScriptedWorker(
         )
         return control_pb2.FleetWorker(info=info, state=self.state)
 
-    # --- KV ------------------------------------------------------------------------------------
-
-    async def SubscribeKv(  # noqa: N802
-        self, request: worker_pb2.SubscribeKvRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.SubscribeKvResponse]:
-        queue: asyncio.Queue[worker_pb2.SubscribeKvResponse | None] = asyncio.Queue()
-        self.kv_queues.append(queue)
-        sequence = 1
-        yield worker_pb2.SubscribeKvResponse(
-            incarnation=self.incarnation,
-            sequence=sequence,
-            snapshot=True,
-            stored=[worker_pb2.BlockStored(hashes=chain) for chain in self.held],
-        )
-        while True:
-            message = await queue.get()
-            sequence += 1
-            if message is not None:  # None: this one is lost on the way
-                message.sequence, message.incarnation = sequence, self.incarnation
-                yield message
-
-    def hold(self, tokens: Sequence[int], salt: str = "") -> None:
-        """A prompt's blocks became shareable here."""
-        ids = np.asarray(tokens, dtype=np.uint32)
-        chain = b"".join(block_hashes(chain_seed(self.kv_fingerprint, salt), ids, BLOCK_SIZE))
-        self.held.append(chain)
-        for queue in self.kv_queues:
-            stored = [worker_pb2.BlockStored(hashes=chain)]
-            queue.put_nowait(worker_pb2.SubscribeKvResponse(stored=stored))
-
     # --- prefill -------------------------------------------------------------------------------
 
     async def Prefill(  # noqa: N802
@@ -251,7 +172,7 @@ class ScriptedWorker(
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
         spec = request.spec
         assert request.lease.writer.worker_id == self.worker_id
-        run = Running(spec, None, _ids(spec))
+        run = Running(spec, None, known_tokens(spec))
         finished = run.next()
         first = worker_pb2.FirstToken(id=run.tokens[-1], prefill_ms=1.0, finished=finished)
         late = self._use("late_first_tokens")
@@ -264,7 +185,7 @@ class ScriptedWorker(
             yield worker_pb2.PrefillResponse(first_token=first)
         if finished or self._use("end_early"):
             return
-        self.hold(_ids(spec))
+        self.kv.hold(self.kv_fingerprint, known_tokens(spec))
         if self._use("fail_handoffs"):
             failed = worker_pb2.HandoffFailed(reason="TIMEOUT", message="scripted")
             yield worker_pb2.PrefillResponse(handoff_failed=failed)
@@ -341,7 +262,7 @@ class ScriptedWorker(
         former = self.runs.pop(spec.request_id, None)
         if former is not None and former.task is not None:
             former.task.cancel()
-        running = self.runs[spec.request_id] = Running(spec, router_id, _ids(spec))
+        running = self.runs[spec.request_id] = Running(spec, router_id, known_tokens(spec))
         reserved = worker_pb2.Reserved(request_id=spec.request_id, attempt=spec.attempt)
         if reserve.HasField("writer"):
             self._leases += 1
@@ -386,7 +307,7 @@ class ScriptedWorker(
                     request_id=spec.request_id, attempt=spec.attempt
                 )
                 self._tell(running.router_id, admitted=[admitted])
-                self.hold(_ids(spec), spec.cache_salt)
+                self.kv.hold(self.kv_fingerprint, known_tokens(spec), spec.cache_salt)
                 running.task = asyncio.ensure_future(self._decode(running))
                 return True
         return False
@@ -433,7 +354,3 @@ class ScriptedWorker(
         self.num_attaches += 1
         running.router_id = request.router_id
         return worker_pb2.AttachResponse(spec=running.spec, tokens=self._tokens(running, 0))
-
-
-def _ids(spec: worker_pb2.RequestSpec) -> list[int]:
-    return [int(token) for token in np.frombuffer(spec.token_ids, dtype="<u4")]

@@ -13,7 +13,8 @@ from grpc_status import rpc_status
 from baton.v1 import worker_pb2
 from router.text import TextModel
 from tests.router.deployment import DECODE, ask_for, deployment
-from tests.router.scripted_worker import Running, ScriptedWorker
+from tests.router.scripted_tokens import Running
+from tests.router.scripted_worker import ScriptedWorker
 from tests.router.test_requests import assert_whole
 
 PROMPT = "the fox sang to the moon"

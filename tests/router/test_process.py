@@ -16,7 +16,8 @@ import pytest
 from router.text import TextModel
 from tests.router.deployment import Answer, Client, ask_for, byte_model, deployment
 from tests.router.proxy import Proxy
-from tests.router.scripted_worker import MODEL, oracle
+from tests.router.scripted_tokens import oracle
+from tests.router.scripted_worker import MODEL
 from tests.router.test_failures import PROMPT
 from tests.router.test_requests import assert_whole
 
@@ -114,7 +115,8 @@ async def test_a_host_that_goes_silent_is_noticed_by_its_unanswered_pings(
         proxy = await Proxy.to(hung.address)
         d.registry.workers = [w for w in d.registry.workers if w.worker_id != "d9"]
         await d.registry.publish()
-        hung.incarnation, hung.address = 2, proxy.address
+        hung.incarnation = hung.kv.incarnation = 2
+        hung.address = proxy.address
         d.registry.workers.append(hung)
         await d.registry.publish()
         await d.until(lambda: d.router.links.is_connected("d9", 2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.text import TextModel
 from tests.router.deployment import Answer, ask_for, deployment
-from tests.router.scripted_worker import oracle
+from tests.router.scripted_tokens import oracle
 
 
 def expected(prompt: str, num_tokens: int, seed: int = 7) -> list[int]:

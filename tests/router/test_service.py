@@ -18,7 +18,7 @@ from router.attempt import Attempt
 from router.request_run import RequestRun
 from router.text import TextModel
 from tests.router.deployment import Client, ask_for, deployment
-from tests.router.scripted_worker import MODEL
+from tests.router.scripted_worker import FINGERPRINT, MODEL
 from tests.router.test_failures import PROMPT, error_reason
 from tests.router.test_requests import assert_whole, expected
 
@@ -218,15 +218,15 @@ async def test_a_missed_kv_event_degrades_the_index_until_the_next_snapshot(
 ) -> None:
     async with deployment(text_model) as d:
         worker = d.worker("p0")
-        worker.kv_queues[0].put_nowait(None)
-        worker.hold(list(b"some prompt that is long enough"))
+        worker.kv.queues[0].put_nowait(None)
+        worker.kv.hold(FINGERPRINT, list(b"some prompt that is long enough"))
         entry = d.router.fleet.get("p0")
         assert entry is not None
         await d.until(lambda: d.router.index.num_blocks(entry.slot) == 7)
         link = d.router.links.get(entry)
         assert link is not None
         assert link.num_gaps == 1
-        assert len(worker.kv_queues) == 2
+        assert len(worker.kv.queues) == 2
         d.router.check_integrity()
 
 

@@ -15,7 +15,8 @@ from router.patience import Patience
 from router.text import TextModel
 from tests.router.deployment import DECODE, Answer, Deployment, ask_for, deployment
 from tests.router.proxy import Proxy
-from tests.router.scripted_worker import Running, ScriptedWorker
+from tests.router.scripted_tokens import Running
+from tests.router.scripted_worker import ScriptedWorker
 from tests.router.test_failures import PROMPT
 from tests.router.test_placement import Clock, facts, fleet_of
 from tests.router.test_requests import assert_whole
