@@ -16,6 +16,8 @@ import yaml
 
 from baton import settings
 from baton.errors import ConfigError
+from cluster.config import RegistryConfig, SupervisorConfig, WorkerSettings
+from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
 from router.config import RouterConfig
@@ -71,7 +73,7 @@ def _default_pools() -> dict[str, PoolConfig]:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Everything `baton up` starts."""
+    """Everything `baton up` starts. Each part's settings are a section of the file."""
 
     model: str = "models/demo"
     """A folder in the Hugging Face layout, or a name on the Hugging Face hub."""
@@ -83,6 +85,10 @@ class ClusterConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -90,17 +96,24 @@ class ClusterConfig:
         roles = {pool.role for pool in self.pools.values()}
         if not roles & {"decode", "mixed"}:
             raise ValueError("pools need at least one of role decode or mixed")
+        if self.supervisor.drain_timeout_s <= self.worker.drain_timeout_s:
+            raise ValueError(
+                f"supervisor.drain_timeout_s must be above worker.drain_timeout_s "
+                f"({self.worker.drain_timeout_s}), not {self.supervisor.drain_timeout_s}"
+            )
 
     @property
     def model_name(self) -> str:
         """What clients call the model."""
         return self.served_model_name or Path(self.model).name
 
-    def pool_engine(self, pool: str) -> EngineConfig:
-        """The engine settings of a pool: the cluster's with the pool's own over them."""
+    def pool_engine(self, pool: str, *, source: str = "configuration") -> EngineConfig:
+        """The engine settings of a pool: the cluster's with the pool's own over them.
+
+        Raises ConfigError, in the name of the file `source`."""
         merged = settings.merge(settings.dump(self.engine), self.pools[pool].engine)
         key = f"pools.{pool}.engine"
-        return settings.parse(EngineConfig, merged, source="configuration", key=key)
+        return settings.parse(EngineConfig, merged, source=source, key=key)
 
     def to_yaml(self) -> str:
         """What `parse_config` reads back as an equal configuration; defaults are left out."""
@@ -111,40 +124,18 @@ class ClusterConfig:
 def parse_config(value: object, *, source: str = "configuration") -> ClusterConfig:
     """Make a configuration from what a YAML file holds; every error is a ConfigError."""
     config = settings.parse(ClusterConfig, {} if value is None else value, source=source)
-    _check_engine(config.engine, source, "engine")
-    for name, pool in config.pools.items():
-        _check_pool(name, pool, config, source)
+    for name in config.pools:
+        _check_pool(name, config, source)
     return config
 
 
-def _check_pool(name: str, pool: PoolConfig, config: ClusterConfig, source: str) -> None:
-    """The overrides of a pool are checked as engine settings, under their own keys."""
+def _check_pool(name: str, config: ClusterConfig, source: str) -> None:
+    """A pool's engine settings are told under their own keys."""
     if not name.replace("-", "").isalnum() or not name.isascii() or len(name) > 40:
         raise ConfigError(
             f"{source}: pools.{name}: a pool's name is letters, digits and -", field=f"pools.{name}"
         )
-    key = f"pools.{name}.engine"
-    merged = settings.merge(settings.dump(config.engine), pool.engine)
-    _check_engine(settings.parse(EngineConfig, merged, source=source, key=key), source, key)
-
-
-_ENGINE_CHOICES = {
-    "dtype": ("bfloat16", "float32"),
-    "device": ("cpu", "cuda"),
-    "backend": ("torch", "fake"),
-}
-
-
-def _check_engine(engine: EngineConfig, source: str, key: str) -> None:
-    for name, value in vars(engine).items():
-        choices = _ENGINE_CHOICES.get(name)
-        if choices is not None and value not in choices:
-            problem = f"must be one of {', '.join(choices)}, not {value!r}"
-        elif isinstance(value, int) and not isinstance(value, bool) and value < 1:
-            problem = f"must be at least 1, not {value}"
-        else:
-            continue
-        raise ConfigError(f"{source}: {key}.{name}: {problem}", field=f"{key}.{name}")
+    config.pool_engine(name, source=source)
 
 
 def load_config(path: str | Path) -> ClusterConfig:

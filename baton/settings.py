@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import math
 import textwrap
 import types
 import typing
@@ -150,8 +151,8 @@ def _convert_scalar(kind: Any, value: object, source: str, key: str) -> Any:
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise _error(source, key, f"{_KINDS[kind]} is expected, not {_describe(value)}")
-    if isinstance(value, float) and value != value:
-        raise _error(source, key, "must be a number, not nan")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _error(source, key, f"must be a finite number, not {value}")
     return value
 
 
@@ -196,6 +197,6 @@ def _one_of(value: object, choices: list[str]) -> str:
 def _locate(key: str, problem: str, names: Mapping[str, Any]) -> tuple[str, str]:
     """A dataclass names the field first in its ValueError: move it into the key."""
     first, _, rest = problem.partition(" ")
-    if first in names:
+    if first.partition(".")[0] in names:
         return _join(key, first), rest
     return key, problem

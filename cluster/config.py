@@ -1,4 +1,4 @@
-"""The settings of the registry and of worker processes.
+"""The settings of the registry, of worker processes and of the supervisor.
 
 Standard library only: `baton.config` composes them.
 """
@@ -55,6 +55,22 @@ class WorkerSettings:
         _check_not_negative("drain_timeout_s", self.drain_timeout_s)
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
             raise ValueError(f"metrics_port must be between 0 and 65535, not {self.metrics_port}")
+
+
+@dataclass(frozen=True)
+class SupervisorConfig:
+    """How long a replica may take before it is killed. All times are in seconds."""
+
+    fence_after_s: float = 10.0
+    """A worker that has been a suspect for this long is killed and recreated."""
+    start_timeout_s: float = 600.0
+    """A replica that has not registered by then is killed and recreated."""
+    drain_timeout_s: float = 60.0
+    """A replica that was let go and has not left by then is killed; above the worker's own."""
+
+    def __post_init__(self) -> None:
+        for name in ("fence_after_s", "start_timeout_s", "drain_timeout_s"):
+            _check_positive(name, getattr(self, name))
 
 
 def _check_positive(name: str, value_s: float) -> None:

@@ -23,6 +23,7 @@ from functools import partial
 from typing import TypeVar
 
 from cluster import replica as replicas
+from cluster.config import SupervisorConfig
 from cluster.control_service import Changes
 from cluster.registry import Registry, WorkerState
 from cluster.replica import RankEnd, Replica, ReplicaError, ReplicaName
@@ -35,15 +36,6 @@ T = TypeVar("T")
 LOOK_S = 0.5
 _LONGEST_BACKOFF_S = 10.0
 _YOUNG_S = 30.0
-
-
-@dataclass(frozen=True)
-class SupervisorConfig:
-    fence_after_s: float = 10.0
-    """A worker that has been a suspect for this long is killed and recreated."""
-    start_timeout_s: float = 600.0
-    """A replica that has not registered by then is killed and recreated."""
-    drain_timeout_s: float = 60.0
 
 
 @dataclass(frozen=True)

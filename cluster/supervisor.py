@@ -26,9 +26,8 @@ import uvloop
 
 from baton.config import ClusterConfig
 from cluster import replica as replicas
-from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
-from cluster.keeper import LOOK_S, Ground, Keeper, SupervisorConfig
+from cluster.keeper import LOOK_S, Ground, Keeper
 from cluster.loop_door import LoopDoor
 from cluster.registry import Registry, Role
 from cluster.replica import Replica, ReplicaName
@@ -45,13 +44,11 @@ _Key = tuple[str, int]
 class Supervision:
     """The supervisor's work, on an event loop of its own."""
 
-    def __init__(
-        self, cluster: ClusterConfig, run_dir: Path, config: SupervisorConfig | None = None
-    ) -> None:
+    def __init__(self, cluster: ClusterConfig, run_dir: Path) -> None:
         self._cluster = cluster
         self._run_dir = run_dir
         self._state = _State(run_dir / "supervisor.json", cluster)
-        self._registry = Registry(RegistryConfig(), time.monotonic)
+        self._registry = Registry(cluster.registry, time.monotonic)
         self._changes = Changes()
         self._keepers: dict[_Key, Keeper] = {}
         self._tasks: dict[_Key, asyncio.Task[None]] = {}
@@ -59,7 +56,7 @@ class Supervision:
         self._stop = asyncio.Event()
         self._control = ""
         self._ground = Ground(
-            config or SupervisorConfig(),
+            cluster.supervisor,
             self._registry,
             self._changes,
             ThreadPoolExecutor(16, thread_name_prefix="ray-calls"),

@@ -70,6 +70,8 @@ def worker_config(
         tp_size=wanted.tensor_parallel,
         control_address=control_address,
         log_level=cluster.log_level,
+        settings=cluster.worker,
+        decode=cluster.decode,
     )
 
 

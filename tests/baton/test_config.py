@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,6 +14,8 @@ import yaml
 from baton import settings
 from baton.config import ClusterConfig, PoolConfig, load_config, parse_config
 from baton.errors import ConfigError
+from cluster.supervisor import Supervision
+from cluster.worker_config import worker_config
 from engine.config import EngineConfig
 from router.config import RouterConfig
 
@@ -29,7 +34,10 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
     [
         ({"modle": "x"}, "modle: unknown key; did you mean 'model'?"),
         ({"engine": {"blocksize": 3}}, "engine.blocksize: unknown key; did you mean 'block_size'?"),
-        ({"qqqq": 1}, "qqqq: unknown key; valid keys: control, engine, log_level, model, pools"),
+        (
+            {"qqqq": 1},
+            "qqqq: unknown key; valid keys: control, decode, engine, log_level, model, pools",
+        ),
         ({"engine": {"block_size": "3"}}, "engine.block_size: a whole number is expected, not '3'"),
         ({"engine": {"block_size": True}}, "engine.block_size: a whole number is expected"),
         ({"engine": {"block_size": 0}}, "engine.block_size: must be at least 1, not 0"),
@@ -39,7 +47,10 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
         ({"router": {"max_queue": 0}}, "router.max_queue: must be at least 1, not 0"),
         ({"router": {"port": None}}, "router.port: a whole number is expected, not nothing"),
         ({"router": {"lease_lead_s": "soon"}}, "router.lease_lead_s: a number is expected"),
-        ({"router": {"lease_lead_s": float("nan")}}, "router.lease_lead_s: must be a number"),
+        (
+            {"router": {"lease_lead_s": float("nan")}},
+            "router.lease_lead_s: must be a finite number",
+        ),
         ({"transfer": {"transport": "tcp"}}, "transfer.transport: must be ucx or memory"),
         ({"control": {"port": 70000}}, "control.port: must be between 0 and 65535"),
         ({"log_level": "inf"}, "must be one of debug, info, warning, error, not 'inf'; did you"),
@@ -75,6 +86,90 @@ def test_a_mistake_names_file_key_and_what_is_valid(value: object, problem: str)
         parse_config(value, source="cluster.yaml")
     assert caught.value.message.startswith("cluster.yaml: ")
     assert problem in caught.value.message
+
+
+def sections(cls: type, key: str = "") -> Iterator[tuple[str, type]]:
+    """The dotted key and the class of every section below `cls`, itself first."""
+    yield key, cls
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            yield from sections(typing.cast(type, kind), f"{key}.{name}" if key else name)
+
+
+SECTIONS = [*sections(ClusterConfig), ("pools.a", PoolConfig), ("pools.a.engine", EngineConfig)]
+
+
+def nested(key: str, value: object) -> object:
+    """What a YAML file with `value` at a dotted key holds."""
+    for name in reversed(key.split(".") if key else []):
+        value = {name: value}
+    if key.startswith("pools.a"):
+        typing.cast(Any, value)["pools"]["a"].setdefault("role", "mixed")
+    return value
+
+
+def test_every_part_that_has_settings_is_a_section() -> None:
+    parts = {key for key, _ in SECTIONS}
+    assert {"router", "transfer", "engine", "control"} < parts
+    assert {"worker", "decode", "registry", "supervisor"} < parts
+
+
+@pytest.mark.parametrize(("key", "cls"), SECTIONS, ids=lambda value: str(value))
+def test_every_misspelt_key_is_named_with_the_nearest_valid_one(key: str, cls: type) -> None:
+    names = [field.name for field in dataclasses.fields(cls)]
+    for name in names:
+        misspelt = name[:2] + name[3:]
+        with pytest.raises(ConfigError) as caught:
+            parse_config(nested(key, {misspelt: 1}))
+        where = f"{key}.{misspelt}" if key else misspelt
+        assert f": {where}: unknown key; did you mean '{name}'?" in caught.value.message
+
+
+@pytest.mark.parametrize("wrong", [-1, -0.5, float("inf")])
+@pytest.mark.parametrize(("key", "cls"), SECTIONS, ids=lambda value: str(value))
+def test_every_number_out_of_range_is_named_with_its_section(
+    key: str, cls: type, wrong: float
+) -> None:
+    for name, kind in typing.get_type_hints(cls).items():
+        kinds = {kind, *typing.get_args(kind)}
+        if type(wrong) not in kinds:
+            continue
+        with pytest.raises(ConfigError) as caught:
+            parse_config(nested(key, {name: wrong}))
+        assert caught.value.field == (f"{key}.{name}" if key else name)
+
+
+def test_a_drain_is_not_cut_short_by_the_supervisor() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"worker": {"drain_timeout_s": 90}})
+    assert caught.value.field == "supervisor.drain_timeout_s"
+    assert "must be above worker.drain_timeout_s (90.0), not 60.0" in caught.value.message
+
+
+def test_what_the_file_sets_reaches_the_workers() -> None:
+    config = parse_config(
+        {
+            "worker": {"drain_timeout_s": 7, "metrics_port": None},
+            "decode": {"orphan_ttl_s": 5},
+            "transfer": {"checksum": "always"},
+            "log_level": "debug",
+        }
+    )
+    told = worker_config(config, "decode", "decode-0", "127.0.0.1:1")
+    assert (told.settings, told.decode) == (config.worker, config.decode)
+    assert (told.settings.drain_timeout_s, told.settings.metrics_port) == (7.0, None)
+    assert (told.decode.orphan_ttl_s, told.transfer, told.log_level) == (
+        5.0,
+        config.transfer,
+        "debug",
+    )
+
+
+def test_what_the_file_sets_reaches_the_supervisor_and_its_registry(tmp_path: Path) -> None:
+    config = parse_config({"registry": {"gone_after_s": 40}, "supervisor": {"fence_after_s": 3}})
+    supervision = Supervision(config, tmp_path)
+    assert supervision._ground.config == config.supervisor
+    assert supervision._ground.registry._config == config.registry
 
 
 def test_a_configuration_is_read_back_from_its_own_yaml() -> None:
