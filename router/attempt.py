@@ -24,7 +24,14 @@ import grpc.aio
 
 from baton.v1 import common_pb2, worker_pb2
 from router.config import RouterConfig
-from router.failure import AttemptError, Failure, failure_of
+from router.failure import (
+    AttemptError,
+    Failure,
+    failure_of,
+    failure_of_call,
+    failure_of_handoff,
+    loss_of,
+)
 from router.fleet import WorkerEntry
 from router.output import FinishReason, TokenLogprobs
 from router.patience import Patience
@@ -122,7 +129,8 @@ class Attempt:
             session.reserve(worker_pb2.Reserve(spec=spec, writer=writer))
         except SessionLostError as error:
             self._stop()
-            raise AttemptError(Failure.DECODE_LOST, self._decode, str(error)) from None
+            lost = loss_of(self._decode, Failure.DECODE_LOST)
+            raise AttemptError(lost, self._decode, str(error)) from None
         await self._follow()
 
     def listen(self) -> None:
@@ -252,11 +260,14 @@ class Attempt:
     def on_session_lost(self, message: str) -> None:
         """A lost answer to Reserve cannot be had again; all else the worker keeps for a while."""
         if not self._reserved or self._done.done():
-            self._fail(Failure.DECODE_LOST, self._decode, message)
+            self._decode_lost(message)
             return
         if self._reattach_task is not None:
             self._reattach_task.cancel()
         self._reattach_task = asyncio.create_task(self._reattach(message))
+
+    def _decode_lost(self, message: str) -> None:
+        self._fail(loss_of(self._decode, Failure.DECODE_LOST), self._decode, message)
 
     async def _reattach(self, lost: str) -> None:
         """Go on where the worker is now, in its next session."""
@@ -265,8 +276,7 @@ class Attempt:
                 response = await self._ask_for_itself()
         except (TimeoutError, SessionLostError, grpc.aio.AioRpcError) as error:
             why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-            message = f"{lost}; not attached again: {why or 'no answer'}"
-            self._fail(Failure.DECODE_LOST, self._decode, message)
+            self._decode_lost(f"{lost}; not attached again: {why or 'no answer'}")
             return
         if response.spec.attempt == self.number:
             self._adopt(response.tokens)
@@ -303,8 +313,7 @@ class Attempt:
         except grpc.aio.AioRpcError as error:
             if not handed_off:
                 message = f"{link.entry.facts.worker_id}: {error.code().name}: {error.details()}"
-                wrong = error.code() is grpc.StatusCode.INVALID_ARGUMENT
-                self._prefill_failed(Failure.INVALID if wrong else Failure.PREFILL_FAILED, message)
+                self._prefill_failed(failure_of_call(error, link.entry), message)
             return
         finally:
             call.cancel()
@@ -324,7 +333,7 @@ class Attempt:
         elif kind == "handoff_failed":
             failed = response.handoff_failed
             message = f"{self._prefill.facts.worker_id}: {failed.reason}: {failed.message}"
-            self._prefill_failed(Failure.HANDOFF_FAILED, message)
+            self._prefill_failed(failure_of_handoff(failed), message)
         return False
 
     def _on_first_token(self, first: worker_pb2.FirstToken) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import enum
 
+import grpc
+import grpc.aio
+
 from baton.v1 import worker_pb2
-from router.fleet import WorkerEntry
+from router.fleet import WorkerEntry, WorkerState
 
 
 class Failure(enum.Enum):
     NO_CAPACITY = "no capacity"
-    DRAINING = "draining"
+    DRAINING = "draining"  # it takes nothing more
+    DRAINED = "drained"  # it was lost while it drained, as it had to be some time
+    LEFT = "left"  # before anything was asked of it
     FINGERPRINT = "another kv_fingerprint"
     INVALID = "invalid"
     STALE = "stale attempt"
@@ -47,5 +52,26 @@ _REJECTIONS = {
 }
 
 
+# What a prefill worker refuses before it begins; all else it tells is a handoff that failed.
+_REFUSALS = {"DRAINING": Failure.DRAINING, "FINGERPRINT": Failure.FINGERPRINT}
+
+
 def failure_of(rejected: worker_pb2.Rejected) -> Failure:
     return _REJECTIONS.get(rejected.reason, Failure.REJECTED)
+
+
+def failure_of_handoff(failed: worker_pb2.HandoffFailed) -> Failure:
+    return _REFUSALS.get(failed.reason, Failure.HANDOFF_FAILED)
+
+
+def failure_of_call(error: grpc.aio.AioRpcError, worker: WorkerEntry) -> Failure:
+    """Why a prefill worker ended a call with an error."""
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        return Failure.INVALID
+    lost = error.code() is grpc.StatusCode.UNAVAILABLE
+    return loss_of(worker, Failure.PREFILL_FAILED) if lost else Failure.PREFILL_FAILED
+
+
+def loss_of(worker: WorkerEntry, otherwise: Failure) -> Failure:
+    """What losing a worker counts as: one that drains was about to leave."""
+    return Failure.DRAINED if worker.state is WorkerState.DRAINING else otherwise

@@ -150,23 +150,29 @@ class RequestRun:
 
     async def _try_placed(self, placed: Placed) -> None:
         """One attempt where the request was placed; raises AttemptError."""
-        parts, booking, placement = self._parts, placed.booking, placed.placement
-        self._attempt_number += 1
-        decode = parts.links.get(booking.decode)
-        prefill = None if placement.prefill_slot is None else parts.links.get(booking.prefill)
-        if decode is None or (prefill is None and placement.prefill_slot is not None):
-            parts.fleet.release(booking)
-            raise AttemptError(Failure.DRAINING, booking.decode, "a worker has just left")
-        self.log.mark(self._routed(placed))
-        attempt = self._new_attempt(
-            Workers(decode, prefill), placement.queue_s + placement.prefill_s
-        )
-        await self._follow(attempt, attempt.run(self._spec(placed)), booking)
+        try:
+            workers = self._workers(placed)
+            self._attempt_number += 1
+            self.log.mark(self._routed(placed))
+            placement = placed.placement
+            attempt = self._new_attempt(workers, placement.queue_s + placement.prefill_s)
+            await self._follow(attempt, attempt.run(self._spec(placed)), placed.booking)
+        finally:
+            self._parts.fleet.release(placed.booking)
+
+    def _workers(self, placed: Placed) -> Workers:
+        """Raises AttemptError on the one that has left since the request was placed there."""
+        links, booking = self._parts.links, placed.booking
+        decode, prefill = links.get(booking.decode), links.get(booking.prefill)
+        if decode is None or prefill is None:
+            gone = booking.decode if decode is None else booking.prefill
+            raise AttemptError(Failure.LEFT, gone, f"{gone.facts.worker_id} has just left")
+        return Workers(decode, None if placed.placement.prefill_slot is None else prefill)
 
     async def _follow(
         self, attempt: Attempt, running: Coroutine[None, None, None], booking: Booking
     ) -> None:
-        """See an attempt through to its end, however it ends, and leave nothing of it behind."""
+        """See an attempt through to its end, and leave nothing of it behind on its workers."""
         self._output.new_attempt(booking)
         try:
             await running
@@ -176,7 +182,6 @@ class RequestRun:
                 self._lost.append((facts.worker_id, facts.incarnation))
             raise
         finally:
-            self._parts.fleet.release(booking)
             if not self._orphaned:
                 attempt.cancel_on_worker()
 
@@ -217,7 +222,10 @@ class RequestRun:
         growth = min(ticket.max_new_tokens, parts.config.decode_growth_tokens)
         booking = parts.fleet.book_running(found.link.entry, len(self._prompt) + growth)
         running = found.attempt.run_adopted(found.response)
-        return await self._ends_well(self._follow(found.attempt, running, booking), ticket)
+        try:
+            return await self._ends_well(self._follow(found.attempt, running, booking), ticket)
+        finally:
+            parts.fleet.release(booking)
 
     def _attached(self, link: WorkerLink) -> Routed:
         worker_id = link.entry.facts.worker_id
@@ -251,9 +259,13 @@ class RequestRun:
         if failure is Failure.DRAINING:
             parts.fleet.set_state(error.worker, WorkerState.DRAINING)
             return 0.0
+        if failure is Failure.LEFT:
+            return 0.0
         if self.log.ids:
             parts.metrics.migrations.inc()
             self.log.mark(Migrated(len(self.log.ids), error.message))
+        if failure is Failure.DRAINED:
+            return 0.0
         if failure is Failure.STALE:  # another router got further with this id
             self._num_stale += 1
             self._attempt_number += 4**self._num_stale

@@ -29,6 +29,7 @@ class Faults:
     """What a worker is told to do wrong; each count is used up one by one."""
 
     fail_prefills: int = 0
+    drain_prefills: int = 0
     refuse_prefills: int = 0
     fail_handoffs: int = 0
     hang_prefills: int = 0
@@ -162,6 +163,10 @@ class ScriptedWorker(
                 await context.abort(grpc.StatusCode.INTERNAL, "scripted failure")
             if self._use("refuse_prefills"):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "scripted refusal")
+            if self._use("drain_prefills"):
+                draining = worker_pb2.HandoffFailed(reason="DRAINING", message="scripted")
+                yield worker_pb2.PrefillResponse(handoff_failed=draining)
+                return
             async for response in self._prefill(request):
                 yield response
         finally:

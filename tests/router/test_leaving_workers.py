@@ -1,0 +1,155 @@
+"""Workers that drain or have left: what they refuse or drop goes elsewhere at no cost, and nobody
+else is blamed for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from baton.v1 import control_pb2, worker_pb2
+from router.fleet import WorkerState
+from router.fleet_watch import read_fleet
+from router.text import TextModel
+from tests.router.deployment import Deployment, ask_for, deployment
+from tests.router.scripted_tokens import Running
+from tests.router.test_failures import PROMPT
+from tests.router.test_requests import assert_whole
+from tests.router.test_sessions import entry_of
+
+NO_RETRIES = {"max_attempts": 1, "retry_burst": 0, "eject_s": 30.0}
+
+
+def leaves(d: Deployment, worker_id: str) -> None:
+    """The registry's word that the worker is gone, as the router takes it in."""
+    d.worker(worker_id).state = control_pb2.WORKER_STATE_GONE
+    workers = [worker.info() for worker in d.registry.workers]
+    d.router.links.update(read_fleet(control_pb2.WatchFleetResponse(workers=workers)))
+
+
+async def leave_once_placed(d: Deployment, worker_id: str) -> None:
+    """The worker leaves between the round that places the waiting request and its first step."""
+    d.router.fleet.arrays.max_running[:] = 16
+    d.router.admission.kick()
+    asyncio.get_running_loop().call_soon(leaves, d, worker_id)
+
+
+async def test_a_prefill_worker_that_left_once_a_prompt_was_placed_there_is_the_one_blamed(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, prefill=1, decode=1, **NO_RETRIES) as d:
+        decode_since_s = entry_of(d, "d0").state_since_s
+        d.router.fleet.arrays.max_running[:] = 0
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: len(d.router.admission) == 1)
+        await leave_once_placed(d, "p0")
+        await d.until(lambda: d.router.fleet.get("p0") is None and len(d.router.admission) == 1)
+        assert entry_of(d, "d0").state is WorkerState.LIVE
+        assert entry_of(d, "d0").state_since_s == decode_since_s
+        await d.add_worker("p1", d.worker("p0").role)
+        answer = await asking
+        assert_whole(answer, PROMPT)
+        assert [r.prefill_worker for r in answer.routed] == ["p1"]
+        await d.check_empty()
+
+
+async def test_a_decode_worker_that_left_once_a_prompt_was_placed_there_is_the_one_blamed(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, prefill=1, decode=1, **NO_RETRIES) as d:
+        prefill_since_s = entry_of(d, "p0").state_since_s
+        d.router.fleet.arrays.max_running[:] = 0
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: len(d.router.admission) == 1)
+        await leave_once_placed(d, "d0")
+        await d.add_worker("d1", d.worker("d0").role)
+        answer = await asking
+        assert_whole(answer, PROMPT)
+        assert [r.decode_worker for r in answer.routed] == ["d1"]
+        assert entry_of(d, "p0").state_since_s == prefill_since_s
+        await d.check_empty()
+
+
+async def test_a_draining_prefill_worker_s_refusal_costs_nothing(text_model: TextModel) -> None:
+    async with deployment(text_model, prefill=2, decode=1, **NO_RETRIES) as d:
+        for worker_id in ("p0", "p1"):
+            d.worker(worker_id).faults.drain_prefills = 1
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: d.worker("p0").num_prefills + d.worker("p1").num_prefills == 2)
+        await d.registry.publish()  # the registry knows better: both are live
+        answer = await asking
+        assert_whole(answer, PROMPT)
+        assert not answer.migrated
+        assert (d.router.fleet.arrays.hold_until_s == 0).all()
+        await d.check_empty()
+
+
+async def test_a_prefill_worker_that_ends_while_it_drains_costs_nothing(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, prefill=2, decode=1, **NO_RETRIES) as d:
+        for worker_id in ("p0", "p1"):
+            d.worker(worker_id).may_prefill.clear()
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: d.worker("p0").num_prefilling + d.worker("p1").num_prefilling == 1)
+        ends, other = ("p0", "p1") if d.worker("p0").num_prefilling else ("p1", "p0")
+        await drains(d, ends)
+        d.worker(other).may_prefill.set()
+        await d.worker(ends).die()
+        answer = await asking
+        assert_whole(answer, PROMPT)
+        assert [r.prefill_worker for r in answer.routed] == [ends, other]
+        assert (d.router.fleet.arrays.hold_until_s == 0).all()
+        await d.check_empty()
+
+
+async def test_decode_workers_that_end_while_they_drain_make_no_request_poison(
+    text_model: TextModel,
+) -> None:
+    """Three in a row, as in a rolling restart whose drain is shorter than the request."""
+    async with deployment(text_model, decode=4, **NO_RETRIES) as d:
+        paused = asyncio.Event()
+
+        def on_token(running: Running) -> None:
+            if len(running.output) % 4 == 3:
+                for worker in d.fabric.workers.values():
+                    worker.may_decode.clear()
+                paused.set()
+
+        for number in range(4):
+            d.worker(f"d{number}").on_token = on_token
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, 20)))
+        for _ in range(3):
+            await asyncio.wait_for(paused.wait(), 10)
+            paused.clear()
+            (runs_at,) = [w for w in d.fabric.workers.values() if w.runs]
+            await drains(d, runs_at.worker_id)
+            await runs_at.die()
+            for worker in d.fabric.workers.values():
+                worker.may_decode.set()
+        for worker in d.fabric.workers.values():
+            worker.on_token = lambda running: None
+            worker.may_decode.set()
+        answer = await asking
+        assert_whole(answer, PROMPT, 20)
+        assert len({r.decode_worker for r in answer.routed}) == len(answer.routed) == 4
+        assert len(answer.migrated) == 3
+        await d.check_empty()
+
+
+async def drains(d: Deployment, worker_id: str) -> None:
+    """The registry says so, and the router has heard it."""
+    d.worker(worker_id).state = control_pb2.WORKER_STATE_DRAINING
+    entry = entry_of(d, worker_id)
+    await d.registry.publish()
+    await d.until(lambda: entry.state is WorkerState.DRAINING)
+
+
+async def test_a_draining_decode_worker_s_refusal_costs_nothing(text_model: TextModel) -> None:
+    async with deployment(text_model, decode=2, **NO_RETRIES) as d:
+        for worker_id in ("d0", "d1"):
+            d.worker(worker_id).faults.reject = [(worker_pb2.REJECT_REASON_DRAINING, 0)]
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: d.worker("d0").num_reserves + d.worker("d1").num_reserves == 2)
+        await d.registry.publish()
+        assert_whole(await asking, PROMPT)
+        assert (d.router.fleet.arrays.hold_until_s == 0).all()
+        await d.check_empty()
