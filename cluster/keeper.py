@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from cluster import replica as replicas
 from cluster.config import SupervisorConfig
 from cluster.control_service import Changes
+from cluster.rank_ends import RankEnd
 from cluster.registry import Registry, WorkerState
-from cluster.replica import RankEnd, Replica, ReplicaError, ReplicaName
+from cluster.replica import Replica, ReplicaError, ReplicaName, Replicas
 from cluster.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class Ground:
     config: SupervisorConfig
     registry: Registry
     changes: Changes
+    replicas: Replicas
     executor: ThreadPoolExecutor
     worker_config: Callable[[ReplicaName], WorkerConfig]
 
@@ -132,12 +133,14 @@ class Keeper:
         """Have a replica here: adopted, or a new one. False when it cannot be started."""
         if self.replica is not None:
             return True
-        name = replicas.new_name(self.pool, self.index)
+        name = ReplicaName.new(self.pool, self.index)
         config = self._ground.worker_config(name)
         self._served, self._failure = False, None
         self._ended.clear()
         try:
-            self.replica = await self._ground.ray(partial(replicas.start_replica, name, config))
+            self.replica = await self._ground.ray(
+                partial(self._ground.replicas.start, name, config)
+            )
         except ReplicaError as error:
             self.report(str(error), config.log_file(0))
             return False
@@ -151,7 +154,7 @@ class Keeper:
         assert replica is not None
         reason = await self._until_over()
         log.info("%s: %s", replica.name, reason)
-        if not await self._ground.ray(partial(replicas.destroy_replica, replica)):
+        if not await self._ground.ray(partial(self._ground.replicas.destroy, replica)):
             log.error("%s: not every process is known to be over", replica.name)
         if self._failure is not None and not self._leaving.is_set():
             self.report(self._failure, self._ground.worker_config(replica.name).log_file(0))

@@ -108,7 +108,7 @@ def up(
         config_path = run_dir / "cluster.yaml"
         config_path.write_text(config.to_yaml())
         on_progress("starting Ray")
-        ray_processes = _start_ray(stack, reaper)
+        ray_processes = start_ray(stack, reaper)
         on_progress("starting the supervisor")
         control = _start_supervisor(config, run_dir, stack)
         _wait_for_pools(control, on_progress)
@@ -141,7 +141,7 @@ def _absolute(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
-def _start_ray(stack: contextlib.ExitStack, reaper: Reaper) -> set[Process]:
+def start_ray(stack: contextlib.ExitStack, reaper: Reaper) -> set[Process]:
     """Returns the processes that all others of Ray's descend from."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

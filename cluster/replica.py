@@ -1,6 +1,6 @@
 """Replicas as Ray sees them: a placement group and one actor per rank, all detached and named.
 
-Every function here blocks on Ray and belongs off the event loop. A name is
+Every method here blocks on Ray and belongs off the event loop. A name is
 `<pool>-<index>.g<generation>.r<rank>`: the generation makes a recreated replica's names new, as Ray
 frees an old name only some time after its actor died.
 """
@@ -14,7 +14,10 @@ import re
 import signal
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,10 +25,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.rank import free_port
+from cluster.process_book import ProcessBook
+from cluster.rank_actor import MAX_CALLS, RankActor, Standing
 from cluster.worker_config import RankPlace, WorkerConfig
-from cluster.worker_process import WorkerThread, set_up_logging
-from kv_transfer.process import ProcessIdentity, is_gone, own_identity
+from kv_transfer.process import ProcessIdentity, is_gone
 
 log = logging.getLogger(__name__)
 
@@ -33,37 +36,9 @@ NAMESPACE = "baton"
 _RANK_CPUS = 0.001  # Ray only counts them: cores are divided by thread counts
 _CALL_TIMEOUT_S = 30.0
 _LEAVE_S = 2.0
+_GONE_WITHIN_S = 10.0
 _LONGEST_ERROR = 600
-_NAME = re.compile(r"(?P<pool>[A-Za-z0-9-]+)-(?P<index>\d+)\.g(?P<generation>\d+)\.r(?P<rank>\d+)$")
-
-
-class RankActor:
-    """The process of one rank. The worker lives in a thread; the actor's calls watch over it."""
-
-    def __init__(self) -> None:
-        self._worker: WorkerThread | None = None
-
-    def identity(self) -> ProcessIdentity:
-        return own_identity()
-
-    def free_port(self, host: str) -> int:
-        return free_port(host)
-
-    def launch(self, config: WorkerConfig, place: RankPlace) -> None:
-        """Start the rank; it registers by itself. A rank that fails ends this process."""
-        set_up_logging(config.log_level, config.log_file(place.rank))
-        self._worker = WorkerThread(config, place)
-        self._worker.start()
-
-    def leave(self) -> None:
-        """End the rank now, in good order; what runs is lost."""
-        if self._worker is not None:
-            self._worker.stop()
-
-    def join(self) -> str | None:
-        """Return when the rank is over: why it failed, None when it has left in good order."""
-        assert self._worker is not None, "launch comes first"
-        return self._worker.wait()
+_NAME = re.compile(r"(?P<pool>[A-Za-z0-9-]+)-(?P<index>\d+)\.g(?P<generation>\d+)")
 
 
 @dataclass(frozen=True)
@@ -72,188 +47,232 @@ class ReplicaName:
     index: int
     generation: int
 
+    @classmethod
+    def new(cls, pool: str, index: int) -> ReplicaName:
+        return cls(pool, index, time.time_ns() // 1_000_000)
+
+    @classmethod
+    def parse(cls, text: str) -> ReplicaName | None:
+        match = _NAME.fullmatch(text)
+        return match and cls(match["pool"], int(match["index"]), int(match["generation"]))
+
     @property
     def worker_id(self) -> str:
         return f"{self.pool}-{self.index}"
 
     def __str__(self) -> str:
-        return f"{self.pool}-{self.index}.g{self.generation}"
-
-    def rank(self, rank: int) -> str:
-        return f"{self}.r{rank}"
+        return f"{self.worker_id}.g{self.generation}"
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A running replica: its actors and processes by rank. `ends` are ready when a rank is over."""
+    """A replica, or what is left of one: its actors by rank, and the processes they are."""
 
     name: ReplicaName
-    actors: tuple[Any, ...]
+    actors: Mapping[int, Any]
     processes: tuple[ProcessIdentity, ...]
-    ends: tuple[Any, ...]
 
 
 class ReplicaError(RuntimeError):
     """A replica could not be started."""
 
 
-def new_name(pool: str, index: int) -> ReplicaName:
-    return ReplicaName(pool, index, time.time_ns() // 1_000_000)
+class Replicas:
+    """Starts, finds and ends replicas; knows their processes even after Ray has forgotten them."""
+
+    def __init__(
+        self, tp_sizes: Mapping[str, int], run_dir: Path, answer_within_s: float = _CALL_TIMEOUT_S
+    ) -> None:
+        """`tp_sizes`: ranks of one replica of each pool."""
+        self._tp_sizes = tp_sizes
+        self._book = ProcessBook(run_dir / "processes")
+        self._answer_within_s = answer_within_s
+
+    def start(self, name: ReplicaName, config: WorkerConfig) -> Replica:
+        """Place and launch all ranks. Raises ReplicaError; nothing is left after an error."""
+        begun = _Begun()
+        try:
+            group = placement_group(
+                [{"CPU": _RANK_CPUS}] * config.tp_size,
+                strategy="STRICT_PACK",
+                name=str(name),
+                lifetime="detached",
+            )
+            if not group.wait(_CALL_TIMEOUT_S):
+                raise ReplicaError(f"no room in the Ray cluster for {config.tp_size} ranks")
+            begun.actors = {r: _new_actor(name, group, r) for r in range(config.tp_size)}
+            self._launch(name, config, begun)
+        except BaseException as error:
+            self.destroy(Replica(name, begun.actors, begun.processes))
+            if isinstance(error, RayError):
+                raise ReplicaError(one_line(error)) from error
+            raise
+        return Replica(name, begun.actors, begun.processes)
+
+    def _launch(self, name: ReplicaName, config: WorkerConfig, begun: _Begun) -> None:
+        actors = begun.actors.values()
+        told = ray.get([actor.standing.remote() for actor in actors], timeout=_CALL_TIMEOUT_S)
+        begun.processes = tuple(standing.process for standing in told)
+        self._book.enter(str(name), begun.processes)
+        port = ray.get(begun.actors[0].free_port.remote(config.host), timeout=_CALL_TIMEOUT_S)
+        meeting = f"{config.host}:{port}"
+        places = [RankPlace(rank, config.tp_size, meeting) for rank in begun.actors]
+        launches = [actor.launch.remote(config, place) for actor, place in zip(actors, places)]
+        ray.get(launches, timeout=_CALL_TIMEOUT_S)
+
+    # --- what a former supervisor left ----------------------------------------------------------
+
+    def find(self) -> list[Replica]:
+        """Adopt whole replicas, one of a place: the newest. All else that is left of any replica,
+        listed by Ray or not, is ended.
+        """
+        newest: dict[str, Replica] = {}
+        remains: list[Replica] = []
+        for replica in sorted(self._left(), key=lambda replica: replica.name.generation):
+            if len(replica.actors) != self._tp_sizes.get(replica.name.pool):
+                log.warning("%s is not whole: clearing it away", replica.name)
+                remains.append(replica)
+                continue
+            older = newest.get(replica.name.worker_id)
+            if older is not None:
+                log.warning("%s is not the newest of its place: ending it", older.name)
+                remains.append(older)
+            newest[replica.name.worker_id] = replica
+        with ThreadPoolExecutor(MAX_CALLS) as threads:
+            for replica, gone in zip(remains, threads.map(self.destroy, remains)):
+                if not gone:
+                    log.error("%s: not every process is known to be over", replica.name)
+        _remove_groups_but({str(replica.name) for replica in newest.values()})
+        return list(newest.values())
+
+    def _left(self) -> list[Replica]:
+        """Every replica of which anything is left, with the ranks that answer and were launched."""
+        booked, actors = self._book.read(), _listed_actors()
+        answers = self._answers(actors)
+        left = []
+        for text in {*actors, *booked}:
+            name, told = ReplicaName.parse(text), answers[text]
+            assert name is not None, text
+            processes = {*booked.get(text, ()), *(standing.process for standing in told.values())}
+            ranks = {r: a for r, a in actors[text].items() if r in told and told[r].launched}
+            for rank in actors[text].keys() - ranks.keys():
+                _kill(actors[text][rank])
+            left.append(Replica(name, ranks, tuple(processes)))
+        return left
+
+    def _answers(self, actors: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[int, Standing]]:
+        """What the ranks say of themselves, all asked at once."""
+        calls = {
+            actor.standing.remote(): (name, rank)
+            for name, ranks in actors.items()
+            for rank, actor in ranks.items()
+        }
+        answers: dict[str, dict[int, Standing]] = defaultdict(dict)
+        if calls:
+            ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=self._answer_within_s)
+            for call in ready:
+                name, rank = calls[call]
+                with contextlib.suppress(RayError):  # it is over
+                    answers[name][rank] = ray.get(call)
+        return answers
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def destroy(self, replica: Replica) -> bool:
+        """End every rank by Ray and by pid, wait until all are gone, and free their place.
+
+        False when a process may be left: on another machine, or one that even the kernel cannot
+        end.
+        """
+        _let_leave(replica)
+        for actor in replica.actors.values():
+            _kill(actor)
+        give_up_at = time.monotonic() + _GONE_WITHIN_S
+        for process in replica.processes:
+            # Ray only asks; a stopped or stuck process does not listen. None: on another machine.
+            while is_gone(process) is False and time.monotonic() < give_up_at:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+                time.sleep(0.02)
+        _remove_group(str(replica.name))
+        if not any(is_gone(process) is False for process in replica.processes):
+            self._book.strike(str(replica.name))
+        return all(map(is_gone, replica.processes))
 
 
-def start_replica(name: ReplicaName, config: WorkerConfig) -> Replica:
-    """Place and launch all ranks. Raises ReplicaError, and leaves nothing then."""
-    group = placement_group(
-        [{"CPU": _RANK_CPUS}] * config.tp_size,
-        strategy="STRICT_PACK",
-        name=str(name),
-        lifetime="detached",
-    )
-    actors: list[Any] = []
-    try:
-        if not group.wait(_CALL_TIMEOUT_S):
-            raise ReplicaError(f"no room in the Ray cluster for {config.tp_size} ranks")
-        actors = [_new_actor(name.rank(r), group, r) for r in range(config.tp_size)]
-        processes = tuple(
-            ray.get([actor.identity.remote() for actor in actors], timeout=_CALL_TIMEOUT_S)
-        )
-        port = ray.get(actors[0].free_port.remote(config.host), timeout=_CALL_TIMEOUT_S)
-        places = [RankPlace(r, config.tp_size, f"{config.host}:{port}") for r in range(len(actors))]
-        ray.get(
-            [actor.launch.remote(config, place) for actor, place in zip(actors, places)],
-            timeout=_CALL_TIMEOUT_S,
-        )
-    except (RayError, ReplicaError) as error:
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
-        remove_placement_group(group)
-        raise ReplicaError(_one_line(error)) from error
-    ends = tuple(actor.join.remote() for actor in actors)
-    return Replica(name, tuple(actors), processes, ends)
+@dataclass
+class _Begun:
+    """How far a start has come."""
+
+    actors: dict[int, Any] = field(default_factory=dict)
+    processes: tuple[ProcessIdentity, ...] = ()
 
 
-def _new_actor(name: str, group: PlacementGroup, bundle: int) -> Any:
+def _new_actor(name: ReplicaName, group: PlacementGroup, rank: int) -> Any:
     return (
         ray.remote(RankActor)
         .options(
-            name=name,
+            name=f"{name}.r{rank}",
             namespace=NAMESPACE,
             lifetime="detached",
             max_restarts=0,
-            max_concurrency=8,
+            max_concurrency=MAX_CALLS,
             num_cpus=_RANK_CPUS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=bundle
+                placement_group=group, placement_group_bundle_index=rank
             ),
         )
         .remote()
     )
 
 
-def find_replicas(tp_sizes: dict[str, int]) -> list[Replica]:
-    """Adopt what a former supervisor left: whole replicas. What is not whole is cleared away."""
-    ranks: dict[ReplicaName, dict[int, str]] = defaultdict(dict)
+def _listed_actors() -> defaultdict[str, dict[int, Any]]:
+    """Ray's actors that are ranks, by the replica's name and rank."""
+    actors: defaultdict[str, dict[int, Any]] = defaultdict(dict)
     for listed in ray.util.list_named_actors(all_namespaces=True):
-        match = _NAME.match(listed["name"])
-        if listed["namespace"] == NAMESPACE and match is not None:
-            name = ReplicaName(match["pool"], int(match["index"]), int(match["generation"]))
-            ranks[name][int(match["rank"])] = listed["name"]
-    found = []
-    for name, names in ranks.items():
-        replica = _adopt(name, names)
-        if replica is not None and len(replica.actors) == tp_sizes.get(name.pool):
-            found.append(replica)
-        else:
-            log.warning("%s is not whole: clearing it away", name)
-            for actor in _actors(names):
-                ray.kill(actor, no_restart=True)
-            _remove_group(name)
-    return found
-
-
-def _actors(names: dict[int, str]) -> list[Any]:
-    actors = []
-    for _, name in sorted(names.items()):
-        with contextlib.suppress(ValueError):  # it died since it was listed
-            actors.append(ray.get_actor(name, namespace=NAMESPACE))
+        name, _, rank = listed["name"].rpartition(".r")
+        if listed["namespace"] == NAMESPACE and rank.isdigit() and ReplicaName.parse(name):
+            with contextlib.suppress(ValueError):  # it died since it was listed
+                actors[name][int(rank)] = ray.get_actor(listed["name"], namespace=NAMESPACE)
     return actors
 
 
-def _adopt(name: ReplicaName, names: dict[int, str]) -> Replica | None:
-    actors = _actors(names)
-    try:
-        processes = ray.get([a.identity.remote() for a in actors], timeout=_CALL_TIMEOUT_S)
-    except RayError:
-        return None
-    ends = tuple(actor.join.remote() for actor in actors)
-    return Replica(name, tuple(actors), tuple(processes), ends)
-
-
-@dataclass(frozen=True)
-class RankEnd:
-    """A rank is over. `failure` is why, None when it has left in good order."""
-
-    replica: ReplicaName
-    rank: int
-    failure: str | None
-
-
-def wait_for_end(replicas: list[Replica], timeout_s: float) -> list[RankEnd]:
-    """The ranks that are over; waits for the first."""
-    owners = {end: (r.name, rank) for r in replicas for rank, end in enumerate(r.ends)}
-    if not owners:
-        time.sleep(timeout_s)
-        return []
-    ready, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s, fetch_local=False)
-    return [RankEnd(*owners[end], _failure_of(end)) for end in ready]
-
-
-def _failure_of(end: Any) -> str | None:
-    try:
-        failure: str | None = ray.get(end, timeout=_CALL_TIMEOUT_S)
-    except RayError as error:  # the process died and told nothing
-        return _one_line(error)
-    return failure
-
-
-def _one_line(error: Exception) -> str:
-    """Ray's messages run over many lines, the cause somewhere among them."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]} ..."
-
-
-def destroy_replica(replica: Replica, timeout_s: float = 10.0) -> bool:
-    """End every rank by Ray and by pid, wait until all are gone, and free their place.
-
-    False when a process may be left: on another machine, or one that even the kernel cannot end.
-    """
-    _let_leave(replica)
-    for actor in replica.actors:
-        with contextlib.suppress(RayError):  # it is over already
-            ray.kill(actor, no_restart=True)
-    give_up_at = time.monotonic() + timeout_s
-    for process in replica.processes:
-        # Ray only asks; a stopped or stuck process does not listen. None: on another machine.
-        while is_gone(process) is False and time.monotonic() < give_up_at:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-            time.sleep(0.02)
-    _remove_group(replica.name)
-    return all(map(is_gone, replica.processes))
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(RayError):  # it is over already
+        ray.kill(actor, no_restart=True)
 
 
 def _let_leave(replica: Replica) -> None:
     """Give ranks that still listen a moment to give back what they hold."""
+    actors = replica.actors.values()
+    if not actors:
+        return
     with contextlib.suppress(RayError):  # dead, or too busy to listen: it is killed then
-        ray.get([actor.leave.remote() for actor in replica.actors], timeout=_LEAVE_S)
-        ray.get(list(replica.ends), timeout=_LEAVE_S)
-        for actor in replica.actors:
+        ray.get([actor.leave.remote() for actor in actors], timeout=_LEAVE_S)
+        over = [actor.wait_until_over.remote(_LEAVE_S) for actor in actors]
+        if not all(ray.get(over, timeout=_LEAVE_S)):
+            return
+        for actor in actors:
             actor.__ray_terminate__.remote()
         give_up_at = time.monotonic() + _LEAVE_S
         while time.monotonic() < give_up_at and not all(map(is_gone, replica.processes)):
             time.sleep(0.02)
 
 
-def _remove_group(name: ReplicaName) -> None:
+def _remove_group(name: str) -> None:
     with contextlib.suppress(ValueError, RayError):  # there is none any more
-        remove_placement_group(ray.util.get_placement_group(str(name)))
+        remove_placement_group(ray.util.get_placement_group(name))
+
+
+def _remove_groups_but(kept: set[str]) -> None:
+    """A start that was cut off may have left a placement group without an actor in it."""
+    for group in ray.util.placement_group_table().values():
+        name = group["name"]
+        if group["state"] != "REMOVED" and ReplicaName.parse(name) and name not in kept:
+            _remove_group(name)
+
+
+def one_line(error: Exception) -> str:
+    """Ray's messages run over many lines, the cause somewhere among them."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]} ..."

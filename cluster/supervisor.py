@@ -25,12 +25,12 @@ from pathlib import Path
 import uvloop
 
 from baton.config import ClusterConfig
-from cluster import replica as replicas
 from cluster.control_service import Changes, serve
 from cluster.keeper import LOOK_S, Ground, Keeper
 from cluster.loop_door import LoopDoor
+from cluster.rank_ends import EndWatch
 from cluster.registry import Registry, Role
-from cluster.replica import Replica, ReplicaName
+from cluster.replica import Replica, ReplicaName, Replicas
 from cluster.worker_config import WorkerConfig, worker_config
 from cluster.worker_process import set_up_logging
 
@@ -59,6 +59,7 @@ class Supervision:
             cluster.supervisor,
             self._registry,
             self._changes,
+            Replicas({n: pool.tensor_parallel for n, pool in cluster.pools.items()}, run_dir),
             ThreadPoolExecutor(16, thread_name_prefix="ray-calls"),
             self._worker_config,
         )
@@ -89,8 +90,7 @@ class Supervision:
         return dataclasses.replace(config, log_dir=str(self._run_dir))
 
     async def _adopt(self) -> None:
-        sizes = {name: pool.tensor_parallel for name, pool in self._cluster.pools.items()}
-        for found in await self._ground.ray(lambda: replicas.find_replicas(sizes)):
+        for found in await self._ground.ray(self._ground.replicas.find):
             self._adopted[(found.name.pool, found.name.index)] = found
             log.info("adopted %s", found.name)
 
@@ -126,10 +126,11 @@ class Supervision:
         self._tasks[key] = asyncio.create_task(again())
 
     async def _watch_ends(self) -> None:
-        """Hear of ranks that end, by Ray; one waiting call for all replicas."""
+        """Hear of ranks that end, by Ray."""
+        watch = EndWatch()
         while True:
             watched = [k.watched for k in self._keepers.values() if k.watched is not None]
-            for end in await self._ground.ray(partial(replicas.wait_for_end, watched, LOOK_S)):
+            for end in await self._ground.ray(partial(watch.wait, watched, LOOK_S)):
                 for keeper in self._keepers.values():
                     keeper.ended(end)
 
@@ -141,7 +142,7 @@ class Supervision:
             await asyncio.wait(self._tasks.values())
         for keeper in self._keepers.values():
             if keeper.replica is not None:  # its keeper failed over it
-                await self._ground.ray(partial(replicas.destroy_replica, keeper.replica))
+                await self._ground.ray(partial(self._ground.replicas.destroy, keeper.replica))
 
 
 class _State:

@@ -84,9 +84,12 @@ class WorkerThread:
     def start(self) -> None:
         self._thread.start()
 
-    def wait(self) -> str | None:
-        """Until the rank is over: why it failed, or None when it has left in good order."""
-        return self._ended.result()
+    def wait(self, timeout_s: float) -> str | None:
+        """Until the rank is over: why it failed, or None when it has left in good order.
+
+        Raises TimeoutError.
+        """
+        return self._ended.result(timeout_s)
 
     def stop(self) -> None:
         """Have rank 0 leave now; the others follow it. One that still loads is not disturbed, one

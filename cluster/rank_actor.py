@@ -1,0 +1,63 @@
+"""The Ray actor that is the process of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.rank import free_port
+from cluster.worker_config import RankPlace, WorkerConfig
+from cluster.worker_process import WorkerThread, set_up_logging
+from kv_transfer.process import ProcessIdentity, own_identity
+
+MAX_CALLS = 8
+"""Calls that a rank answers at once."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a rank says of itself to whoever finds it."""
+
+    process: ProcessIdentity
+    launched: bool
+
+
+@dataclass(frozen=True)
+class Over:
+    """A rank is over. `failure` is why, None when it has left in good order."""
+
+    failure: str | None
+
+
+class RankActor:
+    """The worker lives in a thread; the actor's calls watch over it.
+
+    No call may last: its caller can die, and Ray lets a call of a dead caller run on.
+    """
+
+    def __init__(self) -> None:
+        self._worker: WorkerThread | None = None
+
+    def standing(self) -> Standing:
+        return Standing(own_identity(), self._worker is not None)
+
+    def free_port(self, host: str) -> int:
+        return free_port(host)
+
+    def launch(self, config: WorkerConfig, place: RankPlace) -> None:
+        """Start the rank; it registers by itself. A rank that fails ends this process."""
+        set_up_logging(config.log_level, config.log_file(place.rank))
+        self._worker = WorkerThread(config, place)
+        self._worker.start()
+
+    def leave(self) -> None:
+        """End the rank now, in good order; what runs is lost."""
+        if self._worker is not None:
+            self._worker.stop()
+
+    def wait_until_over(self, timeout_s: float) -> Over | None:
+        """Return when the rank is over, or after `timeout_s` with None."""
+        assert self._worker is not None, "launch comes first"
+        try:
+            return Over(self._worker.wait(timeout_s))
+        except TimeoutError:
+            return None

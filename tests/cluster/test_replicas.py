@@ -1,0 +1,125 @@
+"""Replicas under Ray: any number of supervisors adopt one; ended, it leaves no process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from cluster.local import start_ray
+from cluster.rank_actor import MAX_CALLS
+from cluster.rank_ends import EndWatch, RankEnd
+from cluster.reaper import watched_over
+from cluster.replica import Replica, ReplicaError, ReplicaName, Replicas
+from cluster.worker_config import WorkerConfig, worker_config
+from kv_transfer.config import TransferConfig
+from kv_transfer.process import is_gone
+from tests.cluster.whole_cluster import fake_cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_session() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        start_ray(stack, stack.enter_context(watched_over()))
+        yield
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> WorkerConfig:
+    found = worker_config(fake_cluster(tmp_path), "decode", "decode-0", "127.0.0.1:1")
+    return dataclasses.replace(found, transfer=TransferConfig(transport="memory"))
+
+
+@pytest.fixture
+def replicas(tmp_path: Path) -> Iterator[Replicas]:
+    """As a supervisor has them; at the end nothing is left."""
+    yield (found := a_supervisors(tmp_path))
+    for replica in found.find():
+        assert found.destroy(replica)
+    assert ray.util.list_named_actors(all_namespaces=True) == []
+
+
+def a_supervisors(run_dir: Path) -> Replicas:
+    return Replicas({"decode": 1}, run_dir, answer_within_s=5.0)
+
+
+def start(replicas: Replicas, config: WorkerConfig) -> Replica:
+    return replicas.start(ReplicaName.new("decode", 0), config)
+
+
+def ends_of(replica: Replica, watch: EndWatch, timeout_s: float = 30.0) -> list[RankEnd]:
+    give_up_at = time.monotonic() + timeout_s
+    while not (ends := watch.wait([replica], 0.5)):
+        assert time.monotonic() < give_up_at, "its end is not heard of"
+    return ends
+
+
+def test_any_number_of_supervisors_adopt_the_same_replica_and_the_last_one_hears_of_its_end(
+    tmp_path: Path, replicas: Replicas, config: WorkerConfig
+) -> None:
+    replica = start(replicas, config)
+    for _ in range(2 * MAX_CALLS):
+        (found,) = a_supervisors(tmp_path).find()
+        assert (found.name, found.processes) == (replica.name, replica.processes)
+        watch = EndWatch()
+        assert watch.wait([found], 0.01) == []
+    assert is_gone(replica.processes[0]) is False
+    os.kill(replica.processes[0].pid, signal.SIGKILL)
+    (end,) = ends_of(found, watch)
+    assert (end.replica, end.rank) == (replica.name, 0)
+    assert "died" in str(end.failure)
+
+
+def test_a_rank_that_leaves_in_good_order_has_not_failed(
+    replicas: Replicas, config: WorkerConfig
+) -> None:
+    replica, watch = start(replicas, config), EndWatch()
+    give_up_at = time.monotonic() + 30
+    ends: list[RankEnd] = []
+    while not ends:  # a rank that still loads is not disturbed
+        assert time.monotonic() < give_up_at
+        ray.get(replica.actors[0].leave.remote(), timeout=10)
+        ends = watch.wait([replica], 0.2)
+    assert ends == [RankEnd(replica.name, 0, None)]
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["listed", "forgotten by Ray"])
+def test_a_stopped_rank_that_a_dead_supervisor_left_is_ended_by_the_next(
+    tmp_path: Path, replicas: Replicas, config: WorkerConfig, listed: bool
+) -> None:
+    replica = start(replicas, config)
+    os.kill(replica.processes[0].pid, signal.SIGSTOP)
+    if not listed:
+        ray.kill(replica.actors[0], no_restart=True)
+    assert a_supervisors(tmp_path).find() == []
+    assert is_gone(replica.processes[0])
+
+
+def test_of_two_generations_of_a_place_the_newest_is_adopted_and_the_other_ended(
+    tmp_path: Path, replicas: Replicas, config: WorkerConfig
+) -> None:
+    older, newer = start(replicas, config), start(replicas, config)
+    assert newer.name.generation > older.name.generation
+    (found,) = a_supervisors(tmp_path).find()
+    assert found.name == newer.name
+    assert (is_gone(older.processes[0]), is_gone(newer.processes[0])) == (True, False)
+
+
+def test_a_replica_that_cannot_be_launched_leaves_nothing(
+    replicas: Replicas, config: WorkerConfig
+) -> None:
+    nowhere = dataclasses.replace(config, host="no such host")
+    with pytest.raises(ReplicaError):
+        start(replicas, nowhere)
+    assert replicas.find() == []
+    groups = ray.util.placement_group_table().values()
+    assert {group["state"] for group in groups} <= {"REMOVED"}
