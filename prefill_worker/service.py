@@ -48,7 +48,11 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
     async def Prefill(  # noqa: N802
         self, request: worker_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
-        prefill = await self._start(request, context)
+        try:
+            prefill = await self._start(request, context)
+        except DrainingError as error:  # a word of its own: the router goes elsewhere at no cost
+            yield _message(HandoffBroken("DRAINING", str(error)))
+            return
         try:
             while (outcome := await prefill.next()) is not None:
                 if isinstance(outcome, Refused):
@@ -71,8 +75,6 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
             return self._role.start(spec, Lease.from_proto(request.lease), timeout_s)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except DrainingError as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except DuplicatePrefillError as error:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, str(error))
         except (FingerprintError, LeaseError) as error:

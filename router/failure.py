@@ -52,8 +52,7 @@ _REJECTIONS = {
 }
 
 
-# What a prefill worker refuses before it begins; all else it tells is a handoff that failed.
-_REFUSALS = {"DRAINING": Failure.DRAINING, "FINGERPRINT": Failure.FINGERPRINT}
+_NOT_BEGUN = "DRAINING"  # the reason of a HandoffFailed that is none: the prompt was refused
 
 
 def failure_of(rejected: worker_pb2.Rejected) -> Failure:
@@ -61,7 +60,7 @@ def failure_of(rejected: worker_pb2.Rejected) -> Failure:
 
 
 def failure_of_handoff(failed: worker_pb2.HandoffFailed) -> Failure:
-    return _REFUSALS.get(failed.reason, Failure.HANDOFF_FAILED)
+    return Failure.DRAINING if failed.reason == _NOT_BEGUN else Failure.HANDOFF_FAILED
 
 
 def failure_of_call(error: grpc.aio.AioRpcError, worker: WorkerEntry) -> Failure:

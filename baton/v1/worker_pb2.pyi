@@ -648,7 +648,7 @@ class HandoffFailed(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """PEER_LOST, FENCED, TIMEOUT, NACK, POST_FAILED"""
+    """PEER_LOST, FENCED, TIMEOUT, NACK, POST_FAILED; DRAINING: refused, nothing was begun"""
     message: _builtins.str
     def __init__(
         self,

@@ -53,7 +53,8 @@ async def test_a_draining_prefill_worker_refuses_new_prompts(pair: Any, kit: Any
     spec = kit.make_spec("late", 60)
     lease = await pair.router.reserve(spec, pair.writer)
     pair.prefill.prefill.begin_drain()
-    assert await refusal(pair, spec, lease) is grpc.StatusCode.UNAVAILABLE
+    (response,) = await pair.router.hand_off(spec, lease)
+    assert response.handoff_failed.reason == "DRAINING"
     await pair.link.cancel("late")
 
 

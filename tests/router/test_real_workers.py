@@ -16,6 +16,7 @@ from cluster.registry import Role
 from cluster.request_wire import read_spec
 from cluster.worker import Worker
 from engine.config import FakeEngineConfig
+from router.config import RouterConfig
 from router.router import Router
 from router.server import RouterServer
 from router.text import TextModel
@@ -62,13 +63,13 @@ async def num_decoded(worker: Client) -> int:
 
 @asynccontextmanager
 async def router_over(
-    text_model: TextModel, *workers: Listed
+    text_model: TextModel, *workers: Listed, config: RouterConfig = QUICK
 ) -> AsyncIterator[tuple[Router, Client]]:
     registry = Registry()
     registry.workers = list(workers)  # type: ignore[arg-type]
     await registry.start()
-    router = Router(QUICK, registry.address, "fake", text_model, rng=random.Random(0))
-    server = RouterServer(router, QUICK, "127.0.0.1:0")
+    router = Router(config, registry.address, "fake", text_model, rng=random.Random(0))
+    server = RouterServer(router, config, "127.0.0.1:0")
     await server.start()
     client = Client(server.address)
     try:
@@ -117,6 +118,28 @@ async def test_a_connection_cut_again_and_again_repeats_no_step_of_a_real_worker
         await worker.channel.close()
         await proxy.close()
         await nothing_held(prefill, decode)
+
+
+async def test_a_real_prefill_worker_that_drains_refuses_prompts_at_no_cost(
+    text_model: TextModel,
+) -> None:
+    async with (
+        running_worker("p0", Role.PREFILL, SMALL_VOCABULARY) as draining,
+        running_worker("p1", Role.PREFILL, SMALL_VOCABULARY) as prefill,
+        running_worker("d0", Role.DECODE, SMALL_VOCABULARY) as decode,
+    ):
+        assert draining.prefill is not None
+        draining.prefill.begin_drain()  # the registry has not heard of it yet
+        listed = [Listed(worker, worker.address) for worker in (draining, prefill, decode)]
+        once = dataclasses.replace(QUICK, max_attempts=1, retry_burst=0)
+        async with router_over(text_model, *listed, config=once) as (router, client):
+            answers = await asyncio.gather(*(client.ask(request_of(n)) for n in range(12)))
+            assert router.metrics.failures.labels("DRAINING")._value.get() >= 1
+            assert router.fleet.num_bookings == 0
+        for number, answer in enumerate(answers):
+            assert answer.ids == alone(number)
+            assert answer.routed[-1].prefill_worker == "p1"
+        await nothing_held(draining, prefill, decode)
 
 
 def alone(number: int) -> list[int]:
