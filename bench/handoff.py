@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import uvloop
 
 from bench.table import markdown
 from kv_transfer.config import TransferConfig
@@ -114,7 +115,7 @@ async def receive(pipe: Connection, block_bytes: int, config: TransferConfig) ->
 
 
 def receiver_main(pipe: Connection, block_bytes: int, config: TransferConfig) -> None:
-    asyncio.run(receive(pipe, block_bytes, config))
+    uvloop.run(receive(pipe, block_bytes, config))  # as workers do
 
 
 def run_receiver(
@@ -253,7 +254,7 @@ def main() -> None:
     rows = []
     answers = []
     for block_bytes in BLOCK_BYTES:
-        result = asyncio.run(measure(block_bytes, options.rounds, config))
+        result = uvloop.run(measure(block_bytes, options.rounds, config))
         answers.append(result.answer_us)
         rows.append(
             (

@@ -207,6 +207,7 @@ class Exporter:
         if isinstance(event, PeerLost):
             self._peer_lost(event.address)
             return
+        assert isinstance(event, transfer_pb2.TransferMessage), event
         kind = event.WhichOneof("message")
         handoff = handoff_id(event.lease_id, event.lease_epoch)
         if kind == "fence":

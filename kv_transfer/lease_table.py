@@ -2,8 +2,8 @@
 
 A lease:
 1. GRANTED: its named writer may write its blocks. Whatever is heard of the writer renews it;
-2. every source rank has reported `done` for every rank it feeds, and all agrees: ADMITTED, and the
-   writer gets `Ack`. A repeated `done` gets `Ack` again;
+2. every source rank has reported `done` for every rank it feeds, and all agrees: `Admission` has
+   answered `Ack` on the progress thread, and once this loop hears of it: ADMITTED;
 3. released, expired, failed, or its writer lost: QUARANTINED. The writer is told to stop (`Fence`);
    nothing is admitted any more (`Nack`), and nobody else may write the blocks;
 4. the writer has provably stopped: the lease is forgotten and the listener told that its blocks are
@@ -16,7 +16,7 @@ libucp does not tell when a TCP connection's receive queue is empty, nor does it
 region or destroy a queue pair on its own; such a writer's blocks stay quarantined until it answers
 or this worker ends. `num_quarantined_blocks` shows them.
 
-Lives on rank 0's event loop; not thread-safe.
+Lives on rank 0's event loop; not thread-safe, but for the `Admission` that it owns.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ import itertools
 import logging
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton.v1 import transfer_pb2
+from kv_transfer.admission import Admission, Decision, Outcome, is_from_writer
 from kv_transfer.clock import Clock, LoopClock, Timer
 from kv_transfer.config import TransferConfig
 from kv_transfer.layout import NULL_BLOCK, BlockId
-from kv_transfer.lease import FirstToken, Lease, LeaseId, WorkerIdentity, logprobs_from_proto
+from kv_transfer.lease import FirstToken, Lease, LeaseId, WorkerIdentity
 from kv_transfer.mailbox import Event, PeerLost
 from kv_transfer.process import ProcessIdentity, is_gone
 from kv_transfer.rank import TransferRank
-from kv_transfer.routes import RankPair, pairs
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +79,6 @@ class _Entry:
     lease: Lease
     deadline_s: float
     state: LeaseState = LeaseState.GRANTED
-    reported: set[tuple[int, int]] = field(default_factory=set)  # (source rank, target rank)
-    first: FirstToken | None = None
     timer: Timer | None = None
     num_polls: int = 0
 
@@ -113,11 +111,20 @@ class LeaseTable:
         self._config, self._listener = config, listener
         loop = asyncio.get_running_loop()
         self._clock = clock or LoopClock(loop)
-        self._layout = rank.region_layout.layout
+        self._admission = Admission(
+            rank.region_layout.layout,
+            identity.tp_size,
+            fingerprint,
+            rank.send,
+            rank.new_message,
+            rank.lease_mail.put,
+            self._clock.now_s,
+        )
         self._entries: dict[LeaseId, _Entry] = {}
         self._writable: dict[tuple[int, BlockId], LeaseId] = {}  # (group, block) -> its one lease
         self._epochs = itertools.count(1)
         rank.lease_mail.bind(loop.call_soon_threadsafe, self._handle)
+        rank.admission = self._admission
 
     def grant(
         self,
@@ -145,6 +152,7 @@ class LeaseTable:
         twice = entry.writable() & self._writable.keys()
         assert not twice, f"blocks of {request_id} are writable under another lease: {twice}"
         self._entries[lease.lease_id] = entry
+        self._admission.offer(lease)
         self._writable.update(dict.fromkeys(entry.writable(), lease.lease_id))
         for writer_rank in writer.ranks:  # so that its death is noticed
             self._rank.transport.connect(writer_rank.transfer_address)
@@ -157,6 +165,7 @@ class LeaseTable:
         entry = self._entries.get(lease_id)
         if entry is None or entry.state is not LeaseState.GRANTED:
             return False
+        self._admission.withdraw(lease_id)  # too late perhaps: `_decided` will see to it
         self._quarantine(entry)
         return True
 
@@ -183,6 +192,7 @@ class LeaseTable:
             for block in entry.writable():
                 assert block not in seen, f"{block}: {seen[block]} and {entry.lease.lease_id}"
                 seen[block] = entry.lease.lease_id
+        assert self._admission.lease_ids() == self._entries.keys(), "leases offered and leases held"
         assert seen == self._writable, f"writable {self._writable} differ from the leases' {seen}"
 
     # --- what arrives ----------------------------------------------------------------------------
@@ -190,81 +200,36 @@ class LeaseTable:
     def _handle(self, event: Event) -> None:
         if isinstance(event, PeerLost):
             self._writer_lost(event.address)
+        elif isinstance(event, Decision):
+            self._decided(event)
+        else:
+            self._heard(event)
+
+    def _heard(self, message: transfer_pb2.TransferMessage) -> None:
+        entry = self._entries.get(LeaseId(message.lease_id))
+        if entry is None or not is_from_writer(entry.lease, message):
             return
-        kind = event.WhichOneof("message")
-        entry = self._entries.get(LeaseId(event.lease_id))
-        if entry is None or not self._is_from_writer(entry.lease, event):
-            if kind in ("rank_done", "done"):
-                self._nack(event, "the lease is unknown, or names another writer")
-            return
-        if kind == "rank_done":
-            self._done(entry, event)
-        elif kind == "drained":
+        kind = message.WhichOneof("message")
+        if kind == "drained":
             self._drained(entry)
-        elif entry.state is LeaseState.GRANTED and kind == "progress":
-            self._renew(entry)
         elif entry.state is LeaseState.GRANTED and kind == "failed":
-            log.info("lease %s: the writer gave up: %s", event.lease_id, event.failed.reason)
+            log.info("lease %s: the writer gave up: %s", message.lease_id, message.failed.reason)
             self._fail(entry, LeaseFailure.WRITER_FAILED)
 
-    @staticmethod
-    def _is_from_writer(lease: Lease, message: transfer_pb2.TransferMessage) -> bool:
-        writer = lease.writer
-        return (message.sender_worker_id, message.sender_incarnation, message.lease_epoch) == (
-            writer.worker_id,
-            writer.incarnation,
-            lease.lease_epoch,
-        )
-
-    def _done(self, entry: _Entry, message: transfer_pb2.TransferMessage) -> None:
-        if entry.state is LeaseState.QUARANTINED:
-            self._nack(message, "the lease is fenced")
+    def _decided(self, decision: Decision) -> None:
+        """What `Admission` has decided and answered since this loop last looked."""
+        assert decision.lease is not None, decision
+        entry = self._entries.get(decision.lease.lease_id)
+        if entry is None:
             return
-        if entry.state is LeaseState.ADMITTED:
-            self._ack(entry.lease)
-            return
-        report = message.rank_done
-        wrong = report.error or self._mismatch(entry, report)
-        if wrong:
-            log.error("lease %s: %s", entry.lease.lease_id, wrong)
-            self._nack(message, wrong)
+        if decision.outcome is Outcome.ADMITTED:
+            if entry.state is LeaseState.GRANTED:
+                assert decision.first is not None
+                self._admitted(entry, decision.first)
+            else:  # released in the meantime; but its writer has finished, and will write no more
+                self._quiescent(entry)
+        elif entry.state is LeaseState.GRANTED:
             self._fail(entry, LeaseFailure.CORRUPT)
-            return
-        entry.reported.add((report.source_rank, report.done.target_rank))
-        if (report.source_rank, report.done.target_rank) == (0, 0):
-            entry.first = _first_token(report.done)
-        if len(entry.reported) < len(self._pairs(entry.lease)):
-            self._renew(entry)
-        else:
-            self._admit(entry)
-
-    def _mismatch(self, entry: _Entry, report: transfer_pb2.RankDone) -> str:
-        """What a `done` says that is not as it must be; empty when all is."""
-        done, lease = report.done, entry.lease
-        if done.kv_fingerprint != self._fingerprint:
-            return "the writer's kv_fingerprint is another"
-        pair = RankPair(
-            report.source_rank, lease.writer.tp_size, done.target_rank, self._identity.tp_size
-        )
-        expected = self._pairs(lease)
-        if pair not in expected:
-            return f"rank {report.source_rank} owes rank {done.target_rank} nothing"
-        num_sources = sum(p.target_rank == done.target_rank for p in expected)
-        groups = range(len(lease.block_ids))
-        num_blocks = sum(lease.num_writable_blocks(g) for g in groups)
-        num_bytes = sum(
-            lease.num_writable_blocks(g) * pair.block_bytes(self._layout, g) for g in groups
-        )
-        told = (done.num_source_ranks, done.num_blocks, done.num_bytes)
-        if told != (num_sources, num_blocks, num_bytes):
-            return f"(ranks, blocks, bytes) are {told}, not {(num_sources, num_blocks, num_bytes)}"
-        tables = [[b for b in table if b != NULL_BLOCK] for table in lease.block_ids]
-        if done.checksum_stride and [list(g.block_ids) for g in done.groups] != tables:
-            return "the checksums are of other blocks"
-        return ""
-
-    def _pairs(self, lease: Lease) -> tuple[RankPair, ...]:
-        return pairs(self._layout, lease.writer.tp_size, self._identity.tp_size)
 
     def _writer_lost(self, address: bytes) -> None:
         for entry in list(self._entries.values()):
@@ -275,10 +240,14 @@ class LeaseTable:
 
     # --- what follows ----------------------------------------------------------------------------
 
+    def _left_s(self, entry: _Entry) -> float:
+        """Until the lease expires, if nothing more is heard of its writer."""
+        heard_at_s = self._admission.heard_at_s(entry.lease.lease_id)
+        expires_at_s = min(heard_at_s + self._config.renew_within_s, entry.deadline_s)
+        return expires_at_s - self._clock.now_s()
+
     def _renew(self, entry: _Entry) -> None:
-        now_s = self._clock.now_s()
-        left_s = min(self._config.renew_within_s, entry.deadline_s - now_s)
-        self._set_timer(entry, max(0.0, left_s))
+        self._set_timer(entry, max(0.0, self._left_s(entry)))
 
     def _set_timer(self, entry: _Entry, delay_s: float) -> None:
         if entry.timer is not None:
@@ -286,23 +255,24 @@ class LeaseTable:
         entry.timer = self._clock.call_later(delay_s, lambda: self._timer(entry))
 
     def _timer(self, entry: _Entry) -> None:
-        if entry.state is LeaseState.GRANTED:
+        if entry.state is LeaseState.GRANTED and self._left_s(entry) > 0:
+            self._renew(entry)
+        elif entry.state is LeaseState.GRANTED:
             self._fail(entry, LeaseFailure.EXPIRED)
         elif entry.state is LeaseState.QUARANTINED:
             self._poll(entry)
         else:  # admitted long ago: a repeated `done` is no longer to be expected
             self._forget(entry)
 
-    def _admit(self, entry: _Entry) -> None:
-        assert entry.first is not None, "every done has come, but not the first token"
+    def _admitted(self, entry: _Entry, first: FirstToken) -> None:
         self._end_writing(entry)
         entry.state = LeaseState.ADMITTED
         self._set_timer(entry, self._config.tombstone_s)
-        # The answer first: what the listener does is not the writer's to wait for.
-        self._ack(entry.lease)
-        self._listener.admitted(entry.request_id, entry.first)
+        self._listener.admitted(entry.request_id, first)
 
     def _fail(self, entry: _Entry, reason: LeaseFailure) -> None:
+        if not self._admission.withdraw(entry.lease.lease_id):
+            return  # admitted a moment ago, of which `_decided` is about to hear
         # The listener first: the blocks are in quarantine before they can be found quiescent.
         log.info("lease %s of %s failed: %s", entry.lease.lease_id, entry.request_id, reason.value)
         entry.state = LeaseState.QUARANTINED
@@ -328,6 +298,8 @@ class LeaseTable:
 
     def _drained(self, entry: _Entry) -> None:
         if entry.state is LeaseState.GRANTED:
+            if not self._admission.withdraw(entry.lease.lease_id):
+                return  # as in `_fail`
             self._listener.failed(entry.request_id, LeaseFailure.WRITER_FAILED)
             entry.state = LeaseState.QUARANTINED
         if entry.state is LeaseState.QUARANTINED:
@@ -341,6 +313,7 @@ class LeaseTable:
         if entry.timer is not None:
             entry.timer.cancel()
         self._end_writing(entry)
+        self._admission.forget(entry.lease.lease_id)
         del self._entries[entry.lease.lease_id]
 
     def _end_writing(self, entry: _Entry) -> None:
@@ -349,24 +322,7 @@ class LeaseTable:
 
     # --- what is said ----------------------------------------------------------------------------
 
-    def _ack(self, lease: Lease) -> None:
-        message = self._rank.new_message(lease.lease_id, lease.lease_epoch)
-        message.ack.SetInParent()
-        self._rank.send(lease.writer.rank0_address, message)
-
     def _fence(self, lease: Lease) -> None:
         message = self._rank.new_message(lease.lease_id, lease.lease_epoch)
         message.fence.reply_to.CopyFrom(self._identity.ranks[0].to_proto())
         self._rank.send(lease.writer.rank0_address, message)
-
-    def _nack(self, about: transfer_pb2.TransferMessage, reason: str) -> None:
-        message = self._rank.new_message(about.lease_id, about.lease_epoch)
-        message.nack.reason = reason
-        message.nack.writer_worker_id = about.sender_worker_id
-        message.nack.writer_incarnation = about.sender_incarnation
-        self._rank.send(about.rank_done.done.reply_to.transfer_address, message)
-
-
-def _first_token(done: transfer_pb2.TransferDone) -> FirstToken:
-    logprobs = logprobs_from_proto(done.logprobs) if done.HasField("logprobs") else None
-    return FirstToken(done.first_token, logprobs)

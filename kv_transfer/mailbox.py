@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from baton.v1 import transfer_pb2
+from kv_transfer.admission import Decision
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,13 @@ class PeerLost:
     address: bytes
 
 
-Event = transfer_pb2.TransferMessage | PeerLost
+Event = transfer_pb2.TransferMessage | PeerLost | Decision
 Post = Callable[[Callable[[], None]], object]
 
 
 class Mailbox:
-    """Events for one reader. Those that come before `bind` wait for it."""
+    """Events for one reader. Without one they are dropped: a rank above 0 and a worker of the other
+    role never have one, and before rank 0 has bound it no peer knows this worker's address."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,15 +37,17 @@ class Mailbox:
         with self._lock:
             assert self._reader is None, "a mailbox has one reader"
             self._reader = (post, handle)
-            waiting = bool(self._events)
-            self._posted = waiting
-        if waiting:
-            post(self._deliver)
 
-    def put(self, event: Event) -> None:
+    @property
+    def num_waiting(self) -> int:
+        return len(self._events)
+
+    def put(self, *events: Event) -> None:
         with self._lock:
-            self._events.append(event)
-            if self._reader is None or self._posted:
+            if self._reader is None:
+                return
+            self._events.extend(events)
+            if self._posted:
                 return
             self._posted = True
             post = self._reader[0]

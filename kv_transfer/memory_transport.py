@@ -255,7 +255,7 @@ class MemoryTransport:
 
         self._schedule("flush", peer.address, run)
 
-    def send(self, peer: Peer, payload: bytes) -> None:
+    def send(self, peer: Peer, payload: bytes, expects_answer: bool = False) -> None:
         assert isinstance(peer, MemoryPeer)
 
         def run() -> None:

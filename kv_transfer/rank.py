@@ -5,13 +5,16 @@ A handoff on a rank of the writer:
 2. `layer_done`: the blocks of a layer are coalesced and enqueued, to every target rank owed any;
 3. when all is pushed (and, on rank 0, the first token known), every target is flushed;
 4. flushed: `done` goes to that target, from the progress thread; after the last, the rank is
-   drained and says so to its rank 0.
+   drained and says so to its rank 0, whose own report waits for the receiver's answer: one wake-up
+   of the event loop for both.
 A cancel, a fence or a lost peer skips to 3 and sends no `done`. Once a rank has said that it is
 drained, nothing of the handoff is in flight and nothing will be.
 
-On the receiver, rank 0 passes what arrives to its `LeaseTable`; the others verify checksums and
-forward to rank 0. Three threads meet here (engine, progress, rank 0's event loop): `_lock` guards
-the handoffs, is held briefly, and never while a callback runs.
+On the receiver, every rank verifies checksums and rank 0's `Admission` answers; whatever else
+arrives goes to the `LeaseTable` or the `Exporter` of rank 0.
+
+Three threads meet here (engine, progress, rank 0's event loop): `_lock` guards the handoffs, is
+held briefly, and never while a callback runs.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from google.protobuf.message import DecodeError
 
 from baton.v1 import transfer_pb2
+from kv_transfer.admission import Admission
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import HandoffId, RegionLayout
@@ -45,9 +49,6 @@ from kv_transfer.tombstones import Tombstones
 from kv_transfer.transport import FlushResult, Peer, TransferMemory, Transport
 
 log = logging.getLogger(__name__)
-
-_TO_LEASE_TABLE = frozenset({"rank_done", "progress", "failed", "drained"})
-_TO_EXPORTER = frozenset({"ack", "nack", "fence", "rank_drained"})
 
 
 class TransferRank:
@@ -72,6 +73,8 @@ class TransferRank:
         self.transport, self.region_layout, self.identity = transport, region_layout, identity
         self.tp_rank = tp_rank
         self.exporter_mail, self.lease_mail = Mailbox(), Mailbox()
+        self.admission: Admission | None = None
+        """On the rank 0 of a worker that gives leases: what a `done` is reported to."""
         self._memory, self._config = memory, config
         self._lock = threading.Lock()
         self._handoffs: dict[HandoffId, RankHandoff] = {}
@@ -79,6 +82,19 @@ class TransferRank:
         self._rank_leases: dict[int, RankLease] = {tp_rank: RankLease(tp_rank, memory.regions)}
         self._all_ranks_ready = threading.Event()
         self._rank0: Peer | None = None
+        self._handlers: dict[str, Callable[[transfer_pb2.TransferMessage], None]] = {
+            "done": self._receive_done,
+            "rank_done": self._receive_rank_done,
+            "progress": self._receive_progress,
+            "failed": self.lease_mail.put,
+            "drained": self.lease_mail.put,
+            "ack": self._receive_ack,
+            "nack": self.exporter_mail.put,
+            "fence": self.exporter_mail.put,
+            "rank_drained": self.exporter_mail.put,
+            "rank_cancel": self._receive_cancel,
+            "rank_regions": self._receive_regions,
+        }
         transport.start(self._receive, self._peer_lost)
         if rank0_address is not None:
             self._rank0 = transport.connect(rank0_address)
@@ -266,6 +282,9 @@ class TransferRank:
         if not handoff.cancelled and handoff.error is None:
             report.num_bytes = sum(handoff.lane_bytes(lane) for lane in handoff.lanes.values())
             report.num_blocks = handoff.num_blocks()
+            if self._rank0 is None:
+                handoff.report = message
+                return
         self._report(message)
 
     def _report(self, message: transfer_pb2.TransferMessage) -> None:
@@ -292,7 +311,7 @@ class TransferRank:
         if sends:
             # Outside the lock: checksums take time, and the blocks are pinned.
             lane.done = self._done_message(handoff, lane)
-            self.transport.send(lane.peer, lane.done)
+            self.transport.send(lane.peer, lane.done, expects_answer=self.tp_rank == 0)
         with self._lock:
             handoff.num_flushing -= 1
             if handoff.num_flushing == 0:
@@ -324,38 +343,64 @@ class TransferRank:
         except DecodeError as error:
             log.error("a transfer message of %d bytes cannot be read: %s", len(payload), error)
             return
-        kind = message.WhichOneof("message")
-        if kind == "done":
-            self._receive_done(message)
-        elif kind == "rank_cancel":
-            self._cancel(handoff_id(message.lease_id, message.lease_epoch))
-        elif kind == "rank_regions":
-            self._receive_regions(RankLease.from_proto(message.rank_regions.lease))
-        elif kind in _TO_LEASE_TABLE:
-            self.lease_mail.put(message)
-        elif kind in _TO_EXPORTER:
-            self.exporter_mail.put(message)
-        else:
+        handler = self._handlers.get(message.WhichOneof("message") or "")
+        if handler is None:
             log.error("a transfer message of an unknown kind from %s", message.sender_worker_id)
+        else:
+            handler(message)
 
-    def _receive_regions(self, lease: RankLease) -> None:
+    def _receive_cancel(self, message: transfer_pb2.TransferMessage) -> None:
+        self._cancel(handoff_id(message.lease_id, message.lease_epoch))
+
+    def _receive_progress(self, message: transfer_pb2.TransferMessage) -> None:
+        if self.admission is not None:
+            self.admission.heard(message)
+
+    def _receive_ack(self, message: transfer_pb2.TransferMessage) -> None:
+        """The last `done` was sent before: this rank has drained."""
+        events = [message]
+        with self._lock:
+            found = self._handoffs.get(handoff_id(message.lease_id, message.lease_epoch))
+            if found is not None and found.report is not None:
+                events.insert(0, found.report)
+                found.report = None
+        self.exporter_mail.put(*events)
+
+    def _receive_regions(self, message: transfer_pb2.TransferMessage) -> None:
+        lease = RankLease.from_proto(message.rank_regions.lease)
         self._rank_leases[lease.tp_rank] = lease
         if len(self._rank_leases) == self.identity.tp_size:
             self._all_ranks_ready.set()
 
     def _receive_done(self, message: transfer_pb2.TransferMessage) -> None:
-        """Verify what has arrived here, then tell rank 0 (this rank, or the one we report to)."""
+        """Verify what has arrived here, then let rank 0 decide: this rank, or the one we tell."""
+        done, source_rank = message.done, message.sender_rank
+        error = why_wrong(done, source_rank, self.region_layout, self._memory)
+        if self._rank0 is None:
+            self._report_done(message, source_rank, done, error)
+            return
         report = transfer_pb2.TransferMessage()
         report.CopyFrom(message)  # the sender stays the writer: rank 0 checks it
-        report.rank_done.source_rank = message.sender_rank
-        report.rank_done.done.CopyFrom(message.done)
-        report.rank_done.error = why_wrong(
-            message.done, message.sender_rank, self.region_layout, self._memory
-        )
-        if self._rank0 is None:
-            self.lease_mail.put(report)
+        report.rank_done.source_rank = source_rank
+        report.rank_done.done.CopyFrom(done)
+        report.rank_done.error = error
+        self.transport.send(self._rank0, report.SerializeToString())
+
+    def _receive_rank_done(self, message: transfer_pb2.TransferMessage) -> None:
+        report = message.rank_done
+        self._report_done(message, report.source_rank, report.done, report.error)
+
+    def _report_done(
+        self,
+        message: transfer_pb2.TransferMessage,
+        source_rank: int,
+        done: transfer_pb2.TransferDone,
+        error: str,
+    ) -> None:
+        if self.admission is None:
+            log.error("a done from %s, but nothing is leased here", message.sender_worker_id)
         else:
-            self.transport.send(self._rank0, report.SerializeToString())
+            self.admission.done(message, source_rank, done, error)
 
     def _peer_lost(self, address: bytes) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from baton.v1 import transfer_pb2
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import NULL_BLOCK, BlockId, HandoffId, KvLayout
 from kv_transfer.lease import FirstToken, Lease
@@ -65,6 +66,7 @@ class RankHandoff:
     peer_lost: bool = False
     put_s: float = 0.0
     num_flushing: int = 0
+    report: transfer_pb2.TransferMessage | None = None  # rank 0's that it has drained, until `Ack`
     pushed_since_progress: bool = False
     source_blocks: list[dict[int, BlockId]] = field(init=False)  # per group: ordinal -> block here
     _missing: list[np.ndarray] = field(init=False)  # per group: bool [num_layers, num_ordinals]

@@ -5,7 +5,8 @@ Life cycle:
 2. `allocate`: the pool is mapped, registered and touched;
 3. `start`: the progress thread owns the worker from here on. It runs the commands other threads
    have enqueued, progresses, and sleeps in `ucp_worker_wait` (spinning would starve a small
-   machine) until a peer's event or a command's signal wakes it;
+   machine) until a peer's event or a command's signal wakes it. Only when an answer is about to
+   come does it look out for it for a moment first: to be woken costs as long as the answer takes;
 4. `close`: endpoints are closed, the thread ends, everything is freed in reverse order.
 """
 
@@ -57,6 +58,7 @@ from kv_transfer.ucx.native import Poster, make_poster
 log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 1.0
+_LOOK_OUT_S = 200e-6  # an answer comes after some 100 us; a core is not kept busy for longer
 _POPULATE_BYTES = 32 << 20  # a few milliseconds
 
 
@@ -81,6 +83,7 @@ class UcxTransport:
         self._failed: deque[UcxPeer] = deque()
         self._message_error: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._awake_until_s = 0.0
         self._stopping = False
         self._closed = False
 
@@ -162,12 +165,14 @@ class UcxTransport:
 
         self._enqueue(run)
 
-    def send(self, peer: Peer, payload: bytes) -> None:
+    def send(self, peer: Peer, payload: bytes, expects_answer: bool = False) -> None:
         assert isinstance(peer, UcxPeer)
 
         def run() -> None:
             if peer.endpoint is not None:
                 peer.endpoint.send(self._requests, payload)
+                if expects_answer:
+                    self._awake_until_s = time.monotonic() + _LOOK_OUT_S
 
         self._enqueue(run)
 
@@ -195,7 +200,7 @@ class UcxTransport:
     def _progress(self) -> None:
         try:
             while not self._stopping:
-                if not self._turn():
+                if not self._turn() and time.monotonic() >= self._awake_until_s:
                     self._ucp.check(self._ucp.ucp_worker_wait(self._worker), "ucp_worker_wait")
             self._close_endpoints()
         except Exception as error:  # the outermost loop of the progress thread
@@ -230,6 +235,7 @@ class UcxTransport:
         self, _arg: int, _header: int, _header_size: int, data: int | None, size: int, _param: int
     ) -> int:
         # Runs inside ucp_worker_progress: the bytes are UCX's, so they are copied.
+        self._awake_until_s = 0.0
         try:
             self._on_message(ctypes.string_at(data, size) if data else b"")
         except Exception as error:  # no exception passes through UCX: `_turn` raises it again

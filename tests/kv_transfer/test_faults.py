@@ -262,6 +262,45 @@ async def test_a_done_that_comes_after_the_expiry_is_refused(world: World) -> No
     assert world.receiver.event_names() == ["failed", "quiescent"]
 
 
+async def test_a_lease_released_after_its_ack_went_out_is_free_and_never_admitted(
+    world: World,
+) -> None:
+    lease = world.grant([[1], [1]])
+    handoff = world.sender.open(lease)
+    world.push_all(handoff, [3])
+    finishing = begin_finish(world, handoff)
+    await world.deliver()
+    world.scheduler.run(await world.run_until_message("done"))  # decided; the loop has not heard
+    assert world.messages("ack")
+    assert world.receiver.release(lease.lease_id)
+    assert world.receiver.events == []
+    assert isinstance(await settled(world, finishing), Receipt)
+    assert world.receiver.event_names() == ["quiescent"]
+
+
+@pytest.mark.parametrize("silence_s", [5.0, 70.0])
+async def test_a_lease_whose_time_ends_after_its_ack_went_out_is_admitted(
+    world: World, silence_s: float
+) -> None:
+    handoff = world.sender.open(world.grant([[1], [1]]))
+    world.push_all(handoff, [3])
+    finishing = begin_finish(world, handoff, 200.0)
+    await world.deliver()
+    world.scheduler.run(await world.run_until_message("done"))
+    world.clock.advance(silence_s)  # before the loop hears: nothing may take the Ack back
+    assert isinstance(await settled(world, finishing), Receipt)
+    assert world.receiver.event_names() == ["admitted"]
+
+
+async def test_mail_that_nobody_reads_is_not_kept(world: World) -> None:
+    two = World(sender_tp=2)
+    mails = [mail for rank in two.sender.ranks for mail in (rank.exporter_mail, rank.lease_mail)]
+    for number in range(5):
+        two.sender.transports[1].connect(b"gone-%d" % number)
+    await two.settle()
+    assert [mail.num_waiting for mail in mails] == [0, 0, 0, 0]
+
+
 async def test_a_lost_receiver_breaks_the_handoff_and_tells_the_role_at_once(world: World) -> None:
     handoff = world.sender.open(world.grant([[1], [1]]))
     await world.settle()

@@ -13,9 +13,10 @@ from transfer_sides import LocalSide, RemoteSide, Side, SideSpec
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import HandoffTimeoutError, PeerLostError, PostFailedError
+from kv_transfer.lease import WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure
 from kv_transfer.process import ProcessIdentity, is_gone
-from kv_transfer.transport import make_transport
+from kv_transfer.transport import FlushResult, make_transport
 
 CONFIG = TransferConfig(keepalive_s=0.5)
 
@@ -64,6 +65,19 @@ async def there() -> AsyncIterator[RemoteSide]:
     await side.close()
 
 
+async def landed(sender: LocalSide, receiver: WorkerIdentity) -> None:
+    """Return when what was pushed so far is in the receiver's memory."""
+    flushed, wake = asyncio.Event(), asyncio.get_running_loop().call_soon_threadsafe
+    (transport,) = sender.side.transports
+    peer = transport.connect(receiver.rank0_address)
+
+    def on_flushed(_result: FlushResult) -> None:
+        wake(flushed.set)
+
+    transport.flush(peer, on_flushed)
+    await asyncio.wait_for(flushed.wait(), 10)
+
+
 async def test_a_sender_killed_in_mid_push_leaves_its_blocks_in_quarantine_until_it_is_reaped(
     here: LocalSide, there: RemoteSide
 ) -> None:
@@ -102,6 +116,7 @@ async def test_a_receiver_killed_in_mid_push_ends_in_peer_lost_before_the_timeou
     lease = await there.call("grant", "r", await here.call("ready"), [[1, 2], [1, 2]])
     handoff = await here.call("open", lease)
     await here.call("push", handoff, 0, [0, 1], [3, 4])
+    await landed(here, await there.call("ready"))  # killed sooner, it could not be mapped here
     there.kill()
     there.reap()
     await here.call("push", handoff, 1, [0, 1], [3, 4])  # into memory that nobody reads any more
