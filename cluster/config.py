@@ -47,12 +47,15 @@ class WorkerSettings:
     """How often a worker tells the registry of itself."""
     drain_timeout_s: float = 30.0
     """How long a drain waits for what runs; what still runs then is lost to this worker."""
+    leave_timeout_s: float = 10.0
+    """How long a worker that leaves waits for the engine's step under way."""
     metrics_port: int | None = 0
     """Prometheus metrics over HTTP; None: not served, 0: any free port."""
 
     def __post_init__(self) -> None:
         _check_positive("heartbeat_s", self.heartbeat_s)
         _check_not_negative("drain_timeout_s", self.drain_timeout_s)
+        _check_positive("leave_timeout_s", self.leave_timeout_s)
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
             raise ValueError(f"metrics_port must be between 0 and 65535, not {self.metrics_port}")
 

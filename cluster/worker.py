@@ -1,9 +1,12 @@
 """Rank 0 of a replica as a server: engine thread, roles, services, standing in the registry.
 
 1. `serve` starts the engine's thread, mounts the role's services, registers.
-2. It runs until `stop`, until a drain is over, or until the engine fails.
+2. It runs until `stop`, until a drain is over, or until a part of it fails.
 3. A drain: no new work, health says NOT_SERVING, what runs finishes, for `drain_timeout_s` at most;
-   then every pool and table is checked.
+   then every pool and table is checked. It asks nothing of the registry.
+
+Nothing here may fail unnoticed: an error in a task or a callback of these parts is told to `fail`,
+and ends `serve` as the engine's own does.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import grpc.aio
@@ -57,8 +60,12 @@ _SERVER_OPTIONS = (
 )
 
 
-class EngineFailedError(RuntimeError):
-    """The engine's thread ended by an error; this process cannot serve any more."""
+class WorkerFailedError(RuntimeError):
+    """A part of the worker ended by an error; this process cannot serve any more."""
+
+
+class EngineStuckError(RuntimeError):
+    """A step does not end: what it uses cannot be closed, the process can only be ended."""
 
 
 class Worker:
@@ -99,7 +106,7 @@ class Worker:
         self.left = asyncio.Event()
         """Set once it serves no more."""
         self._stopped = asyncio.Event()
-        self._failure: BaseException | None = None
+        self._failure: WorkerFailedError | None = None
         self._drain: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._tokens = TokenCount()
@@ -112,29 +119,55 @@ class Worker:
     # --- life -----------------------------------------------------------------------------------
 
     async def serve(self) -> None:
-        """Serve until stopped or drained. Raises EngineFailedError."""
+        """Serve until stopped or drained. Raises WorkerFailedError, EngineStuckError."""
         self.engine.start()
-        async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(asyncio.to_thread, self.engine.stop)
-            await stack.enter_async_context(self._server())
-            stack.enter_context(self._metrics())
-            registrar = Registrar(
-                self._config.control_address,
-                self.info(),
-                self._beat,
-                self.drain,
-                self._config.settings.heartbeat_s,
-            )
-            for work in (registrar.run(), self._sweep()):
-                task = self._loop.create_task(work)
-                stack.push_async_callback(_end, task)
-            self.ready.set()
-            log.info("%s serves at %s", self._config.worker_id, self.address)
-            await self._stopped.wait()
-            await _end(self._drain)
-        self.left.set()
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                stack.push_async_callback(self._stop_engine)
+                await stack.enter_async_context(self._server())
+                stack.enter_context(self._metrics())
+                registrar = Registrar(
+                    self._config.control_address,
+                    self.info(),
+                    self._beat,
+                    self.drain,
+                    self._config.settings.heartbeat_s,
+                )
+                for name, work in (("registrar", registrar.run()), ("sweep", self._sweep())):
+                    stack.push_async_callback(_end, self._begin(name, work))
+                self.ready.set()
+                log.info("%s serves at %s", self._config.worker_id, self.address)
+                await self._stopped.wait()
+                await _end(self._drain)
+        finally:
+            self.left.set()
         if self._failure is not None:
-            raise EngineFailedError(str(self._failure)) from self._failure
+            raise self._failure
+
+    def fail(self, part: str, error: BaseException) -> None:
+        """A part has failed: nothing here can be relied on any more. The first error is told."""
+        if self._failure is None:
+            log.critical("%s: %s failed", self._config.worker_id, part, exc_info=error)
+            self._failure = WorkerFailedError(f"{part} failed: {error!r}")
+            self._failure.__cause__ = error
+        self._stopped.set()
+
+    def _begin(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that the worker cannot do without."""
+        task = self._loop.create_task(work, name=name)
+        task.add_done_callback(self._task_over)
+        return task
+
+    def _task_over(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.fail(task.get_name(), error)
+
+    async def _stop_engine(self) -> None:
+        limit_s = self._config.settings.leave_timeout_s
+        stopping = self._loop.run_in_executor(None, self.engine.stop)
+        if not (await asyncio.wait({stopping}, timeout=limit_s))[0]:
+            raise EngineStuckError(f"a step has not ended within {limit_s:g} s") from self._failure
 
     def stop(self) -> None:
         """Leave now; what runs is lost."""
@@ -145,7 +178,7 @@ class Worker:
         if self._drain is None:
             log.info("%s drains", self._config.worker_id)
             limit_s = self._config.settings.drain_timeout_s if timeout_s is None else timeout_s
-            self._drain = self._loop.create_task(self._drain_and_stop(limit_s))
+            self._drain = self._begin("drain", self._drain_and_stop(limit_s))
 
     async def _drain_and_stop(self, timeout_s: float) -> None:
         for role in (self.prefill, self.decode):
@@ -156,11 +189,11 @@ class Worker:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         # Routers still read the last tokens, and the registry a last heartbeat.
         await asyncio.sleep(2 * self._config.settings.heartbeat_s)
-        try:  # a leak shows here, in the exit status
-            await asyncio.wrap_future(self.engine.call(lambda e: e.check_integrity()))
-            self.check_integrity()
-        finally:
-            self._stopped.set()
+        # A leak shows here, in the exit status; an engine that does not answer, in `_stop_engine`.
+        checked = self.engine.call(lambda engine: engine.check_integrity())
+        await asyncio.wait_for(asyncio.wrap_future(checked), self._config.settings.leave_timeout_s)
+        self.check_integrity()
+        self._stopped.set()
 
     def _is_idle(self) -> bool:
         roles = (self.prefill, self.decode)
@@ -225,11 +258,7 @@ class Worker:
             self._loop.call_soon_threadsafe(self._dispatch, events)
 
     def _engine_failed(self, error: BaseException) -> None:
-        self._loop.call_soon_threadsafe(self._fail, error)
-
-    def _fail(self, error: BaseException) -> None:
-        self._failure = error
-        self._stopped.set()
+        self._loop.call_soon_threadsafe(self.fail, "the engine", error)
 
     def _dispatch(self, events: list[EngineEvent]) -> None:
         if self.decode is not None:
@@ -346,10 +375,8 @@ class Worker:
         )
 
 
-async def _end(task: asyncio.Task[Any] | None) -> None:
-    """Cancel a task and wait for it; its failure is a failure of this process."""
-    if task is None:
-        return
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+async def _end(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task and wait for it; what it raises is told by `_task_over`."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})

@@ -17,20 +17,24 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
 from baton.config import load_config
 from cluster.loop_door import LoopDoor
 from cluster.rank import OnFatal, build_rank, follow_rank0, free_port
-from cluster.worker import Worker
+from cluster.worker import EngineStuckError, Worker
 from cluster.worker_config import RankPlace, WorkerConfig, worker_config
 
 log = logging.getLogger(__name__)
 
+_OURS = frozenset({"cluster", "prefill_worker", "decode_worker", "kv_transfer", "engine"})
 _TELL_WHY_S = 2.0
 _LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
@@ -53,15 +57,41 @@ async def serve_worker(
     on_ready: Callable[[Worker], None],
     on_fatal: OnFatal,
 ) -> None:
-    """Rank 0: load, serve until drained or stopped. Raises what `build_rank` and `serve` raise."""
+    """Rank 0: load, serve until drained or stopped. Raises what `build_rank` and `serve` raise.
+
+    The event loop is the worker's own: an error in a callback of Baton's code fails the worker.
+    """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     rank = await asyncio.to_thread(build_rank, config, place, on_fatal)
     try:
         worker = Worker(config, rank)
+        asyncio.get_running_loop().set_exception_handler(partial(_callback_failed, worker))
         on_ready(worker)
         await worker.serve()
+    except EngineStuckError as error:
+        on_fatal(error)
     finally:
         await asyncio.to_thread(rank.close)
+
+
+def _callback_failed(
+    worker: Worker, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+) -> None:
+    """Steps' events, transfer mail and timers come in as callbacks, which nobody awaits.
+
+    What gRPC stumbles over in callbacks of its own is only logged, and so is a request's task.
+    """
+    error = context.get("exception")
+    if error is not None and "handle" in context and _is_ours(error):
+        worker.fail(context["message"], error)
+    else:
+        loop.default_exception_handler(context)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether Baton's code was at work when it was raised."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(f.f_globals.get("__name__", "").partition(".")[0] in _OURS for f, _ in frames)
 
 
 class WorkerThread:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 import pytest
 
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from cluster.config import WorkerSettings
 from cluster.loop_door import LoopDoor
 from cluster.registry import Role
-from cluster.worker import Worker
+from cluster.worker import EngineStuckError, Worker, WorkerFailedError
 from cluster.worker_config import RankPlace, WorkerConfig
 from cluster.worker_process import serve_worker
 from kv_transfer.config import TransferConfig
@@ -90,35 +93,115 @@ def test_a_transfer_thread_that_fails_tells_why(
     transport.close()
 
 
-async def test_a_worker_whose_transfer_thread_fails_is_told_to_end_its_process(kit: Any) -> None:
+QUICK = WorkerSettings(heartbeat_s=0.05, leave_timeout_s=0.3, metrics_port=None)
+
+
+@dataclass
+class Serving:
+    """A worker served as its process does it."""
+
+    worker: Worker
+    left: asyncio.Task[None]
+    fatal: asyncio.Future[BaseException]
+    """What the process is told to end for."""
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    kit: Any, role: Role, settings: WorkerSettings | None = None
+) -> AsyncIterator[Serving]:
     config = WorkerConfig(
-        worker_id="prefill-0",
-        pool="prefill",
-        role=Role.PREFILL,
+        worker_id=f"{role.value}-0",
+        pool=role.value,
+        role=role,
         model_name="fake",
         model_path="",
         engine=kit.engine,
         transfer=TransferConfig(transport="memory"),
         tp_size=1,
         control_address="127.0.0.1:1",
+        settings=settings or WorkerSettings(metrics_port=None),
     )
     loop = asyncio.get_running_loop()
-    ended: asyncio.Future[BaseException] = loop.create_future()
+    fatal: asyncio.Future[BaseException] = loop.create_future()
     ready: asyncio.Future[Worker] = loop.create_future()
 
     def on_fatal(error: BaseException) -> None:
-        loop.call_soon_threadsafe(ended.set_result, error)
+        loop.call_soon_threadsafe(fatal.set_result, error)
 
+    left = asyncio.create_task(serve_worker(config, RankPlace(), ready.set_result, on_fatal))
+    worker = await asyncio.wait_for(ready, 10)
+    try:
+        yield Serving(worker, left, fatal)
+    finally:
+        worker.stop()
+        await asyncio.wait({left})
+
+
+async def test_a_worker_whose_transfer_thread_fails_is_told_to_end_its_process(kit: Any) -> None:
     def broken(result: FlushResult) -> None:
         raise ArithmeticError(f"{result} came at the wrong moment")
 
-    serving = asyncio.create_task(serve_worker(config, RankPlace(), ready.set_result, on_fatal))
-    worker = await asyncio.wait_for(ready, 10)
-    transport = worker.rank.transport
-    transport.flush(transport.connect(transport.address), broken)
-    assert isinstance(await asyncio.wait_for(ended, 10), ArithmeticError)
-    worker.stop()
-    await serving
+    async with serving(kit, Role.PREFILL) as served:
+        transport = served.worker.rank.transport
+        transport.flush(transport.connect(transport.address), broken)
+        assert isinstance(await asyncio.wait_for(served.fatal, 10), ArithmeticError)
+
+
+def fails(*_: object) -> None:
+    raise ArithmeticError("the books do not agree")
+
+
+async def test_a_worker_whose_sweep_fails_ends_with_the_error_named(kit: Any) -> None:
+    async with serving(kit, Role.DECODE) as served:
+        served.worker.decode.sweep = fails
+        with pytest.raises(WorkerFailedError, match=r"sweep failed: ArithmeticError\('the books"):
+            await asyncio.wait_for(served.left, 10)
+
+
+@pytest.mark.parametrize("part", ["decode", "feed"])
+async def test_a_worker_that_cannot_take_in_a_steps_events_ends_with_the_error_named(
+    kit: Any, part: str
+) -> None:
+    async with serving(kit, Role.DECODE) as served:
+        await served.worker.ready.wait()
+        getattr(served.worker, part).on_events = fails
+        link = kit.decode_link(served.worker.address, "router-a")
+        await link.open()
+        await link.reserve(kit.make_spec("any"))
+        with pytest.raises(WorkerFailedError, match=r"_dispatch.* failed: ArithmeticError\("):
+            await asyncio.wait_for(served.left, 10)
+        await link.close()
+
+
+async def test_a_worker_whose_transfer_mail_cannot_be_booked_ends_with_the_error_named(
+    kit: Any,
+) -> None:
+    async with serving(kit, Role.DECODE) as served:
+        await served.worker.ready.wait()
+        asyncio.get_running_loop().call_soon(served.worker.decode.admitted, "unheard of", None)
+        with pytest.raises(WorkerFailedError, match=r"admitted.* failed: AssertionError\("):
+            await asyncio.wait_for(served.left, 10)
+
+
+async def test_a_drain_that_finds_a_leak_ends_with_the_error_named(kit: Any) -> None:
+    async with serving(kit, Role.DECODE, QUICK) as served:
+        await served.worker.ready.wait()
+        served.worker.decode.check_integrity = fails
+        served.worker.drain()
+        with pytest.raises(WorkerFailedError, match="drain failed: ArithmeticError"):
+            await asyncio.wait_for(served.left, 10)
+
+
+async def test_a_drain_is_not_held_up_by_an_engine_that_is_stuck(kit: Any) -> None:
+    stuck = threading.Event()
+    async with serving(kit, Role.DECODE, QUICK) as served:
+        await served.worker.ready.wait()
+        served.worker.engine.post(lambda engine: stuck.wait())
+        served.worker.drain()
+        error = await asyncio.wait_for(served.fatal, 10)
+        assert isinstance(error, EngineStuckError)
+        stuck.set()
 
 
 @pytest.fixture

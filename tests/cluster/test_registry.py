@@ -280,6 +280,7 @@ def test_a_failure_after_service_begins_the_count_of_failed_starts_anew() -> Non
         (RegistryConfig, "first_step_s", float("inf")),
         (WorkerSettings, "heartbeat_s", 0.0),
         (WorkerSettings, "drain_timeout_s", -1.0),
+        (WorkerSettings, "leave_timeout_s", 0.0),
         (WorkerSettings, "metrics_port", 65536),
     ],
 )
