@@ -52,7 +52,8 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> None:
     await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
     if not stopping.done():
         log.warning("drain cut short: %d requests are left to another router", router.num_active)
-        stopping.cancel()
+        router.leave_requests()
+    await stopping
     again.cancel()
     if metrics is not None:
         metrics[0].shutdown()

@@ -91,8 +91,7 @@ class Router:
         runs = [run for run in self._runs.values() if run.log.end is None]
         if runs and drain_s > 0:
             await asyncio.wait([asyncio.ensure_future(r.wait()) for r in runs], timeout=drain_s)
-        for run in runs:
-            run.orphan()
+        self.leave_requests()
         for run in runs:
             await run.wait()
         for timer in self._timers.values():
@@ -101,6 +100,12 @@ class Router:
         self._runs.clear()
         await self._stack.aclose()
         await self.links.close()
+
+    def leave_requests(self) -> None:
+        """Take nothing new, and leave what runs to its decode workers at once."""
+        self._closing = True
+        for run in list(self._runs.values()):
+            run.orphan()
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -133,14 +138,13 @@ class Router:
     def leave(self, run: RequestRun, reader: OutputReader) -> None:
         """A client has gone, with or without having seen the end."""
         run.log.remove(reader)
-        if run.log.num_readers or self._closing or self._runs.get(run.arrival.key) is not run:
+        if run.log.num_readers or self._runs.get(run.arrival.key) is not run:
             return
-        if run.log.end is not None:
-            self._set_timer(run, lambda: self._forget(run))
-        elif run.arrival.chose_id:
-            self._set_timer(run, run.abort)
-        else:
+        if run.log.end is None and not run.arrival.chose_id:
             run.abort()
+        elif not self._closing:
+            has_ended = run.log.end is not None
+            self._set_timer(run, (lambda: self._forget(run)) if has_ended else run.abort)
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Raises NotFoundError."""

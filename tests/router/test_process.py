@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.text import TextModel
 from tests.router.deployment import Answer, Client, ask_for, byte_model, deployment
@@ -105,6 +106,61 @@ async def test_sigterm_drains_and_ends_the_process(text_model: TextModel, tmp_pa
         d.worker("d0").may_decode.set()
         assert_whole(await asking, PROMPT)
         assert await process.wait() == 0
+
+
+async def test_a_second_sigterm_leaves_every_request_to_its_worker_for_another_router(
+    text_model: TextModel, tmp_path: Path
+) -> None:
+    byte_model(tmp_path)
+    async with deployment(text_model) as d:
+        worker = d.worker("d0")
+        worker.on_token = lambda running: (
+            worker.may_decode.clear() if len(running.output) >= 3 else None
+        )
+        prompts = [f"{PROMPT} {number}" for number in range(4)]
+        asked = [ask_for(p, 20, request_id=f"r{n}") for n, p in enumerate(prompts)]
+        async with router_process(d.registry.address, tmp_path) as (process, client):
+            asking = [asyncio.create_task(client.ask(request)) for request in asked]
+            await d.until(lambda: len(worker.runs) == 4 and not worker.may_decode.is_set())
+            process.send_signal(signal.SIGTERM)
+            health = health_pb2_grpc.HealthStub(client.channel)
+            await until_not_serving(health)
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 10) == 0
+            ends = await asyncio.gather(*asking, return_exceptions=True)
+            assert all(isinstance(end, grpc.aio.AioRpcError) for end in ends)
+        await d.until(lambda: len(worker.sessions) == 1)  # only the other router's
+        assert not worker.cancels
+        assert len(worker.runs) == 4
+        worker.on_token = lambda running: None
+        worker.may_decode.set()
+        for request, prompt in zip(asked, prompts):
+            request.resume_from_index = 0
+            assert_whole(await d.client.ask(request), prompt, 20)
+        assert worker.num_reserves == 4
+        assert worker.num_decode_steps == 4 * 19
+        await d.check_empty()
+
+
+async def until_not_serving(health: health_pb2_grpc.HealthStub) -> None:
+    async with asyncio.timeout(10):
+        async for answer in health.Watch(health_pb2.HealthCheckRequest()):
+            if answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+                return
+
+
+async def test_a_client_that_cancels_while_the_router_drains_ends_its_request_at_once(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        d.worker("d0").may_decode.clear()
+        call = d.client.stub.Generate(ask_for(PROMPT))
+        await d.until(lambda: bool(d.worker("d0").runs))
+        closing = asyncio.create_task(d.router.close(30.0))
+        call.cancel()
+        await asyncio.wait_for(closing, 5)
+        await d.until(lambda: not d.worker("d0").runs)
+        assert len(d.worker("d0").cancels) == 1
 
 
 async def test_a_host_that_goes_silent_is_noticed_by_its_unanswered_pings(
