@@ -10,8 +10,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
+from cluster.error_text import one_line
 from cluster.rank_actor import Over
-from cluster.replica import Replica, ReplicaName, one_line
+from cluster.replica import Replica, ReplicaName
 
 _ASK_S = 1.0
 _UNAVAILABLE_S = 0.1

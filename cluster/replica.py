@@ -25,6 +25,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.error_text import one_line
 from cluster.process_book import ProcessBook
 from cluster.rank_actor import MAX_CALLS, RankActor, Standing
 from cluster.worker_config import RankPlace, WorkerConfig
@@ -37,7 +38,6 @@ _RANK_CPUS = 0.001  # Ray only counts them: cores are divided by thread counts
 _CALL_TIMEOUT_S = 30.0
 _LEAVE_S = 2.0
 _GONE_WITHIN_S = 10.0
-_LONGEST_ERROR = 600
 _NAME = re.compile(r"(?P<pool>[A-Za-z0-9-]+)-(?P<index>\d+)\.g(?P<generation>\d+)")
 
 
@@ -270,9 +270,3 @@ def _remove_groups_but(kept: set[str]) -> None:
         name = group["name"]
         if group["state"] != "REMOVED" and ReplicaName.parse(name) and name not in kept:
             _remove_group(name)
-
-
-def one_line(error: Exception) -> str:
-    """Ray's messages run over many lines, the cause somewhere among them."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]} ..."

@@ -27,6 +27,7 @@ from typing import Any
 import uvloop
 
 from baton.config import load_config
+from cluster.error_text import one_line
 from cluster.loop_door import LoopDoor
 from cluster.rank import OnFatal, build_rank, follow_rank0, free_port
 from cluster.worker import EngineStuckError, Worker
@@ -129,10 +130,10 @@ class WorkerThread:
 
     def fail(self, error: BaseException) -> None:
         """The rank cannot go on: tell why, then end the process. Does not return."""
-        log.critical("%s ends: %s", self._name, _one_line(error))
+        log.critical("%s ends: %s", self._name, one_line(error))
         with self._lock:
             if not self._ended.done():
-                self._ended.set_result(_one_line(error))
+                self._ended.set_result(one_line(error))
         logging.shutdown()
         time.sleep(_TELL_WHY_S)  # whoever has heard ends this process earlier
         os._exit(1)
@@ -157,11 +158,6 @@ class WorkerThread:
 
     def _ready(self, worker: Worker) -> None:
         self._worker = worker
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 # --- the command line ---------------------------------------------------------------------------
