@@ -83,6 +83,7 @@ class WorkerEntry:
     facts: WorkerFacts
     state: WorkerState = WorkerState.STARTING
     state_since_s: float = 0.0
+    ejected_until_s: float = 0.0
     connected: bool = False
     prefills: dict[int, int] = field(default_factory=dict)  # booking id -> tokens, oldest first
     decodes: dict[int, int] = field(default_factory=dict)  # booking id -> tokens of KV
@@ -210,17 +211,29 @@ class Fleet:
             a.hold_until_s[entry.slot] = max(a.hold_until_s[entry.slot], self._clock() + seconds)
 
     def eject(self, entry: WorkerEntry, seconds: float) -> None:
-        """Hold a worker that failed a request, but never more than a third of its pool, unless
-        another worker of its role is left to serve."""
-        now = self._clock()
-        peers = [
+        """Hold a worker that failed a request, but never more than a third of its pool.
+
+        Of two workers one may be held while the other serves. When that one fails too, both serve:
+        nothing tells which of them is sick, and the sound one must not be the one that waits.
+        """
+        if not self._is_here(entry):
+            return
+        now, holds = self._clock(), self.arrays.hold_until_s
+        pool = [
             peer
             for peer in self._entries.values()
             if peer.usable and peer.facts.can_decode == entry.facts.can_decode
         ]
-        held = sum(bool(self.arrays.hold_until_s[peer.slot] > now) for peer in peers)
-        if len(peers) >= 2 and held + 1 <= max(1, len(peers) // 3):
-            self.hold(entry, seconds)
+        others = [peer for peer in pool if peer is not entry]
+        held = [peer for peer in others if holds[peer.slot] > now]
+        if len(held) + 1 <= max(len(pool) // 3, min(1, len(others))):
+            entry.ejected_until_s = now + seconds
+            holds[entry.slot] = max(holds[entry.slot], entry.ejected_until_s)
+        elif len(pool) == 2:
+            for peer in held:
+                if holds[peer.slot] <= peer.ejected_until_s:  # not held for another reason
+                    holds[peer.slot] = 0.0
+                    self._on_change()
 
     # --- load ----------------------------------------------------------------------------------
 

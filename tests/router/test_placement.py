@@ -223,3 +223,43 @@ def test_no_more_than_a_third_of_a_pool_is_ejected_at_once() -> None:
         assert entry is not None
         fleet.eject(entry, 5.0)
     assert int((fleet.arrays.hold_until_s > 100.0).sum()) == 2
+
+
+def held_after(fleet: Fleet, *failing: str) -> set[str]:
+    """Who is held once these workers have failed, one after the other."""
+    for worker_id in failing:
+        entry = fleet.get(worker_id)
+        assert entry is not None
+        fleet.eject(entry, 5.0)
+    holds = fleet.arrays.hold_until_s
+    return {entry.facts.worker_id for entry in fleet if holds[entry.slot] > 100.0}
+
+
+def test_the_only_worker_of_a_pool_is_never_ejected_and_pools_do_not_count_together() -> None:
+    lone = fleet_of(facts("d0", False, True), facts("p0", True, False), facts("p1", True, False))
+    assert held_after(lone, "d0") == set()
+    assert held_after(lone, "p0") == {"p0"}
+
+
+def test_one_of_two_workers_is_ejected_while_the_other_serves() -> None:
+    assert held_after(two_and_two(), "d0") == {"d0"}
+    assert held_after(two_and_two(), "d0", "d0") == {"d0"}
+
+
+def test_when_both_of_two_workers_fail_both_serve_until_one_fails_again() -> None:
+    fleet = two_and_two()
+    assert held_after(fleet, "d0", "d1") == set()
+    assert held_after(fleet, "d1") == {"d1"}
+
+
+def test_a_worker_held_for_want_of_room_is_not_let_go_by_another_s_failure() -> None:
+    fleet = two_and_two()
+    full = fleet.get("d0")
+    assert full is not None
+    fleet.hold(full, 9.0)
+    assert held_after(fleet, "d1") == {"d0"}
+
+
+def test_a_worker_that_fails_while_it_is_held_does_not_count_twice() -> None:
+    fleet = fleet_of(*(facts(f"d{n}", False, True) for n in range(6)))
+    assert held_after(fleet, "d0", "d0", "d1", "d1", "d2") == {"d0", "d1"}
