@@ -13,6 +13,7 @@ from typing import Any
 import grpc.aio
 import uvloop
 
+from baton.grpc_options import accepts_pings
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
 from tests.router.deployment import Registry
 from tests.router.scripted_kv import BLOCK_SIZE
@@ -45,13 +46,7 @@ class FreeWorker(
         self.address = ""
         self._streams: dict[str, Stream] = {}
         self._outbox: asyncio.Queue[worker_pb2.SessionResponse] = asyncio.Queue()
-        self._server = grpc.aio.server(
-            options=(
-                ("grpc.so_reuseport", 0),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
-            )
-        )
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *accepts_pings()))
         peers[worker_id] = self
 
     async def start(self) -> None:

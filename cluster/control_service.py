@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from baton.errors import BatonError, NotFoundError
+from baton.grpc_options import accepts_pings
 from baton.status import status_code, status_metadata
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.config import RegistryConfig
@@ -49,11 +50,7 @@ ROLES = {
     Role.MIXED: common_pb2.WORKER_ROLE_MIXED,
 }
 
-_SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
-    ("grpc.http2.max_ping_strikes", 0),
-)
+_SERVER_OPTIONS = (("grpc.so_reuseport", 0), *accepts_pings())
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

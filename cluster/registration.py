@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from baton.grpc_options import sends_pings
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -24,8 +25,7 @@ _LONGEST_WAIT_S = 2.0
 # A pool shared by the process would also share its back-off, which grows to minutes.
 _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.keepalive_time_ms", 5000),
-    ("grpc.keepalive_timeout_ms", 5000),
+    *sends_pings(5.0),
 )
 
 

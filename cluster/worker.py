@@ -23,6 +23,7 @@ import prometheus_client
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from baton.grpc_options import accepts_pings
 from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
 from cluster.control_service import ROLES
 from cluster.integrity import EngineBooks, TokenCount, problems_of, report
@@ -54,9 +55,7 @@ _MAX_MESSAGE_BYTES = 32 << 20
 _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
-    ("grpc.http2.max_ping_strikes", 0),
+    *accepts_pings(),
 )
 
 

@@ -9,6 +9,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.errors import ConfigError
+from baton.grpc_options import accepts_pings, sends_pings
 from baton.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.router import Router
@@ -17,6 +18,7 @@ from router.unreadable import RefuseUnreadable
 
 log = logging.getLogger(__name__)
 
+_CLIENT_KEEPALIVE_S = 7.5
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
 
 
@@ -34,10 +36,8 @@ class RouterServer:
                 ("grpc.so_reuseport", int(config.reuse_port)),
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-                ("grpc.keepalive_time_ms", 10_000),
-                ("grpc.keepalive_timeout_ms", 5_000),
+                *accepts_pings(min_interval_s=0.5, max_strikes=2),
+                *sends_pings(_CLIENT_KEEPALIVE_S),
             ),
         )
         router_pb2_grpc.add_RouterServiceServicer_to_server(self._service, self._server)

@@ -17,6 +17,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from baton.grpc_options import sends_pings
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.backoff import Backoff
 from router.config import RouterConfig
@@ -45,20 +46,8 @@ def reconnect_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
 
 
 def channel_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
-    """A peer that answers no ping for twice `keepalive_s` is lost; reconnecting is quick.
-
-    The server has to allow such pings: `grpc.http2.min_recv_ping_interval_without_data_ms`.
-    Without `ping_timeout_ms` an unanswered ping is given a minute, whatever the keepalive timeout.
-    """
-    keepalive_ms = int(config.keepalive_s * 1e3)
-    return (
-        ("grpc.keepalive_time_ms", keepalive_ms),
-        ("grpc.keepalive_timeout_ms", keepalive_ms),
-        ("grpc.http2.ping_timeout_ms", keepalive_ms),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        *reconnect_options(config),
-    )
+    """A worker that answers no ping for twice `keepalive_s` is lost; reconnecting is quick."""
+    return (*sends_pings(config.keepalive_s), *reconnect_options(config))
 
 
 class Waiting(Protocol):

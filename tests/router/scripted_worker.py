@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from baton.grpc_options import accepts_pings
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
 from tests.router.scripted_kv import BLOCK_SIZE, ScriptedKv
 from tests.router.scripted_tokens import Running, known_tokens
@@ -84,14 +85,8 @@ class ScriptedWorker(
     # --- life ----------------------------------------------------------------------------------
 
     async def start(self, port: int = 0) -> ScriptedWorker:
-        server = self._server = grpc.aio.server(
-            options=(
-                ("grpc.so_reuseport", 0),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10),
-                ("grpc.http2.max_ping_strikes", 0),
-            )
-        )
+        options = (("grpc.so_reuseport", 0), *accepts_pings(min_interval_s=0.01))
+        server = self._server = grpc.aio.server(options=options)
         if self.role != common_pb2.WORKER_ROLE_DECODE:
             worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
         if self.role != common_pb2.WORKER_ROLE_PREFILL:
