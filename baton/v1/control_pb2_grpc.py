@@ -61,7 +61,8 @@ class ControlServiceServicer:
 
     def Register(self, request_iterator, context):
         """A worker's life: the first message registers it, each later one is a heartbeat with its step
-        progress. The registry is rebuilt from workers that register again.
+        progress. The registry is rebuilt from workers that register again. Only a worker's newest call
+        is listened to, an older one is ended; that a call breaks says nothing, silence does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,7 +75,8 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetReplicas(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """INVALID_ARGUMENT, naming the field, beyond the pool's max_replicas.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -16,10 +16,12 @@ class ControlServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.StreamStreamMultiCallable[_control_pb2.RegisterRequest, _control_pb2.RegisterResponse]
     """A worker's life: the first message registers it, each later one is a heartbeat with its step
-    progress. The registry is rebuilt from workers that register again.
+    progress. The registry is rebuilt from workers that register again. Only a worker's newest call
+    is listened to, an older one is ended; that a call breaks says nothing, silence does.
     """
     WatchFleet: _aio.UnaryStreamMultiCallable[_control_pb2.WatchFleetRequest, _control_pb2.WatchFleetResponse]
     SetReplicas: _aio.UnaryUnaryMultiCallable[_control_pb2.SetReplicasRequest, _control_pb2.SetReplicasResponse]
+    """INVALID_ARGUMENT, naming the field, beyond the pool's max_replicas."""
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.ControlServiceDrainRequest, _control_pb2.ControlServiceDrainResponse]
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -30,7 +32,8 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_abc.AsyncIterator[_control_pb2.RegisterRequest], _abc.AsyncIterator[_control_pb2.RegisterResponse]],
     ) -> _abc.AsyncIterator[_control_pb2.RegisterResponse]:
         """A worker's life: the first message registers it, each later one is a heartbeat with its step
-        progress. The registry is rebuilt from workers that register again.
+        progress. The registry is rebuilt from workers that register again. Only a worker's newest call
+        is listened to, an older one is ended; that a call breaks says nothing, silence does.
         """
 
     @_abc_1.abstractmethod
@@ -45,7 +48,8 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _control_pb2.SetReplicasRequest,
         context: _aio.ServicerContext[_control_pb2.SetReplicasRequest, _abc.Awaitable[_control_pb2.SetReplicasResponse]],
-    ) -> _abc.Awaitable[_control_pb2.SetReplicasResponse]: ...
+    ) -> _abc.Awaitable[_control_pb2.SetReplicasResponse]:
+        """INVALID_ARGUMENT, naming the field, beyond the pool's max_replicas."""
 
     @_abc_1.abstractmethod
     def Drain(

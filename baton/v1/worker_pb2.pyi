@@ -157,6 +157,7 @@ class OpenSession(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
+    """Of this one session: `<router>/<n>`, so that nothing meant for it lands in a former one."""
     incarnation: _builtins.int
     def __init__(
         self,
@@ -673,6 +674,7 @@ class AttachRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     BODY_DIGEST_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
+    """The caller's open session, as its OpenSession named it: `<router>/<n>`."""
     request_id: _builtins.str
     tenant: _builtins.str
     body_digest: _builtins.bytes
