@@ -16,7 +16,7 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    max_kv_tokens: int  # that all of KV memory holds
+    max_kv_tokens: int | None  # that all of KV memory holds; None: windows leave blocks as they go
     vocab_size: int
     eos_token_ids: frozenset[int]
 
@@ -47,7 +47,7 @@ def check_spec(spec: RequestSpec, limits: Limits, prefill_only: bool) -> int:
     max_len = min(spec.num_prompt_tokens + max_tokens, limits.max_model_len)
     # The last token's KV is never computed; a prefill-only request computes its prompt alone.
     most_tokens = num_tokens if prefill_only else max_len - 1
-    if most_tokens > limits.max_kv_tokens:
+    if limits.max_kv_tokens is not None and most_tokens > limits.max_kv_tokens:
         field = "prompt" if num_tokens > limits.max_kv_tokens else "max_tokens"
         raise InvalidRequestError(
             field, f"{most_tokens} tokens can never fit into KV memory for {limits.max_kv_tokens}"

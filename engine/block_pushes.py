@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.kv_cache import first_live_block
+from engine.kv_cache import first_kept_block
 from engine.live_request import Export, LiveRequest
 from engine.request import BlockPush
 from kv_transfer.layout import BlockId
@@ -34,9 +34,9 @@ def _pushes(
     block_size: int,
 ) -> Iterator[BlockPush]:
     for group, window in enumerate(windows):
-        # The receiver has no block either for what its next token does not look at.
-        live = first_live_block(window, request.num_tokens, block_size)
-        first = max(new.start, live)
+        # The receiver has no block either for what the window has left by the prompt's end.
+        kept = first_kept_block(window, request.num_tokens, block_size)
+        first = max(new.start, kept)
         if first >= new.stop:
             continue
         ordinals = range(first - export.num_receiver_blocks, new.stop - export.num_receiver_blocks)

@@ -45,13 +45,17 @@ class EngineCore:
         self._sink = sink
         self._clock = clock
         self._kv = KvCache(
-            model.layout, runner.num_blocks, model.kv_fingerprint, config.prefix_cache
+            model.layout,
+            runner.num_blocks,
+            model.kv_fingerprint,
+            max_step_tokens=config.max_num_batched_tokens,
+            prefix_cache=config.prefix_cache,
         )
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=min(config.max_model_len or model.max_model_len, model.max_model_len),
-            max_kv_tokens=(runner.num_blocks - 1) * model.layout.block_size,
+            max_kv_tokens=self._kv.max_tokens,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
         )

@@ -3,14 +3,20 @@
 Life of a request's blocks:
 
 1. `open` hashes the prompt's full blocks; nothing is held yet.
-2. `place` pins the longest cached prefix and acquires the rest, in all groups or in none.
+2. `place` pins the longest cached prefix and acquires the rest, in all groups or in none. In a
+   windowed group that is its span only: the blocks that a step's tokens and their windows lie in.
 3. `grow` adds blocks as the output gets longer.
 4. `computed` names full blocks once their KV exists (they become shareable) and lets go of blocks
-   that every later token's window has left: the table then has the null block there.
+   that every later token's window has left: the table then has the null block there, and as many
+   of the prompt's later blocks are acquired.
 5. `free` gives everything back, or `quarantine` what a late writer could still touch.
 
 A block whose content is cached already under another id gives way to that twin, so that a request
 always holds a cached block together with the cached blocks before it.
+
+A block that a window leaves is not free while another request holds it too; so a prompt may come
+to lack blocks of its span (`num_ready_tokens`) and wait. That ends: the other one is not past the
+block, so it does not wait for this one, and the block is free when it leaves in turn.
 """
 
 from __future__ import annotations
@@ -37,6 +43,20 @@ def first_live_block(window: int | None, position: int, block_size: int) -> int:
     return max(0, position - window + 1) // block_size
 
 
+def first_kept_block(window: int | None, num_tokens: int, block_size: int) -> int:
+    """Index of the first block that a worker needs of a prompt computed elsewhere.
+
+    The next token looks at some; the same prompt, when it comes again, is computed from its last
+    whole block on, and may look at one block more.
+    """
+    return first_live_block(window, (num_tokens - 1) // block_size * block_size, block_size)
+
+
+def span_blocks(window: int, num_step_tokens: int, block_size: int) -> int:
+    """Most blocks that `num_step_tokens` tokens in a row and their windows lie in."""
+    return (window + num_step_tokens - 2) // block_size + 2
+
+
 @dataclass(eq=False)
 class RequestBlocks:
     """One request's block tables and hashes. Written by `KvCache` alone."""
@@ -47,9 +67,10 @@ class RequestBlocks:
     num_blocks: int = 0  # entries in use, the same in every group
     num_stored: int = 0  # leading blocks that are named, or were when a window left them
     first_live: list[int] = field(default_factory=list)  # per group
+    filled: list[int] = field(default_factory=list)  # per group, entries up to here hold blocks
     views: tuple[npt.NDArray[np.int32], ...] = ()  # per group, tables[:num_blocks]
-    keeps_twins: bool = False  # a push may still read a block that has given way to its twin
-    twins: list[tuple[int, BlockId]] = field(default_factory=list)  # (group, block)
+    pushed_from: list[int] | None = None  # per group, entries that a push may still read
+    twins: list[tuple[int, BlockId]] = field(default_factory=list)  # (group, block), given way
 
     def blocks(self, group: int, start: int = 0) -> list[BlockId]:
         """Blocks held from the table's entry `start` on, without the null block."""
@@ -57,10 +78,19 @@ class RequestBlocks:
 
 
 class KvCache:
-    """All KV blocks of one engine; `num_blocks` a group, the null block included."""
+    """All KV blocks of one engine; `num_blocks` a group, the null block included.
+
+    `max_step_tokens` is the most tokens of one request that a step computes.
+    """
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, kv_fingerprint: bytes, prefix_cache: bool = True
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        kv_fingerprint: bytes,
+        *,
+        max_step_tokens: int,
+        prefix_cache: bool = True,
     ) -> None:
         self.block_size = layout.block_size
         self.num_blocks = num_blocks
@@ -74,6 +104,10 @@ class KvCache:
             for index, group in enumerate(layout.groups)
         ]
         self._windowed = [g for g, window in enumerate(self.windows) if window is not None]
+        step = max(max_step_tokens, self.block_size)  # a receiver needs a whole block's window
+        self._spans = [
+            num_blocks if w is None else span_blocks(w, step, self.block_size) for w in self.windows
+        ]
         self._fingerprint = kv_fingerprint
         self._prefix_cache = prefix_cache
         self._held: set[RequestBlocks] = set()
@@ -92,7 +126,12 @@ class KvCache:
         hashes = block_hashes(seed, tokens, self.block_size) if self._prefix_cache else []
         capacity = self.num_blocks_of(max_tokens)
         tables = [np.zeros(capacity, np.int32) for _ in self.pools]
-        return RequestBlocks(seed, hashes, tables, first_live=[0] * len(self.pools))
+        return RequestBlocks(seed, hashes, tables)
+
+    def will_push(self, blocks: RequestBlocks, num_receiver_blocks: int, num_tokens: int) -> None:
+        """Pushes read the prompt's blocks behind the receiver's: keep those until `free`."""
+        kept = [first_kept_block(w, num_tokens, self.block_size) for w in self.windows]
+        blocks.pushed_from = [max(first, num_receiver_blocks) for first in kept]
 
     def place(
         self, blocks: RequestBlocks, num_tokens: int, headroom: int = 0, computed_here: bool = True
@@ -105,14 +144,15 @@ class KvCache:
         """
         assert not blocks.num_blocks, "blocks are held already"
         bound = (num_tokens - 1) // self.block_size
-        live = None if computed_here else num_tokens
+        live = None if computed_here else bound * self.block_size
         num_cached = self._match(blocks.hashes[:bound], live)
         total = self.num_blocks_of(num_tokens)
         # Tokens from `position` on will be computed here, and look no further back than that.
-        position = num_cached * self.block_size if computed_here else num_tokens
+        position = num_cached * self.block_size if live is None else live
         starts = [first_live_block(w, position, self.block_size) for w in self.windows]
+        ends = [self._span_end(g, start, total) for g, start in enumerate(starts)]
         pinned = self._pin_cached(blocks.hashes, starts, num_cached)
-        fresh = [range(max(start, num_cached), total) for start in starts]
+        fresh = [range(max(start, num_cached), end) for start, end in zip(starts, ends)]
         if any(len(f) + headroom > pool.num_free for f, pool in zip(fresh, self.pools)):
             for pool, prefix in zip(self.pools, pinned):
                 pool.release(prefix)
@@ -122,8 +162,8 @@ class KvCache:
             assert taken is not None
             entries = pinned[g] + taken
             blocks.tables[g][:total] = NULL_BLOCK
-            blocks.tables[g][total - len(entries) : total] = entries
-        blocks.first_live = starts
+            blocks.tables[g][ends[g] - len(entries) : ends[g]] = entries
+        blocks.first_live, blocks.filled = starts, ends
         blocks.num_stored = num_cached
         self._held.add(blocks)
         self._set_length(blocks, total)
@@ -141,6 +181,19 @@ class KvCache:
             pinned.append(prefix)
         return pinned
 
+    def _span_end(self, group: int, first_live: int, total: int) -> int:
+        """Where the entries end that a table of `total` holds at once."""
+        return min(total, first_live + min(self._spans[group], self.num_blocks - 1))
+
+    def num_ready_tokens(self, blocks: RequestBlocks) -> int:
+        """Leading tokens that could be computed now: the tables have blocks for them."""
+        ready = blocks.num_blocks
+        for g in self._windowed:
+            if blocks.filled[g] < blocks.num_blocks:
+                self._fill(blocks, g)
+                ready = min(ready, blocks.filled[g])
+        return ready * self.block_size
+
     def grow(self, blocks: RequestBlocks, num_tokens: int) -> bool:
         """Hold blocks for `num_tokens` tokens; False, and nothing changed, when there are none."""
         total = self.num_blocks_of(num_tokens)
@@ -149,10 +202,12 @@ class KvCache:
             return True
         if any(pool.num_free < count for pool in self.pools):
             return False
+        assert min(blocks.filled) == blocks.num_blocks, "the prompt is not computed yet"
         for pool, table in zip(self.pools, blocks.tables):
             taken = pool.acquire(count)
             assert taken is not None
             table[blocks.num_blocks : total] = taken
+        blocks.filled = [total] * len(self.pools)
         self._set_length(blocks, total)
         return True
 
@@ -266,13 +321,15 @@ class KvCache:
         assert twin is not None, f"block {own} has no twin"
         pool.pin([twin])
         blocks.tables[group][index] = twin
-        if blocks.keeps_twins:
+        if blocks.pushed_from is not None and index >= blocks.pushed_from[group]:
             blocks.twins.append((group, own))
         else:
             pool.release([own])
 
     def _leave_window(self, blocks: RequestBlocks, group: int, num_computed: int) -> None:
         live = first_live_block(self.windows[group], num_computed, self.block_size)
+        if blocks.pushed_from is not None:
+            live = min(live, blocks.pushed_from[group])
         start = blocks.first_live[group]
         if live <= start:
             return
@@ -280,6 +337,19 @@ class KvCache:
         blocks.tables[group][start:live] = NULL_BLOCK
         blocks.first_live[group] = live
         self.pools[group].release(left)
+        self._fill(blocks, group)
+
+    def _fill(self, blocks: RequestBlocks, group: int) -> None:
+        """Hold more of a prompt's later blocks, as far as its span and the free blocks go."""
+        filled, pool = blocks.filled[group], self.pools[group]
+        end = self._span_end(group, blocks.first_live[group], blocks.num_blocks)
+        count = min(end - filled, pool.num_free)
+        if count <= 0:
+            return
+        taken = pool.acquire(count)
+        assert taken is not None
+        blocks.tables[group][filled : filled + count] = taken
+        blocks.filled[group] = filled + count
 
     # --- events, of the first group -------------------------------------------------------------
 
@@ -317,6 +387,21 @@ class KvCache:
     @property
     def num_free_blocks(self) -> int:
         return min(pool.num_free for pool in self.pools)
+
+    @property
+    def has_windows(self) -> bool:
+        return bool(self._windowed)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens that one request can hold; None where windows leave blocks for ever more."""
+        usable = self.num_blocks - 1
+        windows = [w for w in self.windows if w is not None]
+        if len(windows) == len(self.windows) and all(
+            span_blocks(w, self.block_size, self.block_size) <= usable for w in windows
+        ):
+            return None
+        return usable * self.block_size
 
     @property
     def num_quarantined_blocks(self) -> int:

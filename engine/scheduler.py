@@ -4,8 +4,9 @@ A request advances `num_computed_tokens` towards `num_tokens`, whatever it is ma
 each running request the tokens it lacks within the step's budget, decodes (which lack one) first,
 then prompts in chunks, then waiting requests. Order is priority, then arrival.
 
-1. `add`, `add_prefill`: waiting. It holds nothing until a step can place all of its known tokens,
-   so that a prompt that starts can always finish.
+1. `add`, `add_prefill`: waiting. It holds nothing until a step can place all of its known tokens
+   (in a windowed layer group: those that a window and one step see at once), so that a prompt that
+   starts can always finish.
 2. running: the next token is sampled when nothing is left to compute. A decode that finds no block
    preempts the newest running request, which waits again and is recomputed (from the prefix cache,
    as far as it is still there).
@@ -62,7 +63,7 @@ class Scheduler:
         self._events: list[EngineEvent] = []
         self._num_arrived = 0
         self._num_steps = 0
-        self._blocked = False  # the waiting ones were seen to wait for blocks, nothing freed since
+        self._blocked = False  # all were seen to wait for blocks, and nothing was freed since
 
     # --- requests in ----------------------------------------------------------------------------
 
@@ -82,7 +83,7 @@ class Scheduler:
             )
         request = self._take(spec, Export(handoff_id, num_blocks))
         request.num_pushed_blocks = num_blocks
-        request.blocks.keeps_twins = True
+        self._kv.will_push(request.blocks, num_blocks, request.num_tokens)
         self._wait(request)
 
     def reserve(self, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
@@ -207,7 +208,8 @@ class Scheduler:
             request = self._requests[seq.request_id]
             num_new = len(seq.token_ids)
             request.num_computed_tokens += num_new
-            if request.num_computed_tokens % block_size < num_new:  # a block became full
+            became_full = request.num_computed_tokens % block_size < num_new
+            if became_full or self._kv.has_windows:
                 self._kv.computed(request.blocks, request.tokens, request.num_computed_tokens)
             if seq.samples:
                 events.append(self._sampled(request, next(tokens)))
@@ -231,7 +233,7 @@ class Scheduler:
         return bool(self._events)
 
     def has_work(self) -> bool:
-        return bool(self._running) or (bool(self._waiting) and not self._blocked)
+        return bool(self._running or self._waiting) and not self._blocked
 
     # --- planning -------------------------------------------------------------------------------
 
@@ -275,7 +277,10 @@ class Scheduler:
 
     def _schedule(self, request: LiveRequest, draft: _Draft) -> None:
         start = request.num_computed_tokens
-        num_new = min(request.num_left, draft.budget)
+        ready = self._kv.num_ready_tokens(request.blocks)
+        num_new = min(request.num_left, draft.budget, ready - start)
+        if num_new <= 0:
+            return  # its window waits for a block
         end = start + num_new
         samples = end == request.num_tokens
         draft.budget -= num_new
@@ -333,6 +338,7 @@ class Scheduler:
 
     def _run(self, request: LiveRequest) -> None:
         request.status = Status.RUNNING
+        self._blocked = False
         bisect.insort(self._running, request, key=_order)
 
     def _preempt(self, request: LiveRequest) -> None:

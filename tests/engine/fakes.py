@@ -49,9 +49,15 @@ class FakeEngine:
 
     config: EngineConfig
     sink: KvSink = field(default_factory=LocalSink)
+    sees_all: bool = True  # or every layer looks back a window only
 
     def __post_init__(self) -> None:
         self.model: ModelSpec = load_model_spec("", self.config)
+        if not self.sees_all:
+            *_, windowed = self.model.layout.groups
+            only = replace(windowed, first_layer=0, num_layers=3)
+            layout = replace(self.model.layout, groups=(only,))
+            self.model = replace(self.model, layout=layout)
         self.region: RegionLayout = region_layout(self.model, self.config, 0, 1)
         self.memory = LocalKvMemory.of(self.region, self.config.num_regions)
         self.memory.buffer[:] = 0xA5
@@ -118,8 +124,8 @@ def drain(core: EngineCore, streams: Streams | None = None) -> Streams:
     return streams
 
 
-def run(config: EngineConfig, specs: Sequence[RequestSpec]) -> Streams:
-    engine = FakeEngine(config).core
+def run(config: EngineConfig, specs: Sequence[RequestSpec], sees_all: bool = True) -> Streams:
+    engine = FakeEngine(config, sees_all=sees_all).core
     for spec in specs:
         engine.add(spec)
     streams = drain(engine)
@@ -127,20 +133,19 @@ def run(config: EngineConfig, specs: Sequence[RequestSpec]) -> Streams:
     return streams
 
 
-def alone(spec: RequestSpec, window: int | None = None) -> list[int]:
+def alone(spec: RequestSpec, window: int | None = None, sees_all: bool = True) -> list[int]:
     """The oracle: the request's output on an engine that runs nothing else, without a cache."""
-    key = (spec.token_ids.tobytes(), spec.num_prompt_tokens, spec.sampling, spec.cache_salt)
-    return list(_alone(*key, window))
+    prompt = spec.token_ids[: spec.num_prompt_tokens].tobytes()
+    return list(_alone(prompt, spec.sampling, spec.cache_salt, window, sees_all))
 
 
 @lru_cache(maxsize=4096)
 def _alone(
-    token_ids: bytes, num_prompt: int, sampling: SamplingParams, salt: str, window: int | None
+    token_ids: bytes, sampling: SamplingParams, salt: str, window: int | None, sees_all: bool
 ) -> tuple[int, ...]:
-    tokens = np.frombuffer(token_ids, np.uint32)
-    prompt_only = spec_of("alone", tokens[:num_prompt], sampling, cache_salt=salt)
+    prompt_only = spec_of("alone", np.frombuffer(token_ids, np.uint32), sampling, cache_salt=salt)
     config = fake_config(window=window, max_num_batched_tokens=2048, prefix_cache=False)
-    return tuple(run(config, [prompt_only]).tokens["alone"])
+    return tuple(run(config, [prompt_only], sees_all).tokens["alone"])
 
 
 def pool_is_whole(core: EngineCore) -> None:
@@ -205,11 +210,13 @@ class Wire:
         ]
 
 
-def pair(prefill: EngineConfig, decode: EngineConfig) -> tuple[FakeEngine, FakeEngine, Wire]:
+def pair(
+    prefill: EngineConfig, decode: EngineConfig, sees_all: bool = True
+) -> tuple[FakeEngine, FakeEngine, Wire]:
     """A prefill and a decode engine, and what lies between."""
     wire = Wire()
-    wire.source = FakeEngine(prefill, wire)
-    wire.target = FakeEngine(decode)
+    wire.source = FakeEngine(prefill, wire, sees_all)
+    wire.target = FakeEngine(decode, sees_all=sees_all)
     return wire.source, wire.target, wire
 
 

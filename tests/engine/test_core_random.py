@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import settings
@@ -53,24 +53,26 @@ class Pair(RuleBasedStateMachine):
     """A prefill and a decode engine; local requests and handoffs, aborts and failures."""
 
     @initialize(
-        window=st.sampled_from([None, 20, 40]),
+        windows=st.sampled_from([(None, True), (20, True), (40, True), (20, False), (40, False)]),
         num_blocks=st.tuples(st.integers(12, 40), st.integers(12, 40)),
         chunks=st.tuples(st.sampled_from([8, 40, 200]), st.sampled_from([8, 40, 200])),
         max_num_seqs=st.sampled_from([2, 5, 64]),
     )
     def begin(
         self,
-        window: int | None,
+        windows: tuple[int | None, bool],
         num_blocks: tuple[int, int],
         chunks: tuple[int, int],
         max_num_seqs: int,
     ) -> None:
-        self.window = window
+        self.windows = window, sees_all = windows
+        if not sees_all:  # pools that hold windows, but no longest prompt
+            num_blocks = (num_blocks[0] // 4 + 2, num_blocks[1] // 4 + 2)
         configs = [
             fake_config(n, window, max_num_batched_tokens=c, max_num_seqs=max_num_seqs)
             for n, c in zip(num_blocks, chunks)
         ]
-        sender, receiver, self.wire = pair(*configs)
+        sender, receiver, self.wire = pair(*configs, sees_all)
         self.prefill, self.decode = sender.core, receiver.core
         self.specs: dict[str, RequestSpec] = {}
         self.handoffs: dict[str, Handoff] = {}
@@ -202,7 +204,7 @@ class Pair(RuleBasedStateMachine):
             self.complete(ready[0])
         drain(self.decode, self.streams)
         for request_id, spec in self.specs.items():
-            expected = alone(replace(spec, priority=0), self.window)
+            expected = alone(spec, *self.windows)
             got = self.streams.tokens.get(request_id, [])
             if request_id in self.aborted:
                 expected = expected[: len(got)]

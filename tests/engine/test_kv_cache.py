@@ -5,16 +5,27 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.kv_cache import KvCache, RequestBlocks, first_live_block
+from engine.kv_cache import KvCache, RequestBlocks, first_live_block, span_blocks
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 
 TENSORS = (TensorSpec("k", 1, 1, "int64"),)
 BLOCK_SIZE = 4
 
 
-def cache(num_blocks: int = 32, *windows: int | None, prefix_cache: bool = True) -> KvCache:
+def cache(
+    num_blocks: int = 32,
+    *windows: int | None,
+    prefix_cache: bool = True,
+    max_step_tokens: int = 100,
+) -> KvCache:
     groups = tuple(LayerGroup(i, 1, TENSORS, w) for i, w in enumerate(windows or (None,)))
-    return KvCache(KvLayout(BLOCK_SIZE, groups), num_blocks, b"fingerprint", prefix_cache)
+    return KvCache(
+        KvLayout(BLOCK_SIZE, groups),
+        num_blocks,
+        b"fingerprint",
+        max_step_tokens=max_step_tokens,
+        prefix_cache=prefix_cache,
+    )
 
 
 def tokens(length: int, start: int = 0) -> np.ndarray:
@@ -117,11 +128,72 @@ def test_blocks_filled_elsewhere_are_asked_for_only_where_a_later_token_looks() 
     kv.check_integrity([blocks])
 
 
+@pytest.mark.parametrize("length", range(1, 40))
+@pytest.mark.parametrize("window", [1, 2, 7, 8, 9])
+def test_a_prompt_filled_elsewhere_is_found_again_as_far_as_one_computed_here(
+    length: int, window: int
+) -> None:
+    kv = cache(32, None, window)
+    blocks = kv.open(tokens(length), "", 100)
+    assert kv.place(blocks, length, computed_here=False) == 0
+    kv.computed(blocks, tokens(length), length)
+    kv.free(blocks)
+    again = kv.open(tokens(length), "", 100)
+    assert kv.place(again, length) == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+    kv.check_integrity([again])
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 5, 11])
+@pytest.mark.parametrize("window", [2, 5, 8, 9])
+def test_a_windowed_group_holds_a_window_and_a_step_of_a_prompt_as_long_as_may_be(
+    window: int, chunk: int
+) -> None:
+    kv = cache(64, window, max_step_tokens=chunk)
+    length = 90
+    most = span_blocks(window, max(chunk, BLOCK_SIZE), BLOCK_SIZE)
+    assert most < 8
+    blocks = kv.open(tokens(length), "", 100)
+    assert kv.place(blocks, length) == 0
+    for start in range(0, length, chunk):
+        end = min(start + chunk, length)
+        assert kv.num_ready_tokens(blocks) >= end
+        looked_at = range(first_live_block(window, start, BLOCK_SIZE), -(-end // BLOCK_SIZE))
+        assert blocks.tables[0][looked_at.start : looked_at.stop].all(), (start, end)
+        assert len(blocks.blocks(0)) <= most
+        kv.computed(blocks, tokens(length), end)
+        kv.check_integrity([blocks])
+    assert kv.grow(blocks, length + 8)
+    kv.free(blocks)
+    assert kv.num_free_blocks == 63
+
+
+def test_a_block_still_held_by_another_makes_a_prompt_wait_until_that_one_leaves_it() -> None:
+    kv = cache(8, 4, max_step_tokens=4)  # 7 usable blocks, a span is 3
+    kv.free(placed(kv, tokens(4)))
+    ahead, behind = (kv.open(tokens(40), "", 100) for _ in range(2))
+    assert [kv.place(blocks, 40) for blocks in (ahead, behind)] == [4, 4]
+    others = kv.pools[0].acquire(kv.num_free_blocks)
+    assert others is not None
+    kv.computed(ahead, tokens(40), 8)
+    assert kv.num_ready_tokens(ahead) == 12  # none came for the block that the other holds still
+    kv.computed(behind, tokens(40), 8)
+    assert kv.num_ready_tokens(behind) == 16
+    kv.pools[0].release(others)
+    kv.check_integrity([ahead, behind])
+    for blocks in (behind, ahead):
+        end = 8
+        while end < 40:
+            end = min(kv.num_ready_tokens(blocks), 40)
+            kv.computed(blocks, tokens(40), end)
+        kv.free(blocks)
+    kv.check_integrity([])
+
+
 def test_of_two_equal_blocks_one_gives_way_and_a_pushed_one_only_after_its_release() -> None:
     kv = cache()
     first, second = placed(kv, tokens(8), False), placed(kv, tokens(8), False)
     third = kv.open(tokens(8), "", 100)
-    third.keeps_twins = True
+    kv.will_push(third, 0, 8)
     kv.place(third, 8)
     own = third.blocks(0)
     for blocks in (first, second, third):
@@ -142,7 +214,7 @@ def test_quarantine_parks_what_was_to_be_written_and_gives_back_what_was_cached(
     blocks = kv.open(tokens(23), "", 100)
     assert kv.place(blocks, 23, computed_here=False) == 8
     kv.quarantine(blocks)
-    assert [pool.num_quarantined for pool in kv.pools] == [4, 2]
+    assert [pool.num_quarantined for pool in kv.pools] == [4, 3]
     kv.check_integrity([])
     kv.unquarantine(blocks)
     assert [pool.num_free for pool in kv.pools] == [31, 31]
