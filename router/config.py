@@ -23,6 +23,10 @@ class RouterConfig:
 
     max_queue: int = 4096
     """Requests waiting for a placement; more are refused as OVERLOADED."""
+    max_tokenizing: int = 4096
+    """Requests that wait to be tokenized, before they can wait for a placement."""
+    max_tokenizing_bytes: int = 128 << 20
+    """The same in bytes of their messages; one larger than this is taken when it is alone."""
     lease_lead_s: float = 0.5
     """A prompt goes on only when its prefill is predicted to start within this time."""
     max_bypass_s: float = 1.0
@@ -95,6 +99,10 @@ class RouterConfig:
     """How long a placed prompt's blocks count as cached before the worker's events say so."""
     max_predictions: int = 200_000
 
+    def timeout_s(self, named_s: float | None) -> float:
+        """How long a request may take that names this timeout, or none."""
+        return min(named_s or self.default_timeout_s, self.max_timeout_s)
+
     def __post_init__(self) -> None:
         modes = get_args(LocalPrefill)
         if self.local_prefill not in modes:
@@ -106,6 +114,8 @@ class RouterConfig:
 
 _AT_LEAST_1 = (
     "max_queue",
+    "max_tokenizing",
+    "max_tokenizing_bytes",
     "max_attempts",
     "max_dead_decode_workers",
     "max_message_bytes",

@@ -54,8 +54,7 @@ class RequestRun:
         self.seed = parts.rng.getrandbits(64) if parsed.seed is None else parsed.seed
         self._output = RequestOutput(arrival, parts)
         self._prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
-        timeout_s = min(parsed.timeout_s or config.default_timeout_s, config.max_timeout_s)
-        self._deadline_s = arrival.arrived_s + timeout_s
+        self._deadline_s = arrival.arrived_s + config.timeout_s(parsed.timeout_s)
         self._attempt_number = 0
         self._num_failures = self._num_stale = 0
         self._lost: list[tuple[str, int]] = []  # (worker id, incarnation) lost while it ran there

@@ -7,13 +7,11 @@ for it; `Abort` ends it at once. A request that the router named is aborted at o
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
 
 import grpc.aio
 
@@ -33,6 +31,7 @@ from router.output import (
 from router.placement import Placement
 from router.router import Router
 from router.run_parts import Arrival
+from router.tokenizing import Tokenizing
 from router.validate import (
     ParsedRequest,
     RequestLimits,
@@ -44,9 +43,9 @@ from router.validate import (
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-T = TypeVar("T")
 
 MAX_CANDIDATES = 100
+MAX_ERROR_CHARS = 500
 NO_LIMIT = 1 << 30  # until the fleet is known and says how long a request may be
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -58,12 +57,12 @@ _REASONS = {
 class RouterService(router_pb2_grpc.RouterServiceServicer):
     """Takes requests in and streams their output; text is tokenized on threads of its own."""
 
-    def __init__(self, router: Router, tokenizer_threads: int = 1) -> None:
+    def __init__(self, router: Router) -> None:
         self._router = router
-        self._threads = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="tokenizer")
+        self.tokenizing = Tokenizing(router.config)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.tokenizing.close()
 
     # --- Generate ------------------------------------------------------------------------------
 
@@ -95,17 +94,19 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         )
 
     async def _parse(self, request: router_pb2.GenerateRequest) -> ParsedRequest:
-        model, limits = self._router.text_model, self._limits()
-        return await self._off_loop(lambda: parse_generate(request, model, limits))
+        router, limits = self._router, self._limits()
+        named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
+        return await self.tokenizing.run(
+            lambda: parse_generate(request, router.text_model, limits),
+            request.ByteSize(),
+            router.config.timeout_s(named_s),
+        )
 
     def _limits(self) -> RequestLimits:
         router = self._router
         return RequestLimits(
             max_model_len=router.max_model_len() or NO_LIMIT, model_names=(router.model_name,)
         )
-
-    async def _off_loop(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     # --- the rest ------------------------------------------------------------------------------
 
@@ -135,7 +136,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         model, limits = self._router.text_model, self._limits()
         try:
             check_model_name(request.model, limits)
-            ids = await self._off_loop(lambda: encode_prompt(request, model, limits))
+            ids = await self.tokenizing.run(
+                lambda: encode_prompt(request, model, limits),
+                request.ByteSize(),
+                self._router.config.default_timeout_s,
+            )
         except BatonError as error:
             await _abort(context, error)
         return router_pb2.TokenizeResponse(ids=ids.tolist())
@@ -161,7 +166,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
 
 
 async def _abort(context: Context, error: BatonError) -> NoReturn:
-    """End the call with the error's status and details."""
+    """End the call with the error's status and details; metadata have to be short."""
+    if len(error.message) > MAX_ERROR_CHARS:  # it quotes what the client sent
+        error.message = f"{error.message[:MAX_ERROR_CHARS]}..."
     await context.abort(status_code(error), error.message, status_metadata(error))
     raise AssertionError("abort returned")
 

@@ -57,6 +57,12 @@ class RequestLimits:
     max_logprobs: int = 20
     max_chat_messages: int = 4096
     max_tenant_chars: int = 128
+    max_bytes_per_token: int = 64
+    """Of a whole message, for every token of `max_model_len`: no text in use comes near it."""
+
+    @property
+    def max_bytes(self) -> int:
+        return self.max_model_len * self.max_bytes_per_token + (1 << 20)
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,12 @@ def encode_prompt(
     """Token ids of a request's prompt, [num_prompt_tokens] uint32, in the vocabulary and at least
     one; read-only."""
     kind = request.WhichOneof("prompt")
+    if request.ByteSize() > limits.max_bytes:  # seconds and gigabytes to tokenize, for nothing
+        raise InvalidRequestError(
+            f"the request has {request.ByteSize()} bytes; at most {limits.max_bytes} are taken for"
+            f" a context of {limits.max_model_len} tokens",
+            field=kind,
+        )
     if kind is None:
         raise InvalidRequestError("a prompt is needed: text, chat or token_ids", field="prompt")
     if kind == "chat":

@@ -1,0 +1,161 @@
+"""The line before the tokenizer: bounded, with a deadline, and left without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.status import from_rpc_error
+from baton.v1 import router_pb2
+from router.text import TextModel
+from router.tokenizing import Tokenizing
+from tests.router.deployment import Deployment, ask_for, byte_model, deployment
+from tests.router.scripted_worker import MODEL
+from tests.router.test_failures import PROMPT
+from tests.router.test_requests import assert_whole
+
+
+class SlowModel(TextModel):
+    """Encodes when it is let."""
+
+    gate: threading.Event
+    num_encoding = num_encoded = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.num_encoding += 1
+        assert self.gate.wait(30)
+        self.num_encoded += 1
+        return super().encode(text)
+
+
+@pytest.fixture
+def slow_model(tmp_path: Path) -> Iterator[SlowModel]:
+    byte_model(tmp_path)
+    model = SlowModel.load(tmp_path)
+    assert isinstance(model, SlowModel)
+    model.gate = threading.Event()
+    yield model
+    model.gate.set()
+
+
+@asynccontextmanager
+async def one_in_hand(
+    slow_model: SlowModel, **changes: int
+) -> AsyncIterator[tuple[Deployment, asyncio.Task[None]]]:
+    """A deployment whose only tokenizer thread is at work on a request."""
+    async with deployment(slow_model, **changes) as d:
+        first = asyncio.create_task(whole(d, PROMPT))
+        await d.until(lambda: slow_model.num_encoding == 1)
+        yield d, first
+        slow_model.gate.set()
+        await d.check_empty()
+        assert tokenizing(d).num_requests == tokenizing(d).num_bytes == 0
+
+
+async def whole(d: Deployment, prompt: str) -> None:
+    assert_whole(await d.client.ask(ask_for(prompt)), prompt)
+
+
+def tokenizing(d: Deployment) -> Tokenizing:
+    return d.servers[0]._service.tokenizing
+
+
+async def refused(d: Deployment, request: router_pb2.GenerateRequest) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(d.client.ask(request), 5)
+    return caught.value
+
+
+async def test_requests_beyond_the_line_s_length_are_shed_with_the_time_to_wait(
+    slow_model: SlowModel,
+) -> None:
+    async with one_in_hand(slow_model, max_tokenizing=3) as (d, first):
+        waiting = [asyncio.create_task(whole(d, f"{PROMPT} {n}")) for n in range(2)]
+        await d.until(lambda: tokenizing(d).num_requests == 3)
+        error = await refused(d, ask_for("one too many"))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert from_rpc_error(error).retry_after_s == 1.0
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await d.client.stub.Tokenize(router_pb2.TokenizeRequest(text="a"), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        slow_model.gate.set()
+        await asyncio.gather(first, *waiting)
+
+
+async def test_bytes_beyond_the_line_s_are_shed_but_a_message_alone_is_taken(
+    slow_model: SlowModel,
+) -> None:
+    large = "x" * 400
+    async with one_in_hand(slow_model, max_tokenizing_bytes=300) as (d, first):
+        error = await refused(d, ask_for(large))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        small = asyncio.create_task(whole(d, "small"))
+        await d.until(lambda: tokenizing(d).num_requests == 2)
+        slow_model.gate.set()
+        await asyncio.gather(first, small)
+        await whole(d, large)
+
+
+async def test_a_request_s_deadline_holds_while_it_waits_to_be_tokenized(
+    slow_model: SlowModel,
+) -> None:
+    async with one_in_hand(slow_model) as (d, first):
+        error = await refused(d, ask_for("late", timeout_ms=100))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert from_rpc_error(error).reason == "DEADLINE"
+        slow_model.gate.set()
+        await first
+        assert slow_model.num_encoded == 1  # nobody computed for a client that had its answer
+
+
+@pytest.mark.parametrize("request_id", ["", "mine"])
+async def test_a_client_that_leaves_the_line_leaves_nothing(
+    slow_model: SlowModel, request_id: str
+) -> None:
+    async with one_in_hand(slow_model) as (d, first):
+        call = d.client.stub.Generate(ask_for("gone", request_id=request_id))
+        await d.until(lambda: tokenizing(d).num_requests == 2)
+        call.cancel()
+        await d.until(lambda: tokenizing(d).num_requests == 1)
+        assert d.router.num_remembered == 0
+        slow_model.gate.set()
+        await first
+        assert slow_model.num_encoded == 1
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(
+    slow_model: SlowModel,
+) -> None:
+    async with deployment(slow_model) as d:
+        call = d.client.stub.Generate(ask_for("gone"))
+        await d.until(lambda: slow_model.num_encoding == 1)
+        call.cancel()
+        await d.until(lambda: tokenizing(d).num_requests == 0)
+        next_one = asyncio.create_task(whole(d, PROMPT))
+        slow_model.gate.set()
+        await next_one  # the thread was not lost
+        assert d.worker("d0").num_reserves == 1
+        await d.check_empty()
+
+
+async def test_a_prompt_far_beyond_the_context_is_refused_unread(slow_model: SlowModel) -> None:
+    async with deployment(slow_model) as d:
+        error = await refused(d, ask_for("x" * (2 << 20)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert from_rpc_error(error).field == "text"
+        assert slow_model.num_encoding == 0
+
+
+async def test_a_mistake_is_told_in_a_bounded_message(text_model: TextModel) -> None:
+    """gRPC drops an answer whose trailing metadata exceed 8 KiB or so."""
+    async with deployment(text_model) as d:
+        error = await refused(d, ask_for(PROMPT, model=MODEL * 10_000))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        assert from_rpc_error(error).field == "model"
