@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ import pytest
 
 from baton.v1 import control_pb2, worker_pb2
 from cluster.config import RegistryConfig
-from cluster.control_service import Changes, serve
+from cluster.control_service import Changes, fleet_message, serve
 from cluster.registry import Registry
 from tests.cluster.fleet_processes import Fleet, started
 
@@ -179,9 +180,50 @@ async def test_workers_serve_on_while_the_registry_is_gone_and_come_back_to_it(
         await fleet.end()
 
 
+@pytest.mark.parametrize("registry_is", ["restarted", pytest.param("gone", marks=pytest.mark.full)])
+async def test_a_drain_needs_no_registry_what_runs_finishes_and_the_worker_leaves_in_good_order(
+    tmp_path: Path, kit: Any, registry_is: str
+) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text(CONFIG + "worker: {drain_timeout_s: 55}\n")
+    draining = [control_pb2.WORKER_STATE_DRAINING]
+    registry = Registry(RegistryConfig(), time.monotonic)
+    async with contextlib.AsyncExitStack() as stack:
+        async with serve(registry, Changes(), "127.0.0.1:0") as control:
+            fleet = Fleet(registry, control, config)
+            stack.push_async_callback(fleet.end)
+            await fleet.start("decode", 0)
+            await fleet.until(lambda seen: _states(seen) == [control_pb2.WORKER_STATE_LIVE])
+            link = kit.decode_link(fleet.address("decode-0"), "router-a")
+            await link.open()
+            stack.push_async_callback(link.close)
+            spec = kit.make_spec("last", 60)
+            spec.sampling.max_tokens = 1000  # three seconds and more
+            await link.reserve(spec)
+            await link.until(lambda: link.of("last").tokens)
+            if registry_is == "restarted":
+                fleet.processes["decode-0"].terminate()
+                await fleet.until(lambda seen: _states(seen) == draining)
+        if registry_is == "restarted":
+            fleet.registry = Registry(RegistryConfig(), time.monotonic)
+            await stack.enter_async_context(serve(fleet.registry, Changes(), control))
+            await fleet.until(lambda seen: bool(seen.workers))
+            assert _states(fleet_message(fleet.registry.snapshot())) == draining
+            assert not link.of("last").finished
+        else:
+            fleet.processes["decode-0"].terminate()
+        await link.until(lambda: link.of("last").finished, 60)
+        assert link.of("last").in_order() == kit.oracle.tokens(spec)
+        assert await asyncio.wait_for(fleet.processes["decode-0"].wait(), 15) == 0
+
+
 def _load(seen: control_pb2.WatchFleetResponse, worker_id: str) -> worker_pb2.WorkerLoad:
     return next(w.load for w in seen.workers if w.info.ref.worker_id == worker_id)
 
 
 def _state(seen: control_pb2.WatchFleetResponse, worker_id: str) -> int:
     return next(w.state for w in seen.workers if w.info.ref.worker_id == worker_id)
+
+
+def _states(seen: control_pb2.WatchFleetResponse) -> list[int]:
+    return [worker.state for worker in seen.workers]
