@@ -20,6 +20,7 @@ from baton.progress import Steps
 if TYPE_CHECKING:
     from cluster.local import RunningCluster
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GONE_WITHIN_S = 15.0
 
 
@@ -54,14 +55,23 @@ def _check_ports(config: ClusterConfig) -> None:
 
 
 class Startup:
-    """Start a cluster so that SIGTERM, like ctrl-C, ends it cleanly at any time.
+    """Start a cluster so that SIGINT and SIGTERM end it cleanly at any time, in any shell.
 
-    Ray puts its own SIGTERM handler in place while it starts: ours is put back at every step.
+    The first raises KeyboardInterrupt. While the cluster is closed because of it, the second cuts
+    short what that waits for, and further ones change nothing. Shells have what they start in the
+    background ignore SIGINT, and Ray puts its own SIGTERM handler in place while it starts: ours
+    are put back at every step.
     """
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._before: Any = None
+        self._before: dict[int, Any] = {}
+        self._num_signals = 0
+        self._cluster: RunningCluster | None = None
+
+    @property
+    def was_cut_short(self) -> bool:
+        return self._num_signals > 1
 
     def start(self, config: ClusterConfig) -> RunningCluster:
         from cluster.local import up as start_cluster
@@ -70,12 +80,12 @@ class Startup:
         _check_ports(config)
         self._announce("reading the tokenizer")
         TextModel.load(config.model)  # a wrong folder is told before anything is started
-        cluster = start_cluster(config, on_progress=self._announce)
+        self._cluster = start_cluster(config, on_progress=self._announce)
         self._catch()
-        return cluster
+        return self._cluster
 
     def __enter__(self) -> Self:
-        self._before = signal.getsignal(signal.SIGTERM)
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
         self._catch()
         return self
 
@@ -85,18 +95,23 @@ class Startup:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _announce(self, message: str) -> None:
         self._catch()
         self._steps(message)
 
     def _catch(self) -> None:
-        signal.signal(signal.SIGTERM, _interrupt)
+        for number in _SIGNALS:
+            signal.signal(number, self._interrupt)
 
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._num_signals += 1
+        if self._num_signals == 1:
+            raise KeyboardInterrupt
+        if self._cluster is not None:
+            self._cluster.cut_short()
 
 
 def check_all_gone(processes: set[Process]) -> None:
@@ -108,18 +123,21 @@ def check_all_gone(processes: set[Process]) -> None:
 
 
 def up(arguments: argparse.Namespace) -> int:
+    """Raises KeyboardInterrupt when it was interrupted more often than once: requests were lost."""
     config = read_config(arguments.file, arguments.model)
     out = render.out()
-    processes: set[Process] = set()
     with Steps(render.err()) as steps, Startup(steps) as startup:
         with startup.start(config) as cluster:
-            steps.done()
-            out.print(f"[bold]{config.model_name}[/bold] is served at {cluster.router_address}")
-            out.print(f"control service at {cluster.control_address}; ctrl-C ends the cluster")
-            out.print("try: baton generate 'Tell me a story.'", style="dim")
             with contextlib.suppress(KeyboardInterrupt):
+                steps.done()
+                out.print(f"[bold]{config.model_name}[/bold] is served at {cluster.router_address}")
+                out.print(f"control service at {cluster.control_address}; ctrl-C ends the cluster")
+                out.print("try: baton generate 'Tell me a story.'", style="dim")
                 signal.pause()
             processes = descendants()
-            steps("stopping")
+            drain_s = config.router.drain_timeout_s
+            steps(f"stopping: requests have {drain_s:g} s to finish, ctrl-C again ends them now")
         check_all_gone(processes)
+        if startup.was_cut_short:
+            raise KeyboardInterrupt
     return 0

@@ -4,7 +4,8 @@
    the router as a child process.
 2. `RunningCluster` tells the addresses and stays until `close`.
 3. `close` ends router, replicas, supervisor and Ray, in this order, and waits until none of their
-   processes is left.
+   processes is left. The router lets its streams finish first, for its `drain_timeout_s` at most,
+   unless it is `cut_short`.
 4. When this process is killed instead, the reaper does it.
 """
 
@@ -73,6 +74,10 @@ class RunningCluster:
         pid: int = ray.get(supervisor.pid.remote(), timeout=_STOP_TIMEOUT_S)
         return pid
 
+    def cut_short(self) -> None:
+        """`close`, under way or to come, does not wait for streams. For signal handlers too."""
+        self._router.cut_short()
+
     def close(self) -> None:
         """End everything; returns when no process is left. Idempotent."""
         self._stack.close()
@@ -117,7 +122,12 @@ def up(
         for process in ray_processes:
             reaper.name(descendants(process.pid))
         router = RouterProcess(
-            control, config_path, listen, run_dir / "router.log", reaper.variables
+            control,
+            config_path,
+            listen,
+            run_dir / "router.log",
+            config.router.drain_timeout_s,
+            reaper.variables,
         )
         stack.callback(router.close)
         router.start(_ROUTER_TIMEOUT_S)

@@ -1,10 +1,13 @@
-"""The router as a child process that is started again when it dies."""
+"""The router as a child process that is started again when it dies.
+
+One that ends with status 2 before it has ever served cannot be configured so: trying again is in
+vain, and whoever starts it is told what it said. Once it has served, every end is an accident.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -15,14 +18,21 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.errors import UnavailableError
+from baton.errors import ConfigError, UnavailableError
 from cluster.rank import free_port
 
 log = logging.getLogger(__name__)
 
 _RESTART_AFTER_S = 0.2
 _LONGEST_RESTART_S = 5.0
-_DRAIN_S = 5.0
+_DRAIN_MARGIN_S = 5.0  # beyond its own limit: it still tells its clients
+_LOOK_S = 0.05
+_ASK_AGAIN_MS = 100
+_MAX_STARTS = 3
+_CONFIG_STATUS = 2
+_CHANNEL_OPTIONS = tuple(
+    (f"grpc.{which}_reconnect_backoff_ms", _ASK_AGAIN_MS) for which in ("initial", "min", "max")
+)
 
 
 class RouterError(UnavailableError):
@@ -32,7 +42,8 @@ class RouterError(UnavailableError):
 class RouterProcess:
     """Owns `python -m router`; it keeps its port over restarts. Its output goes to `log_path`.
 
-    `variables` are added to its environment.
+    `drain_timeout_s` is how long the router itself lets requests finish; `variables` are added to
+    its environment.
     """
 
     def __init__(
@@ -41,6 +52,7 @@ class RouterProcess:
         config_path: Path,
         listen: str,
         log_path: Path,
+        drain_timeout_s: float,
         variables: Mapping[str, str],
     ) -> None:
         host, _, port = listen.rpartition(":")
@@ -49,8 +61,12 @@ class RouterProcess:
         self._command += ["--control", control, "--config", str(config_path)]
         self._command += ["--listen", self.address]
         self._log_path = log_path
+        self._drain_s = drain_timeout_s + _DRAIN_MARGIN_S
         self._environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(variables)
         self._closing = threading.Event()
+        self._cut_short = False
+        self._has_served = False
+        self._misconfigured = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._num_starts = 0
         self._keeper = threading.Thread(target=self._keep, name="router-keeper", daemon=True)
@@ -61,35 +77,36 @@ class RouterProcess:
         return None if self._process is None else self._process.pid
 
     def start(self, timeout_s: float) -> None:
-        """Start it and wait until it serves. Raises RouterError with the end of its log."""
+        """Start it and wait until it serves.
+
+        Raises ConfigError in its own words, RouterError with the end of its log.
+        """
         self._keeper.start()
         give_up_at = time.monotonic() + timeout_s
-        with grpc.insecure_channel(self.address) as channel:
+        with grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while not self._closing.is_set():
+                if self._misconfigured.wait(_LOOK_S):
+                    raise ConfigError(self._last_words())
                 try:
-                    answer = stub.Check(
-                        health_pb2.HealthCheckRequest(), timeout=1.0, wait_for_ready=True
-                    )
+                    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
                 except grpc.RpcError:
                     answer = None
                 if answer is not None and answer.status == answer.SERVING:
+                    self._has_served = True
                     return
-                if time.monotonic() > give_up_at or self._num_starts > 3:
+                if time.monotonic() > give_up_at or self._num_starts > _MAX_STARTS:
                     break
-                time.sleep(0.02)
         raise RouterError(f"the router does not serve at {self.address}: {self._log_end()}")
+
+    def cut_short(self) -> None:
+        """What runs is not waited for, neither now nor in a `close` to come. For signal handlers:
+        it takes no lock."""
+        self._cut_short = True
 
     def close(self) -> None:
         """End it, gently at first; returns when it is gone. Idempotent."""
         self._closing.set()
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(_DRAIN_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
         if self._keeper.ident is not None:
             self._keeper.join()
 
@@ -98,6 +115,7 @@ class RouterProcess:
         with self._log_path.open("ab") as output:
             while not self._closing.is_set():
                 started_at = time.monotonic()
+                self._num_starts += 1
                 self._process = subprocess.Popen(
                     self._command,
                     stdin=subprocess.DEVNULL,
@@ -106,11 +124,11 @@ class RouterProcess:
                     start_new_session=True,  # ctrl-C is for the cluster to handle, in its order
                     env=self._environment,
                 )
-                self._num_starts += 1
+                status = self._wait(self._process)
                 if self._closing.is_set():
-                    self._process.terminate()
-                status = self._process.wait()
-                if self._closing.is_set():
+                    return
+                if status == _CONFIG_STATUS and not self._has_served:
+                    self._misconfigured.set()
                     return
                 log.error("the router ended with status %d; starting it again", status)
                 lived_s = time.monotonic() - started_at
@@ -119,8 +137,25 @@ class RouterProcess:
                 )
                 self._closing.wait(backoff_s)
 
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+        """Until it ends, by itself or because of `close`; its status."""
+        while process.poll() is None and not self._closing.wait(_LOOK_S):
+            pass
+        process.terminate()
+        kill_at = time.monotonic() + self._drain_s
+        while process.poll() is None and time.monotonic() < kill_at and not self._cut_short:
+            time.sleep(_LOOK_S)
+        process.kill()
+        return process.wait()
+
+    def _last_words(self) -> str:
+        return self._log_lines()[-1].removeprefix("router: ")
+
     def _log_end(self) -> str:
+        return " | ".join(self._log_lines()[-5:])
+
+    def _log_lines(self) -> list[str]:
+        """Never empty."""
         if not self._log_path.exists():
-            return "it never ran"
-        lines = self._log_path.read_text(errors="replace").splitlines()
-        return " | ".join(lines[-5:]) or "it said nothing"
+            return ["it never ran"]
+        return self._log_path.read_text(errors="replace").splitlines() or ["it said nothing"]

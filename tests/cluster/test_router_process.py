@@ -1,0 +1,64 @@
+"""The router as `baton up` keeps it: a child process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.process_tree import descendants, wait_until_gone
+from cluster.router_process import RouterProcess
+from tests.cluster.whole_cluster import fake_cluster
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def router_at(listen: str, folder: Path) -> RouterProcess:
+    config, file = fake_cluster(folder), folder / "cluster.yaml"
+    file.write_text(config.to_yaml())
+    return RouterProcess("127.0.0.1:1", file, listen, folder / "router.log", 30.0, {})
+
+
+def test_a_router_that_cannot_be_configured_so_is_not_tried_again_and_told_in_its_own_words(
+    tmp_path: Path,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        router = router_at(f"127.0.0.1:{port}", tmp_path)
+        with pytest.raises(ConfigError) as failure:
+            router.start(30.0)
+        router.close()
+    assert failure.value.message.startswith(f"cannot listen on 127.0.0.1:{port}: ")
+    log = (tmp_path / "router.log").read_text()
+    assert log.count("router: cannot listen on") == 1
+
+
+def test_a_router_that_has_served_is_started_again_however_it_ends_until_it_is_closed(
+    tmp_path: Path,
+) -> None:
+    before = descendants()
+    router = router_at("127.0.0.1:0", tmp_path)
+    router.start(30.0)
+    pid = router.pid
+    assert pid is not None
+    address = router.address.rpartition(":")
+    os.kill(pid, signal.SIGKILL)
+    give_up_at = time.monotonic() + 30
+    while router.pid == pid or not serves(address[0], int(address[2])):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.05)
+    router.close()
+    assert wait_until_gone(descendants() - before, 0.0) == set()
+
+
+def serves(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
