@@ -116,8 +116,10 @@ with watched_over() as reaper:
     time.sleep(100)
 """
     process = subprocess.Popen([sys.executable, "-c", script])
+    give_up_at = time.monotonic() + 60
     while not told.exists():
         assert process.poll() is None
+        assert time.monotonic() < give_up_at
         time.sleep(0.02)
     left = descendants(process.pid)
     assert json.loads(told.read_text()) in {found.pid for found in left}
