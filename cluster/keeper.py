@@ -104,11 +104,16 @@ class Keeper:
         if self._leaving.is_set():
             return
         self._leaving.set()
+        self._ask_to_drain()
+
+    def _ask_to_drain(self) -> None:
+        """Again and again: a worker that a former supervisor left registers only after a while."""
         try:
             self._ground.registry.ask_drain(self.worker_id)
             self._ground.changes.announce()
-        except KeyError:  # it has not registered: nothing runs there
-            self._ended.set()
+        except KeyError:
+            if not self._served:  # it has never registered: nothing runs there
+                self._ended.set()
 
     def end_now(self) -> None:
         """The whole cluster ends: so does the replica, whatever it runs."""
@@ -173,6 +178,7 @@ class Keeper:
             now = time.monotonic()
             if self._leaving.is_set():
                 leave_by = leave_by or now + config.drain_timeout_s
+                self._ask_to_drain()
                 if now > leave_by:
                     return "did not drain in time"
             suspect_s = self._suspect_s(now)
