@@ -77,14 +77,19 @@ def chat(arguments: argparse.Namespace) -> int:
     if sys.stdin.isatty():
         render.out().print("ctrl-C stops an answer, ctrl-D leaves, /new starts over", style="dim")
     with Client(arguments.router) as client:
-        while (line := _read_line()) is not None:
-            if line in ("/quit", "/exit"):
-                break
-            if line == "/new":
-                history = list(opening)
-            elif line:
-                _exchange(client, history, line, arguments)
-    return 0
+        while True:
+            try:
+                line = _read_line()
+                if line is None or line in ("/quit", "/exit"):
+                    return 0
+                if line == "/new":
+                    history = list(opening)
+                elif line:
+                    _exchange(client, history, line, arguments)
+            except KeyboardInterrupt:  # in an answer, after it, or at the prompt: the chat goes on
+                if not sys.stdin.isatty():
+                    raise
+                render.out().print("\nstopped; ctrl-D leaves", style="dim")
 
 
 def _exchange(
@@ -95,9 +100,6 @@ def _exchange(
     events = client.generate(chat=turns, **sampling_options(arguments))
     try:
         text, meter = stream_answer(events)
-    except KeyboardInterrupt:
-        render.out().print("\nstopped", style="dim")
-        return
     except BatonError as error:
         render.err().print(f"{error.reason.lower()}: {error.message}", style="red", markup=False)
         return

@@ -13,7 +13,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from baton.errors import BatonError, ConfigError, NotFoundError, UnavailableError
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+)
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -71,6 +77,8 @@ def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
         return f"Is the cluster up? Start one with `baton up`, or name another with {option}."
     if isinstance(error, NotFoundError) and arguments.command in ("scale", "drain"):
         return "`baton status` lists pools and workers."
+    if isinstance(error, InvalidRequestError) and arguments.command == "scale":
+        return f"`pools.{arguments.pool}.max_replicas` in the cluster file is the bound."
     if error.field == "chat" and arguments.command == "generate":
         return "Send the prompt as it is with `baton generate --raw`."
     if error.retry_after_s is not None:
@@ -136,6 +144,7 @@ def _add_operator_commands(commands: Subparsers[argparse.ArgumentParser]) -> Non
     for command in (status, scale, drain):
         command.add_argument(
             "--control",
+            type=_address,
             metavar="HOST:PORT",
             default=os.environ.get("BATON_CONTROL", "127.0.0.1:7101"),
             help="the control service (BATON_CONTROL; %(default)s)",
@@ -146,6 +155,7 @@ def _add_router(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", metavar="NAME", help="only if several are served")
     command.add_argument(
         "--router",
+        type=_addresses,
         metavar="HOST:PORT[,...]",
         default=os.environ.get("BATON_ROUTER", "127.0.0.1:7100"),
         help="one or more routers (BATON_ROUTER; %(default)s)",
@@ -168,6 +178,17 @@ def _count(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError("must not be negative")
     return value
+
+
+def _address(text: str) -> str:
+    host, _, port = text.strip().rpartition(":")
+    if not host or not port.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, like 127.0.0.1:7100")
+    return text.strip()
+
+
+def _addresses(text: str) -> list[str]:
+    return [_address(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from baton import render
 from baton.control_client import ControlClient
@@ -12,6 +13,8 @@ from baton.progress import Steps
 from baton.v1 import common_pb2, control_pb2
 
 Fleet = control_pb2.WatchFleetResponse
+
+_FAILED_STARTS = 2  # a first one may be bad luck
 
 
 def status(arguments: argparse.Namespace) -> int:
@@ -81,58 +84,72 @@ def scale(arguments: argparse.Namespace) -> int:
             raise NotFoundError(f"no pool {pool!r}; there are: {', '.join(known) or 'none'}")
         previous = control.set_replicas(pool, replicas)
         render.out().print(f"{pool}: {previous} → {replicas}")
-        if arguments.no_wait or previous == replicas:
+        if arguments.no_wait:
             return 0
-        return _wait(
-            control,
-            f"{pool}: waiting for {replicas} live",
-            lambda fleet: _live(fleet, pool) == replicas,
-            arguments.timeout,
-        )
+        return _wait(control, lambda fleet: _scaled(fleet, pool, replicas), arguments.timeout)
 
 
-def _live(fleet: Fleet, pool: str) -> int | None:
-    return next((entry.live_replicas for entry in fleet.pools if entry.name == pool), None)
+def _scaled(fleet: Fleet, pool: str, replicas: int) -> _Progress:
+    """How far a pool is. Raises BatonError when its workers do not start."""
+    now = next((entry for entry in fleet.pools if entry.name == pool), control_pb2.PoolStatus())
+    if now.live_replicas < replicas and now.num_failed_starts >= _FAILED_STARTS:
+        raise BatonError(f"the {pool} pool does not start: {now.last_error}")
+    return _Progress(
+        f"{pool}: {now.live_replicas} live, {replicas} wanted", now.live_replicas == replicas
+    )
 
 
 def drain(arguments: argparse.Namespace) -> int:
     name = arguments.worker
     with ControlClient(arguments.control) as control:
-        incarnation = _incarnation(control.fleet(), name)
-        if incarnation is None:
-            raise NotFoundError(f"no worker {name!r}")
+        here = _incarnations(control.fleet())
+        if name not in here:
+            raise NotFoundError(f"no worker {name!r}; there are: {', '.join(here) or 'none'}")
         control.drain(name)
         if arguments.no_wait:
             return 0
         return _wait(
             control,
-            f"{name}: finishing what it runs",
-            lambda fleet: _incarnation(fleet, name) != incarnation,
+            lambda fleet: _Progress(
+                f"{name}: finishing what it runs", _incarnations(fleet).get(name) != here[name]
+            ),
             arguments.timeout,
         )
 
 
-def _incarnation(fleet: Fleet, worker_id: str) -> int | None:
-    """Which start of a worker is in the fleet; None when none is."""
-    for worker in fleet.workers:
-        if worker.info.ref.worker_id == worker_id:
-            gone = worker.state == control_pb2.WORKER_STATE_GONE
-            return None if gone else worker.info.ref.incarnation
-    return None
+def _incarnations(fleet: Fleet) -> dict[str, int]:
+    """Which start of each worker that is not gone is in the fleet."""
+    return {
+        worker.info.ref.worker_id: worker.info.ref.incarnation
+        for worker in sorted(fleet.workers, key=lambda worker: worker.info.ref.worker_id)
+        if worker.state != control_pb2.WORKER_STATE_GONE
+    }
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """What is said of a change under way, and whether it is over."""
+
+    message: str
+    is_done: bool
 
 
 def _wait(
-    control: ControlClient, message: str, is_done: Callable[[Fleet], bool], timeout_s: float
+    control: ControlClient, progress_of: Callable[[Fleet], _Progress], timeout_s: float
 ) -> int:
-    """Follow the fleet until it is as wanted."""
+    """Follow the fleet until it is as wanted; say how far it is whenever that changes."""
+    told = "waiting for the control service"
     with Steps(render.err()) as steps:
-        steps(message)
         try:
             for fleet in control.watch_fleet(timeout_s):
-                if is_done(fleet):
+                progress = progress_of(fleet)
+                if progress.message != told:
+                    told = progress.message
+                    steps(told)
+                if progress.is_done:
                     return 0
         except DeadlineError as error:
             raise BatonError(
-                f"{message}: not done after {timeout_s:g} s; it goes on, see `baton status`"
+                f"{told}: not done after {timeout_s:g} s; it goes on, see `baton status`"
             ) from error
     raise BatonError("the control service ended the watch; see `baton status`")

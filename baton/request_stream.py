@@ -184,7 +184,7 @@ class RequestStream:
         """
         now = time.monotonic()
         if failure is not None and not self._may_retry(failure):
-            raise status.from_rpc_error(failure)
+            raise status.from_rpc_error(failure, self.address)
         if now >= self._deadline:
             raise DeadlineError("the request's time is over, and its router is lost")
         if failure is not None and status.is_never_connected(failure):

@@ -32,6 +32,9 @@ _BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
 }
 
 
+_NEVER_CONNECTED = ("failed to connect", "errors resolving", "dns resolution failed")
+
+
 class RpcFailure(Protocol):
     """What sync and asyncio calls raise: grpc.RpcError with these."""
 
@@ -73,6 +76,8 @@ def from_rpc_error(failure: RpcFailure, address: str = "the address") -> BatonEr
     detailed = _from_details(failure, message)
     if detailed is not None:
         return detailed
+    if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.UnavailableError(f"what listens at {address} is another service")
     if _is_too_large(failure):
         return errors.InvalidRequestError(f"the message is too large: {message}")
     return _BY_CODE.get(failure.code(), BatonError)(message)
@@ -89,8 +94,9 @@ def is_connection_lost(failure: RpcFailure) -> bool:
 
 
 def is_never_connected(failure: RpcFailure) -> bool:
-    """Whether nothing listened at the address."""
-    return is_connection_lost(failure) and "failed to connect" in (failure.details() or "").lower()
+    """Whether nothing listened at the address, or its name is unknown."""
+    text = (failure.details() or "").lower()
+    return is_connection_lost(failure) and any(sign in text for sign in _NEVER_CONNECTED)
 
 
 def is_out_of_time(failure: RpcFailure) -> bool:

@@ -174,9 +174,11 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
 
 
 class SmallControl(control_pb2_grpc.ControlServiceServicer):
-    """A registry with one decode pool that grows at once, and drops drained workers."""
+    """A registry with one decode pool that grows at once, and drops drained workers. `failing`:
+    why no more than the first worker ever starts."""
 
-    def __init__(self) -> None:
+    def __init__(self, failing: str = "") -> None:
+        self._failing = failing
         self._replicas = 1
         self._drained: set[str] = set()
         self._changed = threading.Condition()
@@ -189,13 +191,16 @@ class SmallControl(control_pb2_grpc.ControlServiceServicer):
         return server, f"127.0.0.1:{port}"
 
     def fleet(self) -> control_pb2.WatchFleetResponse:
-        names = [f"decode-{index}" for index in range(self._replicas)]
+        num_started = min(1, self._replicas) if self._failing else self._replicas
+        names = [f"decode-{index}" for index in range(num_started)]
         workers = [self._worker(name, 10000 + index) for index, name in enumerate(names)]
         pool = control_pb2.PoolStatus(
             name="decode",
             role=common_pb2.WORKER_ROLE_DECODE,
             desired_replicas=self._replicas,
             live_replicas=len([name for name in names if name not in self._drained]),
+            last_error=self._failing,
+            num_failed_starts=2 if self._failing else 0,
         )
         return control_pb2.WatchFleetResponse(workers=workers, pools=[pool])
 

@@ -113,7 +113,9 @@ def test_status_shows_pools_and_workers(control: str, capsys: Capture) -> None:
 
 def test_scale_waits_until_the_pool_has_its_size(control: str, capsys: Capture) -> None:
     assert main(["scale", "decode", "3", "--control", control]) == 0
-    assert "decode: 1 → 3" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "decode: 1 → 3" in captured.out
+    assert captured.err.endswith("decode: 3 live, 3 wanted ...\n")
     assert main(["status", "--control", control]) == 0
     assert "decode-2" in capsys.readouterr().out
 
@@ -128,7 +130,7 @@ def test_names_that_do_not_exist_are_told_with_those_that_do(control: str, capsy
     assert main(["scale", "decod", "3", "--control", control]) == 1
     assert "no pool 'decod'; there are: decode" in capsys.readouterr().err
     assert main(["drain", "nobody", "--control", control]) == 1
-    assert "no worker 'nobody'" in capsys.readouterr().err
+    assert "no worker 'nobody'; there are: decode-0" in capsys.readouterr().err
 
 
 def test_explain_shows_every_candidate_cheapest_first(router: str, capsys: Capture) -> None:
@@ -191,8 +193,29 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(
     assert "router.port" in shown
 
 
+def test_scaling_a_pool_whose_workers_do_not_start_says_why(capsys: Capture) -> None:
+    server, address = SmallControl(failing="out of memory").serve()
+    try:
+        assert main(["scale", "decode", "2", "--control", address]) == 1
+    finally:
+        server.stop(None).wait()
+    assert "the decode pool does not start: out of memory" in capsys.readouterr().err
+
+
+def test_a_host_that_does_not_exist_is_told_at_once(capsys: Capture) -> None:
+    assert main(["generate", "hello", "--router", "no-such-host.invalid:7100"]) == 3
+    assert "no router listens at no-such-host.invalid:7100" in capsys.readouterr().err
+
+
 def test_wrong_usage_is_told_by_the_parser(capsys: Capture) -> None:
-    for arguments in (["scale", "decode", "-1"], ["scale", "decode", "x"], ["nonsense"], []):
+    for arguments in (
+        ["scale", "decode", "-1"],
+        ["scale", "decode", "x"],
+        ["status", "--control", "localhost"],
+        ["generate", "hi", "--router", "127.0.0.1:7100,localhost"],
+        ["nonsense"],
+        [],
+    ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2

@@ -1,4 +1,4 @@
-"""`baton demo` and `baton up` for real, with the engine's fake model; and what the demo asks."""
+"""`baton demo` for real, and what it asks; `full`: with another model than the shipped one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import yaml
 
 from baton.demo_prompts import FOR_ANY_MODEL, read_prompts
 from baton.errors import ConfigError
+from baton.process_tree import Process, descendants, still_alive
 from tests.router.text_fixtures import byte_level_tokenizer, write_model
 
+SHIPPED = Path(__file__).resolve().parents[2] / "models" / "demo"
 BATON = [sys.executable, "-m", "baton.cli"]
 
 
@@ -37,6 +39,37 @@ def cluster_file(tmp_path: Path) -> Path:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(180)
+def test_the_demo_answers_with_the_shipped_model_and_leaves_no_process(tmp_path: Path) -> None:
+    prompts = read_prompts(SHIPPED)
+    processes: set[Process] = set()
+    with (tmp_path / "errors.txt").open("w") as errors:
+        process = subprocess.Popen(
+            [*BATON, "demo"], stdout=subprocess.PIPE, stderr=errors, text=True, cwd=tmp_path
+        )
+    assert process.stdout is not None
+    shown = ""
+    with process:
+        for line in process.stdout:
+            shown += line
+            processes |= descendants(process.pid)
+    assert process.returncode == 0, shown + (tmp_path / "errors.txt").read_text()
+    assert len(prompts) == 8
+    for prompt in prompts:
+        assert f"> {prompt.question}\n" in shown
+    for answer in ("The baker of Willowmere is Mira.\n", "Your name is Milo.\n"):
+        assert answer in shown
+    costs = re.findall(r"prefill-0 +decode-0 +(\d+) tok +(\d+) tok ", shown)
+    assert len(costs) == 8
+    assert [int(cached) for _, cached in costs[:-1]] == [0] * 7
+    prompt_tokens, cached_tokens = map(int, costs[-1])  # the long text, asked about a second time
+    assert 1000 < cached_tokens < prompt_tokens
+    assert len(processes) > 5
+    assert not still_alive(processes)
+
+
+@pytest.mark.full
+@pytest.mark.cluster
+@pytest.mark.timeout(180)
 def test_the_demo_answers_hits_the_cache_and_leaves_nothing_behind(cluster_file: Path) -> None:
     done = subprocess.run(
         [*BATON, "demo", "-f", str(cluster_file)], capture_output=True, timeout=170
@@ -52,6 +85,7 @@ def test_the_demo_answers_hits_the_cache_and_leaves_nothing_behind(cluster_file:
     assert re.search(r"none of its \d+ processes is left", shown)
 
 
+@pytest.mark.full
 @pytest.mark.cluster
 @pytest.mark.timeout(180)
 def test_a_cluster_that_is_up_answers_commands_and_ends_on_sigterm(cluster_file: Path) -> None:
@@ -91,6 +125,6 @@ def test_a_models_own_prompts_are_asked(tmp_path: Path) -> None:
 
 
 def test_the_shipped_models_prompts_can_be_read() -> None:
-    prompts = read_prompts(Path(__file__).resolve().parents[2] / "models" / "demo")
+    prompts = read_prompts(SHIPPED)
     assert prompts is not FOR_ANY_MODEL
     assert prompts[-1].context == prompts[-2].context

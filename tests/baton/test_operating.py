@@ -1,0 +1,219 @@
+"""Every command against a cluster that `baton up` started with the shipped model."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.control_client import ControlClient
+from baton.process_tree import descendants, still_alive
+from baton.v1 import control_pb2
+from tests.baton.terminal import CTRL_C, CTRL_D, Terminal, default_signals
+
+BATON = [sys.executable, "-m", "baton.cli"]
+BAKER = ("Who is the baker in Willowmere?", "The baker of Willowmere is Mira.\n")
+# At this temperature the answer is noise, the same for the same seed, and does not end by itself.
+ENDLESS = ["--temperature", "100", "--seed", "1", "--max-tokens", "1500"]
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+
+class Cluster:
+    """The addresses of a cluster that runs, and commands sent to it."""
+
+    def __init__(self, router: str, control: str) -> None:
+        self.control = control
+        self.env = {**os.environ, "BATON_ROUTER": router, "BATON_CONTROL": control}
+
+    def run(self, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*BATON, *arguments], env=self.env, input=text, capture_output=True, text=True,
+            timeout=150, check=False,
+        )  # fmt: skip
+
+    def wait_until(self, is_so: Callable[[control_pb2.WatchFleetResponse], bool]) -> None:
+        with ControlClient(self.control) as control:
+            assert any(is_so(fleet) for fleet in control.watch_fleet(60.0))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    file = folder / "cluster.yaml"
+    file.write_text(
+        "router: {port: 0, local_prefill: never}\n"
+        "control: {port: 0}\n"
+        "pools:\n"
+        "  prefill: {role: prefill}\n"
+        "  decode: {role: decode, max_replicas: 3}\n"
+    )
+    with (folder / "errors.txt").open("w") as errors:
+        process = subprocess.Popen(
+            [*BATON, "up", "-f", str(file)], stdout=subprocess.PIPE, stderr=errors, text=True,
+            preexec_fn=default_signals,
+        )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        router = process.stdout.readline().split()[-1]
+        control = process.stdout.readline().split(";")[0].split()[-1]
+        yield Cluster(router, control)
+        processes = descendants(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=90) == 0, (folder / "errors.txt").read_text()
+        assert len(processes) > 5
+        assert not still_alive(processes)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=90)
+        process.stdout.close()
+
+
+def test_generate_answers_an_argument_and_standard_input_alike(cluster: Cluster) -> None:
+    prompt, expected = BAKER
+    for done in (cluster.run("generate", prompt), cluster.run("generate", "-", text=prompt)):
+        assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+
+
+def test_generate_streams(cluster: Cluster) -> None:
+    with subprocess.Popen(
+        [*BATON, "generate", *ENDLESS, "Tell me a story"], env=cluster.env, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        pieces = list(iter(lambda: os.read(process.stdout.fileno(), 1 << 16), b""))
+    assert process.returncode == 0
+    assert sum(map(len, pieces)) > 3000
+    assert len(pieces) > 5
+
+
+def test_chat_remembers_and_its_second_turn_finds_the_first_in_the_cache(cluster: Cluster) -> None:
+    with Terminal([*BATON, "chat", "--stats"], cluster.env) as chat:
+        chat.wait_for("ctrl-D leaves")
+        cached = []
+        for line in ("Anna has 7 apples. Ben gives her 6 more. How many apples now?", "And now?"):
+            chat.wait_for("> ")
+            chat.type(f"{line}\n")
+            shown = chat.wait_for(r"prefill-0 +decode-0 +\d+ tok +\d+ tok ")
+            cached.append(int(shown.split()[-2]))
+        chat.wait_for("> ")
+        chat.type(CTRL_D)
+        assert chat.exit_status() == 0
+    assert cached[0] == 0
+    assert cached[1] >= 16
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(cluster: Cluster) -> None:
+    with Terminal([*BATON, "chat", *ENDLESS], cluster.env) as chat:
+        for _ in range(2):
+            chat.wait_for("> ")
+            chat.type("Tell me a story\n")
+            # After the spinner, which is drawn in braille and may show seconds.
+            chat.wait_for(r"first token(?: +\d+ s)?\s+[^\s\d⠀-⣿]\S* \S+ ")
+            chat.type(CTRL_C)
+            chat.wait_for("stopped")
+            cluster.wait_until(
+                lambda fleet: all(worker.load.num_running == 0 for worker in fleet.workers)
+            )
+        chat.wait_for("> ")
+        chat.type(f"half a line{CTRL_C}")
+        chat.wait_for("> ")
+        chat.type(CTRL_D)
+        assert chat.exit_status() == 0
+
+
+def rows_under(title: str, shown: str) -> tuple[str, list[str]]:
+    """Header and rows of one table."""
+    lines = shown.split(f"{title}\n", 1)[1].split("\n\n")[0].splitlines()
+    return lines[0], lines[1:]
+
+
+def test_status_shows_aligned_pools_workers_and_kv(cluster: Cluster) -> None:
+    done = cluster.run("status")
+    assert done.returncode == 0
+    header, rows = rows_under("Pools", done.stdout)
+    assert [row.split() for row in rows] == [
+        ["prefill", "prefill", "1", "of", "1"], ["decode", "decode", "1", "of", "1"]
+    ]  # fmt: skip
+    assert {row.index(" of ") for row in rows} == {header.index("live") - 1}
+    header, rows = rows_under("Workers", done.stdout)
+    assert [row.split()[:3] for row in rows] == [
+        ["decode-0", "decode", "live"], ["prefill-0", "prefill", "live"]
+    ]  # fmt: skip
+    for row in rows:
+        assert row[header.index("address") :].startswith("127.0.0.1:")
+        end = header.index("KV used") + len("KV used")
+        assert re.search(r"\d+% of \d+$", row[:end])
+
+
+def test_explain_names_the_candidates_and_their_costs(cluster: Cluster) -> None:
+    done = cluster.run("explain", BAKER[0])
+    assert done.returncode == 0
+    (row,) = done.stdout.strip().splitlines()[2:]
+    assert row.split()[:2] == ["prefill-0", "decode-0"]
+    assert re.search(r"[\d.]+ ms", row)
+
+
+def test_a_pool_is_scaled_out_drained_and_scaled_in(cluster: Cluster) -> None:
+    done = cluster.run("scale", "decode", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "decode: 1 → 2\n"
+    assert done.stderr == "decode: 1 live, 2 wanted ...\ndecode: 2 live, 2 wanted ...\n"
+    assert "2 of 2" in cluster.run("status").stdout
+
+    done = cluster.run("drain", "decode-0")
+    assert (done.returncode, done.stderr) == (0, "decode-0: finishing what it runs ...\n")
+    assert cluster.run("generate", BAKER[0]).stdout == BAKER[1]
+
+    done = cluster.run("scale", "decode", "1")
+    assert (done.returncode, done.stdout) == (0, "decode: 2 → 1\n")
+    assert cluster.run("generate", BAKER[0]).stdout == BAKER[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["drain", "decode-7"], "no worker 'decode-7'; there are: decode-0, prefill-0"),
+        (["scale", "dekode", "2"], "no pool 'dekode'; there are: prefill, decode"),
+        (["scale", "decode", "4"], "must be between 0 and 3"),
+        (["generate", "hi", "--model", "demon"], "unknown model 'demon'; served here: demo"),
+    ],
+)
+def test_a_mistake_is_told_in_a_line_with_what_to_do(
+    cluster: Cluster, arguments: list[str], told: str
+) -> None:
+    done = cluster.run(*arguments)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("baton: ")
+    assert told in first
+    assert len(rest) <= 1
+
+
+def test_another_service_at_the_address_is_told(cluster: Cluster) -> None:
+    for arguments in (
+        ("status", "--control", cluster.env["BATON_ROUTER"]),
+        ("generate", "hi", "--router", cluster.control),
+    ):
+        done = cluster.run(*arguments)
+        assert done.returncode == 3
+        assert "is another service" in done.stderr
+
+
+@pytest.mark.full
+def test_nothing_at_the_address_is_told_by_every_command(tmp_path: Path) -> None:
+    for arguments in (["generate", "x"], ["explain", "x"], ["status"], ["drain", "x"]):
+        done = subprocess.run(
+            [*BATON, *arguments],
+            env={**os.environ, "BATON_ROUTER": "127.0.0.1:1", "BATON_CONTROL": "127.0.0.1:1"},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 3
+        assert "baton up" in done.stderr
