@@ -7,12 +7,16 @@ import asyncio
 import logging
 import signal
 import sys
+from wsgiref.simple_server import WSGIServer
 
 import uvloop
 from prometheus_client import start_http_server
 
 from baton.config import ClusterConfig, load_config
 from baton.errors import ConfigError
+from router.config import RouterConfig
+from router.listening import cannot_listen, split_address
+from router.metrics import RouterMetrics
 from router.router import Router
 from router.server import RouterServer
 from router.text import TextModel
@@ -25,7 +29,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--control", required=True, metavar="HOST:PORT", help="the registry")
     parser.add_argument("--config", metavar="FILE", help="cluster.yaml; without it, the defaults")
     parser.add_argument("--listen", metavar="HOST:PORT", help="overrides the configuration")
-    parser.add_argument("--log-level", default="info", help="debug, info, warning or error")
+    levels = ("debug", "info", "warning", "error")
+    parser.add_argument("--log-level", default="info", choices=levels)
     return parser.parse_args()
 
 
@@ -33,17 +38,13 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> None:
     """Run a router until SIGTERM or SIGINT, then drain it; a second signal cuts the drain short."""
     text_model = await asyncio.to_thread(TextModel.load, config.model)
     router = Router(config.router, control, config.model_name, text_model)
+    metrics = _serve_metrics(config.router, router.metrics)
     server = RouterServer(router, config.router, listen)
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     await server.start()
-    metrics = None
-    if config.router.metrics_port is not None:
-        metrics = start_http_server(
-            config.router.metrics_port, config.router.host, router.metrics.registry
-        )
     print(f"router listening on {server.address}", flush=True)
     await signals.get()
     log.info("draining %d requests", router.num_active)
@@ -56,7 +57,18 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> None:
     await stopping
     again.cancel()
     if metrics is not None:
-        metrics[0].shutdown()
+        metrics.shutdown()
+
+
+def _serve_metrics(config: RouterConfig, metrics: RouterMetrics) -> WSGIServer | None:
+    """Raises ConfigError when their port is taken."""
+    if config.metrics_port is None:
+        return None
+    try:
+        server, _ = start_http_server(config.metrics_port, config.host, metrics.registry)
+    except OSError as error:
+        raise cannot_listen(f"{config.host}:{config.metrics_port}", error) from error
+    return server
 
 
 def main() -> int:
@@ -68,9 +80,10 @@ def main() -> int:
     try:
         config = load_config(arguments.config) if arguments.config else ClusterConfig()
         listen = arguments.listen or f"{config.router.host}:{config.router.port}"
+        split_address(arguments.control)
         uvloop.run(serve(config, arguments.control, listen))
     except ConfigError as error:
-        print(f"router: {error.message}", file=sys.stderr)
+        print(f"router: {' '.join(error.message.split())}", file=sys.stderr)
         return 2
     return 0
 

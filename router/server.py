@@ -8,10 +8,10 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton.errors import ConfigError
 from baton.grpc_options import accepts_pings, sends_pings
 from baton.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
+from router.listening import cannot_listen, check_can_listen
 from router.router import Router
 from router.service import RouterService
 from router.unreadable import RefuseUnreadable
@@ -27,6 +27,7 @@ class RouterServer:
 
     def __init__(self, router: Router, config: RouterConfig, listen: str) -> None:
         """`listen` is host:port, port 0 for any free one. Raises ConfigError when it is taken."""
+        check_can_listen(listen, config.reuse_port)
         self.router, self._config = router, config
         self._service = RouterService(router)
         self._health = health.aio.HealthServicer()
@@ -47,8 +48,8 @@ class RouterServer:
         host, _, _ = listen.rpartition(":")
         try:
             self.port = self._server.add_insecure_port(listen)
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {listen}: {error}") from error
+        except RuntimeError as error:  # taken since it was checked
+            raise cannot_listen(listen, error) from error
         self.address = f"{host}:{self.port}"
 
     async def start(self) -> None:

@@ -65,9 +65,9 @@ def read_model_files(folder: str | Path) -> ModelFiles:
         chat_template=_chat_template(root, tokenizer_config),
         special_tokens=_special_tokens(root, tokenizer_config),
         eos_token_ids=_token_ids(root, eos),
-        vocab_size=config.get("vocab_size"),
-        max_model_len=config.get("max_position_embeddings"),
-        defaults=_sampling_defaults(generation),
+        vocab_size=_size(root, config, "vocab_size"),
+        max_model_len=_size(root, config, "max_position_embeddings"),
+        defaults=_sampling_defaults(root, generation),
     )
 
 
@@ -112,8 +112,8 @@ def _chat_template(root: Path, tokenizer_config: Mapping[str, Any]) -> str | Non
             raise ConfigError(f"{path}: cannot be read: {error}") from error
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several named ones
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
     if template is not None and not isinstance(template, str):
         raise ConfigError(f"{root / 'tokenizer_config.json'}: chat_template: text is expected")
     return template
@@ -138,13 +138,24 @@ def _token_ids(root: Path, value: object) -> frozenset[int]:
     return frozenset(values)
 
 
-def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+def _size(root: Path, config: Mapping[str, Any], name: str) -> int | None:
+    value = config.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise ConfigError(f"{root / 'config.json'}: {name}: a number is expected, not {value!r}")
+    return value
+
+
+def _sampling_defaults(root: Path, generation: Mapping[str, Any]) -> SamplingDefaults:
     base = SamplingDefaults()
-    values = {
-        name: type(default)(generation[name])
-        for name, default in vars(base).items()
-        if generation.get(name) is not None
-    }
+    values: dict[str, Any] = {}
+    for name, default in vars(base).items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            path = root / "generation_config.json"
+            raise ConfigError(f"{path}: {name}: a number is expected, not {value!r}")
+        values[name] = type(default)(value)
     if generation.get("do_sample") is False:
         values["temperature"] = 0.0
     return replace(base, **values)

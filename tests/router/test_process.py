@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.errors import ConfigError
 from router.text import TextModel
 from tests.router.deployment import Answer, Client, ask_for, byte_model, deployment
 from tests.router.proxy import Proxy
@@ -191,16 +193,65 @@ async def test_a_host_that_goes_silent_is_noticed_by_its_unanswered_pings(
         await proxy.close()
 
 
-async def test_a_config_with_a_wrong_key_is_refused_by_name(tmp_path: Path) -> None:
-    config = tmp_path / "cluster.yaml"
-    config.write_text("router:\n  max_queu: 5\n")
+async def refused_start(folder: Path, settings: str = "", **arguments: str) -> str:
+    """The one line that a router says which cannot start so."""
+    config = folder / "cluster.yaml"
+    config.write_text(f"model: {folder}\n{settings}")
+    given = {"control": "127.0.0.1:1", "config": str(config), "listen": "127.0.0.1:0", **arguments}
+    flags = [word for name, value in given.items() for word in (f"--{name}", value)]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router", "--control", "127.0.0.1:1", "--config", str(config)),
+        *(sys.executable, "-m", "router", *flags),
+        stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    _, errors = await process.communicate()
-    assert process.returncode == 2
-    assert b"max_queue" in errors
+    try:
+        said, errors = await asyncio.wait_for(process.communicate(), 30)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise
+    assert process.returncode == 2, errors
+    assert not said
+    (line,) = errors.decode().splitlines()
+    return line
+
+
+async def test_a_config_with_a_wrong_key_is_refused_by_name(tmp_path: Path) -> None:
+    assert "max_queue" in await refused_start(tmp_path, "router:\n  max_queu: 5\n")
+
+
+async def test_a_router_that_cannot_listen_says_so_in_one_line(tmp_path: Path) -> None:
+    byte_model(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        in_use = f"router: cannot listen on {address}: Address already in use"
+        assert await refused_start(tmp_path, listen=address) == in_use
+        metrics = f"router:\n  metrics_port: {taken.getsockname()[1]}\n"
+        assert await refused_start(tmp_path, metrics) == in_use
+    assert "'nowhere' is no address" in await refused_start(tmp_path, control="nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("chat_template.jinja", "{% if %}", "chat template, line 1"),
+        ("config.json", '{"vocab_size": "many"}', "config.json: vocab_size: a number"),
+        ("generation_config.json", '{"temperature": "hot"}', "temperature: a number"),
+    ],
+)
+def test_a_model_file_with_a_wrong_value_is_named(
+    tmp_path: Path, name: str, text: str, told: str
+) -> None:
+    byte_model(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        TextModel.load(tmp_path)
+
+
+async def test_a_model_that_cannot_be_read_is_told_in_one_line(tmp_path: Path) -> None:
+    byte_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json: cannot be read" in await refused_start(tmp_path)
 
 
 def test_unknown_modes_and_negative_times_are_refused() -> None:
