@@ -146,7 +146,7 @@ class Memcpy:
 
     def __init__(self, worker: Worker) -> None:
         self._copy = ctypes.CDLL(str(compiled(Path(__file__).with_name("copy_loop.c")))).copy_runs
-        self._copy.argtypes = [ctypes.c_size_t] + [ctypes.c_void_p] * 3
+        self._copy.argtypes = [ctypes.c_size_t] + [ctypes.c_void_p] * 3 + [ctypes.c_uint64] * 2
         self._layout, self._regions = worker.layout, worker.memory.regions
         stride = worker.memory.region_stride_bytes
         self._pool = np.ones(NUM_REGIONS * stride, dtype=np.uint8)  # every page is touched
@@ -164,10 +164,10 @@ class Memcpy:
         for layer in range(NUM_LAYERS):
             batch = runs.at(layer)
             self._copy(
-                len(batch.sources),
-                batch.sources.ctypes.data,
-                batch.targets.ctypes.data,
-                batch.lengths.ctypes.data,
+                len(runs.first.lengths),
+                *runs.first.pointers[:3],
+                batch.source_offset,
+                batch.target_offset,
             )
         return time.perf_counter() - start
 

@@ -42,7 +42,7 @@ from kv_transfer.lease import (
 )
 from kv_transfer.mailbox import Event, Mailbox, PeerLost
 from kv_transfer.process import own_identity
-from kv_transfer.rank_done import fill_done, why_wrong
+from kv_transfer.rank_done import add_checksums, fill_done, why_wrong
 from kv_transfer.rank_handoff import Lane, Phase, Push, RankHandoff
 from kv_transfer.routes import Route, pairs
 from kv_transfer.tombstones import Tombstones
@@ -212,8 +212,8 @@ class TransferRank:
             found = self._handoffs.get(handoff)
             lanes = list(found.lanes.values()) if found is not None else []
         for lane in lanes:
-            if lane.done is not None:
-                self.transport.send(lane.peer, lane.done)
+            if lane.sent is not None:
+                self.transport.send(lane.peer, lane.sent)
 
     def send_progress(self, lease: Lease) -> None:
         message = self.new_message(lease.lease_id, lease.lease_epoch)
@@ -264,10 +264,19 @@ class TransferRank:
             return
         handoff.phase = Phase.FLUSHING
         handoff.num_flushing = len(handoff.lanes)
+        if not over:  # the puts are under way: now is the time
+            for lane in handoff.lanes.values():
+                lane.done = self._done_message(handoff, lane)
         for rank, lane in handoff.lanes.items():
             self.transport.flush(lane.peer, partial(self._flushed, handoff, rank))
         if not handoff.lanes:
             self._drained(handoff)
+
+    def _done_message(self, handoff: RankHandoff, lane: Lane) -> transfer_pb2.TransferMessage:
+        message = self.new_message(handoff.lease.lease_id, handoff.lease.lease_epoch)
+        message.done.reply_to.CopyFrom(self.identity.ranks[0].to_proto())
+        fill_done(message.done, handoff, lane, self.region_layout)
+        return message
 
     def _drained(self, handoff: RankHandoff) -> None:
         handoff.phase = Phase.DRAINED
@@ -310,19 +319,16 @@ class TransferRank:
             sends = not handoff.cancelled and handoff.error is None
         if sends:
             # Outside the lock: checksums take time, and the blocks are pinned.
-            lane.done = self._done_message(handoff, lane)
-            self.transport.send(lane.peer, lane.done, expects_answer=self.tp_rank == 0)
+            assert lane.done is not None
+            if stride := self._config.checksum_stride:
+                done, layout = lane.done.done, self.region_layout
+                add_checksums(done, handoff, lane, layout, self._memory, stride)
+            lane.sent = lane.done.SerializeToString()
+            self.transport.send(lane.peer, lane.sent, expects_answer=self.tp_rank == 0)
         with self._lock:
             handoff.num_flushing -= 1
             if handoff.num_flushing == 0:
                 self._drained(handoff)
-
-    def _done_message(self, handoff: RankHandoff, lane: Lane) -> bytes:
-        message = self.new_message(handoff.lease.lease_id, handoff.lease.lease_epoch)
-        message.done.reply_to.CopyFrom(self.identity.ranks[0].to_proto())
-        stride = self._config.checksum_stride
-        fill_done(message.done, handoff, lane, self.region_layout, self._memory, stride)
-        return message.SerializeToString()
 
     def _cancel(self, handoff: HandoffId) -> None:
         with self._lock:

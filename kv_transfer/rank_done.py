@@ -11,14 +11,9 @@ from kv_transfer.transport import TransferMemory
 
 
 def fill_done(
-    done: transfer_pb2.TransferDone,
-    handoff: RankHandoff,
-    lane: Lane,
-    source: RegionLayout,
-    memory: TransferMemory,
-    checksum_stride: int,
+    done: transfer_pb2.TransferDone, handoff: RankHandoff, lane: Lane, source: RegionLayout
 ) -> None:
-    """Counts, first token and checksums of what has gone this way. Reads pushed blocks' bytes."""
+    """Counts and first token of what goes this way."""
     lease = handoff.lease
     done.target_rank = lane.route.pair.target_rank
     done.num_source_ranks = sum(
@@ -32,13 +27,21 @@ def fill_done(
         done.first_token = handoff.first.token_id
         if handoff.first.logprobs is not None:
             done.logprobs.CopyFrom(logprobs_to_proto(handoff.first.logprobs))
-    if checksum_stride:
-        sources, targets = handoff.tables()
-        done.checksum_stride = checksum_stride
-        done.groups.extend(worker_pb2.GroupBlocks(block_ids=table) for table in targets)
-        done.checksums.extend(
-            block_checksums(memory, source, lane.route.pair, sources, checksum_stride)
-        )
+
+
+def add_checksums(
+    done: transfer_pb2.TransferDone,
+    handoff: RankHandoff,
+    lane: Lane,
+    source: RegionLayout,
+    memory: TransferMemory,
+    stride: int,
+) -> None:
+    """Checksums of every `stride`-th block that has gone this way, and which blocks they are."""
+    sources, targets = handoff.tables()
+    done.checksum_stride = stride
+    done.groups.extend(worker_pb2.GroupBlocks(block_ids=table) for table in targets)
+    done.checksums.extend(block_checksums(memory, source, lane.route.pair, sources, stride))
 
 
 def why_wrong(

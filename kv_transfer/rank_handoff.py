@@ -42,7 +42,8 @@ class Lane:
 
     peer: Peer
     route: Route
-    done: bytes | None = None  # the message that was sent, to be sent again
+    done: transfer_pb2.TransferMessage | None = None  # made before its flush is over
+    sent: bytes | None = None  # `done` as it was sent, to be sent again
 
 
 @dataclass

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import BlockId, KvLayout, RegionLayout, TensorSpec
 from kv_transfer.lease import Region
-from kv_transfer.transport import PutBatch, TransferMemory
+from kv_transfer.transport import PutBatch, Runs, TransferMemory
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,28 @@ class GroupRuns:
     """The puts of some blocks for the first layer of their group; later layers lie at a constant
     stride on either side."""
 
-    first: PutBatch
+    first: Runs
     source_layer_bytes: int
     target_layer_bytes: int
 
     def at(self, layer_in_group: int) -> PutBatch:
-        if layer_in_group == 0:
-            return self.first
-        source = np.uint64(layer_in_group * self.source_layer_bytes)
-        target = np.uint64(layer_in_group * self.target_layer_bytes)
         return PutBatch(
-            self.first.sources + source,
-            self.first.targets + target,
-            self.first.lengths,
-            self.first.source_regions,
-            self.first.target_regions,
-            self.first.rkeys,
+            self.first,
+            layer_in_group * self.source_layer_bytes,
+            layer_in_group * self.target_layer_bytes,
         )
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What goes of one tensor, in bytes: where its first layer's lies in a region of either side,
+    how far apart blocks are, how much of each goes."""
+
+    source_offset: int
+    target_offset: int
+    source_stride: int
+    target_stride: int
+    length: int
 
 
 class Route:
@@ -104,6 +109,12 @@ class Route:
         self._source_bases = _bases(source_regions)
         self._target_bases = _bases(target_regions)
         self._rkeys = tuple(region.rkey for region in target_regions)
+        groups = range(len(source.layout.groups))
+        self._shares = [self._shares_of(group) for group in groups]
+        self._layer_strides = [
+            (layer_stride_bytes(source, group), layer_stride_bytes(self._target, group))
+            for group in groups
+        ]
 
     def runs(
         self, group: int, source_blocks: Sequence[BlockId], target_blocks: Sequence[BlockId]
@@ -120,36 +131,33 @@ class Route:
         )
         if target_regions.size and int(target_regions.max()) >= len(self._target_bases):
             raise LeaseError(f"block {max(target_blocks)} is in none of the offered regions")
+        source_bases = self._source_bases[source_regions]
+        target_bases = self._target_bases[target_regions]
         parts = []
-        spec = self._source.layout.groups[group]
-        for tensor in spec.tensors:
-            heads = self.pair.heads(tensor)
-            if not heads:
-                continue
-            sources = _addresses(
-                self._source, spec.first_layer, tensor, heads, (source_regions, source_rows)
-            )
-            targets = _addresses(
-                self._target, spec.first_layer, tensor, heads, (target_regions, target_rows)
-            )
-            sources += self._source_bases[source_regions]
-            targets += self._target_bases[target_regions]
-            length = len(heads) * self._source.layout.head_bytes(tensor)
-            parts.append(coalesced(sources, targets, length, source_regions, target_regions))
+        for share in self._shares[group]:
+            sources = source_bases + share.source_offset + source_rows * share.source_stride
+            targets = target_bases + share.target_offset + target_rows * share.target_stride
+            parts.append(coalesced(sources, targets, share.length, source_regions, target_regions))
         if not parts or not len(source_blocks):
             return None
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        batch = PutBatch(
-            columns[0].astype(np.uint64),
-            columns[1].astype(np.uint64),
-            columns[2].astype(np.uint64),
-            columns[3],
-            columns[4],
-            self._rkeys,
-        )
-        return GroupRuns(
-            batch, layer_stride_bytes(self._source, group), layer_stride_bytes(self._target, group)
-        )
+        columns = parts[0]
+        if len(parts) > 1:
+            columns = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+        sources, targets, lengths = (column.view(np.uint64) for column in columns[:3])
+        first = Runs(sources, targets, lengths, columns[3], columns[4], self._rkeys)
+        return GroupRuns(first, *self._layer_strides[group])
+
+    def _shares_of(self, group: int) -> list[_Share]:
+        spec, layouts = self._source.layout.groups[group], (self._source, self._target)
+        shares = []
+        for tensor in spec.tensors:
+            heads = self.pair.heads(tensor)
+            if heads:
+                offsets = [_offset(side, spec.first_layer, tensor, heads) for side in layouts]
+                strides = [side.tensor_block_bytes(tensor) for side in layouts]
+                length = len(heads) * self._source.layout.head_bytes(tensor)
+                shares.append(_Share(offsets[0], offsets[1], strides[0], strides[1], length))
+        return shares
 
 
 def coalesced(
@@ -181,18 +189,11 @@ def layer_stride_bytes(layout: RegionLayout, group: int) -> int:
     return block_bytes // layout.layout.groups[group].num_layers * layout.num_blocks
 
 
-def _addresses(
-    layout: RegionLayout,
-    layer: int,
-    tensor: TensorSpec,
-    heads: range,
-    blocks: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
-) -> npt.NDArray[np.int64]:
-    """Offsets in their regions of a run of heads of blocks given as (regions, rows)."""
+def _offset(layout: RegionLayout, layer: int, tensor: TensorSpec, heads: range) -> int:
+    """Where in a region a run of heads of its first block lies."""
     held = tensor.heads_of_rank(layout.tp_rank, layout.tp_size)
     start = layout.tensor_offset(layer, tensor.name)
-    start += (heads.start - held.start) * layout.layout.head_bytes(tensor)
-    return start + blocks[1] * layout.tensor_block_bytes(tensor)
+    return start + (heads.start - held.start) * layout.layout.head_bytes(tensor)
 
 
 def _bases(regions: Sequence[Region]) -> npt.NDArray[np.int64]:
@@ -251,10 +252,7 @@ def _share_offsets(layout: RegionLayout, pair: RankPair, group: int) -> list[tup
         for tensor in spec.tensors:
             heads = pair.heads(tensor)
             if heads:
-                held = tensor.heads_of_rank(layout.tp_rank, layout.tp_size)
-                head_bytes = layout.layout.head_bytes(tensor)
-                offset = layout.tensor_offset(layer, tensor.name)
-                offset += (heads.start - held.start) * head_bytes
-                row_bytes = layout.tensor_block_bytes(tensor)
-                offsets.append((offset, row_bytes, len(heads) * head_bytes))
+                length = len(heads) * layout.layout.head_bytes(tensor)
+                offset = _offset(layout, layer, tensor, heads)
+                offsets.append((offset, layout.tensor_block_bytes(tensor), length))
     return offsets

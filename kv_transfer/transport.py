@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -26,7 +27,7 @@ Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, eq=False)
-class PutBatch:
+class Runs:
     """Contiguous runs to copy into a peer's memory; all arrays are [num_runs].
 
     `sources` and `targets` are addresses here and there, `lengths` bytes; `source_regions` and
@@ -40,6 +41,22 @@ class PutBatch:
     source_regions: npt.NDArray[np.int64]
     target_regions: npt.NDArray[np.int64]
     rkeys: tuple[bytes, ...]
+
+    @cached_property
+    def pointers(self) -> tuple[int, ...]:
+        """Addresses of the five arrays, in their order: for compiled code."""
+        arrays = (self.sources, self.targets, self.lengths)
+        regions = (self.source_regions, self.target_regions)
+        return tuple(array.ctypes.data for array in (*arrays, *regions))
+
+
+@dataclass(frozen=True, eq=False)
+class PutBatch:
+    """The runs, moved on by some bytes at either end: a block's layers lie at a constant stride."""
+
+    runs: Runs
+    source_offset: int = 0
+    target_offset: int = 0
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,22 @@ class UcxPeer:
         self.address = address
         self.endpoint: Endpoint | None = None
         self.lost = False
+        self.is_closed = False
+        """Its endpoint is gone: nothing can be written through it, nor read for it, any more."""
+        self._waiting: list[Callable[[], None]] = []
+
+    def when_closed(self, callback: Callable[[], None]) -> None:
+        """Now, or once it is closed."""
+        if self.is_closed:
+            callback()
+        else:
+            self._waiting.append(callback)
+
+    def closed(self) -> None:
+        self.is_closed = True
+        waiting, self._waiting = self._waiting, []
+        for callback in waiting:
+            callback()
 
 
 class Endpoint:
@@ -82,6 +98,7 @@ class Endpoint:
     def __init__(self, ucp: Ucp, worker: int, address: bytes, key: int, on_error: Any) -> None:
         self._ucp, self._worker = ucp, worker
         self._rkeys: dict[bytes, int] = {}
+        self._targets: dict[tuple[bytes, ...], PostTarget] = {}
         self._busy_s = 0.0
         handle = c_void_p()
         params = EndpointParams(
@@ -98,11 +115,14 @@ class Endpoint:
     def put(self, poster: Poster, batch: PutBatch, memory_handles: Sequence[int]) -> str | None:
         """Post a batch; why a put was refused, and those after it never posted, if one was."""
         start_s = time.perf_counter()
-        try:
-            rkeys = [self._rkey(packed) for packed in batch.rkeys]
-        except TransportError as error:
-            return str(error)
-        target = PostTarget(self._worker, self._handle, memory_handles, rkeys)
+        target = self._targets.get(batch.runs.rkeys)
+        if target is None:
+            try:
+                rkeys = [self._rkey(packed) for packed in batch.runs.rkeys]
+            except TransportError as error:
+                return str(error)
+            target = PostTarget(self._worker, self._handle, memory_handles, rkeys)
+            self._targets[batch.runs.rkeys] = target
         status = poster.post(target, batch)
         self._busy_s += time.perf_counter() - start_s
         return None if status >= 0 else f"ucp_put_nbx: {self._ucp.text(status)}"
@@ -149,9 +169,14 @@ class Endpoint:
         # A failure needs no report of its own: the error callback tells that the peer is lost.
         requests.track(pointer, partial(_sent, payload))
 
-    def close(self, requests: Requests, force: bool, on_complete: OnComplete) -> None:
-        for rkey in self._rkeys.values():
-            self._ucp.ucp_rkey_destroy(rkey)
-        self._rkeys.clear()
+    def close(self, requests: Requests, force: bool, on_closed: Callable[[], None]) -> None:
+        """Puts under way use their rkeys until the close has ended, however it ends."""
+
+        def end(_error: str | None) -> None:
+            for rkey in self._rkeys.values():
+                self._ucp.ucp_rkey_destroy(rkey)
+            self._rkeys.clear()
+            on_closed()
+
         params = RequestParams(op_attr_mask=OP_ATTR_FLAGS, flags=EP_CLOSE_FORCE if force else 0)
-        requests.track(self._ucp.ucp_ep_close_nbx(self._handle, byref(params)), on_complete)
+        requests.track(self._ucp.ucp_ep_close_nbx(self._handle, byref(params)), end)

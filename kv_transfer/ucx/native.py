@@ -15,10 +15,11 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_int, c_size_t, c_void_p
-from dataclasses import dataclass
+from ctypes import POINTER, addressof, byref, c_int, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from kv_transfer.transport import PutBatch
 from kv_transfer.ucx.binding import IN_PROGRESS, OP_ATTR_MEMH, RequestParams, Ucp, pointer_status
@@ -30,14 +31,16 @@ _FLAGS = ("-O2", "-std=c11", "-shared", "-fPIC")
 _COMPILERS = ("cc", "gcc", "clang")
 
 
-@dataclass(frozen=True)
 class PostTarget:
-    """Where a batch goes: libucp handles, as integers."""
+    """Where batches go: libucp handles, in the form that both posters read."""
 
-    worker: int
-    endpoint: int
-    memory_handles: Sequence[int]  # by source region
-    rkeys: Sequence[int]  # by target region
+    def __init__(
+        self, worker: int, endpoint: int, memory_handles: Sequence[int], rkeys: Sequence[int]
+    ) -> None:
+        """`memory_handles` by source region, `rkeys` by target region."""
+        self.worker, self.endpoint = worker, endpoint
+        self.memory_handles = (c_void_p * len(memory_handles))(*memory_handles)
+        self.rkeys = (c_void_p * len(rkeys))(*rkeys)
 
 
 class Poster(Protocol):
@@ -53,12 +56,13 @@ class PythonPoster:
 
     def post(self, target: PostTarget, batch: PutBatch) -> int:
         params = RequestParams(op_attr_mask=OP_ATTR_MEMH)
+        runs = batch.runs
         columns = (
-            batch.sources,
-            batch.targets,
-            batch.lengths,
-            batch.source_regions,
-            batch.target_regions,
+            runs.sources + np.uint64(batch.source_offset),
+            runs.targets + np.uint64(batch.target_offset),
+            runs.lengths,
+            runs.source_regions,
+            runs.target_regions,
         )
         for source, remote, length, here, there in zip(*(c.tolist() for c in columns), strict=True):
             params.memory_handle = target.memory_handles[here]
@@ -86,6 +90,8 @@ class _Batch(ctypes.Structure):
         ("target_regions", c_void_p),
         ("memory_handles", c_void_p),
         ("rkeys", c_void_p),
+        ("source_offset", c_uint64),
+        ("target_offset", c_uint64),
     )
 
 
@@ -103,19 +109,15 @@ class NativePoster:
         )
 
     def post(self, target: PostTarget, batch: PutBatch) -> int:
-        handles = (c_void_p * len(target.memory_handles))(*target.memory_handles)
-        rkeys = (c_void_p * len(target.rkeys))(*target.rkeys)
         arrays = _Batch(
-            batch.sources.ctypes.data,
-            batch.targets.ctypes.data,
-            batch.lengths.ctypes.data,
-            batch.source_regions.ctypes.data,
-            batch.target_regions.ctypes.data,
-            ctypes.addressof(handles),
-            ctypes.addressof(rkeys),
+            *batch.runs.pointers,
+            addressof(target.memory_handles),
+            addressof(target.rkeys),
+            batch.source_offset,
+            batch.target_offset,
         )
         status: int = self._post(
-            byref(self._api), target.worker, target.endpoint, byref(arrays), len(batch.sources)
+            byref(self._api), target.worker, target.endpoint, byref(arrays), len(batch.runs.lengths)
         )
         return status
 

@@ -25,6 +25,7 @@ struct batch {
     const int64_t *source_regions, *target_regions;
     void *const *memory_handles; /* by source region */
     void *const *rkeys;          /* by target region */
+    uint64_t source_offset, target_offset;
 };
 
 /* 0, or the negative status of the put that failed: those before it are posted. A put that is still
@@ -36,8 +37,9 @@ int baton_post_puts(const struct api *api, void *worker, void *endpoint, const s
     for (size_t i = 0; i < count; i++) {
         params.memory_handle = batch->memory_handles[batch->source_regions[i]];
         void *request =
-            api->put(endpoint, (const void *)(uintptr_t)batch->sources[i], batch->lengths[i],
-                     batch->targets[i], batch->rkeys[batch->target_regions[i]], &params);
+            api->put(endpoint, (const void *)(uintptr_t)(batch->sources[i] + batch->source_offset),
+                     batch->lengths[i], batch->targets[i] + batch->target_offset,
+                     batch->rkeys[batch->target_regions[i]], &params);
         if (IS_ERROR(request)) return (int)(intptr_t)request;
         if (request) {
             api->release(request);

@@ -78,6 +78,7 @@ class UcxTransport:
         self._commands: deque[Callable[[], None]] = deque()
         self._requests = Requests(self._ucp)
         self._lock = threading.Lock()  # of the peers' map
+        self._signalling = threading.Lock()  # of `_closed`
         self._peers: dict[bytes, UcxPeer] = {}
         self._keys: dict[int, UcxPeer] = {}  # what the error callback is given -> peer
         self._failed: deque[UcxPeer] = deque()
@@ -90,6 +91,11 @@ class UcxTransport:
     @property
     def address(self) -> bytes:
         return self._address
+
+    @property
+    def num_peers(self) -> int:
+        """Connections that are not closed for good."""
+        return len(self._keys)
 
     @property
     def version(self) -> tuple[int, int, int]:
@@ -157,11 +163,19 @@ class UcxTransport:
     def flush(self, peer: Peer, on_flushed: OnFlushed) -> None:
         assert isinstance(peer, UcxPeer)
 
+        def answer(result: FlushResult) -> None:
+            if result.error is None:
+                on_flushed(result)
+                return
+            # What was under way may be written, or read here, until the endpoint is closed.
+            self._lose(peer)
+            peer.when_closed(partial(on_flushed, result))
+
         def run() -> None:
             if peer.endpoint is None:
-                on_flushed(FlushResult("the peer is lost", 0.0))
+                answer(FlushResult("the peer is lost", 0.0))
             else:
-                peer.endpoint.flush(self._requests, on_flushed)
+                peer.endpoint.flush(self._requests, answer)
 
         self._enqueue(run)
 
@@ -177,9 +191,10 @@ class UcxTransport:
         self._enqueue(run)
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+        with self._signalling:
+            if self._closed:
+                return
+            self._closed = True
         if self._thread is not None:
             self._stopping = True
             self._ucp.ucp_worker_signal(self._worker)
@@ -194,8 +209,10 @@ class UcxTransport:
     def _enqueue(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
         # A signal that comes before the thread sleeps is not lost: the wait returns at once.
-        if threading.current_thread() is not self._thread and not self._closed:
-            self._ucp.ucp_worker_signal(self._worker)
+        if threading.current_thread() is not self._thread:
+            with self._signalling:  # or `close` could free the worker in between
+                if not self._closed:
+                    self._ucp.ucp_worker_signal(self._worker)
 
     def _progress(self) -> None:
         try:
@@ -219,7 +236,7 @@ class UcxTransport:
             raise self._message_error
         self._requests.poll()
         while self._failed:
-            self._lose(self._failed.popleft(), force=True)
+            self._lose(self._failed.popleft())
         return worked or bool(self._commands)
 
     def _open(self, peer: UcxPeer) -> None:
@@ -229,7 +246,7 @@ class UcxTransport:
             )
         except TransportError as error:
             log.warning("cannot reach a peer: %s", error)
-            self._lose(peer, force=True)
+            self._lose(peer)
 
     def _receive(
         self, _arg: int, _header: int, _header_size: int, data: int | None, size: int, _param: int
@@ -250,31 +267,31 @@ class UcxTransport:
             log.warning("a transfer peer is lost: %s", self._ucp.text(status))
             self._failed.append(peer)
 
-    def _lose(self, peer: UcxPeer, force: bool) -> None:
-        if peer.lost:
-            return
+    def _lose(self, peer: UcxPeer) -> None:
+        if not peer.lost:
+            self._shut(peer, force=True)
+            self._on_peer_lost(peer.address)
+
+    def _shut(self, peer: UcxPeer, force: bool) -> None:
         peer.lost = True
         with self._lock:
             if self._peers.get(peer.address) is peer:
                 del self._peers[peer.address]
         endpoint, peer.endpoint = peer.endpoint, None
         if endpoint is None:
-            del self._keys[id(peer)]
+            self._forget(peer)
         else:
-            endpoint.close(self._requests, force, lambda _error: self._forget(peer))
-        self._on_peer_lost(peer.address)
+            endpoint.close(self._requests, force, lambda: self._forget(peer))
 
     def _forget(self, peer: UcxPeer) -> None:
-        self._keys.pop(id(peer), None)
+        del self._keys[id(peer)]
+        peer.closed()
 
     def _close_endpoints(self) -> None:
         """Finish what is under way, then close; a peer that does not answer costs a second."""
-        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
-        self._drain_requests(deadline_s)
+        self._drain_requests(time.monotonic() + _CLOSE_TIMEOUT_S)
         for peer in list(self._peers.values()):
-            if peer.endpoint is not None and not peer.lost:
-                peer.endpoint.close(self._requests, False, lambda _error: None)
-                peer.endpoint = None
+            self._shut(peer, force=False)
         self._drain_requests(time.monotonic() + _CLOSE_TIMEOUT_S)
 
     def _drain_requests(self, deadline_s: float) -> None:
