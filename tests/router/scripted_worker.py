@@ -37,6 +37,7 @@ class Faults:
     late_first_tokens: int = 0  # the handoff overtakes the first token
     reject: list[tuple[int, int]] = field(default_factory=list)  # (RejectReason, retry ms)
     hang_reservations: int = 0
+    hang_attaches: int = 0
     end_early: int = 0  # prefill streams that end after the first token
 
 
@@ -76,7 +77,7 @@ class ScriptedWorker(
         self.session_calls: dict[str, asyncio.Task[Any]] = {}
         self.cancels: list[tuple[str, int]] = []
         self.num_prefills = self.num_prefilling = self.num_reserves = 0
-        self.num_decode_steps = self.num_attaches = 0
+        self.num_decode_steps = self.num_attaches = self.num_attaching = 0
         self.prefilled_at: list[int] = []  # len(token_ids) of every Prefill
         self.kv = ScriptedKv(incarnation)
         self._leases = 0
@@ -343,6 +344,9 @@ class ScriptedWorker(
     async def Attach(  # noqa: N802
         self, request: worker_pb2.AttachRequest, context: Context
     ) -> worker_pb2.AttachResponse:
+        if self._use("hang_attaches"):
+            self.num_attaching += 1
+            await asyncio.Event().wait()
         wanted = request.request_id
         running = self.runs.get(wanted) or self.finished.get(wanted)
         if running is None or running.spec.tenant != request.tenant:
