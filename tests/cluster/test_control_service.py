@@ -19,6 +19,7 @@ from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
 from cluster.registration import Beat, Registrar
 from cluster.registry import Registry, Role
+from tests.router.proxy import Proxy
 
 LIVE = control_pb2.WORKER_STATE_LIVE
 DRAINING = control_pb2.WORKER_STATE_DRAINING
@@ -175,6 +176,26 @@ async def test_a_registry_that_comes_back_empty_is_rebuilt_from_its_workers() ->
             grpc.aio.insecure_channel(address) as channel,
         ):
             await fleet_where(control_pb2_grpc.ControlServiceStub(channel), LIVE)
+
+
+@pytest.mark.full
+async def test_a_registry_whose_host_falls_silent_is_given_up_within_twice_the_keepalive(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        serve(make_registry(), Changes(), "127.0.0.1:0") as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        proxy = await Proxy.to(address)
+        async with registered(proxy.address, asyncio.Event()):
+            await fleet_where(control_pb2_grpc.ControlServiceStub(channel), LIVE)
+            proxy.freeze()
+            async with asyncio.timeout(2 * 5.0 + 5.0):
+                while True:
+                    if f"registry at {proxy.address}: UNAVAILABLE" in caplog.text:
+                        break
+                    await asyncio.sleep(0.1)
+        await proxy.close()
 
 
 async def test_scaling_an_unknown_pool_names_the_pools_there_are() -> None:
