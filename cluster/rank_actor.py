@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cluster.rank import free_port
 from cluster.worker_config import RankPlace, WorkerConfig
 from cluster.worker_process import WorkerThread, set_up_logging
+from engine import compute_threads
 from kv_transfer.process import ProcessIdentity, own_identity
 
 MAX_CALLS = 8
@@ -48,6 +49,10 @@ class RankActor:
         set_up_logging(config.log_level, config.log_file(place.rank))
         self._worker = WorkerThread(config, place)
         self._worker.start()
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Compute with so many threads from the next step on."""
+        compute_threads.want(num_threads)
 
     def leave(self) -> None:
         """End the rank now, in good order; what runs is lost."""

@@ -120,6 +120,11 @@ class Replicas:
         launches = [actor.launch.remote(config, place) for actor, place in zip(actors, places)]
         ray.get(launches, timeout=_CALL_TIMEOUT_S)
 
+    def set_num_threads(self, replica: Replica, num_threads: int) -> None:
+        """Tell every rank. Not waited for: one that is stopped hears it when it goes on."""
+        for actor in replica.actors.values():
+            actor.set_num_threads.remote(num_threads)
+
     # --- what a former supervisor left ----------------------------------------------------------
 
     def find(self) -> list[Replica]:

@@ -17,6 +17,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -31,7 +32,7 @@ from cluster.loop_door import LoopDoor
 from cluster.rank_ends import EndWatch
 from cluster.registry import Registry, Role
 from cluster.replica import Replica, ReplicaName, Replicas
-from cluster.worker_config import WorkerConfig, worker_config
+from cluster.worker_config import WorkerConfig, num_threads_of, worker_config
 from cluster.worker_process import set_up_logging
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Supervision:
         self._changes = Changes()
         self._keepers: dict[_Key, Keeper] = {}
         self._tasks: dict[_Key, asyncio.Task[None]] = {}
+        self._num_threads: dict[ReplicaName, int] = {}  # what replicas were told to compute with
         self._adopted: dict[_Key, Replica] = {}
         self._stop = asyncio.Event()
         self._control = ""
@@ -87,7 +89,23 @@ class Supervision:
 
     def _worker_config(self, name: ReplicaName) -> WorkerConfig:
         config = worker_config(self._cluster, name.pool, name.worker_id, self._control)
-        return dataclasses.replace(config, log_dir=str(self._run_dir))
+        engine = dataclasses.replace(config.engine, num_threads=self._share_of(name.pool))
+        return dataclasses.replace(config, engine=engine, log_dir=str(self._run_dir))
+
+    def _share_of(self, pool: str) -> int:
+        """Compute threads of a rank, with as many replicas as there are places now."""
+        return num_threads_of(self._cluster, pool, Counter(pool for pool, _ in self._keepers))
+
+    async def _divide_cores(self) -> None:
+        """Places have come or gone: tell every replica its share of the cores, if that changed."""
+        share = {pool: self._share_of(pool) for pool in self._cluster.pools}
+        running = [k.replica for k in self._keepers.values() if k.replica is not None]
+        for replica in running:
+            num_threads = share[replica.name.pool]
+            if self._num_threads.get(replica.name) != num_threads:
+                tell = partial(self._ground.replicas.set_num_threads, replica, num_threads)
+                await self._ground.ray(tell)
+        self._num_threads = {replica.name: share[replica.name.pool] for replica in running}
 
     async def _adopt(self) -> None:
         for found in await self._ground.ray(self._ground.replicas.find):
@@ -108,6 +126,7 @@ class Supervision:
                 self._keepers[key].let_go()
             for key in [key for key, task in self._tasks.items() if task.done()]:
                 self._keeper_ended(key)
+            await self._divide_cores()
             await self._changes.wait(LOOK_S)
 
     def _keeper_ended(self, key: _Key) -> None:

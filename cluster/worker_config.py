@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,9 +57,9 @@ def worker_config(
 ) -> WorkerConfig:
     """The configuration of one replica of a pool. Raises ConfigError."""
     wanted = cluster.pools[pool]
-    engine = cluster.pool_engine(pool)
-    if engine.num_threads is None:
-        engine = dataclasses.replace(engine, num_threads=threads_per_rank(cluster))
+    replicas = {name: each.replicas for name, each in cluster.pools.items()}
+    num_threads = num_threads_of(cluster, pool, replicas)
+    engine = dataclasses.replace(cluster.pool_engine(pool), num_threads=num_threads)
     return WorkerConfig(
         worker_id=worker_id,
         pool=pool,
@@ -75,7 +76,11 @@ def worker_config(
     )
 
 
-def threads_per_rank(cluster: ClusterConfig) -> int:
-    """The machine's cores divided among all ranks: oversubscribed, torch slows down 10-100x."""
-    num_ranks = sum(pool.replicas * pool.tensor_parallel for pool in cluster.pools.values())
-    return max(1, len(os.sched_getaffinity(0)) // max(1, num_ranks))
+def num_threads_of(cluster: ClusterConfig, pool: str, replicas: Mapping[str, int]) -> int:
+    """Compute threads of one rank of a pool: what its engine settings say, or else the machine's
+    cores divided among all ranks of so many replicas of each pool; oversubscribed, torch slows
+    down 10-100x.
+    """
+    num_ranks = sum(replicas[name] * each.tensor_parallel for name, each in cluster.pools.items())
+    share = max(1, len(os.sched_getaffinity(0)) // max(1, num_ranks))
+    return cluster.pool_engine(pool).num_threads or share

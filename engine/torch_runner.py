@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 
 import torch
 
+from engine import compute_threads
 from engine.api import KvMemory, KvSink, ModelSpec
 from engine.attention.choice import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES, PagedKv
@@ -27,6 +29,8 @@ from engine.step_batch import pack
 from engine.tp import TpGroup
 from engine.weights import Checkpoint
 from kv_transfer.layout import RegionLayout
+
+log = logging.getLogger(__name__)
 
 SampleFn = Callable[
     [torch.Tensor, Sequence[ScheduledSeq], dict[RequestId, RequestSpec]], list[SampledToken]
@@ -79,6 +83,7 @@ class TorchRunner:
     @torch.inference_mode()
     def run_step(self, plan: StepPlan) -> torch.Tensor | None:
         """This rank's part of a step; logits of the sampling sequences, on rank 0."""
+        self._take_over_threads()
         for message in plan.sink_messages:
             self._sink.message(message)
         for group, source, target in plan.copies:
@@ -86,6 +91,14 @@ class TorchRunner:
         logits = self._forward(plan) if plan.seqs else None
         self._sink.step_done(plan)
         return logits
+
+    def _take_over_threads(self) -> None:
+        """Compute with as many threads as are wanted. On this thread: each has its own number."""
+        wanted = compute_threads.wanted()
+        if wanted is None or wanted == torch.get_num_threads() or self._device.type != "cpu":
+            return
+        log.info("computing with %d threads instead of %d", wanted, torch.get_num_threads())
+        torch.set_num_threads(wanted)
 
     def _forward(self, plan: StepPlan) -> torch.Tensor | None:
         batch = pack(plan.seqs, self._kv.layout.block_size, self._device)
