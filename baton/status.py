@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 import grpc
+import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
@@ -14,6 +15,7 @@ from baton.errors import BatonError
 
 DOMAIN = "baton.dev"
 DETAILS_KEY = "grpc-status-details-bin"
+_MAX_ERROR_CHARS = 500
 
 _BY_REASON: dict[str, type[BatonError]] = {
     kind.reason: kind
@@ -66,6 +68,14 @@ def status_metadata(error: BatonError) -> tuple[tuple[str, bytes], ...]:
         packed.Pack(detail)
         status.details.append(packed)
     return ((DETAILS_KEY, status.SerializeToString()),)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
+    """End a call with the error's status and details; metadata have to be short."""
+    if len(error.message) > _MAX_ERROR_CHARS:  # it quotes what the client sent
+        error.message = f"{error.message[:_MAX_ERROR_CHARS]}..."
+    await context.abort(status_code(error), error.message, status_metadata(error))
+    raise AssertionError("abort returned")
 
 
 def from_rpc_error(failure: RpcFailure, address: str = "the address") -> BatonError:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -21,7 +21,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from baton.errors import BatonError, NotFoundError
 from baton.grpc_options import accepts_pings
-from baton.status import status_code, status_metadata
+from baton.status import abort
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.config import RegistryConfig
 from cluster.registry import (
@@ -155,7 +155,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         try:
             previous = self._registry.set_replicas(request.pool, request.replicas)
         except BatonError as error:
-            await _abort(context, error)
+            await abort(context, error)
         self._changes.announce()
         return control_pb2.SetReplicasResponse(previous_replicas=previous)
 
@@ -165,13 +165,9 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         try:
             self._registry.ask_drain(request.worker_id)
         except KeyError:
-            await _abort(context, NotFoundError(f"no worker {request.worker_id!r}"))
+            await abort(context, NotFoundError(f"no worker {request.worker_id!r}"))
         self._changes.announce()
         return control_pb2.ControlServiceDrainResponse()
-
-
-async def _abort(context: Context, error: BatonError) -> NoReturn:
-    await context.abort(status_code(error), error.message, status_metadata(error))
 
 
 def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:

@@ -11,12 +11,12 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc.aio
 
 from baton.errors import BatonError, NotFoundError
-from baton.status import status_code, status_metadata
+from baton.status import abort
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.output import (
     Event,
@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_CANDIDATES = 100
-MAX_ERROR_CHARS = 500
 NO_LIMIT = 1 << 30  # until the fleet is known and says how long a request may be
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -79,7 +78,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             finally:
                 self._router.leave(run, reader)
         except BatonError as error:
-            await _abort(context, error)
+            await abort(context, error)
 
     async def _arrive(self, request: router_pb2.GenerateRequest) -> Arrival:
         arrived_s, started_s = self._router.clock(), time.perf_counter()
@@ -116,7 +115,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         try:
             self._router.abort(request.tenant, request.request_id)
         except NotFoundError as error:
-            await _abort(context, error)
+            await abort(context, error)
         return router_pb2.AbortResponse()
 
     async def ListModels(  # noqa: N802
@@ -142,7 +141,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 self._router.config.default_timeout_s,
             )
         except BatonError as error:
-            await _abort(context, error)
+            await abort(context, error)
         return router_pb2.TokenizeResponse(ids=ids.tolist())
 
     async def ExplainRoute(  # noqa: N802
@@ -151,7 +150,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         try:
             parsed = await self._parse(request.request)
         except BatonError as error:
-            await _abort(context, error)
+            await abort(context, error)
         candidates = self._router.candidates(parsed, MAX_CANDIDATES)
         return router_pb2.ExplainRouteResponse(candidates=[_candidate(c) for c in candidates])
 
@@ -163,14 +162,6 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         while True:
             seen = await watch.next_after(seen)
             yield router_pb2.RouterServiceWatchFleetResponse(fleet=seen)
-
-
-async def _abort(context: Context, error: BatonError) -> NoReturn:
-    """End the call with the error's status and details; metadata have to be short."""
-    if len(error.message) > MAX_ERROR_CHARS:  # it quotes what the client sent
-        error.message = f"{error.message[:MAX_ERROR_CHARS]}..."
-    await context.abort(status_code(error), error.message, status_metadata(error))
-    raise AssertionError("abort returned")
 
 
 # --- values to messages ---------------------------------------------------------------------------

@@ -210,6 +210,9 @@ async def test_scaling_an_unknown_pool_names_the_pools_there_are() -> None:
             await stub.SetReplicas(control_pb2.SetReplicasRequest(pool="decod", replicas=4))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         assert "there are: decode" in str(caught.value.details())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Drain(control_pb2.ControlServiceDrainRequest(worker_id="d" * 20_000))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_scaling_beyond_the_pools_max_replicas_is_refused_by_the_fields_name() -> None:
