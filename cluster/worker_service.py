@@ -47,7 +47,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def Load(  # noqa: N802
         self, request: worker_pb2.LoadRequest, context: Context
     ) -> worker_pb2.LoadResponse:
-        return worker_pb2.LoadResponse(load=await self._load())
+        try:
+            return worker_pb2.LoadResponse(load=await self._load())
+        except EngineStoppedError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     async def Drain(  # noqa: N802
         self, request: worker_pb2.DrainRequest, context: Context

@@ -184,6 +184,19 @@ async def test_a_worker_whose_transfer_mail_cannot_be_booked_ends_with_the_error
             await asyncio.wait_for(served.left, 10)
 
 
+async def test_a_worker_whose_engine_has_stopped_says_that_it_is_unavailable(kit: Any) -> None:
+    async with serving(kit, Role.DECODE) as served:
+        await served.worker.ready.wait()
+        await asyncio.to_thread(served.worker.engine.stop)
+        async with grpc.aio.insecure_channel(served.worker.address) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            for call in (
+                stub.Load(worker_pb2.LoadRequest()),
+                stub.CheckIntegrity(worker_pb2.CheckIntegrityRequest()),
+            ):
+                assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_a_drain_that_finds_a_leak_ends_with_the_error_named(kit: Any) -> None:
     async with serving(kit, Role.DECODE, QUICK) as served:
         await served.worker.ready.wait()
