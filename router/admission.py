@@ -38,8 +38,8 @@ class Ticket:
     rank: tuple[int, float, int]  # (-priority, fair share's stamp, arrival)
     prompt: PromptBlocks = field(compare=False)
     max_new_tokens: int = field(compare=False)
-    failed: set[int] = field(compare=False, default_factory=set)
-    """Slots on which the request failed."""
+    failed: set[tuple[str, int]] = field(compare=False, default_factory=set)
+    """Worker ids and incarnations on which the request failed."""
     deadline_s: float | None = field(compare=False, default=None)
     """The client's own: None when it set none."""
     was_placed: bool = field(compare=False, default=False)
@@ -226,12 +226,12 @@ class Admission:
         """One per class of workers that exchange KV."""
         prompt, num_slots = ticket.prompt, self._fleet.num_slots
         growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
+        failed = self._fleet.slots_of(ticket.failed)
         queries = []
         for fingerprint, block_size, kv_class in self._fleet.classes():
             hashes = prompt.hashes(fingerprint, block_size)
             blocks = self._index.lookup_predicted(hashes, num_slots, now)
             cached = np.minimum(blocks * block_size, max(0, len(prompt) - 1))
-            failed = frozenset(ticket.failed)
             queries.append(PlacementQuery(len(prompt), growth, kv_class, cached, failed))
         return queries
 

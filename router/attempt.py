@@ -14,10 +14,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -33,7 +32,7 @@ from router.failure import (
     loss_of,
 )
 from router.fleet import WorkerEntry
-from router.output import FinishReason, TokenLogprobs
+from router.output import FinishReason, TokenSink
 from router.patience import Patience
 from router.session import SessionLostError
 from router.worker_link import ATTACH_AGAIN_S, WorkerLink
@@ -42,26 +41,6 @@ _FINISHED = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
 }
-
-
-class TokenSink(Protocol):
-    """Who owns the request's output: its `RequestRun`."""
-
-    @property
-    def num_emitted(self) -> int: ...
-    def emit(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs],
-        finished: FinishReason | None,
-    ) -> bool:
-        """Put out the next tokens; True when the request is over with them."""
-
-    def reserved(self) -> None: ...
-    def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
-        """The prompt is computed, all but what was cached; None where the decode worker did it."""
-
-    def handed_off(self, done: worker_pb2.HandoffDone) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -162,7 +141,7 @@ class Attempt:
     def _begin(self, what: str, seconds: float) -> None:
         for link in self._links:
             link.waiting.add(self)
-        self._patience.expect(self._decode, what, seconds)
+        self._patience.expect(what, seconds, self._decode)
 
     async def _follow(self) -> None:
         """Wait for the end; without progress in time it comes as a failure."""
@@ -203,6 +182,9 @@ class Attempt:
     def review_patience(self) -> None:
         self._patience.review()
 
+    def _expect(self, what: str, *workers: WorkerEntry) -> None:
+        self._patience.expect(what, self._config.token_timeout_s, *workers)
+
     def _on_silence(self, worker: WorkerEntry, what: str) -> None:
         self._fail(Failure.STUCK, worker, f"{worker.facts.worker_id}: no sign of {what}")
 
@@ -221,11 +203,11 @@ class Attempt:
         self._sink.reserved()
         limit_s = self._predicted_s + self._config.first_token_timeout_s
         if reserved.HasField("lease") and self._workers.prefill is not None:
-            self._patience.expect(self._prefill, "a first token", limit_s)
+            self._patience.expect("a first token", limit_s, self._prefill)
             request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
             self._prefill_task = asyncio.create_task(self._run_prefill(request))
         else:
-            self._patience.expect(self._decode, "a first token", limit_s)
+            self._patience.expect("a first token", limit_s, self._decode)
 
     def on_rejected(self, rejected: worker_pb2.Rejected) -> None:
         self._over_at_worker = True
@@ -242,7 +224,7 @@ class Attempt:
     def on_admitted(self) -> None:
         self.running = True
         if self._first_seen:
-            self._patience.expect(self._decode, "a token", self._config.token_timeout_s)
+            self._expect("a token", self._decode)
 
     def on_tokens(self, tokens: worker_pb2.RequestTokens) -> None:
         if not self._adopted:
@@ -329,18 +311,25 @@ class Attempt:
             self._on_first_token(response.first_token)
         elif kind == "handoff_done":
             self._sink.handed_off(response.handoff_done)
+            if not self.running:
+                self._expect("the handed-off request", self._decode)
             return True
         elif kind == "handoff_failed":
             failed = response.handoff_failed
             message = f"{self._prefill.facts.worker_id}: {failed.reason}: {failed.message}"
-            self._prefill_failed(failure_of_handoff(failed), message)
+            lost_receiver = failed.reason == "PEER_LOST"
+            worker = self._decode if lost_receiver else self._prefill
+            self._prefill_failed(failure_of_handoff(failed), message, worker)
         return False
 
     def _on_first_token(self, first: worker_pb2.FirstToken) -> None:
         if self._done.done():
             return
         self._see_first(first, first.num_cached_tokens)
-        self._patience.expect(self._decode, "the handed-off request", self._config.token_timeout_s)
+        if self.running:
+            self._expect("a token", self._decode)
+        else:  # it hangs at the writer, or at the receiver that does not acknowledge
+            self._expect("the end of the handoff", self._prefill, self._decode)
         has_logprobs = first.HasField("logprobs")
         self._deliver(
             worker_pb2.RequestTokens(
@@ -358,10 +347,12 @@ class Attempt:
             self._first_seen = True
             self._sink.first_token(first, num_cached_tokens)
 
-    def _prefill_failed(self, failure: Failure, message: str) -> None:
+    def _prefill_failed(
+        self, failure: Failure, message: str, worker: WorkerEntry | None = None
+    ) -> None:
         """Of no account once the decode worker has taken over, unless the first token is lost."""
         if not (self.running and self._first_seen):
-            self._fail(failure, self._prefill, message)
+            self._fail(failure, worker or self._prefill, message)
 
     # --- tokens --------------------------------------------------------------------------------
 
@@ -389,7 +380,7 @@ class Attempt:
             self.running = True
             self._see_first(None, tokens.num_cached_tokens)
         if has_news:
-            self._patience.expect(self._decode, "a token", self._config.token_timeout_s)
+            self._expect("a token", self._decode)
 
     def _deliver_early(self) -> None:
         self._early.sort(key=lambda tokens: tokens.index)

@@ -10,11 +10,9 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NewType, TypeVar
-
-import numpy as np
 
 from baton.v1 import common_pb2
 from router.config import RouterConfig
@@ -57,6 +55,11 @@ class WorkerFacts:
     kv_bytes_per_token: int
     ref: common_pb2.WorkerRef = field(compare=False)
     """Passed on unread: it names the writer of a lease."""
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        """Worker id and incarnation: its slot, once it has left, is given to another."""
+        return (self.worker_id, self.incarnation)
 
     @property
     def kv_class(self) -> tuple[bytes, int]:
@@ -123,7 +126,7 @@ class Fleet:
         self._context_sizes: Counter[int] = Counter()  # of decode workers, in tokens
         self._booking_ids = itertools.count(1)
         self._bookings: dict[int, Booking] = {}
-        self.arrays = _empty_arrays(8)
+        self.arrays = FleetArrays.empty(8)
 
     # --- membership ----------------------------------------------------------------------------
 
@@ -138,6 +141,11 @@ class Fleet:
 
     def at(self, slot: int) -> WorkerEntry:
         return self._by_slot[Slot(slot)]
+
+    def slots_of(self, identities: Collection[tuple[str, int]]) -> frozenset[int]:
+        """Of those that are still here."""
+        here = (self._entries.get(worker_id) for worker_id, _ in identities)
+        return frozenset(e.slot for e in here if e is not None and e.facts.identity in identities)
 
     @property
     def num_slots(self) -> int:
@@ -157,7 +165,7 @@ class Fleet:
         assert facts.worker_id not in self._entries, facts.worker_id
         slot = next(Slot(n) for n in itertools.count() if Slot(n) not in self._by_slot)
         if slot >= self.num_slots:
-            self.arrays = _grown(self.arrays)
+            self.arrays = self.arrays.grown()
         self._num_of_class[facts.kv_class] += 1
         if facts.can_decode:
             self._context_sizes[facts.num_blocks * facts.block_size] += 1
@@ -252,6 +260,12 @@ class Fleet:
         if load.handoff_bytes_per_s > 0:
             a.handoff_bytes_per_s[slot] = load.handoff_bytes_per_s
         self._recount(entry)
+
+    def forget_others(self) -> None:
+        """Nobody tells of others' load any more: what was told last must not count for ever."""
+        for entry in self:
+            entry.others_requests = entry.others_queued_tokens = 0
+            self._recount(entry)
 
     def observe_handoff(self, entry: WorkerEntry, num_bytes: int, seconds: float) -> None:
         """Learn a prefill worker's bandwidth from a handoff large enough to tell."""
@@ -357,34 +371,3 @@ def _uncount(counts: Counter[T], key: T) -> None:
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
-
-
-def _empty_arrays(n: int) -> FleetArrays:
-    return FleetArrays(
-        names=[""] * n,
-        kv_class=np.full(n, -1, dtype=np.int64),
-        can_prefill=np.zeros(n, dtype=np.bool_),
-        can_decode=np.zeros(n, dtype=np.bool_),
-        usable=np.zeros(n, dtype=np.bool_),
-        hold_until_s=np.zeros(n),
-        prefill_tokens_per_s=np.ones(n),
-        rate_learned=np.zeros(n, dtype=np.bool_),
-        decode_step_s=np.zeros(n),
-        handoff_bytes_per_s=np.ones(n),
-        kv_bytes_per_token=np.zeros(n),
-        queued_tokens=np.zeros(n),
-        head_tokens=np.zeros(n),
-        head_since_s=np.zeros(n),
-        running=np.zeros(n),
-        max_running=np.ones(n),
-        free_tokens=np.zeros(n),
-    )
-
-
-def _grown(arrays: FleetArrays) -> FleetArrays:
-    """Twice the rows, the old ones first."""
-    size = len(arrays.names)
-    bigger = _empty_arrays(2 * size)
-    for name, column in vars(arrays).items():
-        getattr(bigger, name)[:size] = column
-    return bigger

@@ -86,6 +86,7 @@ class FleetLinks:
     def update(self, reports: Sequence[WorkerReport]) -> None:
         """Take in the whole fleet as the registry sees it now."""
         listed = set()
+        self._refused &= {report.facts.worker_id for report in reports}
         for report in reports:
             if self._is_served(report.facts):
                 listed.add(report.facts.worker_id)

@@ -78,8 +78,10 @@ class FleetWatch:
         address: str,
         config: RouterConfig,
         on_fleet: Callable[[Sequence[WorkerReport]], None],
+        on_lost: Callable[[], None],
     ) -> None:
-        self._address, self._config, self._on_fleet = address, config, on_fleet
+        self._address, self._config = address, config
+        self._on_fleet, self._on_lost = on_fleet, on_lost
         self.last: control_pb2.WatchFleetResponse | None = None
         self.is_connected = False
         self._news = asyncio.Condition()
@@ -98,7 +100,9 @@ class FleetWatch:
                 except (grpc.aio.AioRpcError, TimeoutError) as error:
                     if self.is_connected or self.last is None:
                         log.warning("registry %s: %s", self._address, type(error).__name__)
-                self.is_connected = False
+                if self.is_connected:
+                    self.is_connected = False
+                    self._on_lost()
                 await asyncio.sleep(backoff.next_s())
 
     async def _follow(self, stub: control_pb2_grpc.ControlServiceStub, backoff: Backoff) -> None:

@@ -10,9 +10,10 @@ import asyncio
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from baton.errors import BatonError
-from baton.v1 import common_pb2
+from baton.v1 import common_pb2, worker_pb2
 
 TokenLogprobs = common_pb2.Logprobs  # carried from worker to client unread
 
@@ -186,3 +187,23 @@ class OutputReader:
         self._index = stop
         text = "".join(log.texts[start:stop])
         return TokenRun(start, log.ids[start:stop], text, log.logprobs[start:stop])
+
+
+class TokenSink(Protocol):
+    """What an attempt puts a request's output into."""
+
+    @property
+    def num_emitted(self) -> int: ...
+    def emit(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finished: FinishReason | None,
+    ) -> bool:
+        """Put out the next tokens; True when the request is over with them."""
+
+    def reserved(self) -> None: ...
+    def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
+        """The prompt is computed, all but what was cached; None where the decode worker did it."""
+
+    def handed_off(self, done: worker_pb2.HandoffDone) -> None: ...

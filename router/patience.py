@@ -22,26 +22,30 @@ class Patience:
         on_over: Callable[[WorkerEntry, str], None],
     ) -> None:
         self._suspect_silence_s, self._clock, self._on_over = suspect_silence_s, clock, on_over
-        self._worker: WorkerEntry | None = None
+        self._workers: tuple[WorkerEntry, ...] = ()
         self._what = ""
         self._since_s = self._limit_s = self._timer_at_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def expect(self, worker: WorkerEntry, what: str, seconds: float) -> None:
-        """There was progress; the next one has to come from `worker` within `seconds`."""
-        self._worker, self._what = worker, what
+    def expect(self, what: str, seconds: float, *workers: WorkerEntry) -> None:
+        """There was progress; the next one has to come within `seconds`.
+
+        Any of `workers` may be what it waits for. When it does not come, the one whose time was
+        over first is told of, of equals the first.
+        """
+        self._workers, self._what = workers, what
         self._since_s, self._limit_s = self._clock(), seconds
         self.review()
 
     def review(self) -> None:
         """The limit may have come nearer: another one was set, or the worker's state changed."""
-        if self._worker is not None:
-            over_at_s = self._over_at_s(self._worker)
+        if self._workers:
+            over_at_s = min(map(self._over_at_s, self._workers))
             if self._timer is None or over_at_s < self._timer_at_s:
                 self._set_timer(over_at_s)
 
     def end(self) -> None:
-        self._worker = None
+        self._workers = ()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -63,9 +67,9 @@ class Patience:
 
     def _on_timer(self) -> None:
         self._timer = None
-        worker = self._worker
-        if worker is None:
+        if not self._workers:
             return
+        worker = min(self._workers, key=self._over_at_s)
         over_at_s = self._over_at_s(worker)
         if over_at_s > self._clock():
             self._set_timer(over_at_s)

@@ -45,6 +45,37 @@ class FleetArrays:
     max_running: Floats
     free_tokens: Floats  # room for KV by this router's books
 
+    @classmethod
+    def empty(cls, num_slots: int) -> FleetArrays:
+        n = num_slots
+        return cls(
+            names=[""] * n,
+            kv_class=np.full(n, -1, dtype=np.int64),
+            can_prefill=np.zeros(n, dtype=np.bool_),
+            can_decode=np.zeros(n, dtype=np.bool_),
+            usable=np.zeros(n, dtype=np.bool_),
+            hold_until_s=np.zeros(n),
+            prefill_tokens_per_s=np.ones(n),
+            rate_learned=np.zeros(n, dtype=np.bool_),
+            decode_step_s=np.zeros(n),
+            handoff_bytes_per_s=np.ones(n),
+            kv_bytes_per_token=np.zeros(n),
+            queued_tokens=np.zeros(n),
+            head_tokens=np.zeros(n),
+            head_since_s=np.zeros(n),
+            running=np.zeros(n),
+            max_running=np.ones(n),
+            free_tokens=np.zeros(n),
+        )
+
+    def grown(self) -> FleetArrays:
+        """Twice the rows, the old ones first."""
+        size = len(self.names)
+        bigger = FleetArrays.empty(2 * size)
+        for name, column in vars(self).items():
+            getattr(bigger, name)[:size] = column
+        return bigger
+
     def queue_s(self, now_s: float) -> Floats:
         """Predicted wait before a new prompt starts; the prompt at the head has made progress."""
         progress = np.minimum(

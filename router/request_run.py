@@ -177,8 +177,7 @@ class RequestRun:
             await running
         except AttemptError as error:
             if error.failure is Failure.DECODE_LOST and attempt.running:
-                facts = booking.decode.facts
-                self._lost.append((facts.worker_id, facts.incarnation))
+                self._lost.append(booking.decode.facts.identity)
             raise
         finally:
             if not self._orphaned:
@@ -270,7 +269,7 @@ class RequestRun:
             self._attempt_number += 4**self._num_stale
         self._num_failures += 1
         self._give_up_if_hopeless(error)
-        ticket.failed.add(error.worker.slot)
+        ticket.failed.add(error.worker.facts.identity)
         parts.fleet.eject(error.worker, parts.config.eject_s)
         return parts.config.retry_backoff_s if self._num_failures > 1 else 0.0
 

@@ -61,7 +61,9 @@ class Router:
         self.fleet = Fleet(config, clock, self._fleet_changed)
         self.links = FleetLinks(config, self.identity, self.fleet, self.index, self._is_served)
         self.admission = Admission(config, self.fleet, self.index, clock, random.Random())
-        self.watch = FleetWatch(control_address, config, self.links.update)
+        self.watch = FleetWatch(
+            control_address, config, self.links.update, self.fleet.forget_others
+        )
         self._parts = RunParts(
             config=config,
             text_model=text_model,

@@ -33,6 +33,8 @@ class Faults:
     drain_prefills: int = 0
     refuse_prefills: int = 0
     fail_handoffs: int = 0
+    handoff_reason: str = "TIMEOUT"  # of those
+    hang_handoffs: int = 0  # after the first token
     hang_prefills: int = 0
     late_first_tokens: int = 0  # the handoff overtakes the first token
     reject: list[tuple[int, int]] = field(default_factory=list)  # (RejectReason, retry ms)
@@ -65,6 +67,7 @@ class ScriptedWorker(
         self.num_blocks = 1000
         self.kv_fingerprint = FINGERPRINT
         self.state = control_pb2.WORKER_STATE_LIVE
+        self.load = worker_pb2.WorkerLoad()
         self.on_token: Callable[[Running], None] = lambda running: None
         self.may_decode = asyncio.Event()
         self.may_decode.set()
@@ -141,7 +144,7 @@ class ScriptedWorker(
             vocab_size=257,
             kv_bytes_per_token=self.kv_bytes_per_token,
         )
-        return control_pb2.FleetWorker(info=info, state=self.state)
+        return control_pb2.FleetWorker(info=info, state=self.state, load=self.load)
 
     # --- prefill -------------------------------------------------------------------------------
 
@@ -187,8 +190,11 @@ class ScriptedWorker(
         if finished or self._use("end_early"):
             return
         self.kv.hold(self.kv_fingerprint, known_tokens(spec))
+        if self._use("hang_handoffs"):
+            await asyncio.Event().wait()
         if self._use("fail_handoffs"):
-            failed = worker_pb2.HandoffFailed(reason="TIMEOUT", message="scripted")
+            reason = self.faults.handoff_reason
+            failed = worker_pb2.HandoffFailed(reason=reason, message="scripted")
             yield worker_pb2.PrefillResponse(handoff_failed=failed)
             return
         if owner is None or not owner.admit(request.lease, run.tokens[-1]):

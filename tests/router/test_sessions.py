@@ -212,7 +212,7 @@ async def test_a_worker_that_is_live_again_gets_its_full_time_back() -> None:
     assert entry is not None
     over: list[str] = []
     patience = Patience(1.5, clock, lambda worker, what: over.append(what))
-    patience.expect(entry, "a token", 30.0)
+    patience.expect("a token", 30.0, entry)
     clock.now_s += 10.0
     fleet.set_state(entry, WorkerState.SUSPECT)
     patience.review()

@@ -1,0 +1,112 @@
+"""Which worker a failure counts against, and for how long what was told of one is believed."""
+
+from __future__ import annotations
+
+import asyncio
+
+from baton.v1 import control_pb2
+from router.fleet_watch import read_fleet
+from router.text import TextModel
+from tests.router.deployment import Deployment, ask_for, deployment
+from tests.router.scripted_worker import ScriptedWorker
+from tests.router.test_admission import admission_of, prompt
+from tests.router.test_failures import PROMPT
+from tests.router.test_placement import Clock, facts, fleet_of
+from tests.router.test_requests import assert_whole
+
+
+def held(d: Deployment) -> set[str]:
+    """Workers that get nothing now: they were ejected."""
+    now, holds = d.router.clock(), d.router.fleet.arrays.hold_until_s
+    return {entry.facts.worker_id for entry in d.router.fleet if holds[entry.slot] > now}
+
+
+def of_two(d: Deployment, role: str) -> list[ScriptedWorker]:
+    return [d.worker(f"{role}0"), d.worker(f"{role}1")]
+
+
+async def test_a_handoff_that_never_ends_counts_against_its_writer(text_model: TextModel) -> None:
+    async with deployment(text_model, 2, 2, token_timeout_s=0.3, eject_s=30.0) as d:
+        for worker in of_two(d, "p"):
+            worker.faults.hang_handoffs = 1
+        answer = await d.client.ask(ask_for(PROMPT))
+        assert_whole(answer, PROMPT)
+        prefills = [routed.prefill_worker for routed in answer.routed]
+        assert prefills[:2] in (["p0", "p1"], ["p1", "p0"])
+        assert not held(d) & {"d0", "d1"}
+        await d.check_empty()
+
+
+async def test_a_handoff_to_a_suspect_decode_worker_leaves_it_soon(text_model: TextModel) -> None:
+    async with deployment(text_model, 1, 2, suspect_silence_s=0.2, eject_s=30.0) as d:
+        d.worker("p0").faults.hang_handoffs = 1
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: any(worker.runs for worker in of_two(d, "d")))
+        stuck, other = sorted(of_two(d, "d"), key=lambda worker: not worker.runs)
+        stuck.state = control_pb2.WORKER_STATE_SUSPECT
+        await d.registry.publish()
+        answer = await asyncio.wait_for(asking, 10)
+        assert_whole(answer, PROMPT)
+        assert [r.decode_worker for r in answer.routed] == [stuck.worker_id, other.worker_id]
+        assert held(d) <= {stuck.worker_id}
+        await d.check_empty()
+
+
+async def test_a_writer_that_lost_its_receiver_is_not_blamed_for_it(text_model: TextModel) -> None:
+    async with deployment(text_model, 2, 2, eject_s=30.0) as d:
+        for worker in of_two(d, "p"):
+            worker.faults.fail_handoffs = 1
+            worker.faults.handoff_reason = "PEER_LOST"
+        answer = await d.client.ask(ask_for(PROMPT))
+        assert_whole(answer, PROMPT)
+        decodes = [routed.decode_worker for routed in answer.routed]
+        assert decodes[:2] in (["d0", "d1"], ["d1", "d0"])
+        assert not held(d) & {"p0", "p1"}
+        await d.check_empty()
+
+
+async def test_a_failure_is_not_held_against_the_worker_that_took_the_row_over() -> None:
+    clock = Clock()
+    fleet = fleet_of(
+        facts("p0", True, False), facts("d0", False, True), facts("d1", False, True), clock=clock
+    )
+    admission = admission_of(fleet, clock)
+    failed, spare = fleet.get("d0"), fleet.get("d1")
+    assert failed is not None
+    assert spare is not None
+    ticket = admission.ticket(prompt(10), 4)
+    ticket.failed.add(failed.facts.identity)
+    assert (await admission.place(ticket)).placement.decode_worker == "d1"
+    fleet.remove(failed)
+    again = fleet.add(facts("d0", False, True, incarnation=2))
+    assert again.slot == failed.slot
+    fleet.set_state(again, spare.state)
+    fleet.set_connected(again, True)
+    assert (await admission.place(ticket)).placement.decode_worker == "d0"  # d1 has one already
+
+
+async def test_others_load_is_forgotten_when_nobody_tells_of_it_any_more(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, fleet_wait_s=60.0) as d:
+        worker = d.worker("d0")
+        worker.load.num_running = worker.max_num_seqs  # another router's
+        await d.registry.publish()
+        await d.until(lambda: d.router.fleet.arrays.running.max() == worker.max_num_seqs)
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: len(d.router.admission) == 1)
+        await d.registry.stop()
+        assert_whole(await asyncio.wait_for(asking, 5), PROMPT)
+        await d.check_empty()
+
+
+async def test_workers_of_another_model_are_forgotten_when_they_are_gone(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        for number in range(3):
+            stranger = d.worker("p0").info()
+            stranger.info.model = "another"
+            stranger.info.ref.worker_id = f"stranger-{number}"
+            d.router.links.update(read_fleet(control_pb2.WatchFleetResponse(workers=[stranger])))
+        assert d.router.links._refused == {"stranger-2"}
