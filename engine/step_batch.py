@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ class GroupBatch:
     """int64 [num_tokens]: where each token's KV goes, block_id * block_size + offset."""
     tables: torch.Tensor
     """int32 [sum of table lengths]."""
+    host_tables: npt.NDArray[np.int32]
+    """The same, in host memory whatever the device."""
     table_starts: npt.NDArray[np.int64]
     """[num_seqs + 1]: a sequence's table is tables[table_starts[i] : table_starts[i + 1]]."""
 
@@ -59,9 +62,6 @@ def pack(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.device) ->
     token_ids = np.concatenate([seq.token_ids for seq in seqs]).astype(np.int64)
     samples = np.array([seq.samples for seq in seqs], dtype=bool)
 
-    def on_device(array: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
     groups = []
     for group in range(len(seqs[0].block_tables)):
         tables = [np.asarray(seq.block_tables[group], dtype=np.int32) for seq in seqs]
@@ -69,15 +69,25 @@ def pack(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.device) ->
         flat = np.concatenate(tables)
         entry = np.repeat(table_starts[:-1], counts) + positions // block_size
         slots = flat[entry].astype(np.int64) * block_size + positions % block_size
-        groups.append(GroupBatch(on_device(slots), torch.from_numpy(flat).to(device), table_starts))
+        on_device = to_device(slots, device), to_device(flat, device)
+        groups.append(GroupBatch(*on_device, flat, table_starts))
     return StepBatch(
-        token_ids=on_device(token_ids),
-        positions=on_device(positions),
+        token_ids=to_device(token_ids, device),
+        positions=to_device(positions, device),
         query_starts=query_starts,
         context_lens=context_lens,
         groups=tuple(groups),
-        sample_rows=on_device(query_starts[1:][samples] - 1),
+        sample_rows=to_device(query_starts[1:][samples] - 1, device),
     )
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A tensor of the array's content, which must not change: on a CPU it is shared. A CUDA device
+    copies it without the host waiting for what is under way there."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _starts(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

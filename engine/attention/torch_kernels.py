@@ -1,19 +1,27 @@
-"""The kernels in plain torch: for any device, and what the native ones are compared with."""
+"""The kernels in plain torch: for any device, and where nothing can be compiled."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from engine.attention.decode_rows import DecodeRows, decode_rows
 from engine.attention.kernels import AttentionShape, HeadNorms, Rotation
 from engine.attention.paged_kv import LayerKv
 from engine.step_batch import GroupBatch, StepBatch
 
 
 class TorchKernels:
-    """Gather each sequence's blocks, then scaled_dot_product_attention."""
+    """Gather the blocks, then scaled_dot_product_attention: over all decodes of about one length at
+    once, over each chunk of a prompt alone. The heads that share a KV head are queries of one head,
+    so that no key or value is repeated for them.
+    """
 
     name = "torch"
+
+    def __init__(self) -> None:
+        self._batch: StepBatch | None = None
+        self._decodes: dict[int, list[DecodeRows]] = {}  # of the batch, by its groups' places
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
@@ -60,15 +68,36 @@ class TorchKernels:
         window: int | None,
     ) -> torch.Tensor:
         out = torch.empty_like(queries)
+        for rows in self._decode_rows(batch, group, window, kv.block_size, queries.device):
+            out[rows.rows] = _attend_decodes(queries[rows.rows], kv, rows)
         for seq in range(batch.num_seqs):
             first, last = int(batch.query_starts[seq]), int(batch.query_starts[seq + 1])
+            if last - first == 1:
+                continue  # a decode
             context = int(batch.context_lens[seq])
             table = group.tables[group.table_starts[seq] : group.table_starts[seq + 1]]
             # Blocks before the window may be gone: their content must not even be multiplied by 0.
             begin = 0 if window is None else max(0, context + 1 - window)
             end = context + last - first
-            out[first:last] = _attend_one(queries[first:last], kv, table, (begin, end), window)
+            out[first:last] = _attend_chunk(queries[first:last], kv, table, (begin, end), window)
         return out
+
+    def _decode_rows(
+        self,
+        batch: StepBatch,
+        group: GroupBatch,
+        window: int | None,
+        block_size: int,
+        device: torch.device,
+    ) -> list[DecodeRows]:
+        """Made by a group's first layer in a step, used by all of its layers."""
+        if self._batch is not batch:
+            self._batch, self._decodes = batch, {}
+        found = self._decodes.get(id(group))
+        if found is None:
+            found = decode_rows(batch, group, window, block_size, device)
+            self._decodes[id(group)] = found
+        return found
 
 
 def _rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -78,7 +107,25 @@ def _rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(heads.dtype)
 
 
-def _attend_one(
+def _gather(tensor: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks int64 [n, width] of one layer's K or V: a copy, [n, kv_heads, slots, head_dim]."""
+    per_region, kv_heads = tensor.shape[1:3]
+    heads = torch.arange(kv_heads, device=tensor.device)[None, :, None]
+    blocks = blocks[:, None, :]
+    return tensor[blocks // per_region, blocks % per_region, heads].flatten(2, 3)
+
+
+def _attend_decodes(queries: torch.Tensor, kv: LayerKv, rows: DecodeRows) -> torch.Tensor:
+    """One query of each sequence: [n, heads, head_dim] -> same shape."""
+    keys, values = _gather(kv.keys, rows.blocks), _gather(kv.values, rows.blocks)
+    for tensor in (keys, values):
+        tensor[rows.junk_rows, :, rows.junk_slots] = 0  # even times 0 it could be NaN
+    per_kv_head = queries.view(len(queries), keys.shape[1], -1, queries.shape[2])
+    out = F.scaled_dot_product_attention(per_kv_head, keys, values, attn_mask=rows.visible)
+    return out.flatten(1, 2)
+
+
+def _attend_chunk(
     queries: torch.Tensor,
     kv: LayerKv,
     table: torch.Tensor,
@@ -87,25 +134,19 @@ def _attend_one(
 ) -> torch.Tensor:
     """One sequence's queries [n, heads, head_dim], its last n positions, over positions `span`."""
     begin, end = span
-    size = kv.block_size
-    blocks = table[begin // size : -(-end // size)].long()
-    region, block = blocks // kv.blocks_per_region, blocks % kv.blocks_per_region
-    skip = begin % size
-
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
-        found = tensor[region, block].transpose(0, 1).flatten(1, 2)  # [kv_heads, slots, head_dim]
-        return found[:, skip : skip + end - begin]
-
+    size, count = kv.block_size, len(queries)
+    blocks = table[None, begin // size : -(-end // size)].long()
+    slots = slice(begin % size, begin % size + end - begin)
+    keys, values = (_gather(tensor, blocks)[:, :, slots] for tensor in (kv.keys, kv.values))
     key_at = torch.arange(begin, end, device=queries.device)
-    query_at = torch.arange(end - len(queries), end, device=queries.device)
+    query_at = torch.arange(end - count, end, device=queries.device)
     visible = key_at[None, :] <= query_at[:, None]
     if window is not None:
         visible &= key_at[None, :] > query_at[:, None] - window
+    # [n, heads, head_dim] -> [1, kv_heads, heads of one KV head * n, head_dim]
+    per_kv_head = queries.view(count, keys.shape[1], -1, queries.shape[2]).permute(1, 2, 0, 3)
+    kv_heads, group = per_kv_head.shape[:2]
     out = F.scaled_dot_product_attention(
-        queries.transpose(0, 1)[None],
-        gather(kv.keys)[None],
-        gather(kv.values)[None],
-        attn_mask=None if len(queries) == 1 else visible,
-        enable_gqa=True,
+        per_kv_head.flatten(1, 2)[None], keys, values, attn_mask=visible.repeat(group, 1)
     )
-    return out[0].transpose(0, 1)
+    return out.view(kv_heads, group, count, -1).permute(2, 0, 1, 3).flatten(1, 2)

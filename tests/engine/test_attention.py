@@ -25,6 +25,7 @@ from engine.step_batch import StepBatch, pack
 
 CPU = torch.device("cpu")
 BF16, F32 = torch.bfloat16, torch.float32
+MANY = (0, 1, 15, 16, 17, 31, 33, 47, 48, 63, 100, 127, 128, 255, 257, 1023, 1201)
 # bf16 has 8 bits: an output's error is measured against the largest value it is made of.
 TOLERANCE = {F32: 1e-5, BF16: 8e-3}
 
@@ -134,6 +135,8 @@ class Case:
         {"seqs": [(0, 300)], "num_heads": 6, "kv_heads": 1, "head_dim": 96},
         {"seqs": [(4095, 1), (4000, 3)], "num_heads": 8, "kv_heads": 8, "head_dim": 32},
         {"seqs": [(300, 1), (0, 70), (77, 33)], "window": 40, "block_size": 8},
+        {"seqs": [*((n, 1) for n in MANY), (5, 9), (0, 1)], "num_heads": 12, "kv_heads": 3},
+        {"seqs": [(9, 2), *((n, 1) for n in MANY)], "window": 24, "block_size": 8},
         {"seqs": [(3000, 1), (2900, 5)], "window": 1024, "head_dim": 128},
         {"seqs": [(0, 65), (64, 1)], "window": 1},
         {"seqs": [(200, 20)], "sharpness": 12.0},
@@ -144,6 +147,32 @@ def test_attention_is_that_of_the_definition(
     kernels: Kernels, case: dict[str, object], dtype: torch.dtype
 ) -> None:
     Case(**case, dtype=dtype).check(kernels)  # type: ignore[arg-type]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seqs=st.lists(
+        st.tuples(st.integers(0, 200), st.sampled_from([1, 1, 1, 2, 20])), min_size=1, max_size=9
+    ),
+    heads=st.sampled_from([(1, 1), (4, 2), (7, 1), (8, 8)]),
+    block_size=st.sampled_from([1, 8, 16]),
+    window=st.sampled_from([None, 1, 2, 17, 64]),
+    dtype=st.sampled_from([F32, BF16]),
+)
+def test_torch_attention_is_right_for_any_mix_of_decodes_and_chunks(
+    seqs: list[tuple[int, int]],
+    heads: tuple[int, int],
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    Case(seqs, *heads, 32, block_size, dtype, window).check(TorchKernels())
+
+
+def test_the_torch_kernels_tell_one_step_and_one_group_from_the_next() -> None:
+    kernels = TorchKernels()
+    for window in (None, 20, None):
+        Case([(50, 1), (90, 1)], window=window).check(kernels)
 
 
 @settings(max_examples=40, deadline=None)
