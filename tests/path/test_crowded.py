@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
 from engine.request import SampledToken, SamplingParams
 from tests.engine import checkpoints
 from tests.engine.driving import random_prompt
-from tests.path.whole_path import Answer, Shape, WholePath, ask, engine_alone, whole_path
+from tests.path.oracles import ids_of
+from tests.path.whole_path import Answer, Pool, Shape, WholePath, ask, whole_path
 
 NUM_TOKENS = 70
 
@@ -39,15 +39,14 @@ def sampling_of(number: int) -> dict[str, Any]:
 def expected_tokens(path: WholePath, prompts: Sequence[Sequence[int]]) -> list[list[SampledToken]]:
     """What an engine with room for all says; greedy ones are those of transformers."""
     sampling = [SamplingParams(ignore_eos=True, **sampling_of(n)) for n in range(len(prompts))]
-    found = engine_alone(path.folder, EngineConfig(**path.shape.engine()), prompts, sampling)
+    found = path.alone(prompts, sampling)
     for tokens, prompt in list(zip(found, prompts))[::2]:
-        ids = [token.token_id for token in tokens]
-        assert ids == checkpoints.greedy(path.model, list(prompt), NUM_TOKENS)
+        assert ids_of(tokens) == path.greedy(prompt, NUM_TOKENS)
     return found
 
 
 def assert_answers(answer: Answer, expected: Sequence[SampledToken]) -> None:
-    assert answer.ids == [token.token_id for token in expected]
+    assert answer.ids == ids_of(expected)
     told = [token.logprobs.logprob for token in expected if token.logprobs is not None]
     assert [entry.logprob for entry in answer.logprobs] == pytest.approx(told, abs=1e-4)
 
@@ -56,7 +55,7 @@ async def test_more_requests_than_blocks_wait_or_are_preempted_and_keep_their_to
     tmp_path: Path,
 ) -> None:
     # Twelve requests grow to 14 or 15 blocks each; 70 are there.
-    shape = Shape("qwen3-windows", decode_blocks=70)
+    shape = Shape("qwen3-windows", decode=(Pool(blocks=70),))
     async with whole_path(shape, tmp_path) as path:
         prompts = [random_prompt(150 + n, checkpoints.VOCAB, n) for n in range(12)]
         expected = expected_tokens(path, prompts)
@@ -77,7 +76,7 @@ async def test_more_requests_than_blocks_wait_or_are_preempted_and_keep_their_to
 async def test_clients_that_leave_at_any_moment_change_nothing_for_the_others(
     tmp_path: Path,
 ) -> None:
-    shape = Shape("qwen2", replicas=2, decode_blocks=160, chunk=64)
+    shape = Shape("qwen2", prefill=(Pool(replicas=2),), decode=(Pool(replicas=2, blocks=160),))
     async with whole_path(shape, tmp_path) as path:
         rng = np.random.default_rng(3)
         lengths = rng.integers(1, 400, 90).tolist()

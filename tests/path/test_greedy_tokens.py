@@ -1,44 +1,39 @@
-"""Greedy tokens in fp32 are those of transformers, wherever they are computed: by an engine alone,
-on one worker, or on two with the KV moved between them; from nothing or from cached blocks."""
+"""Greedy tokens in fp32 are those of transformers, and sampled ones follow from the seed, wherever
+they are computed: by an engine alone, on one worker, or on two with the KV moved between them; from
+nothing or from cached blocks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from baton.client import AsyncClient
+from engine.request import SamplingParams
 from tests.engine import checkpoints
 from tests.engine.driving import random_prompt
-from tests.path.whole_path import Answer, Shape, WholePath, ask, greedy_alone, whole_path
+from tests.path.oracles import ids_of
+from tests.path.whole_path import Answer, Pool, Shape, WholePath, ask, whole_path
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_TOKENS = 12
 LENGTHS = (1, 2, 16, 17, 70, 333, 1500)
 ALL_LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 128, 200, 511, 512, 513, 900, 1500)
 
 
-async def ask_all(
-    router: AsyncClient, prompts: Sequence[Sequence[int]], salt: str, **options: int
-) -> list[Answer]:
-    asked = {"max_tokens": NUM_TOKENS, **options}
-    return await asyncio.gather(*(ask(router, p, cache_salt=salt, **asked) for p in prompts))
+async def ask_all(router: AsyncClient, prompts: Sequence[Sequence[int]], salt: str) -> list[Answer]:
+    return await asyncio.gather(
+        *(ask(router, p, cache_salt=salt, max_tokens=NUM_TOKENS) for p in prompts)
+    )
 
 
 def whole_blocks(prompt: Sequence[int], path: WholePath) -> int:
     """Tokens of a prompt that a cache can hold: its last token is computed again, always."""
     return (len(prompt) - 1) // path.shape.block_size * path.shape.block_size
-
-
-def handed_over_blocks(prompt: Sequence[int], path: WholePath) -> int:
-    """Tokens of a prompt that its receiver can use again. It was given what the next token looks
-    at: less than a prompt that ends a few tokens earlier needs, where a window is narrow."""
-    cached, size = whole_blocks(prompt, path), path.shape.block_size
-    for window in path.windows:
-        if max(0, cached + 1 - window) // size < max(0, len(prompt) + 1 - window) // size:
-            return 0
-    return cached
 
 
 def check_handed_off(answers: Sequence[Answer], cached: Sequence[int]) -> None:
@@ -56,103 +51,201 @@ def check_local(answers: Sequence[Answer], cached: Sequence[int]) -> None:
         assert answer.num_cached_tokens == num_cached
 
 
-async def check_tokens(path: WholePath, lengths: Sequence[int]) -> None:
+def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
+    return [random_prompt(length, checkpoints.VOCAB, length) for length in lengths]
+
+
+def check_alone(path: WholePath, lengths: Sequence[int]) -> None:
+    """One engine, all prompts in a batch; its tokens know nothing of widths."""
+    prompts = prompts_of(lengths)
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for chunk in path.shape.chunks:
+        found = path.alone(prompts, greedy, chunk)
+        assert [*map(ids_of, found)] == [path.greedy(p, NUM_TOKENS) for p in prompts], chunk
+
+
+async def check_tokens(path: WholePath, lengths: Sequence[int], salt: str) -> None:
     """All ways to the same tokens; a salt names a cache that starts empty on both workers."""
-    prompts = [random_prompt(length, checkpoints.VOCAB, length) for length in lengths]
-    expected = [checkpoints.greedy(path.model, prompt, NUM_TOKENS) for prompt in prompts]
+    prompts = prompts_of(lengths)
+    expected = [path.greedy(prompt, NUM_TOKENS) for prompt in prompts]
     nothing = [0] * len(prompts)
     all_blocks = [whole_blocks(prompt, path) for prompt in prompts]
-    received = [handed_over_blocks(prompt, path) for prompt in prompts]
-    assert greedy_alone(path, prompts, NUM_TOKENS) == expected
 
-    for salt, router, check, cached in (
+    for cache, router, check, cached in (
         ("a", path.far, check_handed_off, nothing),
         ("a", path.far, check_handed_off, all_blocks),  # both workers hold the prompts
-        ("a", path.near, check_local, received),  # from blocks that were handed over
+        ("a", path.near, check_local, all_blocks),  # from blocks that were handed over
         ("b", path.near, check_local, nothing),
         ("b", path.near, check_local, all_blocks),
         ("b", path.far, check_handed_off, nothing),  # only the decode worker holds them
         ("b", path.far_again, check_handed_off, all_blocks),
     ):
-        answers = await ask_all(router, prompts, salt)
-        assert [answer.ids for answer in answers] == expected, (salt, cached)
+        answers = await ask_all(router, prompts, salt + cache)
+        assert [answer.ids for answer in answers] == expected, (cache, cached)
         check(answers, cached)
     await path.until_idle()
 
 
-async def check_conversation(path: WholePath, length: int) -> None:
+async def check_conversation(path: WholePath, length: int, salt: str) -> None:
     """Each turn's prompt is the last one, its answer and more; the two workers take turns."""
     prompt = random_prompt(length, checkpoints.VOCAB, length + 1)
     for turn, router in enumerate((path.far, path.far, path.near, path.far)):
-        answer = await ask(router, prompt, cache_salt="talk", max_tokens=40)
-        assert answer.ids == checkpoints.greedy(path.model, prompt, 40), turn
+        answer = await ask(router, prompt, cache_salt=salt, max_tokens=40)
+        assert answer.ids == path.greedy(prompt, 40), turn
         assert turn == 0 or answer.num_cached_tokens > 0
         prompt = prompt + answer.ids + random_prompt(9, checkpoints.VOCAB, turn)
     await path.until_idle()
 
 
-# --- quick: what differs, pairwise --------------------------------------------------------------
+# All values are exact in float32, which is what the wire carries.
+SAMPLED: dict[str, Any] = {
+    "temperature": 0.875,
+    "top_p": 0.9375,
+    "min_p": 0.015625,
+    "repetition_penalty": 1.125,
+    "presence_penalty": 0.25,
+    "max_tokens": 20,
+}
+
+
+async def check_seeds(path: WholePath, salt: str) -> None:
+    """Sampled alone, in a batch, on one worker and on two: the tokens of a lone engine's seed."""
+    prompts = prompts_of((1, 17, 70, 130))
+    seeds = range(40, 40 + len(prompts))
+    expected = [
+        path.alone([prompt], SamplingParams(seed=seed, ignore_eos=True, **SAMPLED))[0]
+        for prompt, seed in zip(prompts, seeds)
+    ]
+    for router in (path.far, path.near):
+        first = await ask(router, prompts[-1], cache_salt=salt, seed=seeds[-1], **SAMPLED)
+        assert first.ids == ids_of(expected[-1])
+        answers = await asyncio.gather(
+            *(
+                ask(router, prompt, cache_salt=salt, seed=seed, **SAMPLED)
+                for prompt, seed in zip(prompts, seeds)
+            )
+        )
+        assert [answer.ids for answer in answers] == [*map(ids_of, expected)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def path(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[WholePath]:
+    """A fleet with both roles in both widths; each test chooses a pair."""
+    async with whole_path(request.param, tmp_path_factory.mktemp("path")) as path:
+        yield path
+
+
+CHUNKS = (16, 64, 512)
+BLOCK_SIZES = (8, 16, 32)
+CHECKSUMS = ("off", "sampled", "always")
+all_widths = pytest.mark.parametrize(
+    "widths", [(1, 1), (1, 2), (2, 1), (2, 2)], ids=lambda w: f"tp{w[0]}{w[1]}"
+)
+
+
+def rotated(number: int) -> Shape:
+    """Another chunk size at each worker; what is taken goes round with `number`."""
+    one, other, third = (CHUNKS[(number + n) % 3] for n in range(3))
+    return Shape(
+        list(checkpoints.FAMILIES)[number],
+        prefill=(Pool(1, one), Pool(2, other)),
+        decode=(Pool(1, other), Pool(2, third)),
+        block_size=BLOCK_SIZES[number % 3],
+        checksum=CHECKSUMS[(number + 1) % 3],
+    )
+
+
+# --- quick: every family and width, their chunks in pairs ---------------------------------------
+
+VARIANTS = ("llama-tied-linear", "qwen3-windows")
 
 
 @pytest.mark.parametrize(
-    "shape",
+    "path",
     [
-        pytest.param(
-            Shape("qwen2", chunk=64, decode_chunk=16, checksum="always"), id="qwen2-mixed-windows"
-        ),
-        pytest.param(
-            Shape("qwen3-moe", prefill_tp=2, decode_tp=1, chunk=512, block_size=8),
-            id="qwen3-moe-tp-2-to-1",
-        ),
-        pytest.param(
-            Shape("mistral", prefill_tp=1, decode_tp=2, chunk=16, decode_chunk=64),
-            id="mistral-tp-1-to-2",
-        ),
+        pytest.param(rotated(number), id=family)
+        for number, family in enumerate(checkpoints.FAMILIES)
+        if family not in VARIANTS
     ],
+    indirect=True,
+    scope="module",
 )
+@all_widths
 async def test_tokens_are_those_of_transformers_alone_local_and_handed_over(
-    shape: Shape, tmp_path: Path
+    path: WholePath, widths: tuple[int, int]
 ) -> None:
-    async with whole_path(shape, tmp_path) as path:
-        await check_tokens(path, LENGTHS)
-        await check_conversation(path, 75)
+    await path.use_widths(*widths)
+    if widths == (1, 1):
+        check_alone(path, LENGTHS)
+    await check_tokens(path, LENGTHS, str(widths))
+    await check_conversation(path, 75, f"talk {widths}")
+    await check_seeds(path, f"seeds {widths}")
 
 
 # --- full: every combination --------------------------------------------------------------------
 
 
-@pytest.mark.full
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("chunk", [16, 64, 512])
-@pytest.mark.parametrize(
-    "widths", [(1, 1), (1, 2), (2, 1), (2, 2)], ids=lambda w: f"tp{w[0]}{w[1]}"
-)
-@pytest.mark.parametrize("family", list(checkpoints.FAMILIES))
-async def test_every_family_chunk_and_width_gives_the_tokens_of_transformers(
-    family: str, widths: tuple[int, int], chunk: int, tmp_path: Path
-) -> None:
-    # The block size goes round, so that each meets each family, chunk and width.
-    number = list(checkpoints.FAMILIES).index(family) + sum(widths) + chunk // 64
-    shape = Shape(
+def combined(family: str, chunk: int) -> Shape:
+    """The block size goes round, so that each meets each family and chunk."""
+    number = list(checkpoints.FAMILIES).index(family) + CHUNKS.index(chunk)
+    return Shape(
         family,
-        *widths,
-        chunk=chunk,
-        block_size=(8, 16, 32)[number % 3],
-        checksum=("off", "sampled", "always")[number // 3 % 3],
+        prefill=(Pool(1, chunk), Pool(2, chunk)),
+        decode=(Pool(1, chunk), Pool(2, chunk)),
+        block_size=BLOCK_SIZES[number % 3],
+        checksum=CHECKSUMS[number // 3 % 3],
     )
-    async with whole_path(shape, tmp_path) as path:
-        await check_tokens(path, ALL_LENGTHS)
-        await check_conversation(path, 75)
-        await check_conversation(path, 600)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("widths", [(1, 2), (2, 1), (2, 2)], ids=lambda w: f"tp{w[0]}{w[1]}")
-async def test_a_kv_head_held_by_every_rank_is_handed_over_once_and_read_by_all(
-    widths: tuple[int, int], tmp_path: Path
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(combined(family, chunk), id=f"{family}-{chunk}")
+        for family in checkpoints.FAMILIES
+        for chunk in CHUNKS
+    ],
+    indirect=True,
+    scope="module",
+)
+@all_widths
+async def test_every_family_chunk_and_width_gives_the_tokens_of_transformers(
+    path: WholePath, widths: tuple[int, int]
 ) -> None:
-    shape = Shape("llama", *widths, overrides=(("num_key_value_heads", 1),))
-    async with whole_path(shape, tmp_path) as path:
-        await check_tokens(path, LENGTHS)
-        await check_conversation(path, 75)
+    await path.use_widths(*widths)
+    if widths == (1, 1):
+        check_alone(path, ALL_LENGTHS)
+    await check_tokens(path, ALL_LENGTHS, str(widths))
+    await check_conversation(path, 75, f"talk {widths}")
+    await check_conversation(path, 600, f"long talk {widths}")
+    await check_seeds(path, f"seeds {widths}")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            Shape(
+                "llama",
+                prefill=(Pool(1), Pool(2)),
+                decode=(Pool(1), Pool(2)),
+                overrides=(("num_key_value_heads", 1),),
+            ),
+            id="llama-1-kv-head",
+        )
+    ],
+    indirect=True,
+    scope="module",
+)
+@all_widths
+async def test_a_kv_head_held_by_every_rank_is_handed_over_once_and_read_by_all(
+    path: WholePath, widths: tuple[int, int]
+) -> None:
+    await path.use_widths(*widths)
+    await check_tokens(path, LENGTHS, str(widths))
+    await check_conversation(path, 75, f"talk {widths}")

@@ -14,11 +14,11 @@ import torch
 
 from baton.client import AsyncClient
 from baton.events import FinishReason, Logprobs
-from engine.config import EngineConfig
 from engine.request import SampledToken, SamplingParams
 from tests.engine import checkpoints
 from tests.engine.driving import random_prompt
-from tests.path.whole_path import Answer, Shape, WholePath, ask, engine_alone, whole_path
+from tests.path.oracles import greedy_tokens, ids_of, oracle_model
+from tests.path.whole_path import Answer, Pool, Shape, WholePath, ask, whole_path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -27,7 +27,9 @@ CONTEXT = 2048
 # As float32, which is what the wire carries.
 SAMPLED: dict[str, Any] = {
     "temperature": float(np.float32(0.8)),
+    "top_k": 200,
     "top_p": float(np.float32(0.9)),
+    "min_p": 2.0**-8,
     "repetition_penalty": float(np.float32(1.15)),
     "presence_penalty": float(np.float32(0.4)),
     "frequency_penalty": float(np.float32(0.3)),
@@ -38,7 +40,7 @@ SAMPLED: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def greedy() -> list[int]:
     """What the model says to PROMPT when nothing ends it."""
-    return checkpoints.greedy(checkpoints.oracle_model("llama"), PROMPT, 40)
+    return greedy_tokens("llama", (), PROMPT, 40)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def eos(greedy: list[int]) -> int:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory, eos: int) -> AsyncIterator[WholePath]:
-    shape = Shape("llama", chunk=64, decode_chunk=32, eos=eos)
+    shape = Shape("llama", decode=(Pool(tp=2, chunk=32),), eos=eos)
     async with whole_path(shape, tmp_path_factory.mktemp("served")) as path:
         yield path
 
@@ -65,12 +67,7 @@ async def path(served: WholePath) -> AsyncIterator[WholePath]:
 
 def alone(path: WholePath, **sampling: Any) -> list[SampledToken]:
     params = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | sampling))
-    config = EngineConfig(**path.shape.engine())
-    return engine_alone(path.folder, config, [PROMPT], params)[0]
-
-
-def ids_of(tokens: Sequence[SampledToken]) -> list[int]:
-    return [token.token_id for token in tokens]
+    return path.alone([PROMPT], params)[0]
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -159,7 +156,9 @@ async def test_logprobs_are_those_of_transformers_wherever_a_token_is_computed(
 ) -> None:
     num_tokens = 20
     with torch.inference_mode():
-        logits = path.model(torch.tensor([PROMPT + greedy[:num_tokens]])).logits[0].float()
+        logits = (
+            oracle_model("llama")(torch.tensor([PROMPT + greedy[:num_tokens]])).logits[0].float()
+        )
     reference = logits[len(PROMPT) - 1 : -1].log_softmax(-1)
     expected = []
     for row, token in zip(reference, greedy):
@@ -204,7 +203,7 @@ async def test_a_request_for_one_token_ends_where_its_prompt_was_computed(
     assert_ended(answer, greedy[:1], text_of(greedy[:1]), FinishReason.LENGTH)
     assert answer.handed_off is None
     crowd = await asyncio.gather(*(ask(router, PROMPT[n:], max_tokens=1) for n in range(8)))
-    expected = [checkpoints.greedy(path.model, PROMPT[n:], 1) for n in range(8)]
+    expected = [path.greedy(PROMPT[n:], 1) for n in range(8)]
     assert [one.ids for one in crowd] == expected
 
 
@@ -263,5 +262,5 @@ async def test_the_end_of_sequence_ends_an_answer_unless_it_is_ignored_or_too_ea
 async def test_an_answer_ends_with_the_context(path: WholePath, router: AsyncClient) -> None:
     prompt = random_prompt(CONTEXT - 9, checkpoints.VOCAB, 1)
     answer = await ask(router, prompt, max_tokens=None)
-    expected = checkpoints.greedy(path.model, prompt, 9)
+    expected = path.greedy(prompt, 9)
     assert_ended(answer, expected, text_of(expected), FinishReason.LENGTH)

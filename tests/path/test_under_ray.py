@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,11 @@ from baton.v1 import control_pb2, worker_pb2
 from cluster.local import RunningCluster, up
 from tests.engine import checkpoints
 from tests.engine.driving import random_prompt
-from tests.path.whole_path import Shape, ask
+from tests.path.oracles import greedy_tokens
+from tests.path.whole_path import Pool, Shape, ask, name_of
+
+CHUNKS = (16, 64, 512)
+_MAX_ROUNDS = 60
 
 
 @asynccontextmanager
@@ -48,32 +53,55 @@ def _is_idle(load: worker_pb2.WorkerLoad) -> bool:
     return held == 0 and load.num_free_blocks == load.num_blocks > 0
 
 
-@pytest.mark.full
+def shapes() -> list[Any]:
+    """Each family in all four pairs of widths; chunks and replicas go round."""
+    found = []
+    for number, family in enumerate(checkpoints.FAMILIES):
+        one, other, third = (CHUNKS[(number + n) % 3] for n in range(3))
+        replicas = 1 + number % 2
+        shape = Shape(
+            family,
+            prefill=(Pool(1, one, replicas), Pool(2, other)),
+            decode=(Pool(1, third, 3 - replicas), Pool(2, one)),
+        )
+        found.append(pytest.param(shape, marks=pytest.mark.full, id=family))
+    narrow = Shape("qwen3", prefill=(Pool(2, 64),), decode=(Pool(2, 512),))
+    return [pytest.param(narrow, id="qwen3-tp22"), *found]
+
+
 @pytest.mark.cluster
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape("mistral", replicas=2),
-        Shape("qwen3-moe", prefill_tp=2, decode_tp=1),
-        Shape("llama", prefill_tp=1, decode_tp=2, chunk=16),
-    ],
-    ids=lambda shape: f"{shape.family}-{shape.replicas}x-tp{shape.prefill_tp}{shape.decode_tp}",
-)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("shape", shapes())
 async def test_a_cluster_of_ray_actors_gives_the_tokens_of_transformers(
     shape: Shape, tmp_path: Path
 ) -> None:
-    model = shape.save(tmp_path / "model")
+    shape.save(tmp_path / "model")
     prompts = [random_prompt(n, checkpoints.VOCAB, n) for n in (1, 16, 17, 70, 333, 1500)]
-    expected = [checkpoints.greedy(model, prompt, 12) for prompt in prompts]
+    expected = [greedy_tokens(shape.family, (), prompt, 12) for prompt in prompts]
+    wanted = {(p, d) for p in workers_of("prefill", shape) for d in workers_of("decode", shape)}
+    seen: set[tuple[str, str]] = set()
     async with (
         under_ray(shape, tmp_path / "model", tmp_path) as cluster,
         AsyncClient(cluster.router_address) as router,
     ):
-        for is_cached in (False, True):
-            answers = await asyncio.gather(*(ask(router, prompt) for prompt in prompts))
-            assert [answer.ids for answer in answers] == expected
-            assert all(answer.handed_off for answer in answers)
-            if is_cached:
-                assert all(answer.num_cached_tokens for answer in answers[2:])
+        # Every round has a cache of its own; where its requests go is the router's to choose.
+        for number in range(_MAX_ROUNDS):
+            for is_cached in (False, True):
+                answers = await asyncio.gather(
+                    *(ask(router, prompt, cache_salt=str(number)) for prompt in prompts)
+                )
+                assert [answer.ids for answer in answers] == expected
+                assert all(answer.handed_off for answer in answers)
+                if is_cached:
+                    assert any(answer.num_cached_tokens for answer in answers)
+                routed = [answer.routed[0] for answer in answers]
+                seen |= {(r.prefill_worker, r.decode_worker) for r in routed}
+            if seen == wanted:
+                break
+        assert seen == wanted
         await asyncio.to_thread(until_idle, cluster.control_address)
+
+
+def workers_of(role: str, shape: Shape) -> list[str]:
+    pools = shape.prefill if role == "prefill" else shape.decode
+    return [f"{name_of(role, pool.tp)}-{n}" for pool in pools for n in range(pool.replicas)]

@@ -1,4 +1,4 @@
-"""Fleets of real processes around a tiny checkpoint, a client's view of them, and two oracles."""
+"""Fleets of real processes around a tiny checkpoint, and a client's view of them."""
 
 from __future__ import annotations
 
@@ -6,94 +6,110 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import numpy as np
-import transformers
 import yaml
 
+from baton import settings
 from baton.client import AsyncClient
-from baton.config import load_config
 from baton.events import Finished, HandedOff, Logprobs, Prefilled, Routed, Tokens
-from baton.v1 import worker_pb2, worker_pb2_grpc
-from engine.build import build_engine, build_runner, load_model_spec, region_layout
+from baton.v1 import control_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from cluster.config import RegistryConfig
+from cluster.control_service import Changes, serve
+from cluster.registry import FleetSnapshot, Registry, WorkerState
 from engine.config import EngineConfig
-from engine.local_memory import LocalKvMemory, LocalSink
-from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, TokenEvent
+from engine.request import SampledToken, SamplingParams
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine import checkpoints
+from tests.path.oracles import engine_alone, greedy_tokens, oracle_model
 
 _REQUEST_S = 60.0
 _IDLE_S = 20.0
 _LEAVE_S = 20.0
+_ROUTER_S = 60.0
+_LIVE = control_pb2.WORKER_STATE_LIVE
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Workers of one width; `chunk` is what a step may process, in tokens."""
+
+    tp: int = 1
+    chunk: int = 64
+    replicas: int = 1
+    blocks: int = 1024
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A fleet of one prefill and one decode pool. `family` is one of `checkpoints.FAMILIES`."""
+    """A fleet: per role a pool of each width. `family` is one of `checkpoints.FAMILIES`."""
 
     family: str
-    prefill_tp: int = 1
-    decode_tp: int = 1
-    chunk: int = 64
-    decode_chunk: int | None = None
-    """None: as `chunk`."""
+    prefill: tuple[Pool, ...] = (Pool(),)
+    decode: tuple[Pool, ...] = (Pool(),)
     block_size: int = 16
-    replicas: int = 1
-    decode_blocks: int = 1024
     checksum: str = "off"
     overrides: tuple[tuple[str, Any], ...] = ()
     eos: int | None = None
 
-    def engine(self) -> dict[str, Any]:
-        return {
-            "block_size": self.block_size,
-            "num_blocks": 1024,
-            "num_regions": 2,
-            "max_num_seqs": 32,
-            "max_num_batched_tokens": self.chunk,
-            "dtype": "float32",
-            "num_threads": 1,
-        }
+    @property
+    def chunks(self) -> set[int]:
+        return {pool.chunk for pool in self.prefill + self.decode}
+
+    def engine(self, chunk: int = 64) -> EngineConfig:
+        """Of a lone engine, and what the pools' engines have in common."""
+        return EngineConfig(
+            block_size=self.block_size,
+            num_blocks=1024,
+            num_regions=2,
+            max_num_seqs=32,
+            max_num_batched_tokens=chunk,
+            dtype="float32",
+            num_threads=1,
+        )
 
     def config(self, model: Path, local_prefill: str) -> dict[str, Any]:
-        """What a cluster file says; the engine settings are the prefill pool's."""
-        decode = {
-            "num_blocks": self.decode_blocks,
-            "num_regions": 3,
-            "max_num_batched_tokens": self.decode_chunk or self.chunk,
-        }
+        """What a cluster file says; `name_of` gives the pools their names."""
         return {
             "model": str(model),
             "pools": {
-                "prefill": {
-                    "role": "prefill",
-                    "replicas": self.replicas,
-                    "tensor_parallel": self.prefill_tp,
-                },
-                "decode": {
-                    "role": "decode",
-                    "replicas": self.replicas,
-                    "tensor_parallel": self.decode_tp,
-                    "engine": decode,
-                },
+                name_of(role, pool.tp): {
+                    "role": role,
+                    "replicas": pool.replicas,
+                    "tensor_parallel": pool.tp,
+                    "engine": {
+                        "num_blocks": pool.blocks,
+                        "num_regions": num_regions,
+                        "max_num_batched_tokens": pool.chunk,
+                    },
+                }
+                for role, pools, num_regions in (
+                    ("prefill", self.prefill, 2),
+                    ("decode", self.decode, 3),
+                )
+                for pool in pools
             },
-            "engine": self.engine(),
+            "engine": settings.dump(self.engine(), base=EngineConfig()),
             "transfer": {"checksum": self.checksum},
             "router": {"local_prefill": local_prefill, "port": 0},
             "control": {"port": 0},
         }
 
-    def save(self, folder: Path) -> transformers.PreTrainedModel:
-        """Write the checkpoint; the model in memory, which knows no end of sequence, is given."""
-        model = checkpoints.save(self.family, folder, **dict(self.overrides))
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint."""
+        oracle_model(self.family, self.overrides).save_pretrained(folder)
+        checkpoints.save_tokenizer(folder)
         if self.eos is not None:
             checkpoints.set_eos(folder, self.eos)
-        return model
+
+
+def name_of(role: str, tp: int) -> str:
+    return f"{role}-tp{tp}"
 
 
 @dataclass
@@ -117,11 +133,17 @@ class Answer:
 
 
 async def ask(
-    router: AsyncClient, prompt: Sequence[int], *, tries: int | None = 1, **options: Any
+    router: AsyncClient,
+    prompt: Sequence[int],
+    *,
+    tries: int | None = 1,
+    streams: asyncio.Event | None = None,
+    **options: Any,
 ) -> Answer:
     """One request to its end; greedy, and past any end of sequence, unless `options` differ.
 
-    An option of None is left to the router. `tries` None: as many as it takes.
+    An option of None is left to the router. `tries` None: as many as it takes. `streams` is set at
+    the second token: decoding has begun.
     """
     asked: dict[str, Any] = {
         "temperature": 0.0,
@@ -146,6 +168,8 @@ async def ask(
                 answer.ids += event.ids
                 answer.text += event.text
                 answer.logprobs += event.logprobs
+                if streams is not None and len(answer.ids) > 1:
+                    streams.set()
             case Finished():
                 answer.finished = event
             case _:
@@ -160,14 +184,39 @@ async def ask(
 # --- processes ----------------------------------------------------------------------------------
 
 
+class PartOfFleet(Registry):
+    """What routers are told of a registry: whoever is not shown drains, and gets nothing new."""
+
+    def __init__(self, whole: Registry) -> None:
+        super().__init__(RegistryConfig(), time.monotonic)
+        self._whole, self._shown, self._num_changes = whole, frozenset[str](), 0
+
+    def show(self, worker_ids: Iterable[str]) -> None:
+        self._shown, self._num_changes = frozenset(worker_ids), self._num_changes + 1
+
+    def snapshot(self) -> FleetSnapshot:
+        whole = self._whole.snapshot()
+        workers = tuple(
+            worker
+            if worker.registration.worker_id in self._shown
+            else replace(worker, state=WorkerState.DRAINING)
+            for worker in whole.workers
+        )
+        # Every change of either is another version.
+        return replace(whole, version=whole.version + (self._num_changes << 32), workers=workers)
+
+
 @dataclass
 class WholePath:
-    """A running fleet and the routers before it; `model` is the oracle, `folder` its checkpoint."""
+    """A running fleet and the routers before it; `folder` holds its checkpoint."""
 
     shape: Shape
     folder: Path
-    model: transformers.PreTrainedModel
     fleet: Fleet
+    part: PartOfFleet
+    changes: Changes
+    addresses: list[str]
+    """Of the three routers below, in their order."""
     far: AsyncClient
     """Every prompt is prefilled in the prefill pool."""
     near: AsyncClient
@@ -175,11 +224,30 @@ class WholePath:
     far_again: AsyncClient
     """As `far`: another process."""
 
-    @property
-    def windows(self) -> list[int]:
-        """Of the layer groups that have one."""
-        spec = load_model_spec(str(self.folder), EngineConfig(**self.shape.engine()))
-        return [group.window for group in spec.layout.groups if group.window is not None]
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """What transformers says."""
+        return greedy_tokens(self.shape.family, self.shape.overrides, tuple(prompt), num_tokens)
+
+    def alone(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        chunk: int = 64,
+    ) -> list[list[SampledToken]]:
+        """What one engine in this process, with fresh memory, says to all prompts in one batch."""
+        return engine_alone(self.folder, self.shape.engine(chunk), prompts, sampling)
+
+    async def use(self, worker_ids: Iterable[str]) -> None:
+        """From now on the routers give work to these workers only."""
+        shown = set(worker_ids)
+        self.part.show(shown)
+        self.changes.announce()
+        await asyncio.gather(*(_until_routed_to(address, shown) for address in self.addresses))
+
+    async def use_widths(self, prefill_tp: int, decode_tp: int) -> None:
+        """From now on the routers give work to the pools of these widths only."""
+        pools = (name_of("prefill", prefill_tp), name_of("decode", decode_tp))
+        await self.use(w for w in self.fleet.processes if w.rpartition("-")[0] in pools)
 
     async def books(self) -> dict[str, worker_pb2.CheckIntegrityResponse]:
         """What each worker holds now; none of its parts may disagree with another."""
@@ -210,25 +278,46 @@ def _holds_anything(book: worker_pb2.CheckIntegrityResponse) -> bool:
     return bool(requests + moves + book.num_blocks_in_use + book.num_quarantined_blocks)
 
 
+async def _until_routed_to(address: str, worker_ids: set[str]) -> None:
+    """Wait until the router at `address` gives work to these workers and no others."""
+    known: set[str] = set()
+    async with asyncio.timeout(_ROUTER_S), grpc.aio.insecure_channel(address) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        async for news in stub.WatchFleet(router_pb2.RouterServiceWatchFleetRequest()):
+            known = {w.info.ref.worker_id for w in news.fleet.workers if w.state == _LIVE}
+            if known == worker_ids:
+                return
+    raise AssertionError(f"the router's stream ended; it uses {known}")
+
+
 @contextlib.asynccontextmanager
-async def _router(control: str, config: Path) -> AsyncIterator[AsyncClient]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router", "--control", control, "--config", str(config)),
-        *("--listen", "127.0.0.1:0", "--log-level", "warning"),
-        stdout=asyncio.subprocess.PIPE,
-    )
+async def _routers(control: str, configs: Sequence[Path]) -> AsyncIterator[list[str]]:
+    """A router process for each file, started together; their addresses."""
+    processes = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "router", "--control", control, "--config", str(config)),
+            *("--listen", "127.0.0.1:0", "--log-level", "warning"),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        for config in configs
+    ]
     try:
-        assert process.stdout is not None
-        line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
-        assert line.startswith("router listening on "), line
-        async with AsyncClient(line.split()[-1]) as client:
-            yield client
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), _LEAVE_S) == 0
+        addresses = []
+        for process in processes:
+            assert process.stdout is not None
+            line = (await asyncio.wait_for(process.stdout.readline(), _ROUTER_S)).decode()
+            assert line.startswith("router listening on "), line
+            addresses.append(line.split()[-1])
+        yield addresses
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            assert await asyncio.wait_for(process.wait(), _LEAVE_S) == 0
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
 
 async def _drain_all(fleet: Fleet) -> None:
@@ -249,57 +338,18 @@ def write_config(shape: Shape, folder: Path, local_prefill: str) -> Path:
 @contextlib.asynccontextmanager
 async def whole_path(shape: Shape, folder: Path) -> AsyncIterator[WholePath]:
     """All processes of a fleet, ready; at the end every pool is whole and nothing is left."""
-    model = shape.save(folder / "model")
+    shape.save(folder / "model")
     far, near = (write_config(shape, folder, mode) for mode in ("never", "always"))
+    changes = Changes()
     async with started(far) as fleet:
+        part = PartOfFleet(fleet.registry)
         async with contextlib.AsyncExitStack() as stack:
-            routers = [
-                await stack.enter_async_context(_router(fleet.control, config))
-                for config in (far, near, far)
-            ]
-            path = WholePath(shape, folder / "model", model, fleet, *routers)
+            control = await stack.enter_async_context(serve(part, changes, "127.0.0.1:0"))
+            addresses = await stack.enter_async_context(_routers(control, (far, near, far)))
+            clients = [await stack.enter_async_context(AsyncClient(a)) for a in addresses]
+            model = folder / "model"
+            path = WholePath(shape, model, fleet, part, changes, addresses, *clients)
+            await path.use(fleet.processes)
             yield path
             await path.until_idle()
         await _drain_all(fleet)
-
-
-# --- oracles ------------------------------------------------------------------------------------
-
-
-def engine_config(config: Path, pool: str = "prefill") -> EngineConfig:
-    return load_config(config).pool_engine(pool)
-
-
-def engine_alone(
-    folder: Path,
-    config: EngineConfig,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams | Sequence[SamplingParams],
-) -> list[list[SampledToken]]:
-    """What one engine in this process, with fresh memory, says to all prompts in one batch."""
-    if isinstance(sampling, SamplingParams):
-        sampling = [sampling] * len(prompts)
-    spec = load_model_spec(str(folder), config)
-    memory = LocalKvMemory.of(region_layout(spec, config, 0, 1), config.num_regions)
-    memory.buffer[:] = 0xFF  # NaN, so that a stray read shows
-    sink = LocalSink()
-    engine = build_engine(config, build_runner(str(folder), config, spec, memory, sink, None), sink)
-    found: list[list[SampledToken]] = [[] for _ in prompts]
-    for number, prompt in enumerate(prompts):
-        name, token_ids = RequestId(str(number)), np.array(prompt, np.uint32)
-        engine.add(RequestSpec(name, token_ids, len(prompt), sampling[number]))
-    while engine.has_work():
-        for event in engine.step():
-            if isinstance(event, TokenEvent):
-                found[int(event.request_id)].append(event.token)
-    engine.check_integrity()
-    return found
-
-
-def greedy_alone(
-    path: WholePath, prompts: Sequence[Sequence[int]], num_tokens: int
-) -> list[list[int]]:
-    config = replace(EngineConfig(**path.shape.engine()), max_num_batched_tokens=path.shape.chunk)
-    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    found = engine_alone(path.folder, config, prompts, sampling)
-    return [[token.token_id for token in tokens] for tokens in found]

@@ -1,0 +1,70 @@
+"""What a request must say: transformers for greedy tokens, one engine alone for sampled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+
+from engine.build import build_engine, build_runner, load_model_spec, region_layout
+from engine.config import EngineConfig
+from engine.local_memory import LocalKvMemory, LocalSink
+from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, TokenEvent
+from tests.engine import checkpoints
+
+Overrides = tuple[tuple[str, Any], ...]
+
+
+@lru_cache
+def oracle_model(family: str, overrides: Overrides = ()) -> transformers.PreTrainedModel:
+    """The model in memory; it knows no end of sequence."""
+    return checkpoints.oracle_model(family, **dict(overrides))
+
+
+def greedy_tokens(
+    family: str, overrides: Overrides, prompt: Sequence[int], num_tokens: int
+) -> list[int]:
+    """What transformers says. It knows no chunks, blocks or widths: it is asked once."""
+    return list(_greedy_tokens(family, overrides, tuple(prompt), num_tokens))
+
+
+@cache
+def _greedy_tokens(
+    family: str, overrides: Overrides, prompt: tuple[int, ...], num_tokens: int
+) -> tuple[int, ...]:
+    model = oracle_model(family, overrides)
+    return tuple(checkpoints.greedy(model, list(prompt), num_tokens))
+
+
+def engine_alone(
+    folder: Path,
+    config: EngineConfig,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams | Sequence[SamplingParams],
+) -> list[list[SampledToken]]:
+    """What one engine in this process, with fresh memory, says to all prompts in one batch."""
+    if isinstance(sampling, SamplingParams):
+        sampling = [sampling] * len(prompts)
+    spec = load_model_spec(str(folder), config)
+    memory = LocalKvMemory.of(region_layout(spec, config, 0, 1), config.num_regions)
+    memory.buffer[:] = 0xFF  # NaN, so that a stray read shows
+    sink = LocalSink()
+    engine = build_engine(config, build_runner(str(folder), config, spec, memory, sink, None), sink)
+    found: list[list[SampledToken]] = [[] for _ in prompts]
+    for number, prompt in enumerate(prompts):
+        name, token_ids = RequestId(str(number)), np.array(prompt, np.uint32)
+        engine.add(RequestSpec(name, token_ids, len(prompt), sampling[number]))
+    while engine.has_work():
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                found[int(event.request_id)].append(event.token)
+    engine.check_integrity()
+    return found
+
+
+def ids_of(tokens: Sequence[SampledToken]) -> list[int]:
+    return [token.token_id for token in tokens]
