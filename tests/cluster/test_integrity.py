@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -157,6 +158,34 @@ async def test_a_worker_whose_sweep_fails_ends_with_the_error_named(kit: Any) ->
         served.worker.decode.sweep = fails
         with pytest.raises(WorkerFailedError, match=r"sweep failed: ArithmeticError\('the books"):
             await asyncio.wait_for(served.left, 10)
+
+
+PROCESS = """
+import time
+from baton.config import parse_config
+from cluster.worker_config import RankPlace, worker_config
+from cluster.worker_process import WorkerThread
+from decode_worker.role import DecodeRole
+
+def fails(role):
+    raise ArithmeticError("the books do not agree")
+
+DecodeRole.sweep = fails
+cluster = parse_config({"model": "fake", "engine": {"backend": "fake"}})
+thread = WorkerThread(worker_config(cluster, "decode", "decode-0", "127.0.0.1:1"), RankPlace())
+thread.start()
+print(thread.wait(30), flush=True)
+time.sleep(30)
+"""
+
+
+async def test_the_process_of_a_worker_that_fails_tells_why_and_ends() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROCESS, stdout=asyncio.subprocess.PIPE
+    )
+    told, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert b"WorkerFailedError: sweep failed: ArithmeticError" in told
+    assert process.returncode == 1
 
 
 @pytest.mark.parametrize("part", ["decode", "feed"])
