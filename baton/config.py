@@ -101,6 +101,11 @@ class ClusterConfig:
                 f"supervisor.drain_timeout_s must be above worker.drain_timeout_s "
                 f"({self.worker.drain_timeout_s}), not {self.supervisor.drain_timeout_s}"
             )
+        if self.worker.heartbeat_s >= self.registry.silent_after_s:
+            raise ValueError(
+                f"worker.heartbeat_s must be below registry.silent_after_s "
+                f"({self.registry.silent_after_s}), not {self.worker.heartbeat_s}"
+            )
 
     @property
     def model_name(self) -> str:

@@ -146,6 +146,13 @@ def test_a_drain_is_not_cut_short_by_the_supervisor() -> None:
     assert "must be above worker.drain_timeout_s (90.0), not 60.0" in caught.value.message
 
 
+def test_a_worker_is_not_silent_between_two_heartbeats() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"registry": {"silent_after_s": 0.2}})
+    assert caught.value.field == "worker.heartbeat_s"
+    assert "must be below registry.silent_after_s (0.2), not 0.3" in caught.value.message
+
+
 def test_what_the_file_sets_reaches_the_workers() -> None:
     config = parse_config(
         {
