@@ -72,18 +72,27 @@ async def test_of_200_requests_a_third_are_cancelled_and_the_others_lose_nothing
         for _ in range(200)
     ]
     lengths = [rng.randint(2, 40) for _ in prompts]
-    leaving: dict[int, int] = {n: rng.randint(1, 12) for n in rng.sample(range(200), 67)}
+    leaving = rng.sample(range(200), 67)
+    leave_after = {n: rng.randint(1, 12) for n in leaving[:40]}  # events
+    leave_within_s = {n: rng.uniform(0.01, 0.1) for n in leaving[40:]}  # most are not placed yet
     kept = [n for n in range(200) if n not in leaving]
     async with AsyncClient(site.cluster.router_address) as client, asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(start(client, prompts[n], lengths[n], leaving.get(n)))
+            group.create_task(
+                start(client, prompts[n], lengths[n], leave_after.get(n), leave_within_s.get(n))
+            )
             for n in range(200)
         ]
     answers = [task.result() for task in tasks]
     expected = site.expected([prompts[n] for n in kept], [lengths[n] for n in kept])
     for number, tokens in zip(kept, expected, strict=True):
         assert answers[number].ids == tokens, number
-    assert sum(answers[n].finished is None for n in leaving) > 40, "hardly any was cancelled"
+    left = [answers[n] for n in leaving if answers[n].finished is None]
+    assert len(left) > 40, "hardly any was cancelled"
+    before_routed = sum(not answer.routed for answer in left)
+    before_tokens = sum(not answer.ids for answer in left) - before_routed
+    while_streaming = sum(bool(answer.ids) for answer in left)
+    assert min(before_routed, before_tokens, while_streaming) > 2
     workers = {a.routed[0].prefill_worker for a in answers if a.routed}
     workers |= {a.routed[0].decode_worker for a in answers if a.routed}
     assert workers == {"prefill-0", "prefill-1", "decode-0", "decode-1"}

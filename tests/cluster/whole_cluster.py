@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import os
@@ -243,20 +244,26 @@ def run(
 
 
 async def start(
-    client: AsyncClient, prompt: list[int], max_tokens: int, leave_after: int | None = None
+    client: AsyncClient,
+    prompt: list[int],
+    max_tokens: int,
+    leave_after: int | None = None,
+    leave_within_s: float | None = None,
 ) -> Answer:
-    """One greedy request; with `leave_after` it is given up after so many events."""
+    """One greedy request; it is given up after so many events, or so much time, if any is given."""
     answer = Answer()
     events: AsyncIterator[Event] = client.generate(
         token_ids=prompt, max_tokens=max_tokens, ignore_eos=True, temperature=0.0
     )
     async with contextlib.aclosing(cast(Any, events)):
         num_events = 0
-        async for event in events:
-            answer.take(event)
-            num_events += 1
-            if num_events == leave_after:
-                break
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(leave_within_s):
+                async for event in events:
+                    answer.take(event)
+                    num_events += 1
+                    if num_events == leave_after:
+                        break
     return answer
 
 
