@@ -1,6 +1,6 @@
 """`make bench`: first numbers in one table each, written to bench/results/ and printed.
 
-python -m bench [engine] [handoff] [path] [--output FILE]
+python -m bench [demo] [engine] [handoff] [path] [--output FILE]
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import datetime
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +19,21 @@ from bench.table import markdown
 RESULTS = Path(__file__).parent / "results"
 
 
+_BEGAN = time.monotonic()
+
+
+def tell(line: str) -> None:
+    print(f"{time.monotonic() - _BEGAN:5.0f} s  {line}", file=sys.stderr, flush=True)
+
+
 def progress(message: str) -> None:
-    print(f"  {message} ...", file=sys.stderr, flush=True)
+    tell(f"  {message} ...")
+
+
+def demo_section() -> str:
+    from bench import demo
+
+    return f"## `baton demo`\n\n{demo.__doc__}\n{demo.table(demo.measure(progress))}\n"
 
 
 def engine_section() -> str:
@@ -31,11 +45,12 @@ def engine_section() -> str:
             f"{cell.baton:.0f}",
             f"{cell.transformers:.0f}",
             f"{cell.ratio:.2f}",
+            f"{cell.rounds}",
         ]
         for model in checkpoints.SHAPES
         for cell in engine.measure(model, progress)
     ]
-    header = ("random Qwen3, bf16", "Baton tokens/s", "transformers tokens/s", "ratio")
+    header = ("random Qwen3, bf16", "Baton tokens/s", "transformers tokens/s", "ratio", "rounds")
     return f"## Engine beside transformers\n\n{engine.__doc__}\n{markdown(header, rows)}\n"
 
 
@@ -64,9 +79,10 @@ def path_section() -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    "engine": engine_section,
+    "demo": demo_section,
     "handoff": handoff_section,
     "path": path_section,
+    "engine": engine_section,
 }
 
 
@@ -81,9 +97,14 @@ def main() -> None:
     head = f"# Benchmarks of {today}\n\n{machine.describe(command)}\n"
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(head)
-    for name in chosen:  # written as they come: a long run that is cut short leaves what it has
+    if warning := machine.load_warning():
+        tell(warning)
+    for number, name in enumerate(chosen, 1):
+        tell(f"[{number}/{len(chosen)}] {name}")
+        # Written as they come: a long run that is cut short leaves what it has.
         with options.output.open("a") as file:
             file.write(f"\n{SECTIONS[name]()}")
+    tell(f"done; written to {options.output}")
     print(options.output.read_text())
 
 

@@ -1,7 +1,8 @@
 """Prefill and decode speed of the engine beside transformers, on the same weights in the same run.
 
 Rounds alternate between the two, medians are compared. Prefill is tokens a second of one prompt,
-to its first token; decode is tokens a second of a batch whose prompts are computed already.
+to its first token; decode is tokens a second of a batch whose prompts are computed already, once
+for all rounds, so that its context grows from round to round on both sides alike.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +29,12 @@ from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
 PREFILL_LENGTHS = (512, 2048)
 DECODE_BATCHES = (1, 8, 32)
 DECODE_CONTEXT = 256
+LARGEST_TOKEN_ID = 30000
 DECODE_STEPS = 16
-ROUNDS = 3
+ROUNDS = 5
+LONG_ROUND_S = 12.0
+MOST_TOKENS = DECODE_STEPS * (ROUNDS + 1) + 32  # of a request in a batch, over all rounds
+LONG_ROUNDS = 3  # of cells whose round takes longer: the whole run stays under ten minutes
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Cell:
     what: str
     baton: float
     transformers: float
+    rounds: int
 
     @property
     def ratio(self) -> float:
@@ -46,7 +53,7 @@ class Cell:
 
 
 def random_prompt(length: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(10, 30000, length, dtype=np.uint32)
+    return np.random.default_rng(seed).integers(10, LARGEST_TOKEN_ID, length, dtype=np.uint32)
 
 
 class BatonSide:
@@ -55,7 +62,7 @@ class BatonSide:
             max_num_batched_tokens=max(PREFILL_LENGTHS),
             max_num_seqs=max(DECODE_BATCHES),
             max_model_len=4096,
-            num_blocks=32 * (DECODE_CONTEXT + 64) // 16 + 256,
+            num_blocks=max(DECODE_BATCHES) * (DECODE_CONTEXT + 64 + MOST_TOKENS) // 16 + 256,
             num_regions=1,
             prefix_cache=False,
             num_threads=torch.get_num_threads(),
@@ -85,19 +92,21 @@ class BatonSide:
         self._drain()
         return time.perf_counter() - start
 
-    def decode_s(self, prompts: list[np.ndarray]) -> float:
-        """Seconds of DECODE_STEPS steps of the whole batch."""
-        waiting = {self._add(prompt, DECODE_STEPS + 8) for prompt in prompts}
+    @contextmanager
+    def decoding(self, prompts: list[np.ndarray]) -> Iterator[Callable[[], float]]:
+        """Computes the prompts; each call then takes DECODE_STEPS steps, and tells the seconds."""
+        waiting = {self._add(prompt, MOST_TOKENS) for prompt in prompts}
         while waiting:  # until each has its first token
             waiting -= {e.request_id for e in self.engine.step() if isinstance(e, TokenEvent)}
-        for _ in range(2):
-            self.engine.step()
+        self._steps()
+        yield self._steps
+        self._drain()
+
+    def _steps(self) -> float:
         start = time.perf_counter()
         for _ in range(DECODE_STEPS):
             self.engine.step()
-        elapsed = time.perf_counter() - start
-        self._drain()
-        return elapsed
+        return time.perf_counter() - start
 
 
 class TransformersSide:
@@ -114,28 +123,33 @@ class TransformersSide:
         self.model(ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1).tolist()
         return time.perf_counter() - start
 
-    @torch.inference_mode()
-    def decode_s(self, prompts: list[np.ndarray]) -> float:
+    @contextmanager
+    def decoding(self, prompts: list[np.ndarray]) -> Iterator[Callable[[], float]]:
+        """As Baton's."""
         ids = torch.from_numpy(np.stack(prompts).astype(np.int64))
-        out = self.model(ids, use_cache=True, logits_to_keep=1)
-        elapsed = 0.0
-        for step in range(DECODE_STEPS + 2):
-            start = time.perf_counter()
-            token = out.logits[:, -1].argmax(-1, keepdim=True)
-            out = self.model(token, past_key_values=out.past_key_values, use_cache=True)
-            if step >= 2:
-                elapsed += time.perf_counter() - start
-        return elapsed
+        with torch.inference_mode():
+            self._out = self.model(ids, use_cache=True, logits_to_keep=1)
+        self._steps()
+        yield self._steps
+        del self._out
+
+    @torch.inference_mode()
+    def _steps(self) -> float:
+        start = time.perf_counter()
+        for _ in range(DECODE_STEPS):
+            token = self._out.logits[:, -1].argmax(-1, keepdim=True)
+            cache = self._out.past_key_values
+            self._out = self.model(token, past_key_values=cache, use_cache=True)
+        return time.perf_counter() - start
 
 
-def alternate(
-    ours: Callable[[], float], theirs: Callable[[], float], rounds: int
-) -> tuple[float, float]:
-    """Median seconds of both, measured turn by turn after one warm-up each."""
-    ours(), theirs()
+def alternate(ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[float, float, int]:
+    """Median seconds of both, measured turn by turn after a first round, and how many rounds."""
+    first_s = ours() + theirs()
+    rounds = ROUNDS if first_s < LONG_ROUND_S else LONG_ROUNDS
     samples = [(ours(), theirs()) for _ in range(rounds)]
     columns = list(zip(*samples, strict=True))
-    return statistics.median(columns[0]), statistics.median(columns[1])
+    return statistics.median(columns[0]), statistics.median(columns[1]), rounds
 
 
 @contextmanager
@@ -158,20 +172,17 @@ def measure(model: str, progress: Callable[[str], None]) -> list[Cell]:
         for length in PREFILL_LENGTHS:
             progress(f"{model}: prefill {length}")
             prompt = random_prompt(length, length)
-            seconds = alternate(
-                lambda p=prompt: baton.prefill_s(p),  # type: ignore[misc]
-                lambda p=prompt: theirs.prefill_s(p),  # type: ignore[misc]
-                ROUNDS,
+            ours_s, theirs_s, rounds = alternate(
+                partial(baton.prefill_s, prompt), partial(theirs.prefill_s, prompt)
             )
-            cells.append(Cell(model, f"prefill {length}", *(length / s for s in seconds)))
+            name = f"prefill {length}"
+            cells.append(Cell(model, name, length / ours_s, length / theirs_s, rounds))
         for batch in DECODE_BATCHES:
             progress(f"{model}: decode batch {batch}")
             prompts = [random_prompt(DECODE_CONTEXT, seed) for seed in range(batch)]
-            seconds = alternate(
-                lambda p=prompts: baton.decode_s(p),  # type: ignore[misc]
-                lambda p=prompts: theirs.decode_s(p),  # type: ignore[misc]
-                ROUNDS,
-            )
+            with baton.decoding(prompts) as ours, theirs.decoding(prompts) as other:
+                ours_s, theirs_s, rounds = alternate(ours, other)
             tokens = batch * DECODE_STEPS
-            cells.append(Cell(model, f"decode batch {batch}", *(tokens / s for s in seconds)))
+            name = f"decode batch {batch}"
+            cells.append(Cell(model, name, tokens / ours_s, tokens / theirs_s, rounds))
     return cells

@@ -8,6 +8,8 @@ import platform
 import subprocess
 from pathlib import Path
 
+IDLE_LOAD_PER_CORE = 0.5
+
 
 def cpu_name() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -29,12 +31,25 @@ def commit() -> str:
     return answer.stdout.strip() or "unknown"
 
 
+def load_warning() -> str:
+    """What to tell when other work runs beside a benchmark; empty on a machine that is idle."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load <= IDLE_LOAD_PER_CORE * cores:
+        return ""
+    return (
+        f"OTHER WORK RAN BESIDE THIS: load average {load:.1f} on {cores} cores before the run, "
+        f"above {IDLE_LOAD_PER_CORE:g} per core. Absolute figures below mean nothing; measure again"
+    )
+
+
 def describe(command: str) -> str:
-    """A few lines of Markdown: command, date, machine, load average, commit."""
+    """A few lines of Markdown: command, date, machine, load average, commit; a warning first."""
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
+    warning = load_warning()
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return "\n".join(
         (
+            *([f"> **{warning}.**\n"] if warning else []),
             f"- command: `{command}`",
             f"- date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
             f"- machine: {cpu_name()}, {os.cpu_count()} cores, {gib:.0f} GiB, {cpu_features()}",
