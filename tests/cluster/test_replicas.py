@@ -48,8 +48,8 @@ def replicas(tmp_path: Path) -> Iterator[Replicas]:
     assert ray.util.list_named_actors(all_namespaces=True) == []
 
 
-def a_supervisors(run_dir: Path) -> Replicas:
-    return Replicas({"decode": 1}, run_dir, answer_within_s=5.0)
+def a_supervisors(run_dir: Path, answer_within_s: float = 30.0) -> Replicas:
+    return Replicas({"decode": 1}, run_dir, answer_within_s)
 
 
 def start(replicas: Replicas, config: WorkerConfig) -> Replica:
@@ -100,7 +100,7 @@ def test_a_stopped_rank_that_a_dead_supervisor_left_is_ended_by_the_next(
     os.kill(replica.processes[0].pid, signal.SIGSTOP)
     if not listed:
         ray.kill(replica.actors[0], no_restart=True)
-    assert a_supervisors(tmp_path).find() == []
+    assert a_supervisors(tmp_path, answer_within_s=2.0).find() == []
     assert is_gone(replica.processes[0])
 
 
