@@ -42,6 +42,7 @@ from router.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
 
+MAX_STALE = 10  # attempt numbers are raised fourfold each time: no request had so many
 MIN_HOLD_S = 0.05  # a worker that has no room is not asked again sooner
 
 
@@ -264,14 +265,21 @@ class RequestRun:
             self.log.mark(Migrated(len(self.log.ids), error.message))
         if failure is Failure.DRAINED:
             return 0.0
-        if failure is Failure.STALE:  # another router got further with this id
-            self._num_stale += 1
-            self._attempt_number += 4**self._num_stale
+        if failure is Failure.STALE:
+            self._outnumber(error)
+            return 0.0
         self._num_failures += 1
         self._give_up_if_hopeless(error)
         ticket.failed.add(error.worker.facts.identity)
         parts.fleet.eject(error.worker, parts.config.eject_s)
         return parts.config.retry_backoff_s if self._num_failures > 1 else 0.0
+
+    def _outnumber(self, error: AttemptError) -> None:
+        """The worker knows a later attempt of this id: no fault of its, so it stays in use."""
+        self._num_stale += 1
+        self._attempt_number += 4**self._num_stale
+        if self._num_stale >= MAX_STALE:
+            raise self._final(error, f"{self._num_stale} times")
 
     def _give_up_if_hopeless(self, error: AttemptError) -> None:
         config = self._parts.config

@@ -181,11 +181,25 @@ async def test_a_draining_worker_gets_nothing_more(text_model: TextModel) -> Non
 
 
 async def test_a_stale_attempt_number_is_raised_above_the_worker_s(text_model: TextModel) -> None:
-    async with deployment(text_model) as d:
-        d.worker("d0").last_attempt["mine"] = 9
+    """At no cost: not to the retry budget, nor to the worker, which did nothing wrong."""
+    async with deployment(text_model, decode=2, max_attempts=1, retry_burst=0) as d:
+        for worker_id in ("d0", "d1"):
+            d.worker(worker_id).last_attempt["mine"] = 9
         answer = await d.client.ask(ask_for(PROMPT, request_id="mine"))
         assert_whole(answer, PROMPT)
         assert answer.routed[-1].attempt > 9
+        assert (d.router.fleet.arrays.hold_until_s == 0).all()
+        await d.check_empty()
+
+
+async def test_a_worker_that_calls_every_attempt_stale_ends_the_request(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        d.worker("d0").last_attempt["mine"] = 1 << 31
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await d.client.ask(ask_for(PROMPT, request_id="mine"))
+        assert error_reason(caught.value) == "WORKER_LOST"
         await d.check_empty()
 
 
