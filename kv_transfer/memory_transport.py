@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal, Protocol
@@ -22,6 +22,7 @@ from typing import ClassVar, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.errors import TransportError
 from kv_transfer.lease import Region
 from kv_transfer.transport import (
     FlushResult,
@@ -32,6 +33,7 @@ from kv_transfer.transport import (
     OnPeerLost,
     Peer,
     PutBatch,
+    Tensor,
     TransferMemory,
 )
 
@@ -114,16 +116,18 @@ class MemoryMemory:
     """A pool in this interpreter's memory, in regions as UCX would make them."""
 
     def __init__(
-        self, address: bytes, num_regions: int, region_bytes: int, blocks_per_region: int
+        self,
+        address: bytes,
+        buffer: npt.NDArray[np.uint8],
+        num_regions: int,
+        blocks_per_region: int,
     ) -> None:
+        assert len(buffer) % num_regions == 0, (len(buffer), num_regions)
         self.num_regions = num_regions
-        self.region_stride_bytes = -(-region_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.region_stride_bytes = len(buffer) // num_regions
         self.blocks_per_region = blocks_per_region
-        num_bytes = num_regions * self.region_stride_bytes
-        raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
-        start = -raw.ctypes.data % _ALIGNMENT
-        self.buffer: npt.NDArray[np.uint8] = raw[start : start + num_bytes]
-        base = self.buffer.ctypes.data
+        self.buffer = buffer
+        base = buffer.ctypes.data
         self.regions = tuple(
             Region(
                 first_block=index * blocks_per_region,
@@ -134,6 +138,9 @@ class MemoryMemory:
             )
             for index in range(num_regions)
         )
+
+    def read(self, spans: Sequence[tuple[int, int]]) -> Iterable[npt.NDArray[np.uint8]]:
+        return (self.buffer[start : start + length] for start, length in spans)
 
     def check_within(self, region: Region, address: int, num_bytes: int) -> None:
         end = region.base_address + region.num_bytes
@@ -211,8 +218,25 @@ class MemoryTransport:
     def allocate(
         self, num_regions: int, region_bytes: int, blocks_per_region: int
     ) -> TransferMemory:
+        num_bytes = num_regions * (-(-region_bytes // _ALIGNMENT) * _ALIGNMENT)
+        raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT
+        return self._have(raw[start : start + num_bytes], num_regions, blocks_per_region)
+
+    def register(self, buffer: Tensor, num_regions: int, blocks_per_region: int) -> TransferMemory:
+        if buffer.device.type != "cpu":
+            raise TransportError(f"{buffer.device.type} memory cannot be handed over in memory")
+        array = np.ctypeslib.as_array(
+            (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
+        )
+        self._registered = buffer  # which the array's memory belongs to
+        return self._have(array, num_regions, blocks_per_region)
+
+    def _have(
+        self, buffer: npt.NDArray[np.uint8], num_regions: int, blocks_per_region: int
+    ) -> MemoryMemory:
         assert self._memory is None, "the pool exists already"
-        self._memory = MemoryMemory(self._address, num_regions, region_bytes, blocks_per_region)
+        self._memory = MemoryMemory(self._address, buffer, num_regions, blocks_per_region)
         return self._memory
 
     def start(self, on_message: OnMessage, on_peer_lost: OnPeerLost) -> None:

@@ -237,9 +237,9 @@ def block_checksums(
             region, row = divmod(block, layout.num_blocks)
             base = region * memory.region_stride_bytes
             digest = hashlib.blake2b(digest_size=8)
-            for offset, row_bytes, num_bytes in offsets:
-                start = base + offset + row * row_bytes
-                digest.update(memory.buffer[start : start + num_bytes].data)
+            spans = [(base + offset + row * row_bytes, n) for offset, row_bytes, n in offsets]
+            for part in memory.read(spans):
+                digest.update(part.data)
             checksums.append(int.from_bytes(digest.digest(), "little"))
     return checksums
 

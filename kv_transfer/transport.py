@@ -12,10 +12,10 @@ it has seen anything: only the peer's own message is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,25 @@ OnFailed = Callable[[str], None]
 OnFatal = Callable[[BaseException], None]
 
 
+class Device(Protocol):
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def index(self) -> int | None: ...
+
+
+class Tensor(Protocol):
+    """A contiguous torch tensor of bytes, uint8 [num_bytes]. Nothing here imports torch for it."""
+
+    @property
+    def device(self) -> Device: ...
+
+    def data_ptr(self) -> int: ...
+
+    def numel(self) -> int: ...
+
+
 class TransferMemory(Protocol):
     """A rank's pool: `engine.api.KvMemory` and what a peer must know to write into it."""
 
@@ -88,11 +107,16 @@ class TransferMemory(Protocol):
     def blocks_per_region(self) -> int: ...
 
     @property
-    def buffer(self) -> npt.NDArray[np.uint8]:
-        """The whole reservation: uint8 [num_regions * region_stride_bytes]; void after `close`."""
+    def buffer(self) -> Any:
+        """The whole reservation: uint8 [num_regions * region_stride_bytes]; void after `close`. A
+        numpy array, or what was registered: a tensor, or the array that shares its memory."""
 
     @property
     def regions(self) -> tuple[Region, ...]: ...
+
+    def read(self, spans: Sequence[tuple[int, int]]) -> Iterable[npt.NDArray[np.uint8]]:
+        """The bytes of these (offset, length) in the buffer, in order, where the host reads them:
+        in place, or in one copy from the device."""
 
 
 class Peer(Protocol):
@@ -115,6 +139,11 @@ class Transport(Protocol):
         self, num_regions: int, region_bytes: int, blocks_per_region: int
     ) -> TransferMemory:
         """Make, touch and register the pool. Before `start`, once. Raises TransportError."""
+
+    def register(self, buffer: Tensor, num_regions: int, blocks_per_region: int) -> TransferMemory:
+        """Register a pool that exists, as regions of equal size one after the other: for memory
+        that only torch can allocate. Kept alive until `close`. Instead of `allocate`; before
+        `start`, once. Raises TransportError."""
 
     def start(self, on_message: OnMessage, on_peer_lost: OnPeerLost) -> None:
         """Begin to move things. `on_peer_lost` gets the address of a peer, once per connection."""

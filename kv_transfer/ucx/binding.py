@@ -24,6 +24,7 @@ ERROR_MODE_PEER = 1
 EP_CLOSE_FORCE = 1
 AM_WHOLE_MESSAGE = 1
 AM_SEND_EAGER = 1 << 1
+MEMORY_HOST, MEMORY_CUDA = 0, 1
 OP_ATTR_FLAGS, OP_ATTR_MEMH = 1 << 4, 1 << 8
 
 Status = c_int8  # a packed enum: one signed byte, the rest of the register is undefined
@@ -51,12 +52,23 @@ class WorkerParams(ctypes.Structure):
 
 class MemMapParams(ctypes.Structure):
     _fields_ = (
-        ("field_mask", c_uint64),  # 1: address, 2: length, 4: flags
+        ("field_mask", c_uint64),  # 1: address, 2: length, 4: flags, 16: memory_type
         ("address", c_void_p),
         ("length", c_size_t),
         ("flags", c_uint32),
         ("protection", c_uint32),
-        ("unused", c_uint64 * 2),
+        ("memory_type", c_int),
+        ("unused", c_uint64),
+    )
+
+
+class ContextAttributes(ctypes.Structure):
+    _fields_ = (
+        ("field_mask", c_uint64),  # 4: memory_types
+        ("request_size", c_size_t),
+        ("thread_mode", c_int),
+        ("memory_types", c_uint64),  # a bit for each
+        ("unused", c_uint64 * 8),
     )
 
 
@@ -94,6 +106,7 @@ _SIZES = {
     ContextParams: 88,
     WorkerParams: 200,
     MemMapParams: 48,
+    ContextAttributes: 96,
     EndpointParams: 104,
     MessageHandlerParams: 32,
     RequestParams: 72,
@@ -105,6 +118,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {  # name: (result, *arguments)
     "ucp_config_read": (Status, c_void_p, c_void_p, POINTER(c_void_p)),
     "ucp_config_release": (None, c_void_p),
     "ucp_init_version": (Status, c_uint32, c_uint32, c_void_p, c_void_p, POINTER(c_void_p)),
+    "ucp_context_query": (Status, c_void_p, c_void_p),
     "ucp_cleanup": (None, c_void_p),
     "ucp_worker_create": (Status, c_void_p, c_void_p, POINTER(c_void_p)),
     "ucp_worker_destroy": (None, c_void_p),

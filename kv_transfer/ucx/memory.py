@@ -1,17 +1,28 @@
-"""The KV pool as UCX-allocated memory: regions side by side, each registered on its own."""
+"""The KV pool as UCX sees it: regions side by side, each mapped on its own."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterable, Sequence
 from ctypes import byref, c_int, c_size_t, c_void_p
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.errors import TransportError
 from kv_transfer.lease import Region
-from kv_transfer.ucx.binding import MEM_MAP_ALLOCATE, MEM_MAP_FIXED, MemMapParams, Ucp
+from kv_transfer.transport import Tensor
+from kv_transfer.ucx.binding import (
+    MEM_MAP_ALLOCATE,
+    MEM_MAP_FIXED,
+    MEMORY_CUDA,
+    MEMORY_HOST,
+    ContextAttributes,
+    MemMapParams,
+    Ucp,
+)
 
 _MAP_NORESERVE = 0x4000
 _MADV_POPULATE_WRITE = 23
@@ -25,48 +36,45 @@ _libc.madvise.argtypes = [c_void_p, c_size_t, c_int]
 
 
 class UcxMemory:
-    """One reservation of addresses; UCX allocates every region at its own fixed place in it.
-
-    Allocated so, regions are shared-memory segments (System V or POSIX, UCX's choice) that a peer
-    on this machine maps and writes directly; memory that is only registered would go through the
-    peer's process instead. Every page is touched here: first touch costs several times a put.
-    """
+    """Regions of one size at a constant stride, each mapped for UCX on its own."""
 
     def __init__(
-        self, ucp: Ucp, context: int, num_regions: int, region_bytes: int, blocks_per_region: int
+        self, ucp: Ucp, context: int, num_regions: int, stride_bytes: int, blocks_per_region: int
     ) -> None:
         self.num_regions = num_regions
-        self.region_stride_bytes = -(-region_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.region_stride_bytes = stride_bytes
         self.blocks_per_region = blocks_per_region
-        self._ucp, self._context = ucp, context
-        self._num_bytes = num_regions * self.region_stride_bytes
-        self._base = _reserve(self._num_bytes)
         self.handles: tuple[int, ...] = ()
-        try:
-            for index in range(num_regions):
-                self.handles += (self._allocate(index),)
-            self.regions = tuple(self._region(index) for index in range(num_regions))
-        except TransportError:
-            self.free()
-            raise
-        array = (ctypes.c_uint8 * self._num_bytes).from_address(self._base)
-        self.buffer: npt.NDArray[np.uint8] = np.frombuffer(memoryview(array), dtype=np.uint8)
-        self.buffer[:: mmap.PAGESIZE] = 0
+        self.regions: tuple[Region, ...] = ()
+        self.buffer: Any = None
+        self._ucp, self._context = ucp, context
 
-    def _allocate(self, index: int) -> int:
-        handle = c_void_p()
-        params = MemMapParams(
-            field_mask=1 | 2 | 4,
-            address=self._base + index * self.region_stride_bytes,
-            length=self.region_stride_bytes,
-            flags=MEM_MAP_ALLOCATE | MEM_MAP_FIXED,
-        )
-        status = self._ucp.ucp_mem_map(self._context, byref(params), byref(handle))
-        self._ucp.check(status, f"ucp_mem_map of {self.region_stride_bytes} bytes")
-        assert handle.value is not None
-        return handle.value
+    def enter_thread(self) -> None:
+        """Make this memory's device current on the thread that will move its bytes."""
 
-    def _region(self, index: int) -> Region:
+    def read(self, spans: Sequence[tuple[int, int]]) -> Iterable[npt.NDArray[np.uint8]]:
+        return (self.buffer[start : start + length] for start, length in spans)
+
+    def free(self) -> None:
+        """Unmap everything."""
+        for handle in self.handles:
+            self._ucp.ucp_mem_unmap(self._context, handle)
+        self.handles = ()
+
+    def _map(self, base: int, params: MemMapParams) -> None:
+        """Map every region, with what `params` says beside address and length."""
+        for index in range(self.num_regions):
+            params.field_mask |= 1 | 2
+            params.address = base + index * self.region_stride_bytes
+            params.length = self.region_stride_bytes
+            handle = c_void_p()
+            status = self._ucp.ucp_mem_map(self._context, byref(params), byref(handle))
+            self._ucp.check(status, f"ucp_mem_map of {self.region_stride_bytes} bytes")
+            assert handle.value is not None
+            self.handles += (handle.value,)
+        self.regions = tuple(self._region(index, base) for index in range(self.num_regions))
+
+    def _region(self, index: int, base: int) -> Region:
         pointer, length = c_void_p(), c_size_t()
         status = self._ucp.ucp_rkey_pack(
             self._context, self.handles[index], byref(pointer), byref(length)
@@ -77,17 +85,111 @@ class UcxMemory:
         return Region(
             first_block=index * self.blocks_per_region,
             num_blocks=self.blocks_per_region,
-            base_address=self._base + index * self.region_stride_bytes,
+            base_address=base + index * self.region_stride_bytes,
             num_bytes=self.region_stride_bytes,
             rkey=rkey,
         )
 
+
+class AllocatedMemory(UcxMemory):
+    """One reservation of addresses; UCX allocates every region at its own fixed place in it.
+
+    Allocated so, regions are shared-memory segments (System V or POSIX, UCX's choice) that a peer
+    on this machine maps and writes directly; memory that is only registered would go through the
+    peer's process instead. Every page is touched here: first touch costs several times a put.
+    """
+
+    def __init__(
+        self, ucp: Ucp, context: int, num_regions: int, region_bytes: int, blocks_per_region: int
+    ) -> None:
+        stride_bytes = -(-region_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        super().__init__(ucp, context, num_regions, stride_bytes, blocks_per_region)
+        self._num_bytes = num_regions * stride_bytes
+        self._base = _reserve(self._num_bytes)
+        flags = MEM_MAP_ALLOCATE | MEM_MAP_FIXED
+        try:
+            self._map(self._base, MemMapParams(field_mask=4, flags=flags))
+        except TransportError:
+            self.free()
+            raise
+        array = (ctypes.c_uint8 * self._num_bytes).from_address(self._base)
+        self.buffer = np.frombuffer(memoryview(array), dtype=np.uint8)
+        self.buffer[:: mmap.PAGESIZE] = 0
+
     def free(self) -> None:
         """Unmap everything; views of `buffer` are void from here on."""
-        for handle in self.handles:
-            self._ucp.ucp_mem_unmap(self._context, handle)
-        self.handles = ()
+        super().free()
         _libc.munmap(self._base, self._num_bytes)
+
+
+class RegisteredMemory(UcxMemory):
+    """A tensor that torch has allocated, on a GPU above all: UCX can map no device memory itself.
+
+    Between two GPUs of a machine a put is a copy through an IPC handle of the allocation, which
+    torch's expandable segments do not have. Host memory can be registered too, but then a peer's
+    puts are carried out by this process, from messages that outlive their writer: no proof that a
+    writer is gone proves anything, so a pool on a CPU is allocated, not registered.
+    """
+
+    def __init__(
+        self, ucp: Ucp, context: int, tensor: Tensor, num_regions: int, blocks_per_region: int
+    ) -> None:
+        assert tensor.numel() % num_regions == 0, (tensor.numel(), num_regions)
+        stride_bytes = tensor.numel() // num_regions
+        super().__init__(ucp, context, num_regions, stride_bytes, blocks_per_region)
+        self.buffer = tensor
+        memory_type = _memory_type(ucp, context, tensor)
+        try:
+            params = MemMapParams(field_mask=16, memory_type=memory_type)
+            self._map(tensor.data_ptr(), params)
+        except TransportError:
+            self.free()
+            raise
+
+    def enter_thread(self) -> None:
+        if self.buffer.device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(self.buffer.device)
+
+    def read(self, spans: Sequence[tuple[int, int]]) -> Iterable[npt.NDArray[np.uint8]]:
+        import torch
+
+        parts = [self.buffer[start : start + length] for start, length in spans]
+        return [torch.cat(parts).cpu().numpy()] if parts else []
+
+
+def _memory_type(ucp: Ucp, context: int, tensor: Tensor) -> int:
+    """UCX's number for the tensor's kind of memory. Raises TransportError when this libucp, or the
+    way in which the tensor was allocated, does not let a peer write it."""
+    known = {"cpu": MEMORY_HOST, "cuda": MEMORY_CUDA}
+    kind = tensor.device.type
+    if kind not in known:
+        raise TransportError(f"KV on a {kind} device cannot be handed over: only {sorted(known)}")
+    found = ContextAttributes(field_mask=4)
+    ucp.check(ucp.ucp_context_query(context, byref(found)), "ucp_context_query")
+    if not found.memory_types >> known[kind] & 1:
+        raise TransportError(
+            f"libucp {'.'.join(map(str, ucp.version))} cannot reach {kind} memory here: its {kind} "
+            "transports are not installed or could not be loaded (UCX_LOG_LEVEL=debug tells why)"
+        )
+    if kind == "cuda" and _is_expandable(tensor.data_ptr()):
+        raise TransportError(
+            "the KV pool lies in an expandable segment, which no other process can map: leave "
+            "expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
+        )
+    return known[kind]
+
+
+def _is_expandable(address: int) -> bool:
+    import torch
+
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return any(
+        segment["is_expandable"]
+        for segment in segments
+        if segment["address"] <= address < segment["address"] + segment["total_size"]
+    )
 
 
 def populate(address: int, num_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 Life cycle:
 1. made: context and worker exist, the address is known;
-2. `allocate`: the pool is mapped, registered and touched;
+2. `allocate` or `register`: the pool is mapped for UCX;
 3. `start`: the progress thread owns the worker from here on. It runs the commands other threads
    have enqueued, progresses, and sleeps in `ucp_worker_wait` (spinning would starve a small
    machine) until a peer's event or a command's signal wakes it. Only when an answer is about to
@@ -33,6 +33,7 @@ from kv_transfer.transport import (
     OnPeerLost,
     Peer,
     PutBatch,
+    Tensor,
     TransferMemory,
 )
 from kv_transfer.ucx.binding import (
@@ -52,7 +53,7 @@ from kv_transfer.ucx.binding import (
     load,
 )
 from kv_transfer.ucx.endpoint import Endpoint, Requests, UcxPeer
-from kv_transfer.ucx.memory import UcxMemory, populate
+from kv_transfer.ucx.memory import AllocatedMemory, RegisteredMemory, UcxMemory, populate
 from kv_transfer.ucx.native import Poster, make_poster
 
 log = logging.getLogger(__name__)
@@ -104,12 +105,20 @@ class UcxTransport:
     def allocate(
         self, num_regions: int, region_bytes: int, blocks_per_region: int
     ) -> TransferMemory:
+        return self._have(
+            AllocatedMemory(self._ucp, self._context, num_regions, region_bytes, blocks_per_region)
+        )
+
+    def register(self, buffer: Tensor, num_regions: int, blocks_per_region: int) -> TransferMemory:
+        return self._have(
+            RegisteredMemory(self._ucp, self._context, buffer, num_regions, blocks_per_region)
+        )
+
+    def _have(self, memory: UcxMemory) -> UcxMemory:
         assert self._memory is None, "the pool exists already"
         assert self._thread is None, "the pool must be made before the transport starts"
-        self._memory = UcxMemory(
-            self._ucp, self._context, num_regions, region_bytes, blocks_per_region
-        )
-        return self._memory
+        self._memory = memory
+        return memory
 
     def start(self, on_message: OnMessage, on_peer_lost: OnPeerLost) -> None:
         assert self._thread is None, "started already"
@@ -216,6 +225,8 @@ class UcxTransport:
 
     def _progress(self) -> None:
         try:
+            if self._memory is not None:
+                self._memory.enter_thread()
             while not self._stopping:
                 if not self._turn() and time.monotonic() >= self._awake_until_s:
                     self._ucp.check(self._ucp.ucp_worker_wait(self._worker), "ucp_worker_wait")

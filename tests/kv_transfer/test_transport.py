@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -120,6 +122,51 @@ def test_a_pool_that_does_not_fit_is_an_error() -> None:
     transport.close()
 
 
+class DeviceTensor:
+    """Host memory that says it lies on a device."""
+
+    def __init__(self, kind: str) -> None:
+        self.device = torch.device(kind)
+        self._held = torch.zeros(4096, dtype=torch.uint8)
+
+    def data_ptr(self) -> int:
+        return self._held.data_ptr()
+
+    def numel(self) -> int:
+        return self._held.numel()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine's libucp reaches its GPU")
+def test_device_memory_that_cannot_be_reached_is_refused_by_name() -> None:
+    transport = make_transport(TransferConfig())
+    with pytest.raises(TransportError, match="cuda"):
+        transport.register(DeviceTensor("cuda"), 1, 1)
+    with pytest.raises(TransportError, match="mps"):
+        transport.register(DeviceTensor("mps"), 1, 1)
+    transport.close()
+
+
+@pytest.mark.gpu
+def test_an_expandable_segment_is_refused_by_name() -> None:
+    code = (
+        "import torch\n"
+        "from kv_transfer.config import TransferConfig\n"
+        "from kv_transfer.transport import make_transport\n"
+        "pool = torch.zeros(4 << 20, dtype=torch.uint8, device='cuda')\n"
+        "make_transport(TransferConfig()).register(pool, 1, 1)\n"
+    )
+    setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **setting},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "TransportError: the KV pool lies in an expandable segment" in run.stderr
+
+
 def test_the_compiled_loop_is_used_and_compiled_once(tmp_path: Path) -> None:
     from kv_transfer.ucx import native
     from kv_transfer.ucx.binding import load
@@ -130,7 +177,7 @@ def test_the_compiled_loop_is_used_and_compiled_once(tmp_path: Path) -> None:
     assert isinstance(native.make_poster(load(TransferConfig()), native=True), NativePoster)
     broken = tmp_path / "broken.c"
     broken.write_text("not C")
-    with pytest.raises(native.subprocess.SubprocessError):
+    with pytest.raises(subprocess.SubprocessError):
         compiled(broken)
 
 

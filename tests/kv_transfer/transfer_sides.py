@@ -68,6 +68,8 @@ class SideSpec:
     config: TransferConfig = field(default_factory=TransferConfig)
     weights: str = "w"
     incarnation: int = 1
+    device: str | None = None
+    """Where torch allocates the pool, which the transport then registers; None: it allocates."""
 
     @property
     def fingerprint(self) -> bytes:
@@ -93,6 +95,15 @@ def pool_content(layout: RegionLayout, stride_bytes: int, seeds: Sequence[int]) 
     return buffer
 
 
+def make_pool(transport: Transport, layout: RegionLayout, device: str | None) -> TransferMemory:
+    if device is None:
+        return transport.allocate(NUM_REGIONS, layout.num_bytes(), BLOCKS_PER_REGION)
+    import torch  # most tests' processes start sooner without it
+
+    tensor = torch.zeros(NUM_REGIONS * layout.num_bytes(), dtype=torch.uint8, device=device)
+    return transport.register(tensor, NUM_REGIONS, BLOCKS_PER_REGION)
+
+
 class Side:
     """One worker: a `TransferRank` per rank, rank 0's exporter and lease table, and a stand-in for
     the engine that pushes what it is told. Made on a running event loop."""
@@ -110,8 +121,8 @@ class Side:
             RegionLayout(spec.layout, rank, spec.tp_size, BLOCKS_PER_REGION)
             for rank in range(spec.tp_size)
         ]
-        self.memories: list[TransferMemory] = [
-            transport.allocate(NUM_REGIONS, layout.num_bytes(), BLOCKS_PER_REGION)
+        self.memories = [
+            make_pool(transport, layout, spec.device)
             for transport, layout in zip(transports, self.layouts, strict=True)
         ]
         addresses = [TransferRank.address_of(t, rank) for rank, t in enumerate(transports)]
@@ -174,13 +185,18 @@ class Side:
 
     def fill(self, seeds: list[int]) -> None:
         for layout, memory in zip(self.layouts, self.memories, strict=True):
-            memory.buffer[:] = pool_content(layout, memory.region_stride_bytes, seeds)
+            content = pool_content(layout, memory.region_stride_bytes, seeds)
+            if isinstance(memory.buffer, np.ndarray):
+                memory.buffer[:] = content
+            else:
+                memory.buffer.copy_(memory.buffer.new_tensor(content))
 
     def count_wrong_bytes(self, seeds: list[int]) -> int:
         return sum(
             int(
                 np.count_nonzero(
-                    memory.buffer != pool_content(layout, memory.region_stride_bytes, seeds)
+                    np.concatenate(list(memory.read([(0, len(memory.buffer))])))
+                    != pool_content(layout, memory.region_stride_bytes, seeds)
                 )
             )
             for layout, memory in zip(self.layouts, self.memories, strict=True)
