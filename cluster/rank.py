@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from cluster.worker_config import RankPlace, WorkerConfig
 from engine.api import ModelSpec, Runner
 from engine.build import build_runner, load_model_spec, region_layout
+from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import RankAddress, WorkerIdentity
 from kv_transfer.rank import TransferRank
-from kv_transfer.transport import Transport, make_transport
+from kv_transfer.transport import TransferMemory, Transport, make_transport
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
     transport = make_transport(config.transfer)
     if on_fatal is not None:
         transport.on_fatal = on_fatal
-    memory = transport.allocate(config.engine.num_regions, layout.num_bytes(), layout.num_blocks)
+    memory = _pool(config, transport, layout)
     group = None
     if place.size > 1:
         if config.engine.backend == "fake":
@@ -100,6 +101,17 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
         spec.layout.block_size,
     )
     return Rank(spec, identity, transport, transfer, runner)
+
+
+def _pool(config: WorkerConfig, transport: Transport, layout: RegionLayout) -> TransferMemory:
+    """On a GPU torch allocates it and the transport registers it; else the transport allocates."""
+    engine = config.engine
+    if engine.device == "cpu" or engine.backend == "fake":
+        return transport.allocate(engine.num_regions, layout.num_bytes(), layout.num_blocks)
+    from engine.local_memory import LocalDeviceMemory
+
+    pool = LocalDeviceMemory(layout, engine.num_regions, engine.device)
+    return transport.register(pool.buffer, engine.num_regions, layout.num_blocks)
 
 
 def follow_rank0(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal) -> None:
