@@ -28,6 +28,7 @@ from engine.block_pushes import block_pushes
 from engine.errors import InvalidRequestError, UnknownRequestError
 from engine.kv_cache import KvCache
 from engine.live_request import Export, LiveRequest, Status
+from engine.quarantine import Quarantine
 from engine.request import (
     BlockPush,
     EngineEvent,
@@ -59,7 +60,7 @@ class Scheduler:
         self._requests: dict[RequestId, LiveRequest] = {}
         self._waiting: list[LiveRequest] = []  # in order
         self._running: list[LiveRequest] = []  # in order
-        self._quarantined: dict[RequestId, _Quarantine] = {}
+        self._quarantine = Quarantine(kv)
         self._events: list[EngineEvent] = []
         self._num_arrived = 0
         self._num_steps = 0
@@ -134,33 +135,16 @@ class Scheduler:
         if request_id not in self._requests:
             return  # it had not started
         if quarantine:
-            self._quarantine(request)
+            self._quarantine.put(request)
+            del self._requests[request_id]
+            self._blocked = False
         else:
             self._forget(request)
 
-    def _quarantine(self, request: LiveRequest) -> None:
-        if request.export is None:
-            self._kv.quarantine(request.blocks)
-        # A late reader of an export needs the content unchanged: those blocks stay pinned.
-        self._quarantined.setdefault(request.request_id, _Quarantine()).requests.append(request)
-        del self._requests[request.request_id]
-        self._blocked = False
-
     def unquarantine(self, request_id: RequestId) -> None:
         """Frees the blocks when every quarantine of this id has ended: ids may be used again."""
-        quarantine = self._quarantined.get(request_id)
-        if quarantine is None:
-            return
-        quarantine.num_quiescent += 1
-        if quarantine.num_quiescent < len(quarantine.requests):
-            return
-        del self._quarantined[request_id]
-        for request in quarantine.requests:
-            if request.export is not None:
-                self._kv.free(request.blocks)
-            else:
-                self._kv.unquarantine(request.blocks)
-        self._blocked = False
+        if self._quarantine.stopped(request_id):
+            self._blocked = False
 
     def abort(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)
@@ -390,8 +374,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError with the values when requests and blocks disagree."""
         owners = [r for r in self._requests.values() if r.status is not Status.WAITING]
-        for parked in self._quarantined.values():
-            owners.extend(r for r in parked.requests if r.export is not None)
+        owners.extend(self._quarantine.exports())
         self._kv.check_integrity([request.blocks for request in owners])
         for status, queue in ((Status.WAITING, self._waiting), (Status.RUNNING, self._running)):
             ids = [r.request_id for r in self._requests.values() if r.status is status]
@@ -406,14 +389,6 @@ class _Draft:
     budget: int
     seqs: list[ScheduledSeq] = field(default_factory=list)
     pushes: list[BlockPush] = field(default_factory=list)
-
-
-@dataclass
-class _Quarantine:
-    """Reservations of one request id whose writers may still write."""
-
-    requests: list[LiveRequest] = field(default_factory=list)
-    num_quiescent: int = 0
 
 
 def _order(request: LiveRequest) -> tuple[int, int]:

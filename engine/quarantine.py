@@ -1,0 +1,52 @@
+"""Requests that are over while another worker may still touch their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine.kv_cache import KvCache
+from engine.live_request import LiveRequest
+from engine.request import RequestId
+
+
+class Quarantine:
+    """Own such requests until their workers have provably stopped. Ids may be used again."""
+
+    def __init__(self, kv: KvCache) -> None:
+        self._kv = kv
+        self._entries: dict[RequestId, _Entry] = {}
+
+    def put(self, request: LiveRequest) -> None:
+        """A late writer could still change a reservation's blocks: they are set aside. A late
+        reader of an export needs their content: they stay pinned."""
+        if request.export is None:
+            self._kv.quarantine(request.blocks)
+        self._entries.setdefault(request.request_id, _Entry()).requests.append(request)
+
+    def stopped(self, request_id: RequestId) -> bool:
+        """One worker has stopped: frees the blocks, and says so, when all of this id have."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return False
+        entry.num_stopped += 1
+        if entry.num_stopped < len(entry.requests):
+            return False
+        del self._entries[request_id]
+        for request in entry.requests:
+            if request.export is not None:
+                self._kv.free(request.blocks)
+            else:
+                self._kv.unquarantine(request.blocks)
+        return True
+
+    def exports(self) -> Iterator[LiveRequest]:
+        """Those whose blocks are held still."""
+        for entry in self._entries.values():
+            yield from (request for request in entry.requests if request.export is not None)
+
+
+@dataclass
+class _Entry:
+    requests: list[LiveRequest] = field(default_factory=list)
+    num_stopped: int = 0

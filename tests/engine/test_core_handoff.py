@@ -1,0 +1,213 @@
+"""A prefill engine pushes what a decode engine leases, and both hold it as long as it is touched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.request import (
+    BlocksStoredEvent,
+    FinishedEvent,
+    FinishReason,
+    NoCapacityEvent,
+    RequestId,
+    ReservedEvent,
+    SampledToken,
+)
+from kv_transfer.block_hash import block_hashes, chain_seed
+from tests.engine.fakes import (
+    GREEDY,
+    FakeEngine,
+    Streams,
+    alone,
+    drain,
+    fake_config,
+    pair,
+    pool_is_whole,
+    prefilled,
+    prompt,
+    spec_of,
+)
+
+WINDOWS = pytest.mark.parametrize("window", [None, 24, 40])
+
+
+def hand_over(
+    prefill: EngineConfig,
+    decode: EngineConfig,
+    spec_tokens: np.ndarray,
+    warm: int,
+    warm_decode: int,
+) -> tuple[list[int], list[int]]:
+    """(tokens got, tokens expected) of a prompt whose prefix of so many tokens is cached."""
+    sender, receiver, wire = pair(prefill, decode)
+    for engine, length in ((sender.core, warm), (receiver.core, warm_decode)):
+        if length and engine is receiver.core:
+            engine.add(spec_of("warm", spec_tokens[:length], replace(GREEDY, max_tokens=1)))
+            drain(engine)
+        elif length:
+            warm_spec = spec_of("warm", spec_tokens[:length])
+            lease = ReservedEvent(RequestId("warm"), 0, ())
+            engine.add_prefill(warm_spec, wire.open(lease), 0)
+            wire.leases.clear()
+            drain(engine)
+            engine.release(RequestId("warm"))
+    spec = spec_of("request", spec_tokens)
+    lease = receiver.core.reserve(spec)
+    assert isinstance(lease, ReservedEvent)
+    handoff = wire.open(lease)
+    sender.core.add_prefill(spec, handoff, lease.num_cached_tokens)
+    events = []
+    while sender.core.has_work():
+        events += sender.core.step()
+    (first,) = prefilled(events)
+    assert sorted(wire.pushed[handoff]) == sorted(wire.owed(lease))
+    sender.core.release(spec.request_id)
+    receiver.core.admit(spec.request_id, first.token)
+    streams = Streams(tokens={"request": [first.token.token_id]})
+    drain(receiver.core, streams)
+    pool_is_whole(sender.core)
+    pool_is_whole(receiver.core)
+    return streams.tokens["request"], alone(spec, prefill.fake.window)
+
+
+@WINDOWS
+@pytest.mark.parametrize("chunk", [16, 50, 512])
+@pytest.mark.parametrize("length", [1, 16, 17, 150, 160])
+def test_a_handoff_carries_exactly_what_the_receiver_lacks(
+    window: int | None, chunk: int, length: int
+) -> None:
+    for warm in {0, length // 2, length - 1}:
+        for warm_decode in {0, length // 3, length - 1}:
+            got, expected = hand_over(
+                fake_config(window=window, max_num_batched_tokens=chunk),
+                fake_config(window=window, num_regions=2),
+                prompt(length),
+                warm,
+                warm_decode,
+            )
+            assert got == expected, (warm, warm_decode)
+
+
+def test_blocks_are_pushed_layer_by_layer_between_messages_and_the_end_of_the_step() -> None:
+    sender, receiver, wire = pair(fake_config(window=24), fake_config(window=24))
+    spec = spec_of("r", prompt(40))
+    lease = receiver.core.reserve(spec)
+    assert isinstance(lease, ReservedEvent)
+    sender.core.send_to_sinks(b"open")
+    sender.core.add_prefill(spec, wire.open(lease), 0)
+    sender.core.step()
+    assert wire.calls == ["open", "layer 0", "layer 1", "layer 2", "step"]
+    sender.core.send_to_sinks(b"close")
+    assert sender.core.has_work()
+    sender.core.step()
+    assert wire.calls[5:] == ["close", "step"]
+    assert not sender.core.has_work()
+
+
+@pytest.mark.parametrize(("window", "cached"), [(None, 192), (40, 0), (None, 0)])
+def test_every_chunk_of_a_prefill_is_heard_of_even_when_the_receiver_lacks_nothing_of_it(
+    window: int | None, cached: int
+) -> None:
+    """The receiver's lease lives on what it hears, however long the blocks it has are computed."""
+    sender, receiver, wire = pair(
+        fake_config(max_num_batched_tokens=8, window=window), fake_config(window=window)
+    )
+    if cached:
+        receiver.core.add(spec_of("warm", prompt(200)))
+        drain(receiver.core)
+    spec = spec_of("r", prompt(200))
+    lease = receiver.core.reserve(spec)
+    assert isinstance(lease, ReservedEvent)
+    assert lease.num_cached_tokens == cached
+    handoff = wire.open(lease)
+    sender.core.add_prefill(spec, handoff, cached)
+    while sender.core.has_work():
+        wire.heard.clear()
+        sender.core.step()
+        assert wire.heard == {handoff}
+    assert sorted(wire.pushed[handoff]) == sorted(wire.owed(lease))
+    sender.core.release(spec.request_id)
+    receiver.core.release(spec.request_id)
+    pool_is_whole(sender.core)
+    pool_is_whole(receiver.core)
+
+
+def test_a_prefill_stays_pinned_until_release_even_when_aborted() -> None:
+    sender, receiver, wire = pair(fake_config(max_num_batched_tokens=32), fake_config())
+    spec = spec_of("r", prompt(100))
+    lease = receiver.core.reserve(spec)
+    assert isinstance(lease, ReservedEvent)
+    sender.core.add_prefill(spec, wire.open(lease), 0)
+    sender.core.step()
+    sender.core.abort(spec.request_id)
+    (end,) = [e for e in sender.core.step() if isinstance(e, FinishedEvent)]
+    assert end.reason is FinishReason.ABORTED
+    assert not sender.core.has_work()
+    load = sender.core.load()
+    assert (load.num_exporting, load.num_free_blocks) == (1, load.num_blocks - 7)
+    sender.core.release(spec.request_id)
+    pool_is_whole(sender.core)
+
+
+def test_a_failed_handoffs_blocks_are_quarantined_until_the_writer_has_stopped() -> None:
+    engine = FakeEngine(fake_config(num_blocks=12)).core
+    engine.add(spec_of("warm", prompt(40), replace(GREEDY, max_tokens=1)))
+    drain(engine)
+    spec = spec_of("r", np.concatenate([prompt(40), prompt(60, 1)]))
+    lease = engine.reserve(spec)
+    assert isinstance(lease, ReservedEvent)
+    assert lease.num_cached_tokens == 32
+    engine.release(spec.request_id, quarantine=True)
+    engine.check_integrity()
+    load = engine.load()
+    assert (load.num_quarantined_blocks, load.num_free_blocks) == (5, 6)
+    again = engine.reserve(replace(spec, request_id=RequestId("again")))
+    assert isinstance(again, NoCapacityEvent) or not set(again.block_ids[0]) & set(
+        lease.block_ids[0]
+    )
+    engine.release(RequestId("again"))
+    engine.unquarantine(spec.request_id)
+    pool_is_whole(engine)
+
+
+def test_a_second_quarantine_under_one_id_holds_the_first_ones_blocks_too() -> None:
+    engine = FakeEngine(fake_config(num_blocks=40)).core
+    spec = spec_of("r", prompt(100))
+    for _ in range(2):
+        engine.reserve(spec)
+        engine.release(spec.request_id, quarantine=True)
+    assert engine.load().num_quarantined_blocks == 14
+    engine.unquarantine(spec.request_id)
+    assert engine.load().num_quarantined_blocks == 14
+    engine.unquarantine(spec.request_id)
+    pool_is_whole(engine)
+
+
+def test_a_reserved_requests_blocks_are_not_shared_before_it_is_admitted() -> None:
+    engine = FakeEngine(fake_config()).core
+    spec = spec_of("r", prompt(64))
+    engine.reserve(spec)
+    second = engine.reserve(replace(spec, request_id=RequestId("second")))
+    assert isinstance(second, ReservedEvent)
+    assert second.num_cached_tokens == 0
+    assert not engine.cached_chains()
+    engine.admit(spec.request_id, SampledToken(5))
+    third = engine.reserve(replace(spec, request_id=RequestId("third")))
+    assert isinstance(third, ReservedEvent)
+    assert third.num_cached_tokens == 48
+    stored = [e for e in engine.step() if isinstance(e, BlocksStoredEvent)]
+    seed = chain_seed(engine.model.kv_fingerprint, "")
+    assert stored[0] == BlocksStoredEvent(None, tuple(block_hashes(seed, spec.token_ids, 16)))
+
+
+def test_a_first_token_that_ends_the_request_frees_what_was_reserved() -> None:
+    engine = FakeEngine(fake_config()).core
+    spec = spec_of("r", prompt(20), replace(GREEDY, ignore_eos=False))
+    engine.reserve(spec)
+    engine.admit(spec.request_id, SampledToken(1))
+    assert FinishedEvent(spec.request_id, FinishReason.STOP) in engine.step()
+    pool_is_whole(engine)
