@@ -5,7 +5,8 @@
 Two processes, one Baton handoff a round: 256 scattered blocks go into the other process, then
 `done` -> admission -> `Ack`. In the same round, before or after it by turns, the same blocks are
 copied by memcpy inside one process (one C call that copies each run). Medians over the rounds;
-every round's sources and targets are others.
+every round's sources and targets are others. The whole handoff pushes its layers without a pause:
+in a prefill they go while later layers are computed, and what is left after the last is `exposed`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import ctypes
 import multiprocessing
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -33,7 +35,7 @@ from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
 from kv_transfer.rank import TransferRank
 from kv_transfer.routes import Route
-from kv_transfer.transport import make_transport
+from kv_transfer.transport import FlushResult, make_transport
 from kv_transfer.ucx.native import compiled
 
 BLOCK_BYTES = (32 << 10, 64 << 10, 128 << 10)
@@ -43,6 +45,7 @@ NUM_REGIONS = 4
 BLOCKS_PER_REGION = 64
 FINGERPRINT = b"bench"
 NUM_PINGS = 500
+SWITCH_INTERVAL_S = 0.0002  # as in a worker's process
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,14 @@ class Push:
 @dataclass(frozen=True)
 class Result:
     """Medians. GB/s over 256 blocks: `put` counts posting and flushing alone, `handoff` also the
-    receiver's answer; `answer_us` is a handoff without blocks."""
+    receiver's answer; `exposed_us` is what is left of one when its last layer is computed and the
+    earlier ones have been pushed; `answer_us` is a handoff without blocks."""
 
     block_bytes: int
     put_gb_s: float
     handoff_gb_s: float
     memcpy_gb_s: float
+    exposed_us: float
     answer_us: float
 
 
@@ -69,6 +74,7 @@ class Worker:
     """One rank, whole: memory, sink, lease table and exporter. Made on a running event loop."""
 
     def __init__(self, name: str, block_bytes: int, config: TransferConfig) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         head_dim = block_bytes // 16 // 2
         tensor = TensorSpec("kv", 1, head_dim, "bfloat16")
         layout = KvLayout(16, (LayerGroup(0, NUM_LAYERS, (tensor,)),))
@@ -141,6 +147,29 @@ async def hand_over(worker: Worker, lease: Lease, blocks: Sequence[BlockId]) -> 
     return receipt.put_s, time.perf_counter() - start
 
 
+async def exposed_s(worker: Worker, lease: Lease, blocks: Sequence[BlockId]) -> float:
+    """Seconds from the last layer's push to the receiver's answer; as in a prefill, the other
+    layers have gone while later ones were computed."""
+    handoff = worker.exporter.open(lease)
+    push = Push(handoff, 0, tuple(range(len(blocks))), tuple(blocks))
+    for layer in range(NUM_LAYERS - 1):
+        worker.rank.layer_done(layer, [push])
+    gone = asyncio.Event()
+    wake = asyncio.get_running_loop().call_soon_threadsafe
+
+    def on_flushed(_result: FlushResult) -> None:
+        wake(gone.set)
+
+    transport = worker.transport
+    transport.flush(transport.connect(lease.owner.rank0_address), on_flushed)
+    await gone.wait()
+    start = time.perf_counter()
+    worker.rank.layer_done(NUM_LAYERS - 1, [push])
+    worker.rank.step_done(None)
+    await worker.exporter.finish(handoff, 1, None)
+    return time.perf_counter() - start
+
+
 class Memcpy:
     """Copies the same runs to the same places of a pool in this process, in one C call."""
 
@@ -179,7 +208,7 @@ async def measure(block_bytes: int, rounds: int, config: TransferConfig) -> Resu
     pipe.send(worker.identity)
     await asyncio.to_thread(pipe.recv)
     memcpy = Memcpy(worker)
-    samples: list[tuple[float, float, float, float]] = []
+    samples: list[tuple[float, ...]] = []
     for number in range(rounds + 2):
         sources, targets = (scattered(2 * number + i, NUM_RUNS // NUM_LAYERS) for i in (0, 1))
         pipe.send(targets)
@@ -188,17 +217,20 @@ async def measure(block_bytes: int, rounds: int, config: TransferConfig) -> Resu
         copy_s = memcpy.seconds(sources, targets) if number % 2 else 0.0
         put_s, whole_s = await hand_over(worker, lease, sources)
         copy_s = copy_s or memcpy.seconds(sources, targets)
+        pipe.send(targets)
+        left_s = await exposed_s(worker, await asyncio.to_thread(pipe.recv), sources)
         pipe.send([])
         _, answer_s = await hand_over(worker, await asyncio.to_thread(pipe.recv), [])
-        samples.append((put_s, whole_s, copy_s, answer_s))
+        samples.append((put_s, whole_s, copy_s, left_s, answer_s))
     pipe.send(None)
     await asyncio.to_thread(process.join)
     worker.close()
-    put_s, whole_s, copy_s, answer_s = (
+    put_s, whole_s, copy_s, left_s, answer_s = (
         statistics.median(column) for column in zip(*samples[2:], strict=True)
     )
     num_gb = NUM_RUNS * block_bytes / 1e9
-    return Result(block_bytes, num_gb / put_s, num_gb / whole_s, num_gb / copy_s, answer_s * 1e6)
+    speeds = (num_gb / put_s, num_gb / whole_s, num_gb / copy_s)
+    return Result(block_bytes, *speeds, left_s * 1e6, answer_s * 1e6)
 
 
 def echo_main(pipe: Connection, config: TransferConfig) -> None:
@@ -250,23 +282,28 @@ def main() -> None:
     parser.add_argument("--python-loop", action="store_true", help="post from Python, not from C")
     options = parser.parse_args()
     config = TransferConfig(ucx_library=options.library, native=not options.python_loop)
-    header = ("256 blocks of", "memcpy GB/s", "put GB/s", "put/memcpy", "whole handoff GB/s")
+    header = (
+        "256 blocks of",
+        "memcpy GB/s",
+        "put/memcpy",
+        "whole handoff/memcpy",
+        "exposed us",
+        "answer us",
+    )
     rows = []
-    answers = []
     for block_bytes in BLOCK_BYTES:
         result = uvloop.run(measure(block_bytes, options.rounds, config))
-        answers.append(result.answer_us)
         rows.append(
             (
                 f"{block_bytes >> 10} KiB",
                 f"{result.memcpy_gb_s:.1f}",
-                f"{result.put_gb_s:.1f}",
                 f"{result.put_gb_s / result.memcpy_gb_s:.2f}",
-                f"{result.handoff_gb_s:.1f}",
+                f"{result.handoff_gb_s / result.memcpy_gb_s:.2f}",
+                f"{result.exposed_us:.0f}",
+                f"{result.answer_us:.0f}",
             )
         )
     print(markdown(header, rows))
-    print(f"done -> admission -> ack, event loops included: {statistics.median(answers):.0f} us")
     print(f"message there and back, progress threads alone: {notification_us(config):.0f} us")
 
 
