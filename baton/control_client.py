@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from baton import status
+from baton.errors import DeadlineError, UnavailableError
 from baton.v1 import control_pb2, control_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:7101"
@@ -29,7 +30,10 @@ class ControlClient:
         self._call_timeout_s = call_timeout_s
 
     def fleet(self) -> control_pb2.WatchFleetResponse:
-        return next(self.watch_fleet(self._call_timeout_s))
+        try:
+            return next(self.watch_fleet(self._call_timeout_s))
+        except DeadlineError as error:
+            raise self._silent() from error
 
     def watch_fleet(self, timeout_s: float) -> Iterator[control_pb2.WatchFleetResponse]:
         """The whole fleet on every change; ends after `timeout_s` with DeadlineError."""
@@ -67,4 +71,10 @@ class ControlClient:
         try:
             return getattr(self._stub, method)(request, timeout=self._call_timeout_s)
         except grpc.RpcError as error:
-            raise status.from_rpc_error(cast(status.RpcFailure, error), self._address) from error
+            failure = cast(status.RpcFailure, error)
+            if status.is_out_of_time(failure):
+                raise self._silent() from error
+            raise status.from_rpc_error(failure, self._address) from error
+
+    def _silent(self) -> UnavailableError:
+        return UnavailableError(f"no answer from {self._address} within {self._call_timeout_s:g} s")

@@ -6,7 +6,9 @@ share, as workers keep them for the next router when one dies.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +37,15 @@ def word(seed: int, index: int) -> int:
 
 def answer(seed: int, num_tokens: int) -> str:
     return "".join(WORDS[word(seed, index)] for index in range(num_tokens))
+
+
+@contextlib.contextmanager
+def silent_address() -> Iterator[str]:
+    """Connections are taken there, and never a word is said."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        yield f"127.0.0.1:{sock.getsockname()[1]}"
 
 
 @dataclass

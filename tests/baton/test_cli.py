@@ -15,9 +15,10 @@ import pytest
 from baton import render
 from baton.answer_meter import AnswerMeter
 from baton.cli import main
-from baton.errors import InvalidRequestError
+from baton.control_client import ControlClient
+from baton.errors import InvalidRequestError, UnavailableError
 from baton.events import Tokens
-from tests.baton.small_router import Book, SmallControl, SmallRouter, answer
+from tests.baton.small_router import Book, SmallControl, SmallRouter, answer, silent_address
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +201,16 @@ def test_scaling_a_pool_whose_workers_do_not_start_says_why(capsys: Capture) -> 
     finally:
         server.stop(None).wait()
     assert "the decode pool does not start: out of memory" in capsys.readouterr().err
+
+
+def test_a_control_service_that_is_silent_is_unavailable() -> None:
+    with (
+        silent_address() as address,
+        ControlClient(address, call_timeout_s=0.2) as client,
+    ):
+        for ask in (client.fleet, lambda: client.set_replicas("decode", 2)):
+            with pytest.raises(UnavailableError, match=f"no answer from {address} within 0.2 s"):
+                ask()
 
 
 def test_a_host_that_does_not_exist_is_told_at_once(capsys: Capture) -> None:

@@ -28,7 +28,7 @@ from baton.events import Event, Finished, FinishReason, HandedOff, Prefilled, Ro
 from baton.request_stream import RequestStream, build_request
 from baton.v1.router_pb2 import GenerateResponse
 from baton.v1.router_pb2 import Tokens as TokensMessage
-from tests.baton.small_router import Book, SmallRouter, answer
+from tests.baton.small_router import Book, SmallRouter, answer, silent_address
 
 
 class LoopedClient:
@@ -98,15 +98,6 @@ def free_address() -> str:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{sock.getsockname()[1]}"
-
-
-@contextlib.contextmanager
-def silent_address() -> Iterator[str]:
-    """Connections are taken there, and never a word is said."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        sock.listen()
-        yield f"127.0.0.1:{sock.getsockname()[1]}"
 
 
 # Every method but `generate` and what is made of it.
