@@ -16,14 +16,14 @@ as an orphan until another session attaches it or `orphan_ttl_s` passes.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from decode_worker.config import DecodeConfig
+from decode_worker.errors import NoSessionError, NotHereError, OtherBodyError
 from decode_worker.request_log import Record, RequestLog, Submission
+from decode_worker.runs import Phase, Run, Runs
 from decode_worker.session import Admitted, Refusal, Rejected, Reserved, RouterSession
 from engine.errors import EngineStoppedError, InvalidRequestError
 from engine.loop import EngineThread
@@ -39,46 +39,10 @@ from engine.request import (
     TokenLogprobs,
 )
 from kv_transfer.clock import Clock
-from kv_transfer.lease import FirstToken, LeaseId, WorkerIdentity
+from kv_transfer.lease import FirstToken, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
 
 log = logging.getLogger(__name__)
-
-
-class Phase(enum.Enum):
-    RESERVING = "reserving"
-    LEASED = "leased"
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-@dataclass(eq=False)
-class _Run:
-    """One attempt on this worker, from `submit` to its end."""
-
-    submission: Submission
-    record: Record
-    session: RouterSession | None
-    phase: Phase
-    deadline_s: float | None
-    lease_id: LeaseId | None = None
-    orphaned_at_s: float | None = None
-
-    @property
-    def key(self) -> RequestId:
-        return self.submission.spec.request_id
-
-
-class NotHereError(LookupError):
-    """No such request is known here to this tenant."""
-
-
-class OtherBodyError(ValueError):
-    """The request id runs here with another body."""
-
-
-class NoSessionError(LookupError):
-    """The router that attaches has no open session here."""
 
 
 class DecodeRole:
@@ -94,8 +58,7 @@ class DecodeRole:
         self._leases: LeaseTable | None = None
         self._log = RequestLog(config.finished_ttl_s, config.max_finished)
         self._sessions: dict[str, RouterSession] = {}
-        self._runs: dict[RequestId, _Run] = {}  # not ended
-        self._current: dict[str, _Run] = {}  # the newest attempt of each request, by its id
+        self._runs = Runs()  # not ended
         self._fenced: set[RequestId] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -119,7 +82,7 @@ class DecodeRole:
         session.close()
         if self._sessions.get(session.router_id) is session:
             del self._sessions[session.router_id]
-        for run in self._runs.values():
+        for run in self._runs:
             if run.session is session:
                 run.session = None
                 run.orphaned_at_s = self._clock.now_s()
@@ -137,7 +100,7 @@ class DecodeRole:
         session = self._sessions.get(router_id)
         if session is None:
             raise NoSessionError(f"router {router_id!r} has no session here")
-        run = self._current.get(request_id)
+        run = self._runs.of_request(request_id)
         if run is not None and run.phase is not Phase.ENDED:
             if run.session is not None and run.session is not session:
                 run.session.drop(request_id)
@@ -157,7 +120,7 @@ class DecodeRole:
         if refused is not None:
             self._reject(session, submission, *refused)
             return
-        former = self._current.get(submission.request_id)
+        former = self._runs.of_request(submission.request_id)
         if former is not None:
             self._end(former, FinishReason.ABORTED, "replaced by a newer attempt")
             if former.session is not None:
@@ -166,16 +129,15 @@ class DecodeRole:
         deadline_s = None
         if submission.timeout_s is not None:
             deadline_s = self._clock.now_s() + submission.timeout_s
-        run = _Run(submission, record, session, Phase.RESERVING, deadline_s)
-        self._runs[run.key] = run
-        self._current[submission.request_id] = run
+        run = Run(submission, record, session, Phase.RESERVING, deadline_s)
+        self._runs.add(run)
         # A writer tells the first token to the router itself: this worker starts after it.
         session.follow(record, len(record.token_ids) + (writer is not None))
         self._spawn(self._start(run) if writer is None else self._reserve(run, writer))
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Abort this attempt and every older one; unknown or newer: nothing to do."""
-        run = self._current.get(request_id)
+        run = self._runs.of_request(request_id)
         if run is not None and run.submission.attempt <= attempt:
             self._end(run, FinishReason.ABORTED, "cancelled")
 
@@ -193,7 +155,7 @@ class DecodeRole:
             return Refusal.STALE_ATTEMPT, f"attempt {was.attempt} is known here"
         return None
 
-    async def _start(self, run: _Run) -> None:
+    async def _start(self, run: Run) -> None:
         """Prefill and decode here."""
         spec = run.submission.spec
         try:
@@ -206,13 +168,13 @@ class DecodeRole:
         else:
             self._started(run)
 
-    def _started(self, run: _Run) -> None:
+    def _started(self, run: Run) -> None:
         """The engine has a request that it prefills itself."""
         if run.phase is Phase.RESERVING:
             run.phase = Phase.RUNNING
             self._tell(run, Reserved(run.submission.request_id, run.submission.attempt, None, 0))
 
-    async def _reserve(self, run: _Run, writer: WorkerIdentity) -> None:
+    async def _reserve(self, run: Run, writer: WorkerIdentity) -> None:
         """Set blocks aside and promise them to the writer."""
         spec = run.submission.spec
         try:
@@ -227,7 +189,7 @@ class DecodeRole:
         else:
             self._grant(run, writer, event)
 
-    def _grant(self, run: _Run, writer: WorkerIdentity, event: ReservedEvent) -> None:
+    def _grant(self, run: Run, writer: WorkerIdentity, event: ReservedEvent) -> None:
         left_s = self._config.max_lease_s
         if run.deadline_s is not None:
             left_s = max(0.0, run.deadline_s - self._clock.now_s())
@@ -245,7 +207,7 @@ class DecodeRole:
 
     def admitted(self, request_id: str, first: FirstToken) -> None:
         """All KV of a lease is here: the request joins the running batch."""
-        run = self._runs.get(RequestId(request_id))
+        run = self._runs.find(request_id)
         assert run is not None, request_id
         assert run.phase is Phase.LEASED, (request_id, run.phase)
         run.phase, run.lease_id = Phase.RUNNING, None
@@ -263,7 +225,7 @@ class DecodeRole:
 
     def failed(self, request_id: str, reason: LeaseFailure) -> None:
         """A handoff will not finish; its blocks wait for the writer's silence."""
-        run = self._runs.get(RequestId(request_id))
+        run = self._runs.find(request_id)
         if run is None or run.phase is not Phase.LEASED:
             return
         self._quarantine(run)
@@ -284,7 +246,7 @@ class DecodeRole:
         for event in events:
             if not isinstance(event, TokenEvent | FinishedEvent):
                 continue
-            run = self._runs.get(event.request_id)
+            run = self._runs.find(event.request_id)
             if run is None:
                 continue  # another role's, or ended here already
             self._started(run)  # its first token may come before `_start` hears of its success
@@ -307,7 +269,7 @@ class DecodeRole:
     def sweep(self) -> None:
         """Let time pass: deadlines, orphans nobody claimed, records nobody will ask for."""
         now_s = self._clock.now_s()
-        for run in list(self._runs.values()):
+        for run in self._runs:
             if run.deadline_s is not None and now_s >= run.deadline_s:
                 self._end(run, FinishReason.ABORTED, "deadline")
             elif (
@@ -317,7 +279,7 @@ class DecodeRole:
                 self._end(run, FinishReason.ABORTED, "its router is gone")
         self._log.expire(now_s)
 
-    def _end(self, run: _Run, reason: FinishReason, error: str) -> None:
+    def _end(self, run: Run, reason: FinishReason, error: str) -> None:
         """End an attempt from outside, wherever it is."""
         if run.phase is Phase.ENDED:
             return
@@ -333,16 +295,12 @@ class DecodeRole:
             run.session.changed(run.record)
             run.session.flush()
 
-    def _close(self, run: _Run, reason: FinishReason, error: str) -> None:
+    def _close(self, run: Run, reason: FinishReason, error: str) -> None:
         run.phase = Phase.ENDED
-        del self._runs[run.key]
-        if self._current.get(run.submission.request_id) is run:
-            del self._current[run.submission.request_id]
+        self._runs.remove(run)
         self._log.finish(run.record, reason, error, self._clock.now_s())
 
-    def _refuse(
-        self, run: _Run, refusal: Refusal, message: str, retry_after_s: float = 0.0
-    ) -> None:
+    def _refuse(self, run: Run, refusal: Refusal, message: str, retry_after_s: float = 0.0) -> None:
         """End an attempt that never ran. It emitted nothing here, so nobody may attach to it."""
         if run.phase is Phase.ENDED:
             return
@@ -354,7 +312,7 @@ class DecodeRole:
             run.session.drop(run.submission.request_id)
             self._reject(run.session, run.submission, refusal, message, retry_after_s)
 
-    def _quarantine(self, run: _Run) -> None:
+    def _quarantine(self, run: Run) -> None:
         key = run.key
         self._fenced.add(key)
         self._engine.post(lambda engine: engine.release(key, quarantine=True))
@@ -370,17 +328,11 @@ class DecodeRole:
         return not self._runs and not self._fenced and not self._tasks
 
     def num_orphans(self) -> int:
-        return sum(run.orphaned_at_s is not None for run in self._runs.values())
+        return self._runs.num_orphans()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an attempt is owned twice or by nobody."""
-        for key, run in self._runs.items():
-            assert run.key == key, (run.key, key)
-            assert run.phase is not Phase.ENDED, key
-            assert self._current.get(run.submission.request_id) is run, key
-            assert (run.session is None) == (run.orphaned_at_s is not None), key
-            assert (run.lease_id is not None) == (run.phase is Phase.LEASED), (key, run.phase)
-        assert len(self._current) == len(self._runs), (len(self._current), len(self._runs))
+        self._runs.check_integrity()
 
     # --- small parts ----------------------------------------------------------------------------
 
@@ -389,7 +341,7 @@ class DecodeRole:
         assert self._leases is not None, "bind comes before submit"
         return self._leases
 
-    def _tell(self, run: _Run, notice: Reserved | Admitted) -> None:
+    def _tell(self, run: Run, notice: Reserved | Admitted) -> None:
         if run.session is not None:
             run.session.notice(notice)
             run.session.flush()

@@ -10,8 +10,9 @@ import grpc
 import grpc.aio
 
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from decode_worker.errors import NoSessionError, NotHereError, OtherBodyError
 from decode_worker.request_log import Submission, TokenRun
-from decode_worker.role import DecodeRole, NoSessionError, NotHereError, OtherBodyError
+from decode_worker.role import DecodeRole
 from decode_worker.session import Refusal, Rejected, RouterSession, Update
 from engine.request import FinishReason, RequestSpec, TokenLogprobs
 from kv_transfer.lease import WorkerIdentity, logprobs_to_proto

@@ -1,4 +1,4 @@
-"""A prefill engine pushes what a decode engine leases, and both hold it as long as it is touched."""
+"""A prefill engine pushes what a decode engine leases; both hold it as long as it is touched."""
 
 from __future__ import annotations
 

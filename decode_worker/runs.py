@@ -1,0 +1,81 @@
+"""The attempts on this worker that have not ended, by engine key and by request id."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from decode_worker.request_log import Record, Submission
+from decode_worker.session import RouterSession
+from engine.request import RequestId
+from kv_transfer.lease import LeaseId
+
+
+class Phase(enum.Enum):
+    RESERVING = "reserving"
+    LEASED = "leased"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(eq=False)
+class Run:
+    """One attempt on this worker, from `submit` to its end. Written by the decode role alone."""
+
+    submission: Submission
+    record: Record
+    session: RouterSession | None
+    phase: Phase
+    deadline_s: float | None
+    lease_id: LeaseId | None = None
+    orphaned_at_s: float | None = None
+
+    @property
+    def key(self) -> RequestId:
+        return self.submission.spec.request_id
+
+
+class Runs:
+    """A request has one attempt here at most: its newest."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[RequestId, Run] = {}
+        self._by_request: dict[str, Run] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Run]:
+        """Those of now; they may end meanwhile."""
+        return iter(list(self._by_key.values()))
+
+    def add(self, run: Run) -> None:
+        self._by_key[run.key] = self._by_request[run.submission.request_id] = run
+
+    def remove(self, run: Run) -> None:
+        del self._by_key[run.key]
+        if self._by_request.get(run.submission.request_id) is run:
+            del self._by_request[run.submission.request_id]
+
+    def find(self, key: str) -> Run | None:
+        """By the engine's key, which names one attempt."""
+        return self._by_key.get(RequestId(key))
+
+    def of_request(self, request_id: str) -> Run | None:
+        """By the router's name for the request."""
+        return self._by_request.get(request_id)
+
+    def num_orphans(self) -> int:
+        return sum(run.orphaned_at_s is not None for run in self._by_key.values())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when an attempt is owned twice or by nobody."""
+        for key, run in self._by_key.items():
+            assert run.key == key, (run.key, key)
+            assert run.phase is not Phase.ENDED, key
+            assert self._by_request.get(run.submission.request_id) is run, key
+            assert (run.session is None) == (run.orphaned_at_s is not None), key
+            assert (run.lease_id is not None) == (run.phase is Phase.LEASED), (key, run.phase)
+        num_requests, num_runs = len(self._by_request), len(self._by_key)
+        assert num_requests == num_runs, (num_requests, num_runs)
