@@ -42,9 +42,9 @@ from kv_transfer.lease import (
 )
 from kv_transfer.mailbox import Event, Mailbox, PeerLost
 from kv_transfer.process import own_identity
-from kv_transfer.rank_done import add_checksums, fill_done, why_wrong
+from kv_transfer.rank_done import add_checksums, add_first_token, fill_done, why_wrong
 from kv_transfer.rank_handoff import Lane, Phase, Push, RankHandoff
-from kv_transfer.routes import Route, pairs
+from kv_transfer.routes import RankPair, Route, pairs
 from kv_transfer.tombstones import Tombstones
 from kv_transfer.transport import FlushResult, Peer, TransferMemory, Transport
 
@@ -251,7 +251,7 @@ class TransferRank:
             route = Route(layout, self._memory.regions, rank, size, lease.ranks[rank].regions)
             peer = self.transport.connect(lease.owner.ranks[rank].transfer_address)
             self.transport.prepare(peer, lease.ranks[rank].regions)
-            lanes[rank] = Lane(peer, route)
+            lanes[rank] = Lane(peer, route, self._done_message(lease, route.pair))
         return lanes
 
     def _settle(self, handoff: RankHandoff) -> None:
@@ -264,18 +264,15 @@ class TransferRank:
             return
         handoff.phase = Phase.FLUSHING
         handoff.num_flushing = len(handoff.lanes)
-        if not over:  # the puts are under way: now is the time
-            for lane in handoff.lanes.values():
-                lane.done = self._done_message(handoff, lane)
         for rank, lane in handoff.lanes.items():
             self.transport.flush(lane.peer, partial(self._flushed, handoff, rank))
         if not handoff.lanes:
             self._drained(handoff)
 
-    def _done_message(self, handoff: RankHandoff, lane: Lane) -> transfer_pb2.TransferMessage:
-        message = self.new_message(handoff.lease.lease_id, handoff.lease.lease_epoch)
+    def _done_message(self, lease: Lease, pair: RankPair) -> transfer_pb2.TransferMessage:
+        message = self.new_message(lease.lease_id, lease.lease_epoch)
         message.done.reply_to.CopyFrom(self.identity.ranks[0].to_proto())
-        fill_done(message.done, handoff, lane, self.region_layout)
+        fill_done(message.done, lease, pair, self.region_layout.layout)
         return message
 
     def _drained(self, handoff: RankHandoff) -> None:
@@ -319,10 +316,11 @@ class TransferRank:
             sends = not handoff.cancelled and handoff.error is None
         if sends:
             # Outside the lock: checksums take time, and the blocks are pinned.
-            assert lane.done is not None
+            done = lane.done.done
+            if handoff.first is not None:
+                add_first_token(done, handoff.first)
             if stride := self._config.checksum_stride:
-                done, layout = lane.done.done, self.region_layout
-                add_checksums(done, handoff, lane, layout, self._memory, stride)
+                add_checksums(done, handoff, lane, self.region_layout, self._memory, stride)
             lane.sent = lane.done.SerializeToString()
             self.transport.send(lane.peer, lane.sent, expects_answer=self.tp_rank == 0)
         with self._lock:

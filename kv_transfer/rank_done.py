@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from baton.v1 import transfer_pb2, worker_pb2
-from kv_transfer.layout import BlockId, RegionLayout
-from kv_transfer.lease import logprobs_to_proto
+from kv_transfer.layout import BlockId, KvLayout, RegionLayout
+from kv_transfer.lease import FirstToken, Lease, logprobs_to_proto
 from kv_transfer.rank_handoff import Lane, RankHandoff
 from kv_transfer.routes import RankPair, block_checksums, pairs
 from kv_transfer.transport import TransferMemory
 
 
 def fill_done(
-    done: transfer_pb2.TransferDone, handoff: RankHandoff, lane: Lane, source: RegionLayout
+    done: transfer_pb2.TransferDone, lease: Lease, pair: RankPair, layout: KvLayout
 ) -> None:
-    """Counts and first token of what goes this way."""
-    lease = handoff.lease
-    done.target_rank = lane.route.pair.target_rank
-    done.num_source_ranks = sum(
-        pair.target_rank == done.target_rank
-        for pair in pairs(handoff.layout, source.tp_size, len(lease.ranks))
-    )
-    done.num_bytes, done.num_blocks = handoff.lane_bytes(lane), handoff.num_blocks()
-    done.num_writer_ranks = source.tp_size
+    """What is known when a handoff opens: how much of the lease is to go this way."""
+    num_blocks = [lease.num_writable_blocks(group) for group in range(len(lease.block_ids))]
+    fed = pairs(layout, pair.source_size, pair.target_size)
+    done.target_rank = pair.target_rank
+    done.num_source_ranks = sum(other.target_rank == pair.target_rank for other in fed)
+    done.num_bytes = sum(n * pair.block_bytes(layout, g) for g, n in enumerate(num_blocks))
+    done.num_blocks = sum(num_blocks)
+    done.num_writer_ranks = pair.source_size
     done.kv_fingerprint = lease.kv_fingerprint
-    if handoff.first is not None:
-        done.first_token = handoff.first.token_id
-        if handoff.first.logprobs is not None:
-            done.logprobs.CopyFrom(logprobs_to_proto(handoff.first.logprobs))
+
+
+def add_first_token(done: transfer_pb2.TransferDone, first: FirstToken) -> None:
+    done.first_token = first.token_id
+    if first.logprobs is not None:
+        done.logprobs.CopyFrom(logprobs_to_proto(first.logprobs))
 
 
 def add_checksums(

@@ -42,7 +42,7 @@ class Lane:
 
     peer: Peer
     route: Route
-    done: transfer_pb2.TransferMessage | None = None  # made before its flush is over
+    done: transfer_pb2.TransferMessage  # made when the handoff opens, completed when it is flushed
     sent: bytes | None = None  # `done` as it was sent, to be sent again
 
 
