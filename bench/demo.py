@@ -1,8 +1,8 @@
 """Seconds from the start of `baton demo` to the first token of its first answer, and where they go.
 
 The environment is warm: a run that is not counted comes first. Stages are what the command itself
-announces; weights is the longest a worker took to load, imports included, and lies inside the
-stage before it. Medians; the machine's first token after a fresh boot takes longer.
+announces; weights is the longest a worker took to load, imports included, and lies inside loading
+the model. Medians.
 """
 
 from __future__ import annotations
