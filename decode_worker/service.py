@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton.worker_wire import ReadSpec, finish_reason_to_proto
 from decode_worker.errors import NoSessionError, NotHereError, OtherBodyError
 from decode_worker.request_log import Submission, TokenRun
 from decode_worker.role import DecodeRole
 from decode_worker.session import Refusal, Rejected, RouterSession, Update
-from engine.request import FinishReason, RequestSpec, TokenLogprobs
+from engine.request import TokenLogprobs
 from kv_transfer.lease import WorkerIdentity, logprobs_to_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
-ReadSpec = Callable[[worker_pb2.RequestSpec], RequestSpec]
 
-_FINISHED = {
-    None: common_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORTED: common_pb2.FINISH_REASON_ABORTED,
-    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
-}
 _REFUSALS = {
     Refusal.NO_CAPACITY: worker_pb2.REJECT_REASON_NO_CAPACITY,
     Refusal.DRAINING: worker_pb2.REJECT_REASON_DRAINING,
@@ -38,11 +31,6 @@ _REFUSALS = {
 
 
 class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
-    """`read_spec` makes the engine's request of a message, under an id unique to its attempt.
-
-    It raises ValueError for one that cannot be read.
-    """
-
     def __init__(self, role: DecodeRole, read_spec: ReadSpec) -> None:
         self._role = role
         self._read_spec = read_spec
@@ -153,7 +141,7 @@ def _tokens_message(run: TokenRun) -> worker_pb2.RequestTokens:
         index=run.index,
         ids=run.token_ids,
         logprobs=[_logprobs_message(logprobs) for logprobs in run.logprobs],
-        finished=_FINISHED[run.finished],
+        finished=finish_reason_to_proto(run.finished),
         error=run.error,
         num_cached_tokens=run.num_cached_tokens,
     )

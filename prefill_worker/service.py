@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from engine.request import FinishReason, RequestSpec
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.worker_wire import ReadSpec, finish_reason_to_proto
 from kv_transfer.errors import FingerprintError, LeaseError
 from kv_transfer.lease import Lease, logprobs_to_proto
 from prefill_worker.role import (
@@ -26,20 +26,9 @@ from prefill_worker.role import (
 )
 
 Context = grpc.aio.ServicerContext[Any, Any]
-ReadSpec = Callable[[worker_pb2.RequestSpec], RequestSpec]
-
-_FINISHED = {
-    None: common_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORTED: common_pb2.FINISH_REASON_ABORTED,
-    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
-}
 
 
 class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
-    """`read_spec` makes the engine's request of a message; it raises ValueError."""
-
     def __init__(self, role: PrefillRole, kv_fingerprint: bytes, read_spec: ReadSpec) -> None:
         self._role = role
         self._kv_fingerprint = kv_fingerprint
@@ -91,7 +80,7 @@ def _message(outcome: Outcome) -> worker_pb2.PrefillResponse:
                 num_cached_tokens=outcome.num_cached_tokens,
                 queue_ms=outcome.queue_s * 1000,
                 prefill_ms=outcome.prefill_s * 1000,
-                finished=_FINISHED[outcome.finished],
+                finished=finish_reason_to_proto(outcome.finished),
             )
         )
     if isinstance(outcome, HandedOff):
