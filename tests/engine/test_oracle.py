@@ -134,7 +134,7 @@ def test_a_kv_pool_on_another_device_than_the_model_is_refused(
 # Attention does not see the order of its keys, as their positions are rotated into them: two of a
 # request's own blocks, swapped whole, are no error. Swaps are with what belongs elsewhere.
 
-LENGTH = 70
+LENGTH = 80  # whole blocks: the narrowest window still sees the last one whole
 POWER_TOKENS = 32
 
 
@@ -148,17 +148,31 @@ class Harm:
 
     def all(self) -> Iterator[tuple[str, Callable[[], None]]]:
         for group in range(len(self.layout.groups)):
-            for ordinal in self._visible(group):
+            for ordinal in self.visible(group):
                 for harm in (self.zero, self.repeat_neighbour, self.exchange, self.shift_keys):
                     name = f"{harm.__name__} block {ordinal} of group {group}"
                     yield name, partial(harm, group, ordinal)
         for layer in range(self.layout.num_layers()):
-            yield f"zero layer {layer}", partial(self.zero_heads, layer, slice(None))
             yield f"swap heads of layer {layer}", partial(self.swap_heads, layer)
-            for head in range(2):
-                yield f"zero head {head} of layer {layer}", partial(self.zero_heads, layer, head)
+            yield f"swap layer {layer} and the next", partial(self.swap_layers, layer)
+            for ordinal in self.visible(self._group_of(layer)):
+                yield (
+                    f"zero block {ordinal} of layer {layer} alone",
+                    partial(self.zero_in_layer, layer, ordinal),
+                )
+            for heads in (slice(None), *range(self._kv[layer].keys.shape[2])):
+                name = f"heads {heads} of layer {layer}"
+                yield f"zero {name}", partial(self.zero_heads, layer, heads)
+                yield f"shift {name}", partial(self.shift_heads, layer, heads)
 
-    def _visible(self, group: int) -> range:
+    def _group_of(self, layer: int) -> int:
+        return next(
+            number
+            for number, group in enumerate(self.layout.groups)
+            if group.first_layer <= layer < group.first_layer + group.num_layers
+        )
+
+    def visible(self, group: int) -> range:
         """Full blocks that the next token still sees whole."""
         spec, size = self.layout.groups[group], self.layout.block_size
         first = 0 if spec.window is None else max(0, LENGTH + 1 - spec.window)
@@ -200,6 +214,27 @@ class Harm:
         for tensor in (self._kv[layer].keys, self._kv[layer].values):
             tensor[:, :, heads] = 0
 
+    def shift_heads(self, layer: int, heads: int | slice) -> None:
+        """Keys one slot beside their values, in every block."""
+        keys = self._kv[layer].keys[:, :, heads]
+        self._kv[layer].keys[:, :, heads] = keys.roll(1, dims=1)
+
+    def zero_in_layer(self, layer: int, ordinal: int) -> None:
+        """One push of a block that was lost."""
+        block = self._block(0, self._group_of(layer), ordinal)
+        for tensor in (self._kv[layer].keys, self._kv[layer].values):
+            tensor.flatten(0, 1)[block] = 0
+
+    def swap_layers(self, layer: int) -> None:
+        """Blocks that were pushed to another layer's place."""
+        pair = (layer, (layer + 1) % self.layout.num_layers())
+        groups = [self._group_of(member) for member in pair]
+        for ordinal in set(self.visible(groups[0])) & set(self.visible(groups[1])):
+            blocks = [self._block(0, group, ordinal) for group in groups]
+            for kind in ("keys", "values"):
+                one, other = (getattr(self._kv[member], kind).flatten(0, 1) for member in pair)
+                one[blocks[0]], other[blocks[1]] = other[blocks[1]].clone(), one[blocks[0]].clone()
+
     def swap_heads(self, layer: int) -> None:
         for tensor in (self._kv[layer].keys, self._kv[layer].values):
             tensor[:, :, [0, 1]] = tensor[:, :, [1, 0]]
@@ -234,7 +269,9 @@ def test_any_one_harm_to_the_kv_changes_the_tokens(
     unharmed = decode()
     assert unharmed == checkpoints.greedy(oracle(family), start[:LENGTH], POWER_TOKENS)
     unseen = []
-    for name, harm in Harm(setup, driver).all():
+    harms = Harm(setup, driver)
+    assert all(harms.visible(group) for group in range(len(harms.layout.groups)))
+    for name, harm in harms.all():
         setup.memory.buffer[:] = prefilled
         harm()
         if decode() == unharmed:
