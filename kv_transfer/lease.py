@@ -167,6 +167,12 @@ def handoff_id(lease_id: str, lease_epoch: int) -> HandoffId:
     return HandoffId(f"{lease_id}:{lease_epoch}")
 
 
+def split_handoff_id(handoff: HandoffId) -> tuple[str, int]:
+    """(lease id, lease epoch)"""
+    lease_id, epoch = handoff.rsplit(":", 1)
+    return lease_id, int(epoch)
+
+
 class LogprobsLike(Protocol):
     """Log-probabilities of a sampled token: its own, its rank, and the likeliest (id, logprob)."""
 

@@ -39,11 +39,13 @@ from kv_transfer.lease import (
     RankLease,
     WorkerIdentity,
     handoff_id,
+    split_handoff_id,
 )
 from kv_transfer.mailbox import Event, Mailbox, PeerLost
 from kv_transfer.process import own_identity
 from kv_transfer.rank_done import add_checksums, add_first_token, fill_done, why_wrong
 from kv_transfer.rank_handoff import Lane, Phase, Push, RankHandoff
+from kv_transfer.rank_offers import RankOffers, check_lease
 from kv_transfer.routes import RankPair, Route, pairs
 from kv_transfer.tombstones import Tombstones
 from kv_transfer.transport import FlushResult, Peer, TransferMemory, Transport
@@ -79,8 +81,9 @@ class TransferRank:
         self._lock = threading.Lock()
         self._handoffs: dict[HandoffId, RankHandoff] = {}
         self._tombstones = Tombstones(config.tombstone_s)
-        self._rank_leases: dict[int, RankLease] = {tp_rank: RankLease(tp_rank, memory.regions)}
-        self._all_ranks_ready = threading.Event()
+        self._offers = RankOffers(identity.tp_size)
+        mine = RankLease(tp_rank, memory.regions)
+        self._offers.add(mine)
         self._rank0: Peer | None = None
         self._handlers: dict[str, Callable[[transfer_pb2.TransferMessage], None]] = {
             "done": self._receive_done,
@@ -93,16 +96,14 @@ class TransferRank:
             "fence": self.exporter_mail.put,
             "rank_drained": self.exporter_mail.put,
             "rank_cancel": self._receive_cancel,
-            "rank_regions": self._receive_regions,
+            "rank_regions": lambda m: self._offers.add(RankLease.from_proto(m.rank_regions.lease)),
         }
         transport.start(self._receive, self._peer_lost)
         if rank0_address is not None:
             self._rank0 = transport.connect(rank0_address)
             message = self.new_message("", 0)
-            message.rank_regions.lease.CopyFrom(self._rank_leases[tp_rank].to_proto())
+            message.rank_regions.lease.CopyFrom(mine.to_proto())
             transport.send(self._rank0, message.SerializeToString())
-        elif identity.tp_size == 1:
-            self._all_ranks_ready.set()
 
     @staticmethod
     def address_of(transport: Transport, tp_rank: int) -> RankAddress:
@@ -111,12 +112,11 @@ class TransferRank:
 
     def wait_ready(self, timeout_s: float) -> bool:
         """On rank 0: wait until every rank has told which memory it offers. Blocks the thread."""
-        return self._all_ranks_ready.wait(timeout_s)
+        return self._offers.wait(timeout_s)
 
     def rank_leases(self) -> tuple[RankLease, ...]:
         """On rank 0: the memory every rank offers, in order."""
-        assert self._all_ranks_ready.is_set(), "not every rank has told which memory it offers"
-        return tuple(self._rank_leases[rank] for rank in range(self.identity.tp_size))
+        return self._offers.all()
 
     # --- the engine's thread: KvSink -------------------------------------------------------------
 
@@ -169,19 +169,7 @@ class TransferRank:
 
     def check_lease(self, lease: Lease) -> None:
         """Raise LeaseError when the lease's memory or tables do not fit the layout."""
-        groups = len(self.region_layout.layout.groups)
-        if len(lease.block_ids) != groups:
-            raise LeaseError(f"the lease has {len(lease.block_ids)} block tables, not {groups}")
-        if [rank.tp_rank for rank in lease.ranks] != list(range(lease.owner.tp_size)):
-            raise LeaseError("the lease does not offer the memory of every rank of its owner")
-        for rank in lease.ranks:
-            Route(
-                self.region_layout,
-                self._memory.regions,
-                rank.tp_rank,
-                len(lease.ranks),
-                rank.regions,
-            )
+        check_lease(lease, self.region_layout, self._memory.regions)
 
     def finish(self, handoff: HandoffId, first: FirstToken) -> None:
         """The first token is known: rank 0's `done` may go once all is pushed."""
@@ -195,7 +183,7 @@ class TransferRank:
         """Stop on every rank; each reports RankDrained, also when it never knew the handoff."""
         self._cancel(handoff)
         if self.identity.tp_size > 1:
-            lease_id, epoch = _split(handoff)
+            lease_id, epoch = split_handoff_id(handoff)
             message = self.new_message(lease_id, epoch)
             message.rank_cancel.SetInParent()
             for rank in self.identity.ranks[1:]:
@@ -337,7 +325,7 @@ class TransferRank:
                 return
             self._handoffs.pop(handoff, None)
             self._tombstones.bury(handoff, time.monotonic())
-        message = self.new_message(*_split(handoff))
+        message = self.new_message(*split_handoff_id(handoff))
         message.rank_drained.SetInParent()
         self._report(message)
 
@@ -369,12 +357,6 @@ class TransferRank:
                 events.insert(0, found.report)
                 found.report = None
         self.exporter_mail.put(*events)
-
-    def _receive_regions(self, message: transfer_pb2.TransferMessage) -> None:
-        lease = RankLease.from_proto(message.rank_regions.lease)
-        self._rank_leases[lease.tp_rank] = lease
-        if len(self._rank_leases) == self.identity.tp_size:
-            self._all_ranks_ready.set()
 
     def _receive_done(self, message: transfer_pb2.TransferMessage) -> None:
         """Verify what has arrived here, then let rank 0 decide: this rank, or the one we tell."""
@@ -416,8 +398,3 @@ class TransferRank:
         event: Event = PeerLost(address)
         self.exporter_mail.put(event)
         self.lease_mail.put(event)
-
-
-def _split(handoff: HandoffId) -> tuple[str, int]:
-    lease_id, epoch = handoff.rsplit(":", 1)
-    return lease_id, int(epoch)
