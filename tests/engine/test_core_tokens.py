@@ -14,8 +14,11 @@ from engine.request import (
     FinishedEvent,
     FinishReason,
     RequestId,
+    RequestSpec,
     ReservedEvent,
+    SampledToken,
     SamplingParams,
+    StepPlan,
     TokenEvent,
 )
 from tests.engine.fakes import (
@@ -240,3 +243,31 @@ def test_logprobs_come_with_the_tokens_that_asked() -> None:
     (event,) = [e for e in engine.step() if isinstance(e, TokenEvent)]
     assert event.token.logprobs is not None
     assert len(event.token.logprobs.top) == 3
+
+
+def test_sampling_sees_every_token_and_its_index_after_preemption_and_in_a_later_attempt() -> None:
+    engine = FakeEngine(fake_config(num_blocks=12)).core
+    sampling = SamplingParams(max_tokens=90, ignore_eos=True, seed=3, frequency_penalty=0.5)
+    whole = alone(spec_of("r", prompt(40, 1), sampling))
+    runner = engine._runner
+    run_plan = runner.run
+    seen: dict[str, list[int]] = {}
+
+    def remember(plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
+        for request_id, spec in specs.items():
+            known = spec.token_ids[40:].tolist()
+            assert spec.num_prompt_tokens == 40
+            assert known == whole[: len(known)]
+            seen.setdefault(request_id, []).append(len(known))
+        recomputed.update(s.request_id for s in plan.seqs if len(s.token_ids) > 1 and s.start)
+        return run_plan(plan, specs)
+
+    recomputed: set[str] = set()  # from a cached prefix
+    runner.run = remember  # type: ignore[method-assign]
+    engine.add(spec_of("first", prompt(40, 1), sampling))
+    engine.add(spec_of("resumed", prompt(40, 1), sampling, whole[:30], cache_salt="other"))
+    while engine.has_work():
+        engine.step()
+    assert recomputed, "nothing was preempted"
+    assert seen == {"first": [*range(90)], "resumed": [*range(30, 90)]}
+    pool_is_whole(engine)
