@@ -2,7 +2,8 @@
 
 A client that goes away: gRPC does not tell a cancelled call from a lost connection. A request that
 its client named (`request_id` set) goes on for `resume_window_s`, so that the client can come back
-for it; `Abort` ends it at once. A request that the router named is aborted at once, at every hop.
+for it; `Abort` ends it at once, also while it is only being tokenized. A request that the router
+named is aborted at once, at every hop.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import grpc.aio
@@ -18,6 +19,7 @@ import grpc.aio
 from baton.errors import BatonError, NotFoundError
 from baton.status import abort
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
+from router.arriving import Arriving
 from router.output import (
     Event,
     Finished,
@@ -26,6 +28,7 @@ from router.output import (
     Migrated,
     Prefilled,
     Routed,
+    Timings,
     TokenRun,
 )
 from router.placement import Placement
@@ -59,6 +62,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     def __init__(self, router: Router) -> None:
         self._router = router
         self.tokenizing = Tokenizing(router.config)
+        self._arriving = Arriving()
 
     def close(self) -> None:
         self.tokenizing.close()
@@ -68,8 +72,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Generate(  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
+        arrived_s = self._router.clock()
         try:
-            arrival = await self._arrive(request)
+            arrival = await self._arrive(request, arrived_s)
+            if arrival is None:
+                yield _response(_aborted(self._router.clock() - arrived_s))
+                return
             run, reader = self._router.open(arrival)
             try:
                 while events := await reader.take():
@@ -80,9 +88,17 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         except BatonError as error:
             await abort(context, error)
 
-    async def _arrive(self, request: router_pb2.GenerateRequest) -> Arrival:
-        arrived_s, started_s = self._router.clock(), time.perf_counter()
-        parsed = await self._parse(request)
+    async def _arrive(
+        self, request: router_pb2.GenerateRequest, arrived_s: float
+    ) -> Arrival | None:
+        """None: aborted before the router knew it. Only what its client named can be."""
+        started_s = time.perf_counter()
+        parsing: Coroutine[Any, Any, ParsedRequest | None] = self._parse(request)
+        if request.request_id:
+            parsing = self._arriving.run((request.tenant, request.request_id), parsing)
+        parsed = await parsing
+        if parsed is None:
+            return None
         return Arrival(
             request_id=parsed.request_id or uuid.uuid4().hex,
             parsed=parsed,
@@ -112,10 +128,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Abort(  # noqa: N802
         self, request: router_pb2.AbortRequest, context: Context
     ) -> router_pb2.AbortResponse:
+        was_arriving = self._arriving.abort((request.tenant, request.request_id))
         try:
             self._router.abort(request.tenant, request.request_id)
         except NotFoundError as error:
-            await abort(context, error)
+            if not was_arriving:
+                await abort(context, error)
         return router_pb2.AbortResponse()
 
     async def ListModels(  # noqa: N802
@@ -190,6 +208,11 @@ def _response(event: Event) -> router_pb2.GenerateResponse:
     assert isinstance(event, Migrated), event
     migrated = router_pb2.Migrated(from_index=event.from_index, reason=event.reason)
     return router_pb2.GenerateResponse(migrated=migrated)
+
+
+def _aborted(e2e_s: float) -> Finished:
+    """The end of a request whose prompt nobody has read."""
+    return Finished(FinishReason.ABORTED, 0, 0, 0, Timings(e2e_s=e2e_s))
 
 
 def _finished(event: Finished) -> router_pb2.Finished:

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from baton.status import from_rpc_error
-from baton.v1 import router_pb2
+from baton.v1 import common_pb2, router_pb2
 from router.text import TextModel
 from router.tokenizing import Tokenizing
 from tests.router.deployment import Deployment, ask_for, byte_model, deployment
@@ -128,6 +128,36 @@ async def test_a_client_that_leaves_the_line_leaves_nothing(
         slow_model.gate.set()
         await first
         assert slow_model.num_encoded == 1
+
+
+@pytest.mark.parametrize("in_hand", [True, False])
+async def test_an_abort_ends_a_request_that_is_tokenized_or_waits_for_it(
+    slow_model: SlowModel, in_hand: bool
+) -> None:
+    async with deployment(slow_model) as d:
+        others = [] if in_hand else [asyncio.create_task(whole(d, PROMPT))]
+        await d.until(lambda: slow_model.num_encoding == len(others))
+        asked = asyncio.create_task(d.client.ask(ask_for("gone", request_id="mine", tenant="a")))
+        await d.until(lambda: tokenizing(d).num_requests == len(others) + 1)
+        for tenant in ("", "b"):  # another tenant's id
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await abort(d, tenant)
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        await abort(d, "a")
+        answer = await asyncio.wait_for(asked, 5)
+        assert answer.finished is not None
+        assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
+        assert answer.ids == answer.routed == []
+        slow_model.gate.set()
+        await asyncio.gather(*others)
+        await whole(d, PROMPT)  # the thread was not lost
+        assert d.worker("d0").num_reserves == len(others) + 1
+        assert not len(d.servers[0]._service._arriving)
+        await d.check_empty()
+
+
+async def abort(d: Deployment, tenant: str) -> None:
+    await d.client.stub.Abort(router_pb2.AbortRequest(request_id="mine", tenant=tenant), timeout=5)
 
 
 async def test_a_client_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(
