@@ -8,7 +8,7 @@ class NotHereError(LookupError):
 
 
 class OtherBodyError(ValueError):
-    """The request id runs here with another body."""
+    """The request id runs here with another body or seed."""
 
 
 class NoSessionError(LookupError):

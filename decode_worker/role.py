@@ -87,16 +87,27 @@ class DecodeRole:
                 run.session = None
                 run.orphaned_at_s = self._clock.now_s()
 
-    def attach(self, router_id: str, request_id: str, tenant: str, body_digest: bytes) -> Record:
+    def attach(
+        self,
+        router_id: str,
+        request_id: str,
+        tenant: str,
+        body_digest: bytes = b"",
+        seed: int | None = None,
+    ) -> Record:
         """Move a request to the caller's session; its later tokens flow there.
 
-        Raises NotHereError, OtherBodyError, NoSessionError.
+        Only if it is the one that is meant: a digest or seed that is given has to be the request's.
+        Raises NotHereError, OtherBodyError, NoSessionError; then nothing has moved.
         """
         record = self._log.find(request_id)
         if record is None or record.submission.tenant != tenant:
             raise NotHereError(f"no request {request_id!r} here")
         if body_digest and body_digest != record.submission.body_digest:
             raise OtherBodyError(f"request {request_id!r} has another body")
+        runs_with = record.submission.spec.sampling.seed
+        if seed not in (None, runs_with):
+            raise OtherBodyError(f"request {request_id!r} runs with seed {runs_with}")
         session = self._sessions.get(router_id)
         if session is None:
             raise NoSessionError(f"router {router_id!r} has no session here")

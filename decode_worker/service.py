@@ -91,7 +91,11 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
     ) -> worker_pb2.AttachResponse:
         try:
             record = self._role.attach(
-                request.router_id, request.request_id, request.tenant, request.body_digest
+                request.router_id,
+                request.request_id,
+                request.tenant,
+                request.body_digest,
+                request.seed if request.HasField("seed") else None,
             )
         except NotHereError as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))

@@ -273,8 +273,9 @@ class Attempt:
             self._adopted = False  # tokens may come before the answer that leads up to them
             link.session.listen(self)
             try:
+                limit_s = self._config.reattach_timeout_s
                 return await link.attach(
-                    self.wire_id, spec.tenant, spec.body_digest, self._config.reattach_timeout_s
+                    self.wire_id, spec.tenant, spec.body_digest, spec.seed, limit_s
                 )
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:

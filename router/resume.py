@@ -36,7 +36,7 @@ async def find_running(
 ) -> Found | None:
     """Ask every decode worker; of several attempts the newest is taken, the others are cancelled.
 
-    Raises AlreadyExistsError when the id runs with another body.
+    Raises AlreadyExistsError when the id runs with another body or seed: it is left where it is.
     """
     await links.wait_tried(timeout_s)
     asked = [
@@ -77,13 +77,16 @@ async def _ask(
         return None
     kept = False
     try:
-        response = await link.attach(arrival.wire_id, parsed.tenant, parsed.body_digest, timeout_s)
+        response = await link.attach(
+            arrival.wire_id, parsed.tenant, parsed.body_digest, parsed.seed, timeout_s
+        )
         kept = True
         return Found(link, attempt, response)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.ALREADY_EXISTS:
             raise AlreadyExistsError(
-                f"request {arrival.request_id!r} runs with another body", field="request_id"
+                f"request {arrival.request_id!r} runs with another body or seed",
+                field="request_id",
             ) from None
         if error.code() is not grpc.StatusCode.NOT_FOUND:
             log.warning("attach at %s: %s", link.entry.facts.worker_id, error.code().name)

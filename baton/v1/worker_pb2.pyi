@@ -673,12 +673,15 @@ class AttachRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     BODY_DIGEST_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """The caller's open session, as its OpenSession named it: `<router>/<n>`."""
     request_id: _builtins.str
     tenant: _builtins.str
     body_digest: _builtins.bytes
     """Empty: attach to whatever body runs under this id."""
+    seed: _builtins.int
+    """Absent: attach whatever seed it runs with."""
     def __init__(
         self,
         *,
@@ -686,12 +689,15 @@ class AttachRequest(_message.Message):
         request_id: _builtins.str = ...,
         tenant: _builtins.str = ...,
         body_digest: _builtins.bytes = ...,
+        seed: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_digest", b"body_digest", "request_id", b"request_id", "router_id", b"router_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "body_digest", b"body_digest", "request_id", b"request_id", "router_id", b"router_id", "seed", b"seed", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
 

@@ -209,6 +209,7 @@ async def test_an_orphan_runs_on_and_whoever_attaches_gets_everything_once(
         ({"tenant": "other"}, grpc.StatusCode.NOT_FOUND),
         ({"request_id": "unheard of"}, grpc.StatusCode.NOT_FOUND),
         ({"body_digest": b"other"}, grpc.StatusCode.ALREADY_EXISTS),
+        ({"seed": spec.seed + 1}, grpc.StatusCode.ALREADY_EXISTS),
         ({"router_id": "router-c"}, grpc.StatusCode.FAILED_PRECONDITION),
     ):
         wrong = worker_pb2.AttachRequest()

@@ -359,6 +359,8 @@ class ScriptedWorker(
             await context.abort(grpc.StatusCode.NOT_FOUND, "not here")
         if request.body_digest and request.body_digest != running.spec.body_digest:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, "another body")
+        if request.HasField("seed") and request.seed != running.spec.seed:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, "another seed")
         if request.router_id not in self.sessions:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no such session")
         self.num_attaches += 1

@@ -180,8 +180,9 @@ async def test_a_request_found_nowhere_runs_again_with_its_seed(text_model: Text
         await d.check_empty()
 
 
-async def test_resuming_with_another_body_is_refused_by_the_worker_that_runs_it(
-    text_model: TextModel,
+@pytest.mark.parametrize(("prompt", "seed"), [("other", 7), (PROMPT, 8)])
+async def test_resuming_with_another_body_or_seed_is_refused_and_takes_nothing_away(
+    text_model: TextModel, prompt: str, seed: int
 ) -> None:
     async with deployment(text_model) as d:
         d.worker("d0").may_decode.clear()
@@ -189,10 +190,10 @@ async def test_resuming_with_another_body_is_refused_by_the_worker_that_runs_it(
         await d.until(lambda: bool(d.worker("d0").runs))
         second = await d.add_router()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await second.ask(ask_for("other", request_id="mine", resume_from_index=1))
+            await second.ask(ask_for(prompt, request_id="mine", seed=seed, resume_from_index=1))
         assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
         d.worker("d0").may_decode.set()
-        assert_whole(await asking, PROMPT)
+        assert_whole(await asyncio.wait_for(asking, 10), PROMPT)
         await d.check_empty()
 
 
