@@ -10,7 +10,7 @@ import grpc.aio
 
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_wire import ReadSpec, finish_reason_to_proto
-from kv_transfer.errors import FingerprintError, LeaseError
+from kv_transfer.errors import FingerprintError, LeaseError, WrongWriterError
 from kv_transfer.lease import Lease, logprobs_to_proto
 from prefill_worker.role import (
     DrainingError,
@@ -27,6 +27,13 @@ from prefill_worker.role import (
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+# Reasons of a HandoffFailed before anything was begun: the router goes elsewhere at no cost.
+_NOT_FOR_US: dict[type[Exception], str] = {
+    DrainingError: "DRAINING",
+    FingerprintError: "FINGERPRINT",
+    WrongWriterError: "REPLACED",
+}
+
 
 class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
     def __init__(self, role: PrefillRole, kv_fingerprint: bytes, read_spec: ReadSpec) -> None:
@@ -38,10 +45,16 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         self, request: worker_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
         try:
-            prefill = await self._start(request, context)
-        except DrainingError as error:  # a word of its own: the router goes elsewhere at no cost
-            yield _message(HandoffBroken("DRAINING", str(error)))
+            prefill = self._start(request)
+        except (DrainingError, FingerprintError, WrongWriterError) as error:
+            yield _message(HandoffBroken(_NOT_FOR_US[type(error)], str(error)))
             return
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except DuplicatePrefillError as error:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, str(error))
+        except LeaseError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         try:
             while (outcome := await prefill.next()) is not None:
                 if isinstance(outcome, Refused):
@@ -52,22 +65,14 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         finally:
             prefill.cancel()
 
-    async def _start(self, request: worker_pb2.PrefillRequest, context: Context) -> PrefillRun:
+    def _start(self, request: worker_pb2.PrefillRequest) -> PrefillRun:
+        """Raises what `PrefillRole.start` does, and ValueError for a request that is malformed."""
         wire = request.spec
         if wire.kv_fingerprint != self._kv_fingerprint:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, "this worker's KV is of another kind"
-            )
+            raise FingerprintError("this worker's KV is of another kind")
         timeout_s = wire.timeout_ms / 1000 if wire.HasField("timeout_ms") else None
-        try:
-            spec = self._read_spec(wire)
-            return self._role.start(spec, Lease.from_proto(request.lease), timeout_s)
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except DuplicatePrefillError as error:
-            await context.abort(grpc.StatusCode.ALREADY_EXISTS, str(error))
-        except (FingerprintError, LeaseError) as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        spec = self._read_spec(wire)
+        return self._role.start(spec, Lease.from_proto(request.lease), timeout_s)
 
 
 def _message(outcome: Outcome) -> worker_pb2.PrefillResponse:

@@ -17,6 +17,7 @@ class Failure(enum.Enum):
     DRAINED = "drained"  # it was lost while it drained, as it had to be some time
     LEFT = "left"  # before anything was asked of it
     FINGERPRINT = "another kv_fingerprint"
+    REPLACED = "replaced"  # another start of the worker has its address
     INVALID = "invalid"
     STALE = "stale attempt"
     REJECTED = "rejected"
@@ -52,7 +53,12 @@ _REJECTIONS = {
 }
 
 
-_NOT_BEGUN = "DRAINING"  # the reason of a HandoffFailed that is none: the prompt was refused
+# Reasons of a HandoffFailed that is none: the prompt was refused, nothing was begun.
+_NOT_BEGUN = {
+    "DRAINING": Failure.DRAINING,
+    "FINGERPRINT": Failure.FINGERPRINT,
+    "REPLACED": Failure.REPLACED,
+}
 
 
 def failure_of(rejected: worker_pb2.Rejected) -> Failure:
@@ -60,7 +66,7 @@ def failure_of(rejected: worker_pb2.Rejected) -> Failure:
 
 
 def failure_of_handoff(failed: worker_pb2.HandoffFailed) -> Failure:
-    return Failure.DRAINING if failed.reason == _NOT_BEGUN else Failure.HANDOFF_FAILED
+    return _NOT_BEGUN.get(failed.reason, Failure.HANDOFF_FAILED)
 
 
 def failure_of_call(error: grpc.aio.AioRpcError, worker: WorkerEntry) -> Failure:

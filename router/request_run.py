@@ -252,7 +252,7 @@ class RequestRun:
         if failure is Failure.NO_CAPACITY:
             parts.fleet.hold(error.worker, max(MIN_HOLD_S, error.retry_after_s))
             return 0.0
-        if failure is Failure.FINGERPRINT:  # it was replaced, and the registry is yet to say so
+        if failure in (Failure.FINGERPRINT, Failure.REPLACED):  # the registry is yet to say so
             parts.fleet.hold(error.worker, parts.config.eject_s)
             return 0.0
         if failure is Failure.DRAINING:

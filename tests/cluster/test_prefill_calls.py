@@ -29,11 +29,13 @@ async def test_requests_and_leases_that_cannot_be_served_are_refused_before_any_
     assert await refusal(pair, torn, lease) is grpc.StatusCode.INVALID_ARGUMENT
     other = kit.make_spec("other", 60)
     other.kv_fingerprint = b"another"
-    assert await refusal(pair, other, lease) is grpc.StatusCode.FAILED_PRECONDITION
+    (response,) = await pair.router.hand_off(other, lease)
+    assert response.handoff_failed.reason == "FINGERPRINT"
     stray = worker_pb2.Lease()
     stray.CopyFrom(lease)
     stray.writer.incarnation += 1
-    assert await refusal(pair, good, stray) is grpc.StatusCode.FAILED_PRECONDITION
+    (response,) = await pair.router.hand_off(good, stray)
+    assert response.handoff_failed.reason == "REPLACED"
     wrong = kit.make_spec("wrong", 60)
     wrong.sampling.temperature = -1.0
     assert await refusal(pair, wrong, lease) is grpc.StatusCode.INVALID_ARGUMENT

@@ -30,7 +30,7 @@ class Faults:
     """What a worker is told to do wrong; each count is used up one by one."""
 
     fail_prefills: int = 0
-    drain_prefills: int = 0
+    not_for_us: list[str] = field(default_factory=list)  # reasons to refuse a prompt with
     refuse_prefills: int = 0
     fail_handoffs: int = 0
     handoff_reason: str = "TIMEOUT"  # of those
@@ -162,9 +162,9 @@ class ScriptedWorker(
                 await context.abort(grpc.StatusCode.INTERNAL, "scripted failure")
             if self._use("refuse_prefills"):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "scripted refusal")
-            if self._use("drain_prefills"):
-                draining = worker_pb2.HandoffFailed(reason="DRAINING", message="scripted")
-                yield worker_pb2.PrefillResponse(handoff_failed=draining)
+            if self.faults.not_for_us:
+                refused = worker_pb2.HandoffFailed(reason=self.faults.not_for_us.pop())
+                yield worker_pb2.PrefillResponse(handoff_failed=refused)
                 return
             async for response in self._prefill(request):
                 yield response

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from baton.v1 import control_pb2, worker_pb2
 from router.fleet import WorkerState
 from router.fleet_watch import read_fleet
@@ -71,7 +73,7 @@ async def test_a_decode_worker_that_left_once_a_prompt_was_placed_there_is_the_o
 async def test_a_draining_prefill_worker_s_refusal_costs_nothing(text_model: TextModel) -> None:
     async with deployment(text_model, prefill=2, decode=1, **NO_RETRIES) as d:
         for worker_id in ("p0", "p1"):
-            d.worker(worker_id).faults.drain_prefills = 1
+            d.worker(worker_id).faults.not_for_us = ["DRAINING"]
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
         await d.until(lambda: d.worker("p0").num_prefills + d.worker("p1").num_prefills == 2)
         await d.registry.publish()  # the registry knows better: both are live
@@ -79,6 +81,21 @@ async def test_a_draining_prefill_worker_s_refusal_costs_nothing(text_model: Tex
         assert_whole(answer, PROMPT)
         assert not answer.migrated
         assert (d.router.fleet.arrays.hold_until_s == 0).all()
+        await d.check_empty()
+
+
+@pytest.mark.parametrize("reason", ["FINGERPRINT", "REPLACED"])
+async def test_a_prefill_worker_replaced_before_the_registry_says_so_costs_nothing(
+    text_model: TextModel, reason: str
+) -> None:
+    changes = {**NO_RETRIES, "eject_s": 0.2}
+    async with deployment(text_model, prefill=2, decode=1, **changes) as d:
+        for worker_id in ("p0", "p1"):
+            d.worker(worker_id).faults.not_for_us = [reason]
+        answer = await d.client.ask(ask_for(PROMPT))
+        assert_whole(answer, PROMPT)
+        assert len(answer.routed) == 3  # each was held until it could be the right one again
+        assert d.router.metrics.failures.labels(reason)._value.get() == 2
         await d.check_empty()
 
 
