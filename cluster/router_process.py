@@ -69,6 +69,7 @@ class RouterProcess:
         self._misconfigured = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._num_starts = 0
+        self._not_launched = ""  # why the last start gave no process
         self._keeper = threading.Thread(target=self._keep, name="router-keeper", daemon=True)
 
     @property
@@ -97,7 +98,8 @@ class RouterProcess:
                     return
                 if time.monotonic() > give_up_at or self._num_starts > _MAX_STARTS:
                     break
-        raise RouterError(f"the router does not serve at {self.address}: {self._log_end()}")
+        why = self._not_launched or self._log_end()
+        raise RouterError(f"the router does not serve at {self.address}: {why}")
 
     def cut_short(self) -> None:
         """What runs is not waited for, neither now nor in a `close` to come. For signal handlers:
@@ -112,30 +114,41 @@ class RouterProcess:
 
     def _keep(self) -> None:
         backoff_s = _RESTART_AFTER_S
+        while not self._closing.is_set():
+            started_at = time.monotonic()
+            self._num_starts += 1
+            why = self._run_once()
+            if self._closing.is_set() or self._misconfigured.is_set():
+                return
+            log.error("the router %s; starting it again", why)
+            lived_s = time.monotonic() - started_at
+            backoff_s = _RESTART_AFTER_S if lived_s > 10 else min(_LONGEST_RESTART_S, 2 * backoff_s)
+            self._closing.wait(backoff_s)
+
+    def _run_once(self) -> str:
+        """From its start to its end; how it ended."""
+        try:
+            process = self._process = self._launch()
+        except OSError as error:  # no memory, no process or no file descriptor left: that may pass
+            self._process = None
+            self._not_launched = f"could not be started: {error}"
+            return self._not_launched
+        self._not_launched = ""
+        status = self._wait(process)
+        if status == _CONFIG_STATUS and not self._has_served:
+            self._misconfigured.set()
+        return f"ended with status {status}"
+
+    def _launch(self) -> subprocess.Popen[bytes]:
         with self._log_path.open("ab") as output:
-            while not self._closing.is_set():
-                started_at = time.monotonic()
-                self._num_starts += 1
-                self._process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # ctrl-C is for the cluster to handle, in its order
-                    env=self._environment,
-                )
-                status = self._wait(self._process)
-                if self._closing.is_set():
-                    return
-                if status == _CONFIG_STATUS and not self._has_served:
-                    self._misconfigured.set()
-                    return
-                log.error("the router ended with status %d; starting it again", status)
-                lived_s = time.monotonic() - started_at
-                backoff_s = (
-                    _RESTART_AFTER_S if lived_s > 10 else min(_LONGEST_RESTART_S, 2 * backoff_s)
-                )
-                self._closing.wait(backoff_s)
+            return subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # ctrl-C is for the cluster to handle, in its order
+                env=self._environment,
+            )
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
         """Until it ends, by itself or because of `close`; its status."""

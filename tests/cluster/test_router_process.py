@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.process_tree import descendants, wait_until_gone
-from cluster.router_process import RouterProcess
+from cluster.router_process import RouterError, RouterProcess
 from tests.cluster.whole_cluster import fake_cluster
 
 pytestmark = pytest.mark.timeout(60)
@@ -54,6 +55,28 @@ def test_a_router_that_has_served_is_started_again_however_it_ends_until_it_is_c
         time.sleep(0.05)
     router.close()
     assert wait_until_gone(descendants() - before, 0.0) == set()
+
+
+def test_a_router_that_cannot_be_launched_is_told_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, real = tmp_path / "python", sys.executable
+    monkeypatch.setattr(sys, "executable", str(python))
+    router = router_at("127.0.0.1:0", tmp_path)
+    with pytest.raises(RouterError) as failure:
+        router.start(0.1)
+    assert f"could not be started: [Errno 2] No such file or directory: '{python}'" in str(
+        failure.value
+    )
+    assert router.pid is None
+    python.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
+    python.chmod(0o755)
+    host, _, port = router.address.rpartition(":")
+    give_up_at = time.monotonic() + 30
+    while not serves(host, int(port)):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.05)
+    router.close()
 
 
 def serves(host: str, port: int) -> bool:
