@@ -5,7 +5,8 @@ Life of a place:
 1. Adopt the replica that a former supervisor left here, or start one, whole.
 2. Watch: a rank's end, however it came, or the registry's word that the worker has been a suspect
    for `fence_after_s`, ends the replica.
-3. Destroy it, by Ray and by pid, until no process is left: only then could its memory be gone.
+3. Destroy it, by Ray and by pid, until no process is left: only then could its memory be gone. One
+   whose end cannot be proved is told and left behind: a place kept empty for it would never serve.
 4. Tell the registry why, if it failed, and begin again while the place is wanted: with a back-off
    when replicas die young.
 """
@@ -67,6 +68,7 @@ class Keeper:
         self._ended = asyncio.Event()
         self._failure: str | None = None  # why the present replica is over, if it is by a failure
         self._served = adopted is not None
+        self._left_behind = False  # whether a process of the last replica may still be there
         self._backoff_s = 0.0
         self._last_gone = 0  # newest incarnation known to be over: what is told of it is history
 
@@ -82,7 +84,8 @@ class Keeper:
                 await self.back_off()
             else:
                 self._backoff_s = 0.0
-        self._ground.registry.forgive(self.worker_id)
+        if not self._left_behind:
+            self._ground.registry.forgive(self.worker_id)
 
     async def back_off(self) -> None:
         """Wait, longer each time, but not when the place is no longer wanted."""
@@ -159,10 +162,15 @@ class Keeper:
         assert replica is not None
         reason = await self._until_over()
         log.info("%s: %s", replica.name, reason)
-        if not await self._ground.ray(partial(self._ground.replicas.destroy, replica)):
-            log.error("%s: not every process is known to be over", replica.name)
-        if self._failure is not None and not self._leaving.is_set():
-            self.report(self._failure, self._ground.worker_config(replica.name).log_file(0))
+        problems = [] if self._failure is None or self._leaving.is_set() else [self._failure]
+        destroyed = await self._ground.ray(partial(self._ground.replicas.destroy, replica))
+        self._left_behind = not destroyed
+        if not destroyed:
+            # Another one may find its cores or its GPU's memory taken, and say so; or it serves.
+            problems.append(f"{replica.name}: not every process is known to be over")
+        if problems:
+            log_file = self._ground.worker_config(replica.name).log_file(0)
+            self.report("; ".join(problems), log_file)
         self.replica = None
         for entry in self._ground.registry.snapshot().workers:
             if entry.registration.worker_id == self.worker_id:
@@ -173,6 +181,8 @@ class Keeper:
     async def _until_over(self) -> str:
         """Wait for a reason to end the replica, and name it."""
         config, began_at = self._ground.config, time.monotonic()
+        serves = self.replica is not None and self.replica.serves
+        register_within_s = config.fence_after_s if serves else config.start_timeout_s
         leave_by: float | None = None
         while not self._ended.is_set():
             now = time.monotonic()
@@ -182,8 +192,8 @@ class Keeper:
                 if now > leave_by:
                     return "did not drain in time"
             suspect_s = self._suspect_s(now)
-            if suspect_s is None and now - began_at > config.start_timeout_s:
-                self._failure = f"did not register within {config.start_timeout_s:.0f} s"
+            if suspect_s is None and now - began_at > register_within_s:
+                self._failure = f"did not register within {register_within_s:.0f} s"
                 return self._failure
             if suspect_s == float("inf"):
                 return "the worker has left"

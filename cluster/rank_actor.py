@@ -20,6 +20,8 @@ class Standing:
 
     process: ProcessIdentity
     launched: bool
+    serves: bool
+    """Loaded, and so in the registry for as long as it is sound; of rank 0 only."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class RankActor:
         self._worker: WorkerThread | None = None
 
     def standing(self) -> Standing:
-        return Standing(own_identity(), self._worker is not None)
+        worker = self._worker
+        return Standing(own_identity(), worker is not None, worker is not None and worker.serves)
 
     def free_port(self, host: str) -> int:
         return free_port(host)

@@ -71,6 +71,8 @@ class Replica:
     name: ReplicaName
     actors: Mapping[int, Any]
     processes: tuple[ProcessIdentity, ...]
+    serves: bool = False
+    """Found with all loaded: it will register again soon, or never."""
 
 
 class ReplicaError(RuntimeError):
@@ -162,7 +164,8 @@ class Replicas:
             ranks = {r: a for r, a in actors[text].items() if r in told and told[r].launched}
             for rank in actors[text].keys() - ranks.keys():
                 _kill(actors[text][rank])
-            left.append(Replica(name, ranks, tuple(processes)))
+            serves = 0 in ranks and told[0].serves
+            left.append(Replica(name, ranks, tuple(processes), serves))
         return left
 
     def _answers(self, actors: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[int, Standing]]:

@@ -115,6 +115,11 @@ class WorkerThread:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def serves(self) -> bool:
+        """Whether it has loaded; of rank 0 only."""
+        return self._worker is not None
+
     def wait(self, timeout_s: float) -> str | None:
         """Until the rank is over: why it failed, or None when it has left in good order.
 

@@ -3,39 +3,81 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from contextlib import contextmanager
+from typing import cast
+
+import pytest
 
 from cluster.config import RegistryConfig, SupervisorConfig
 from cluster.control_service import Changes
-from cluster.keeper import Ground, Keeper
+from cluster.keeper import LOOK_S, Ground, Keeper
 from cluster.rank_ends import RankEnd
 from cluster.registry import Progress, Registration, Registry, Role
 from cluster.replica import Replica, ReplicaName, Replicas
+from cluster.worker_config import WorkerConfig
 
-ADOPTED = Replica(ReplicaName("decode", 1, generation=1), {}, ())
+ADOPTED = Replica(ReplicaName("decode", 1, generation=1), {}, (), serves=True)
 
 
 class WrittenDown:
-    """Replicas of which only the end is asked for."""
+    """Replicas that nobody runs; `proves`: whether their end can be proved."""
 
-    def __init__(self) -> None:
+    def __init__(self, proves: bool = True) -> None:
+        self.started: list[ReplicaName] = []
         self.destroyed: list[ReplicaName] = []
+        self._proves = proves
+
+    def start(self, name: ReplicaName, config: object) -> Replica:
+        self.started.append(name)
+        return Replica(name, {}, ())
 
     def destroy(self, replica: Replica) -> bool:
         self.destroyed.append(replica.name)
-        return True
+        return self._proves
+
+
+class LogFile:
+    """All that a keeper itself asks of a worker's config."""
+
+    def log_file(self, rank: int) -> str:
+        return f"rank{rank}.log"
+
+
+@contextmanager
+def ground_over(replicas: WrittenDown, **settings: float) -> Iterator[Ground]:
+    registry = Registry(RegistryConfig(), time.monotonic)
+    registry.add_pool("decode", Role.DECODE, 1, max_replicas=2)
+    config = SupervisorConfig(**settings)
+    with ThreadPoolExecutor(1) as executor:
+        yield Ground(
+            config,
+            registry,
+            Changes(),
+            cast(Replicas, replicas),
+            executor,
+            lambda name: cast(WorkerConfig, LogFile()),
+        )
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  what is written down has no event
+            await asyncio.sleep(0.01)
+
+
+def last_error(ground: Ground) -> str:
+    (pool,) = ground.registry.snapshot().pools
+    return pool.last_error
 
 
 async def test_a_drain_goes_on_when_the_supervisor_is_back_before_its_worker_registers() -> None:
-    registry, replicas = Registry(RegistryConfig(), time.monotonic), WrittenDown()
-    registry.add_pool("decode", Role.DECODE, 1, max_replicas=2)
-    config: Any = None  # of replicas to start: there are none
-    with ThreadPoolExecutor(1) as executor:
-        ground = Ground(
-            SupervisorConfig(), registry, Changes(), cast(Replicas, replicas), executor, config
-        )
+    replicas = WrittenDown()
+    with ground_over(replicas) as ground:
+        registry = ground.registry
         keeper = Keeper("decode", 1, ground, ADOPTED)
         running = asyncio.create_task(keeper.run())
         keeper.let_go()
@@ -45,13 +87,39 @@ async def test_a_drain_goes_on_when_the_supervisor_is_back_before_its_worker_reg
         stream = registry.register(Registration("decode-1", 7, "decode", b""))
         assert stream is not None
         registry.heartbeat(stream, Progress(5, True, 0.0, 0.01), b"", draining=False)
-        async with asyncio.timeout(10):
-            while True:
-                if registry.drain_asked(stream):
-                    break
-                await asyncio.sleep(0.01)
+        await until(lambda: registry.drain_asked(stream))
         assert replicas.destroyed == []
 
         keeper.ended(RankEnd(ADOPTED.name, 0, None))
         await asyncio.wait_for(running, 10)
         assert replicas.destroyed == [ADOPTED.name]
+
+
+@pytest.mark.parametrize(("serves", "ends"), [(True, 1), (False, 0)])
+async def test_a_replica_found_serving_that_does_not_register_again_is_soon_taken_for_hung(
+    serves: bool, ends: int
+) -> None:
+    """One that was still loading has the whole start's time."""
+    replicas, found = WrittenDown(), dataclasses.replace(ADOPTED, serves=serves)
+    with ground_over(replicas, fence_after_s=0.01) as ground:
+        keeper = Keeper("decode", 1, ground, found)
+        running = asyncio.create_task(keeper.run())
+        await asyncio.wait({running}, timeout=2.5 * LOOK_S)
+        assert len(replicas.destroyed) == ends
+        assert last_error(ground).startswith("decode-1: did not register") == serves
+        keeper.end_now()
+        await asyncio.wait_for(running, 10)
+
+
+async def test_a_replica_whose_end_cannot_be_proved_is_told_and_its_place_filled_again() -> None:
+    replicas = WrittenDown(proves=False)
+    with ground_over(replicas) as ground:
+        keeper = Keeper("decode", 1, ground, ADOPTED)
+        running = asyncio.create_task(keeper.run())
+        keeper.ended(RankEnd(ADOPTED.name, 0, "boom"))
+        await until(lambda: replicas.started)
+        told = "decode-1.g1: not every process is known to be over (log: rank0.log)"
+        assert last_error(ground) == f"decode-1: rank 0: boom; {told}"
+        keeper.end_now()  # nobody wants it, but what it holds is still held
+        await asyncio.wait_for(running, 10)
+        assert "not every process is known to be over" in last_error(ground)

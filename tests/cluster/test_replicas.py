@@ -73,6 +73,9 @@ def test_any_number_of_supervisors_adopt_the_same_replica_and_the_last_one_hears
         watch = EndWatch()
         assert watch.wait([found], 0.01) == []
     assert is_gone(replica.processes[0]) is False
+    give_up_at = time.monotonic() + 30
+    while not a_supervisors(tmp_path).find()[0].serves:  # it loads
+        assert time.monotonic() < give_up_at
     os.kill(replica.processes[0].pid, signal.SIGKILL)
     (end,) = ends_of(found, watch)
     assert (end.replica, end.rank) == (replica.name, 0)
