@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import signal
-import socket
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -36,22 +35,34 @@ def read_config(file: str | None, model: str | None = None) -> ClusterConfig:
 
 
 def _check_ports(config: ClusterConfig) -> None:
-    """Raises ConfigError naming the setting whose port is taken."""
-    wanted = [("control.port", config.control.host, config.control.port)]
-    if not config.router.reuse_port:
-        wanted.append(("router.port", config.router.host, config.router.port))
-    for key, host, port in wanted:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind((host, port))
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot listen on {host}:{port}: {error.strerror}. Is a cluster up already? "
-                    f"Otherwise choose another {key}; 0 is any free port",
-                    field=key,
-                ) from error
+    """Raises ConfigError naming the setting whose port is taken: before minutes of loading."""
+    from router.listening import check_can_listen
+
+    router, control, worker = config.router, config.control, config.worker
+    num_workers = sum(pool.replicas for pool in config.pools.values())
+    if worker.metrics_port and num_workers > 1:
+        raise ConfigError(
+            f"worker.metrics_port: {num_workers} workers on one machine cannot share port "
+            f"{worker.metrics_port}; 0 gives each a free one",
+            field="worker.metrics_port",
+        )
+    wanted = [
+        ("control.port", control.host, control.port, False),
+        ("router.port", router.host, router.port, router.reuse_port),
+        ("router.metrics_port", router.host, router.metrics_port, False),
+        ("worker.metrics_port", "127.0.0.1", worker.metrics_port, False),
+    ]
+    for key, host, port, may_share in wanted:
+        if port is None:
+            continue
+        try:
+            check_can_listen(f"{host}:{port}", may_share)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error.message}. Is a cluster up already? "
+                f"Otherwise choose another {key}; 0 is any free port",
+                field=key,
+            ) from error
 
 
 class Startup:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import yaml
 
 from baton import render
 from baton.answer_meter import AnswerMeter
@@ -18,6 +21,7 @@ from baton.cli import main
 from baton.control_client import ControlClient
 from baton.errors import InvalidRequestError, UnavailableError
 from baton.events import Tokens
+from baton.process_tree import descendants
 from tests.baton.small_router import Book, SmallControl, SmallRouter, answer, silent_address
 
 
@@ -182,16 +186,40 @@ def test_a_folder_without_a_model_is_told_before_anything_starts(
     assert "Ray" not in shown
 
 
-def test_a_port_that_is_taken_is_told_before_anything_starts(
-    router: str, tmp_path: os.PathLike[str], capsys: Capture
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [
+        ("control.port", {}),
+        ("router.port", {"reuse_port": True}),
+        ("router.metrics_port", {}),
+        ("worker.metrics_port", {}),
+    ],
+)
+def test_up_tells_of_any_port_that_is_taken_before_it_starts_anything(
+    key: str, setting: dict[str, object], tmp_path: Path, capsys: Capture
 ) -> None:
-    file = os.path.join(tmp_path, "cluster.yaml")
-    with open(file, "w") as out:
-        out.write(f"router: {{port: {router.rpartition(':')[2]}}}\ncontrol: {{port: 0}}\n")
-    assert main(["up", "-f", file]) == 2
-    shown = capsys.readouterr().err
-    assert f"cannot listen on {router}" in shown
-    assert "router.port" in shown
+    section, _, name = key.partition(".")
+    sections: dict[str, dict[str, object]] = {"control": {"port": 0}, "router": {"port": 0}}
+    sections["pools"] = {"only": {"role": "mixed"}}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        sections[section] = sections.get(section, {}) | setting | {name: port}
+        (file := tmp_path / "cluster.yaml").write_text(yaml.safe_dump(sections))
+        before = descendants()
+        assert main(["up", "-f", str(file)]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in shown
+    assert f"choose another {key}" in shown
+    assert descendants() == before
+
+
+def test_up_tells_that_workers_of_one_machine_cannot_share_a_metrics_port(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    (file := tmp_path / "cluster.yaml").write_text("worker: {metrics_port: 9100}\n")
+    assert main(["up", "-f", str(file)]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "worker.metrics_port: 2 workers on one machine cannot share port 9100" in shown
 
 
 def test_scaling_a_pool_whose_workers_do_not_start_says_why(capsys: Capture) -> None:

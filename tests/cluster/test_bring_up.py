@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -74,29 +73,6 @@ def test_a_cluster_whose_workers_cannot_start_fails_soon_with_their_own_words(
     assert cause in Path(named[2]).read_text()
     assert time.monotonic() - began_at < 90  # 8 s alone on a machine
     assert wait_until_gone(descendants() - before, 5.0) == set()
-
-
-@pytest.mark.full
-def test_baton_up_tells_in_the_routers_own_words_that_it_cannot_be_configured_so(
-    tmp_path: Path,
-) -> None:
-    (model := tmp_path / "model").mkdir()
-    file, config = tmp_path / "cluster.yaml", fake_cluster(model, replicas=1)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        # Ports that several routers may share are not tried before anything is started.
-        router = dataclasses.replace(config.router, port=port, reuse_port=True)
-        file.write_text(dataclasses.replace(config, router=router).to_yaml())
-        done = subprocess.run(
-            [sys.executable, "-m", "baton.cli", "up", "-f", str(file)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-    assert done.returncode == 2, done
-    words = " ".join(done.stderr.split())
-    assert f"baton: cannot listen on 127.0.0.1:{port}" in words
-    assert "Traceback" not in done.stderr
 
 
 def test_kill_9_of_baton_up_leaves_no_process_behind(tmp_path: Path) -> None:
