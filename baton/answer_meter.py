@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from rich.text import Text
 
 from baton import render
@@ -26,10 +23,7 @@ _COLUMNS = (
 class AnswerMeter:
     """Feed it a request's events as they come; `lines()` says what they cost."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._first_token_at_s = self._last_token_at_s = 0.0
-        self._num_first_tokens = 0
+    def __init__(self) -> None:
         self._routed: Routed | None = None
         self._prefilled: Prefilled | None = None
         self._handed_off: HandedOff | None = None
@@ -48,7 +42,7 @@ class AnswerMeter:
             case Migrated():
                 self._num_migrations += 1
             case Tokens():
-                self._add_tokens(event)
+                self.num_tokens += len(event.ids)
             case Finished():
                 self._finished = event
 
@@ -60,19 +54,18 @@ class AnswerMeter:
 
     @property
     def tokens_per_s(self) -> float:
-        """After the first token, as they arrived here."""
-        elapsed_s = self._last_token_at_s - self._first_token_at_s
-        num_later_tokens = self.num_tokens - self._num_first_tokens
-        return num_later_tokens / elapsed_s if elapsed_s > 0 else 0.0
+        """1 / TPOT, by the router's clock: output tokens after the first one over the seconds from
+        the first token to the end. 0 before the end, and for fewer than two tokens.
 
-    def _add_tokens(self, tokens: Tokens) -> None:
-        if not tokens.ids:
-            return
-        self._last_token_at_s = self._clock()
-        if self.num_tokens == 0:
-            self._first_token_at_s = self._last_token_at_s
-            self._num_first_tokens = len(tokens.ids)
-        self.num_tokens += len(tokens.ids)
+        TPOT (time per output token, the first excluded) is vLLM's (e2e - ttft) / (n - 1): every gap
+        after the first token counts, also the one that the handoff is in. When tokens arrive here
+        says nothing: a late reader gets many at once.
+        """
+        if self._finished is None:
+            return 0.0
+        timings, num_tokens = self._finished.timings, self._finished.usage.num_output_tokens
+        decode_s = (timings.e2e_ms - timings.ttft_ms) / 1e3
+        return (num_tokens - 1) / decode_s if num_tokens > 1 and decode_s > 0 else 0.0
 
     def lines(self) -> Text:
         """Names above values, aligned from answer to answer."""
