@@ -84,6 +84,7 @@ class FleetWatch:
         self._on_fleet, self._on_lost = on_fleet, on_lost
         self.last: control_pb2.WatchFleetResponse | None = None
         self.is_connected = False
+        self._told_lost = False  # warned of once, until it is back
         self._news = asyncio.Condition()
 
     async def run(self) -> None:
@@ -95,14 +96,14 @@ class FleetWatch:
         async with grpc.aio.insecure_channel(self._address, options=options) as channel:
             stub = control_pb2_grpc.ControlServiceStub(channel)
             while True:
+                why = "it ended the stream"
                 try:
                     await self._follow(stub, backoff)
-                except (grpc.aio.AioRpcError, TimeoutError) as error:
-                    if self.is_connected or self.last is None:
-                        log.warning("registry %s: %s", self._address, type(error).__name__)
-                if self.is_connected:
-                    self.is_connected = False
-                    self._on_lost()
+                except grpc.aio.AioRpcError as error:
+                    why = f"{error.code().name}: {error.details()}"
+                except TimeoutError:
+                    why = f"silent for {self._config.registry_silence_s:g} s"
+                self._lose(why)
                 await asyncio.sleep(backoff.next_s())
 
     async def _follow(self, stub: control_pb2_grpc.ControlServiceStub, backoff: Backoff) -> None:
@@ -120,7 +121,18 @@ class FleetWatch:
         finally:
             call.cancel()
 
+    def _lose(self, why: str) -> None:
+        if not self._told_lost:
+            self._told_lost = True
+            log.warning("registry %s: %s", self._address, why)
+        if self.is_connected:
+            self.is_connected = False
+            self._on_lost()
+
     async def _take(self, message: control_pb2.WatchFleetResponse) -> None:
+        if self._told_lost:
+            self._told_lost = False
+            log.info("registry %s: connected", self._address)
         self.is_connected, self.last = True, message
         self._on_fleet(read_fleet(message))
         async with self._news:
