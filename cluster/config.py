@@ -65,7 +65,8 @@ class SupervisorConfig:
     """How long a replica may take before it is killed. All times are in seconds."""
 
     fence_after_s: float = 10.0
-    """A worker that has been a suspect for this long is killed and recreated."""
+    """A worker that has been a suspect for this long is killed and recreated; so is one that a
+    restarted supervisor finds serving and that does not register again by then."""
     start_timeout_s: float = 600.0
     """A replica that has not registered by then is killed and recreated."""
     drain_timeout_s: float = 60.0
