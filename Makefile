@@ -11,7 +11,7 @@ setup: $(VENV)/.ready  ## a virtual environment with everything the project need
 $(VENV)/.ready: pyproject.toml
 	@test -x $(PY) || { echo "[1/3] creating $(VENV)"; python3 -m venv $(VENV); }
 	@echo "[2/3] installing PyTorch (the largest download; a few minutes on a slow line)"
-	@$(PY) -m pip install --quiet --disable-pip-version-check $${BATON_TORCH:-torch==2.13.0}
+	@$(PY) -m pip install --disable-pip-version-check $${BATON_TORCH:-torch==2.13.0}
 	@echo "[3/3] installing Baton and its other dependencies"
 	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev,controller]'
 	@touch $@
