@@ -34,12 +34,21 @@ _COMMANDS = {
     "scale": "baton.operate",
     "drain": "baton.operate",
 }
+_PACKAGES = (
+    "baton",
+    "router",
+    "prefill_worker",
+    "decode_worker",
+    "kv_transfer",
+    "engine",
+    "cluster",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    command = getattr(importlib.import_module(_COMMANDS[arguments.command]), arguments.command)
     try:
+        command = getattr(importlib.import_module(_COMMANDS[arguments.command]), arguments.command)
         code: int = command(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -51,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except BatonError as error:
         return _report(error, arguments)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", *_PACKAGES):
+            raise
+        need = f"`baton {arguments.command}` needs {package}, which is not installed"
+        return _report(ConfigError(f"{need}: pip install 'baton-serve[worker]'"), arguments)
     return code
 
 

@@ -96,6 +96,11 @@ class ClusterConfig:
         roles = {pool.role for pool in self.pools.values()}
         if not roles & {"decode", "mixed"}:
             raise ValueError("pools need at least one of role decode or mixed")
+        if self.transfer.transport != "ucx":
+            raise ValueError(
+                f"transfer.transport must be ucx in a cluster, whose workers are processes, "
+                f"not {self.transfer.transport}"
+            )
         if self.supervisor.drain_timeout_s <= self.worker.drain_timeout_s:
             raise ValueError(
                 f"supervisor.drain_timeout_s must be above worker.drain_timeout_s "

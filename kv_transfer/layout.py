@@ -134,8 +134,8 @@ class RegionLayout:
 def kv_fingerprint(layout: KvLayout, weights_digest: str, **model: object) -> bytes:
     """16 bytes that differ when two workers' KV could differ; seeds every block hash.
 
-    `model` is whatever else decides KV values: rope parameters, tokenizer digest, adapter; plain
-    JSON values, for anything else has no form that two processes agree on (TypeError).
+    `model` is whatever else decides KV values, such as rope parameters or an adapter; plain JSON
+    values, for anything else has no form that two processes agree on (TypeError).
     """
     described = {"layout": asdict(layout), "weights": weights_digest, "model": model}
     text = json.dumps(described, sort_keys=True)

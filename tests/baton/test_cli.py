@@ -299,3 +299,22 @@ def test_asking_imports_neither_torch_nor_ray_nor_the_tokenizer(router: str) -> 
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_command_whose_packages_are_not_installed_says_which_extra_has_them() -> None:
+    script = """
+import sys
+class NoRay:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "ray":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NoRay())
+from baton.cli import main
+sys.exit(main(["up"]))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "`baton up` needs ray, which is not installed" in ended.stderr
+    assert "pip install 'baton-serve[worker]'" in ended.stderr

@@ -264,3 +264,8 @@ def test_any_dataclass_can_be_read_written_and_described() -> None:
         settings.parse(Outer, {"needed": 1, "inner": {"items": [1, "b"]}}, source="x")
     with pytest.raises(ConfigError, match="x: needed: is needed"):
         settings.parse(Outer, {}, source="x")
+
+
+def test_the_transport_inside_one_process_is_refused_for_a_cluster_of_processes() -> None:
+    with pytest.raises(ConfigError, match=r"transfer\.transport: must be ucx"):
+        parse_config({"transfer": {"transport": "memory"}})
