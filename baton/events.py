@@ -92,6 +92,7 @@ class Timings:
     reserve_ms: float
     prefill_ms: float
     second_token_ms: float
+    prefill_queue_ms: float
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ class Timings:
     reserve_s: float = 0.0
     prefill_s: float = 0.0
     second_token_s: float = 0.0
+    prefill_queue_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class RequestOutput:
         self._first_at_s = self._last_at_s = 0.0  # of the tokens, once there are any
         self._gaps_s: list[float] = []  # one per token after those that came first
         self._second_token_s = 0.0
-        self._reserve_s = self._prefill_s = 0.0
+        self._reserve_s = self._prefill_queue_s = self._prefill_s = 0.0
         self._num_cached_tokens = 0
         self._reason, self._stop_found = FinishReason.ABORTED, ""  # until `emit` knows
 
@@ -64,6 +64,7 @@ class RequestOutput:
         if first is None:
             self._prefill_s = now - self._attempt_at_s - self._reserve_s
         else:
+            self._prefill_queue_s = first.queue_ms / 1e3
             self._prefill_s = first.prefill_ms / 1e3
         self._num_cached_tokens = num_cached_tokens
         ttft_s = now - self._arrival.arrived_s
@@ -186,4 +187,5 @@ class RequestOutput:
             reserve_s=self._reserve_s,
             prefill_s=self._prefill_s,
             second_token_s=self._second_token_s,
+            prefill_queue_s=self._prefill_queue_s,
         )

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton.v1 import router_pb2
+from baton.v1 import router_pb2, worker_pb2
 from router.output import Finished, FinishReason
 from router.request_output import RequestOutput
 from router.router import Router
@@ -67,3 +67,14 @@ async def test_one_token_has_no_gap_at_all(text_model: TextModel) -> None:
     timings = finish(output).timings
     assert (timings.itl_s, timings.second_token_s) == (0.0, 0.0)
     assert timings.ttft_s == pytest.approx(0.25)
+
+
+async def test_the_prefill_worker_s_own_wait_and_work_are_told_apart(text_model: TextModel) -> None:
+    clock = Clock()
+    output = output_of(text_model, clock, 1)
+    clock.now_s += 0.25
+    output.first_token(worker_pb2.FirstToken(id=97, queue_ms=40.0, prefill_ms=150.0), 0)
+    output.emit([97], [], None)
+    timings = finish(output).timings
+    assert timings.prefill_queue_s == pytest.approx(0.04)
+    assert timings.prefill_s == pytest.approx(0.15)
