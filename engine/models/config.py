@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.models.errors import UnsupportedModelError
+from engine.models.hf_config import HfConfig
 from engine.models.rope import RopeConfig, rope_from_hf
 
-HfConfig = Mapping[str, Any]
+_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Family:
     """What one architecture adds to the common decoder, and its config's defaults."""
 
     windows: Callable[[HfConfig, int], tuple[int | None, ...]]
-    moe: Callable[[HfConfig, int], MoeConfig] | None = None
+    moe: Callable[[HfConfig, int], MoeConfig | None] | None = None
     qk_norm: bool = False
     qkv_bias: bool | None = None  # None: config's attention_bias decides
     defaults: Mapping[str, Any] | None = None
@@ -69,49 +70,53 @@ def _no_windows(hf: HfConfig, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _one_window(hf: HfConfig, num_layers: int) -> tuple[int | None, ...]:
-    return (hf.get("sliding_window"),) * num_layers
+    return (hf.size_or_none("sliding_window"),) * num_layers
 
 
 def _optional_window(hf: HfConfig, num_layers: int) -> tuple[int | None, ...]:
-    window = hf.get("sliding_window") if hf.get("use_sliding_window", False) else None
-    return (window,) * num_layers
+    if not hf.flag("use_sliding_window", False):
+        return (None,) * num_layers
+    return _one_window(hf, num_layers)
 
 
 def _windows_of_upper_layers(hf: HfConfig, num_layers: int) -> tuple[int | None, ...]:
     """Qwen: `layer_types` if given, else the layers from `max_window_layers` on."""
     window = _optional_window(hf, 1)[0]
-    types = hf.get("layer_types")
+    types = hf.list_of("layer_types", str)
     if types is None:
-        first = hf.get("max_window_layers", 28)
+        first = hf.count("max_window_layers", 28)
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     if len(types) != num_layers or not set(types) <= {"sliding_attention", "full_attention"}:
-        raise UnsupportedModelError(f"config.json: layer_types {types} for {num_layers} layers")
+        hf.wrong("layer_types", f"{types} for {num_layers} layers")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _mixtral_moe(hf: HfConfig, num_layers: int) -> MoeConfig:
+    num_experts = hf.size("num_local_experts", 8)
     return MoeConfig(
         layers=tuple(range(num_layers)),
-        num_experts=hf.get("num_local_experts", 8),
-        num_experts_per_token=hf.get("num_experts_per_tok", 2),
-        intermediate_size=hf["intermediate_size"],
+        num_experts=num_experts,
+        num_experts_per_token=hf.size("num_experts_per_tok", 2, most=num_experts),
+        intermediate_size=hf.size("intermediate_size"),
         normalise=True,
         block_name="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     )
 
 
-def _qwen3_moe(hf: HfConfig, num_layers: int) -> MoeConfig:
-    num_experts = hf.get("num_experts", hf.get("num_local_experts", 128))
-    step = hf.get("decoder_sparse_step", 1)
-    dense = set(hf.get("mlp_only_layers") or ())
+def _qwen3_moe(hf: HfConfig, num_layers: int) -> MoeConfig | None:
+    num_experts = hf.count("num_experts", hf.count("num_local_experts", 128))
+    if num_experts == 0:
+        return None
+    step = hf.size("decoder_sparse_step", 1)
+    dense = set(hf.list_of("mlp_only_layers", int) or ())
     sparse = (i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
     return MoeConfig(
-        layers=tuple(sparse) if num_experts > 0 else (),
+        layers=tuple(sparse),
         num_experts=num_experts,
-        num_experts_per_token=hf.get("num_experts_per_tok", 8),
-        intermediate_size=hf.get("moe_intermediate_size", 768),
-        normalise=hf.get("norm_topk_prob", False),
+        num_experts_per_token=hf.size("num_experts_per_tok", 8, most=num_experts),
+        intermediate_size=hf.size("moe_intermediate_size", 768),
+        normalise=hf.flag("norm_topk_prob", False),
         block_name="mlp",
         projections=("gate_proj", "up_proj", "down_proj"),
     )
@@ -154,7 +159,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 
-_COMMON_DEFAULTS: HfConfig = {
+_COMMON_DEFAULTS: Mapping[str, Any] = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
@@ -168,55 +173,70 @@ _REQUIRED = (
 )
 
 
-def model_config(raw: HfConfig) -> ModelConfig:
-    """Read config.json's content. Raises UnsupportedModelError naming architecture or key."""
-    names = raw.get("architectures") or ["(none)"]
-    family = FAMILIES.get(names[0])
+def model_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """Read the content of the config.json at `source`.
+
+    Raises UnsupportedModelError naming the architecture, or the file and the key in it.
+    """
+    hf = HfConfig(raw, source)
+    name = (hf.list_of("architectures", str) or ["(none)"])[0]
+    family = FAMILIES.get(name)
     if family is None:
         raise UnsupportedModelError(
-            f"architecture {names[0]} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            f"{source}: architecture {name} is not supported; "
+            f"supported: {', '.join(sorted(FAMILIES))}"
         )
     missing = [key for key in _REQUIRED if raw.get(key) is None]
     if missing:
-        raise UnsupportedModelError(f"config.json of {names[0]} lacks {', '.join(missing)}")
-    hf = {**_COMMON_DEFAULTS, **(family.defaults or {}), **raw}
-    _refuse_unknown_arithmetic(hf, names[0])
-    num_layers, num_heads = hf["num_hidden_layers"], hf["num_attention_heads"]
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // num_heads
-    attention_bias = bool(hf.get("attention_bias", False))
-    config = ModelConfig(
-        architecture=names[0],
-        vocab_size=hf["vocab_size"],
-        hidden_size=hf["hidden_size"],
-        intermediate_size=hf["intermediate_size"],
+        raise UnsupportedModelError(f"{source}: {name} lacks {', '.join(missing)}")
+    hf = hf.over({**_COMMON_DEFAULTS, **(family.defaults or {})})
+    _refuse_unknown_arithmetic(hf)
+    num_layers = hf.size("num_hidden_layers", most=_MOST_LAYERS)
+    num_heads, num_kv_heads, head_dim = _heads(hf)
+    attention_bias = hf.flag("attention_bias", False)
+    return ModelConfig(
+        architecture=name,
+        vocab_size=hf.size("vocab_size"),
+        hidden_size=hf.size("hidden_size"),
+        intermediate_size=hf.size("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=hf.get("num_key_value_heads") or num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(hf["rms_norm_eps"]),
-        max_position_embeddings=hf["max_position_embeddings"],
+        rms_norm_eps=hf.positive("rms_norm_eps"),
+        max_position_embeddings=hf.size("max_position_embeddings"),
         rope=rope_from_hf(hf, head_dim),
         windows=family.windows(hf, num_layers),
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        tie_word_embeddings=hf.flag("tie_word_embeddings", False),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias and family.qkv_bias is None,
-        mlp_bias=bool(hf.get("mlp_bias", False)),
+        mlp_bias=hf.flag("mlp_bias", False),
         qk_norm=family.qk_norm,
         moe=family.moe(hf, num_layers) if family.moe else None,
     )
-    if config.num_heads % config.num_kv_heads:
-        raise UnsupportedModelError(
-            f"config.json: {config.num_heads} attention heads are no multiple of "
-            f"{config.num_kv_heads} key-value heads"
+
+
+def _heads(hf: HfConfig) -> tuple[int, int, int]:
+    """Attention heads, key-value heads, and the width of each."""
+    num_heads = hf.size("num_attention_heads")
+    num_kv_heads = hf.size("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        hf.wrong(
+            "num_key_value_heads",
+            f"{num_heads} attention heads are no multiple of {num_kv_heads} key-value heads",
         )
-    return config
+    head_dim = hf.size_or_none("head_dim") or hf.size("hidden_size") // num_heads
+    if head_dim < 1 or head_dim % 2:  # rotary embeddings turn pairs
+        hf.wrong("head_dim", f"an even number of dimensions is expected, not {head_dim}")
+    return num_heads, num_kv_heads, head_dim
 
 
-def _refuse_unknown_arithmetic(hf: HfConfig, architecture: str) -> None:
+def _refuse_unknown_arithmetic(hf: HfConfig) -> None:
     """Settings that change results and that the decoder does not implement."""
-    activation = hf.get("hidden_act", "silu")
+    activation = hf.raw("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise UnsupportedModelError(f"{architecture}: hidden_act {activation!r} is not supported")
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedModelError(f"{architecture}: quantised weights ({method})")
+        hf.wrong("hidden_act", f"{activation!r} is not supported")
+    quantised = hf.raw("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        hf.wrong("quantization_config", f"quantised weights ({method}) are not supported")

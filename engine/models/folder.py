@@ -35,7 +35,8 @@ def resolve(model_path: str) -> Path:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    return model_config(read_json(folder / "config.json"))
+    path = folder / "config.json"
+    return model_config(read_json(path), str(path))
 
 
 def describe(model_path: str, block_size: int, dtype: str, max_model_len: int | None) -> ModelSpec:
@@ -84,6 +85,10 @@ def _eos_token_ids(folder: Path) -> frozenset[int]:
         if not (folder / name).exists():
             continue
         found = read_json(folder / name).get("eos_token_id")
-        if found is not None:
-            return frozenset([found] if isinstance(found, int) else found)
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+            raise CheckpointError(f"{folder / name}: eos_token_id: not token ids: {found!r}")
+        return frozenset(ids)
     return frozenset()

@@ -7,13 +7,11 @@ arXiv:2309.00071; llama3: the scaling published with Llama 3.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from engine.models.errors import UnsupportedModelError
+from engine.models.hf_config import HfConfig
 
 
 @dataclass(frozen=True)
@@ -34,45 +32,48 @@ class RopeConfig:
     """Scales cosines and sines."""
 
 
-def rope_from_hf(hf: Mapping[str, Any], head_dim: int) -> RopeConfig:
+def rope_from_hf(hf: HfConfig, head_dim: int) -> RopeConfig:
     """Read `rope_parameters`, or `rope_theta` with `rope_scaling`. Raises UnsupportedModelError."""
-    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    theta = float(scaling.get("rope_theta", hf["rope_theta"]))
-    if scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedModelError("config.json: partial_rotary_factor is not supported")
-    if kind not in _INVERSE_FREQUENCIES:
-        raise UnsupportedModelError(
-            f"config.json: rope type {kind!r} is not supported; "
-            f"supported: {', '.join(_INVERSE_FREQUENCIES)}"
+    key = "rope_parameters" if hf.raw("rope_parameters") else "rope_scaling"
+    scaling = hf.section(key)
+    kind = scaling.raw("rope_type", scaling.raw("type", "default"))
+    own_theta = scaling.raw("rope_theta") is not None
+    theta = (scaling if own_theta else hf).positive("rope_theta")
+    if scaling.raw("partial_rotary_factor", hf.raw("partial_rotary_factor", 1.0)) != 1.0:
+        hf.wrong("partial_rotary_factor", "other than 1 is not supported")
+    if not isinstance(kind, str) or kind not in _INVERSE_FREQUENCIES:
+        hf.wrong(
+            key,
+            f"rope type {kind!r} is not supported; supported: {', '.join(_INVERSE_FREQUENCIES)}",
         )
     if kind == "default":
         return RopeConfig(head_dim, theta)
-    original = scaling.get("original_max_position_embeddings") or hf["max_position_embeddings"]
-    factor = float(scaling.get("factor") or hf["max_position_embeddings"] / original)
+    longest = hf.size("max_position_embeddings")
+    original = scaling.size("original_max_position_embeddings", longest)
+    factor = scaling.positive("factor", longest / original)
     return RopeConfig(
         head_dim,
         theta,
         kind,
         factor=factor,
         original_max_positions=original,
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        truncate=bool(scaling.get("truncate", True)),
+        low_freq_factor=scaling.positive("low_freq_factor", 1.0),
+        high_freq_factor=scaling.positive("high_freq_factor", 4.0),
+        beta_fast=scaling.positive("beta_fast", 32.0),
+        beta_slow=scaling.positive("beta_slow", 1.0),
+        truncate=scaling.flag("truncate", True),
         attention_factor=_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
     )
 
 
-def _attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+def _attention_factor(scaling: HfConfig, factor: float) -> float:
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    given = scaling.get("attention_factor")
+    given = scaling.number_or_none("attention_factor")
     if given is not None:
-        return float(given)
-    above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        return given
+    above, below = scaling.number_or_none("mscale"), scaling.number_or_none("mscale_all_dim")
     return scale(above) / scale(below) if above and below else scale(1.0)
 
 

@@ -144,16 +144,54 @@ def test_broken_json_is_named(folder: Path) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported"),
         ({"architectures": None}, r"\(none\) is not supported"),
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": "gptq"}, r"quantization_config: .*\(gptq\)"),
         ({"num_key_value_heads": 3}, "no multiple of 3"),
+        ({"architectures": "Qwen2ForCausalLM"}, "architectures: a list of str"),
+        ({"architectures": [[]]}, "architectures: a list of str"),
+        ({"hidden_size": "64"}, "hidden_size: .* not '64'"),
+        ({"vocab_size": 1.5}, "vocab_size: .* not 1.5"),
+        ({"intermediate_size": True}, "intermediate_size: .* not True"),
+        ({"num_attention_heads": 0}, "num_attention_heads: .* not 0"),
+        ({"num_attention_heads": 1000}, "head_dim: an even number .* not 0"),
+        ({"num_key_value_heads": [4]}, "num_key_value_heads: .* not \\[4\\]"),
+        ({"head_dim": 15}, "head_dim: an even number .* not 15"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers: .* not -1"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers: .* not 1000000000000"),
+        ({"max_position_embeddings": None}, "max_position_embeddings: .* not null"),
+        ({"rms_norm_eps": None}, "rms_norm_eps: .* not null"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: a finite number .* not nan"),
+        ({"rope_parameters": None, "rope_theta": "x"}, "rope_theta: .* not 'x'"),
+        ({"rope_parameters": None, "rope_theta": 10**400}, "rope_theta: a finite number"),
+        ({"rope_parameters": [1]}, "rope_parameters: a JSON object"),
+        ({"rope_parameters": {"rope_type": [1]}}, r"rope_parameters: rope type \[1\]"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta: .* not 0"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": -2}},
+            "rope_parameters.factor: .* not -2",
+        ),
+        ({"layer_types": 3}, "layer_types: a list of str"),
+        ({"layer_types": ["full_attention"]}, "layer_types: .* for 3 layers"),
+        ({"use_sliding_window": "no"}, "use_sliding_window: true or false"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window: .* not 0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: true or false"),
     ],
 )
 def test_unsupported_settings_are_named(folder: Path, changes: dict[str, Any], named: str) -> None:
     change_config(folder, **changes)
-    with pytest.raises(UnsupportedModelError, match=named):
+    with pytest.raises(UnsupportedModelError, match=named) as refused:
         load(folder)
+    assert str(folder / "config.json") in str(refused.value)
+
+
+@pytest.mark.parametrize("wrong", ["</s>", [1, "2"], {"a": 1}, -1])
+def test_ends_of_sequence_that_are_no_token_ids_are_named(folder: Path, wrong: object) -> None:
+    change_config(folder, eos_token_id=wrong)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match=r"config\.json: eos_token_id: not token ids"):
+        load_model_spec(str(folder), CONFIG)
 
 
 def test_name_that_is_no_folder_and_not_on_the_hub_is_refused(
