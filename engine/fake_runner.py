@@ -117,8 +117,6 @@ class FakeRunner:
         """Ranks above 0 may pass no specs: they compute, and sample nothing."""
         for payload in plan.sink_messages:
             self._sink.message(payload)
-        for g, source, target in plan.copies:
-            self._groups[g].copy(source, target)
         if plan.seqs:
             self._write(plan)
         self._sink.step_done(plan)
@@ -238,11 +236,6 @@ class _GroupKv:
             for head in heads
         ]
         self._weights: U64 = (self._keys | np.uint64(1)) * np.array(counts, np.uint64)
-
-    def copy(self, source: int, target: int) -> None:
-        from_region, from_block = divmod(source, self._blocks_per_region)
-        to_region, to_block = divmod(target, self._blocks_per_region)
-        self._kv[to_region, :, to_block] = self._kv[from_region, :, from_block]
 
     def read_before(self, seqs: Sequence[ScheduledSeq], batch: _Batch) -> U64:
         """Digest before each sequence's first token: [num_seqs, planes * heads]."""

@@ -203,6 +203,4 @@ class StepPlan:
     pushes: tuple[BlockPush, ...] = ()
     sink_messages: tuple[bytes, ...] = ()
     """Opaque to the engine: delivered on every rank to its KvSink before the step."""
-    copies: tuple[tuple[int, BlockId, BlockId], ...] = ()
-    """(layer group, source, target): blocks to copy before the step."""
     num_tokens: int = field(default=0)

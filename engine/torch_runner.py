@@ -86,8 +86,6 @@ class TorchRunner:
         self._take_over_threads()
         for message in plan.sink_messages:
             self._sink.message(message)
-        for group, source, target in plan.copies:
-            self._kv.copy_block(group, source, target)
         logits = self._forward(plan) if plan.seqs else None
         self._sink.step_done(plan)
         return logits

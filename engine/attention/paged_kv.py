@@ -49,14 +49,6 @@ class PagedKv:
         """Of each group, over all regions."""
         return self._memory.num_regions * self._regions.num_blocks
 
-    def copy_block(self, group: int, source: int, target: int) -> None:
-        """Copy one block's content over all layers of a group."""
-        spec = self.layout.groups[group]
-        for layer in self.layers[spec.first_layer : spec.first_layer + spec.num_layers]:
-            count = layer.blocks_per_region
-            for tensor in (layer.keys, layer.values):
-                tensor[target // count, target % count] = tensor[source // count, source % count]
-
     def _layer(self, layer: int) -> LayerKv:
         group = self.layout.groups[self.layout.group_of_layer(layer)]
         keys, values = (self._view(layer, spec) for spec in group.tensors)

@@ -156,14 +156,6 @@ def test_a_step_takes_what_the_timing_model_says() -> None:
     assert seconds == pytest.approx([0.060, 0.040, 0.5])
 
 
-def test_copied_blocks_are_copied_before_the_step() -> None:
-    engine = FakeEngine(fake_config())
-    runner = FakeRunner(engine.config, engine.model, engine.memory, LocalSink())
-    engine.block(1, "v", 7)[:] = 0x11
-    runner.run(StepPlan(1, (), copies=((0, 7, 300),)), {})  # type: ignore[arg-type]
-    assert (engine.block(1, "v", 300) == 0x11).all()
-
-
 def test_writing_into_the_null_block_is_refused() -> None:
     engine = FakeEngine(fake_config())
     runner = FakeRunner(engine.config, engine.model, engine.memory, LocalSink())

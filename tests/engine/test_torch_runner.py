@@ -90,16 +90,6 @@ def test_a_step_without_pushes_or_sequences_only_ends(setup: Setup) -> None:
     assert setup.sink.calls == [("step_done", 1), ("message", b"m"), ("step_done", 2)]
 
 
-def test_copies_happen_before_the_step_and_only_in_their_group(setup: Setup) -> None:
-    far = setup.regions.num_blocks + 2  # in another region
-    setup.runner.run(StepPlan(1, (sequence(16, [3]),)), {})
-    setup.runner.run(StepPlan(2, (), copies=((1, BlockId(3), BlockId(far)),)), {})
-    layers = setup.runner._kv.layers
-    assert torch.equal(layers[2].keys[1, 2], layers[2].keys[0, 3])
-    assert torch.equal(layers[1].values[1, 2], layers[1].values[0, 3])
-    assert layers[0].keys[1, 2].isnan().all()
-
-
 def test_kv_lies_where_the_region_layout_says(setup: Setup) -> None:
     block = setup.regions.num_blocks + 1  # the second of region 1
     setup.runner.run(StepPlan(1, (sequence(16, [block]),)), {})
