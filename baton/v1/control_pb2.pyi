@@ -64,6 +64,8 @@ class WorkerInfo(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    MAX_REQUEST_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_HELD_TOKENS_PER_REQUEST_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
     address: _builtins.str
@@ -73,12 +75,23 @@ class WorkerInfo(_message.Message):
     tp_size: _builtins.int
     block_size: _builtins.int
     num_blocks: _builtins.int
+    """KV blocks that requests can use (the null block is none), and the longest request that is
+    accepted, prompt and output: the model's context, or less where KV memory holds less.
+    """
     max_model_len: _builtins.int
     max_num_seqs: _builtins.int
     max_num_batched_tokens: _builtins.int
     vocab_size: _builtins.int
     kv_bytes_per_token: _builtins.int
     """KV bytes of one token over all layers and ranks."""
+    max_request_tokens: _builtins.int
+    """Most tokens whose KV one request could ever come to, were nothing else here; 0: memory bounds
+    no request's length, since every layer group's window leaves blocks as it goes.
+    """
+    max_held_tokens_per_request: _builtins.int
+    """Most tokens whose KV one request holds at once where that is less than its length (every layer
+    group has a window); 0: it holds its whole length.
+    """
     @_builtins.property
     def ref(self) -> _common_pb2.WorkerRef: ...
     def __init__(
@@ -98,10 +111,12 @@ class WorkerInfo(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         kv_bytes_per_token: _builtins.int = ...,
+        max_request_tokens: _builtins.int = ...,
+        max_held_tokens_per_request: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_fingerprint", b"kv_fingerprint", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "pool", b"pool", "ref", b"ref", "role", b"role", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_fingerprint", b"kv_fingerprint", "max_held_tokens_per_request", b"max_held_tokens_per_request", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_request_tokens", b"max_request_tokens", "model", b"model", "num_blocks", b"num_blocks", "pool", b"pool", "ref", b"ref", "role", b"role", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
