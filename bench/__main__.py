@@ -1,6 +1,8 @@
 """`make bench`: first numbers in one table each, written to bench/results/ and printed.
 
-python -m bench [demo] [engine] [handoff] [path] [--output FILE]
+python -m bench [demo] [engine] [handoff] [path] [router] [--output FILE]
+
+Every run writes a file of its own: it never touches one that is there.
 """
 
 from __future__ import annotations
@@ -54,13 +56,24 @@ def engine_section() -> str:
     return f"## Engine beside transformers\n\n{engine.__doc__}\n{markdown(header, rows)}\n"
 
 
+def printed_by(module: str) -> str:
+    """What a benchmark prints that runs as a process of its own."""
+    command = [sys.executable, "-m", module]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.rstrip()
+
+
 def handoff_section() -> str:
     """In a process of its own: it sets UCX's environment and ends its peers."""
     progress("handoff GB/s beside memcpy")
-    answer = subprocess.run(
-        [sys.executable, "-m", "bench.handoff"], capture_output=True, text=True, check=True
-    )
-    return f"## Handoff beside memcpy\n\n```\n{answer.stdout.rstrip()}\n```\n"
+    return f"## Handoff beside memcpy\n\n{printed_by('bench.handoff')}\n"
+
+
+def router_section() -> str:
+    """In a process of its own: it times placement, and gRPC leaves threads behind."""
+    from bench import router
+
+    progress("router between a client and workers that cost nothing")
+    return f"## The router's own cost\n\n{router.__doc__}\n{printed_by('bench.router')}\n"
 
 
 def path_section() -> str:
@@ -82,30 +95,43 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "demo": demo_section,
     "handoff": handoff_section,
     "path": path_section,
+    "router": router_section,
     "engine": engine_section,
 }
 
 
-def main() -> None:
+def begin(output: Path | None, head: str) -> Path:
+    """A new file with `head`: `output`, or one named after the second. FileExistsError if it is
+    there."""
+    if output is None:
+        output = RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d-%H%M%S}.md"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("x") as file:
+        file.write(head)
+    return output
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], default=[])
-    today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-    parser.add_argument("--output", type=Path, default=RESULTS / f"{today}-first-numbers.md")
-    options = parser.parse_args()
+    parser.add_argument("--output", type=Path, metavar="FILE", help="a new file for the tables")
+    options = parser.parse_args(arguments)
     chosen = options.sections or list(SECTIONS)
     command = "make bench" if not options.sections else f"python -m bench {' '.join(chosen)}"
-    head = f"# Benchmarks of {today}\n\n{machine.describe(command)}\n"
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(head)
+    today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    try:
+        output = begin(options.output, f"# Benchmarks of {today}\n\n{machine.describe(command)}\n")
+    except FileExistsError as error:
+        parser.error(f"{error.filename} is there already; a run writes a file of its own")
     if warning := machine.load_warning():
         tell(warning)
     for number, name in enumerate(chosen, 1):
         tell(f"[{number}/{len(chosen)}] {name}")
         # Written as they come: a long run that is cut short leaves what it has.
-        with options.output.open("a") as file:
+        with output.open("a") as file:
             file.write(f"\n{SECTIONS[name]()}")
-    tell(f"done; written to {options.output}")
-    print(options.output.read_text())
+    tell(f"done; written to {output}")
+    print(output.read_text())
 
 
 if __name__ == "__main__":

@@ -285,7 +285,9 @@ def main() -> None:
     header = (
         "256 blocks of",
         "memcpy GB/s",
+        "put GB/s",
         "put/memcpy",
+        "whole handoff GB/s",
         "whole handoff/memcpy",
         "exposed us",
         "answer us",
@@ -297,7 +299,9 @@ def main() -> None:
             (
                 f"{block_bytes >> 10} KiB",
                 f"{result.memcpy_gb_s:.1f}",
+                f"{result.put_gb_s:.1f}",
                 f"{result.put_gb_s / result.memcpy_gb_s:.2f}",
+                f"{result.handoff_gb_s:.1f}",
                 f"{result.handoff_gb_s / result.memcpy_gb_s:.2f}",
                 f"{result.exposed_us:.0f}",
                 f"{result.answer_us:.0f}",

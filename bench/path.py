@@ -1,5 +1,11 @@
 """Time to first token and gaps between tokens through the whole path: client, router, workers.
 
+TTFT is what the client sees, and the columns after it add up to it, but for being medians each:
+tokenize and queue in the router, reserve at the decode worker, the prefill worker's own queue, its
+prefill to the sampled token, `rest`: messages between router and workers and their wake-ups, and
+`client`: between client and router. On the local cluster the decode worker's queue and its messages
+are part of prefill.
+
 Two clusters one after the other on this machine: disaggregated (one prefill, one decode worker)
 and local (one decode worker, which prefills by itself). One request at a time, every prompt new, so
 that no prefix is cached; medians.
@@ -23,7 +29,7 @@ from cluster import local
 from engine.config import EngineConfig
 from router.config import RouterConfig
 
-PROMPT_LENGTHS = (128, 512, 1024)
+PROMPT_LENGTHS = (128, 512, 1024, 2000)  # the last one is prefilled in two chunks
 NUM_TOKENS = 32
 ROUNDS = 7
 WARM_UPS = 2
@@ -39,6 +45,13 @@ class Sample:
     finished: Finished
     handed_off: HandedOff | None
 
+    @property
+    def rest_ms(self) -> float:
+        """What is left of the router's time to first token beside the stages it knows."""
+        t = self.finished.timings
+        stages_ms = t.tokenize_ms + t.queue_ms + t.reserve_ms + t.prefill_queue_ms + t.prefill_ms
+        return t.ttft_ms - stages_ms
+
 
 @dataclass
 class PathRow:
@@ -48,38 +61,42 @@ class PathRow:
     prompt: int
     samples: list[Sample] = field(default_factory=list)
 
-    def median(self, value: Callable[[Sample], float]) -> float:
-        return statistics.median(value(sample) for sample in self.samples)
+    def median(self, value: Callable[[Sample], float]) -> str:
+        return f"{statistics.median(value(sample) for sample in self.samples):.2f}"
+
+    def handoff(self, value: Callable[[HandedOff], float]) -> str:
+        handoffs = [s.handed_off for s in self.samples if s.handed_off is not None]
+        return f"{statistics.median(value(h) for h in handoffs):.2f}" if handoffs else "-"
 
     def cells(self) -> list[str]:
-        handoffs = [s.handed_off for s in self.samples if s.handed_off is not None]
-        exposed = f"{statistics.median(h.exposed_ms for h in handoffs):.1f}" if handoffs else "-"
-        put = f"{statistics.median(h.put_ms for h in handoffs):.2f}" if handoffs else "-"
-        kv = f"{handoffs[0].kv_bytes / 2**20:.2f}" if handoffs else "-"
-        timings = [s.finished.timings for s in self.samples]
-        prefill = statistics.median(t.prefill_ms for t in timings)
         return [
             f"{self.cluster}, {self.prompt} tokens",
-            f"{self.median(lambda s: s.ttft_ms):.1f}",
-            f"{prefill:.1f}",
-            f"{statistics.median(t.tokenize_ms for t in timings):.2f}",
-            f"{statistics.median(t.queue_ms for t in timings):.2f}",
-            f"{statistics.median(t.reserve_ms for t in timings):.2f}",
-            f"{self.median(lambda s: s.second_token_ms):.1f}",
-            f"{self.median(lambda s: s.itl_ms):.2f}",
-            kv,
-            put,
-            exposed,
+            self.median(lambda s: s.ttft_ms),
+            self.median(lambda s: s.finished.timings.tokenize_ms),
+            self.median(lambda s: s.finished.timings.queue_ms),
+            self.median(lambda s: s.finished.timings.reserve_ms),
+            self.median(lambda s: s.finished.timings.prefill_queue_ms),
+            self.median(lambda s: s.finished.timings.prefill_ms),
+            self.median(lambda s: s.rest_ms),
+            self.median(lambda s: s.ttft_ms - s.finished.timings.ttft_ms),
+            self.median(lambda s: s.second_token_ms),
+            self.median(lambda s: s.itl_ms),
+            self.handoff(lambda h: h.kv_bytes / 2**20),
+            self.handoff(lambda h: h.put_ms),
+            self.handoff(lambda h: h.exposed_ms),
         ]
 
 
 HEADER = (
     "cluster",
     "TTFT ms",
-    "prefill ms",
     "tokenize ms",
     "queue ms",
     "reserve ms",
+    "prefill queue ms",
+    "prefill ms",
+    "rest ms",
+    "client ms",
     "2nd token ms",
     "ITL ms",
     "KV MiB",

@@ -30,7 +30,6 @@ import psutil
 import uvloop
 
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from bench import machine
 from bench.table import markdown
 from kv_transfer.block_hash import BlockHash
 from router.admission import Admission
@@ -46,7 +45,7 @@ NUM_TOKENS = 64
 NUM_TOKENS_ALONE = 4
 CONCURRENCY = 64
 NUM_ALONE = 200
-NUM_TOGETHER = 1000
+NUM_TOGETHER = 500
 FLEETS = (10, 100, 1000)
 NUM_PLACEMENTS = 300
 
@@ -281,8 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.router", description=__doc__)
     parser.add_argument("--profile", metavar="FILE", help="profile the router into a cProfile file")
     options = parser.parse_args()
-    head = machine.describe("python -m bench.router")
-    print(f"# The router's own cost\n\n{head}\n\n{uvloop.run(report(options.profile))}")
+    print(uvloop.run(report(options.profile)))
 
 
 if __name__ == "__main__":

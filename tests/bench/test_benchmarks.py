@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from bench import checkpoints, demo, engine, machine
+from bench import __main__ as every
+from bench import checkpoints, demo, engine, handoff, machine, path, router
+from bench.table import markdown
+
+DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
 
 
 @pytest.mark.parametrize(("load", "is_told"), [(0.0, False), (0.6, True)])
@@ -33,6 +40,84 @@ def test_a_cell_whose_rounds_are_long_gets_fewer(monkeypatch: pytest.MonkeyPatch
     assert calls == ["ours", "theirs"] * 6
     monkeypatch.setattr(engine, "LONG_ROUND_S", 5.0)
     assert engine.alternate(lambda: side("ours"), lambda: side("theirs"))[2] == 3
+
+
+def numbers_of(table: str) -> list[list[float]]:
+    """The cells of a Markdown table's rows, but for their names."""
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
+    assert len({len(row) for row in rows}) == 1, "a row is short of a cell"
+    return [[float(cell) for cell in row[1:] if cell.strip() not in ("-", "")] for row in rows[2:]]
+
+
+def test_a_run_writes_a_file_of_its_own_and_touches_none_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(every, "RESULTS", tmp_path)
+    monkeypatch.setattr(every, "SECTIONS", {"one": lambda: "first table\n"})
+    every.main([])
+    (written,) = tmp_path.iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d{6}\.md", written.name)
+    before = written.read_text()
+    assert before.endswith("first table\n")
+    with pytest.raises(SystemExit):
+        every.main(["one", "--output", str(written)])
+    assert "is there already" in capsys.readouterr().err
+    assert written.read_text() == before
+    every.main(["one", "--output", str(tmp_path / "mine.md")])
+    assert (tmp_path / "mine.md").read_text().endswith("first table\n")
+    assert written.read_text() == before
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_the_handoff_is_measured_beside_memcpy() -> None:
+    command = [sys.executable, "-m", "bench.handoff", "--rounds", "1"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert told.startswith("| 256 blocks of | memcpy GB/s | put GB/s | put/memcpy | whole handoff")
+    rows = numbers_of(told)
+    assert len(rows) == len(handoff.BLOCK_BYTES)
+    for memcpy, put, put_share, whole, whole_share, exposed_us, answer_us in rows:
+        assert put > whole > 0
+        assert min(memcpy, exposed_us, answer_us) > 0
+        assert put / memcpy == pytest.approx(put_share, rel=0.1)
+        assert whole / memcpy == pytest.approx(whole_share, rel=0.1)
+    assert re.search(r"there and back, progress threads alone: [1-9]\d* us$", told.strip())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+async def test_the_router_is_measured_between_workers_that_cost_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = {"NUM_ALONE": 3, "NUM_TOGETHER": 4, "NUM_TOKENS": 4, "CONCURRENCY": 2}
+    for name, value in {**small, "FLEETS": (10,), "NUM_PLACEMENTS": 5}.items():
+        monkeypatch.setattr(router, name, value)
+    alone, together, placement = map(
+        numbers_of, (await router.report(None)).replace("\n\n", "\f").split("\f")
+    )
+    assert [len(row) for row in alone] == [2, 2, 1, 2]
+    (direct, _), (through, _), (added,), _ = alone
+    assert added == pytest.approx(through - direct, abs=0.02)
+    assert [len(row) for row in together] == [1] * 5
+    assert all(value > 0 for (value,) in (*together, *placement))
+
+
+@pytest.mark.full
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_the_stages_of_the_whole_path_add_up_to_the_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(path, "PROMPT_LENGTHS", (32,))
+    monkeypatch.setattr(path, "ROUNDS", 1)
+    monkeypatch.setattr(path, "WARM_UPS", 1)
+    rows = path.measure(DEMO_MODEL, 2000, lambda message: None)
+    disaggregated, alone = numbers_of(markdown(path.HEADER, [row.cells() for row in rows]))
+    assert (len(disaggregated), len(alone)) == (13, 10)  # nothing is handed off on one worker
+    for ttft, *stages in (disaggregated[:8], alone[:8]):
+        assert sum(stages) == pytest.approx(ttft, abs=0.1)
+        assert all(stage >= 0 for stage in stages)
+    assert disaggregated[4] > 0, "the prefill worker's own queue is told"
 
 
 @pytest.mark.full
