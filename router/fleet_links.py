@@ -68,6 +68,11 @@ class FleetLinks:
     def with_open_session(self) -> list[WorkerLink]:
         return [link for link in self._links.values() if link.session.is_open]
 
+    def cancel_everywhere(self, wire_id: str) -> None:
+        """Abort a request that may run anywhere, whichever router follows it."""
+        for link in self.with_open_session():
+            link.session.cancel_every_attempt(wire_id)
+
     def num_degraded(self) -> int:
         return sum(link.index_state is IndexState.DEGRADED for link in self._links.values())
 

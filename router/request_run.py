@@ -60,6 +60,7 @@ class RequestRun:
         self._num_failures = self._num_stale = 0
         self._lost: list[tuple[str, int]] = []  # (worker id, incarnation) lost while it ran there
         self._aborted = self._orphaned = False
+        self._is_sought = parsed.resume_from_index is not None  # at the decode workers
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -82,6 +83,8 @@ class RequestRun:
         """Cancel the request at every hop, at once; nothing happens to one that has ended."""
         if self._task is not None and not self._task.done():
             self._aborted = True
+            if self._is_sought:  # it may run, and may belong to this router's session by now
+                self._parts.links.cancel_everywhere(self.arrival.wire_id)
             self._task.cancel()
 
     def orphan(self) -> None:
@@ -204,6 +207,7 @@ class RequestRun:
             lambda link: self._new_attempt(Workers(link, None)),
             parts.config.attach_timeout_s,
         )
+        self._is_sought = False
         if found is None:
             if parsed.seed is None and parsed.resume_from_index:
                 raise NotResumableError(

@@ -36,7 +36,8 @@ async def find_running(
 ) -> Found | None:
     """Ask every decode worker; of several attempts the newest is taken, the others are cancelled.
 
-    Raises AlreadyExistsError when the id runs with another body or seed: it is left where it is.
+    Raises AlreadyExistsError when the id runs with another body or seed only: it is left where it
+    is. Where the request itself runs too, that one is followed: asking has moved it here.
     """
     await links.wait_tried(timeout_s)
     asked = [
@@ -57,12 +58,12 @@ async def find_running(
     for older in found[:-1]:
         older.attempt.abandon()
         older.link.session.cancel(arrival.wire_id, older.response.spec.attempt)
+    if found:
+        return found[-1]
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
     if errors:
-        if found:
-            found[-1].attempt.abandon()
         raise errors[0]
-    return found[-1] if found else None
+    return None
 
 
 async def _ask(

@@ -9,7 +9,7 @@ could ask for it again.
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import random
 import time
 import uuid
@@ -29,12 +29,10 @@ from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
 from router.request_run import RequestRun
 from router.retry_budget import RetryBudget
-from router.run_parts import Arrival, RunParts
+from router.run_parts import Arrival, RunParts, wire_id
 from router.session import RouterIdentity
 from router.text import TextModel
 from router.validate import ParsedRequest
-
-log = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
 
@@ -154,6 +152,12 @@ class Router:
         if run is None or run.log.end is not None:
             raise NotFoundError(f"no request {request_id!r} runs here", field="request_id")
         run.abort()
+
+    def abort_everywhere(self, tenant: str, request_id: str) -> None:
+        """Abort a request that may run here, or that another router may have begun."""
+        self.links.cancel_everywhere(wire_id(tenant, request_id))
+        with contextlib.suppress(NotFoundError):
+            self.abort(tenant, request_id)
 
     def candidates(self, parsed: ParsedRequest, limit: int) -> list[Placement]:
         """Where a request could go, cheapest first. Books nothing."""

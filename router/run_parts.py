@@ -53,7 +53,10 @@ class Arrival:
 
     @property
     def wire_id(self) -> str:
-        """The id workers know the request by: one tenant's ids never meet another's."""
-        own = quote(self.request_id, safe="")
-        tenant = self.parsed.tenant
-        return f"{quote(tenant, safe='')}/{own}" if tenant else own
+        return wire_id(self.parsed.tenant, self.request_id)
+
+
+def wire_id(tenant: str, request_id: str) -> str:
+    """The id workers know a request by: one tenant's ids never meet another's."""
+    own = quote(request_id, safe="")
+    return f"{quote(tenant, safe='')}/{own}" if tenant else own

@@ -128,12 +128,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Abort(  # noqa: N802
         self, request: router_pb2.AbortRequest, context: Context
     ) -> router_pb2.AbortResponse:
-        was_arriving = self._arriving.abort((request.tenant, request.request_id))
+        if self._arriving.abort((request.tenant, request.request_id)):
+            self._router.abort_everywhere(request.tenant, request.request_id)
+            return router_pb2.AbortResponse()
         try:
             self._router.abort(request.tenant, request.request_id)
         except NotFoundError as error:
-            if not was_arriving:
-                await abort(context, error)
+            await abort(context, error)
         return router_pb2.AbortResponse()
 
     async def ListModels(  # noqa: N802

@@ -14,6 +14,7 @@ and must not be asked to attach a request to it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 MAX_KEPT_CANCELS = 10_000
+ANY_ATTEMPT = (1 << 32) - 1  # a cancel goes for all older ones too
 SURELY_RECEIVED_S = 10.0  # a session that lived this long after a cancel has carried it
 
 SessionCall = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
@@ -139,6 +141,15 @@ class Session:
                 log.warning("cancel of %s is kept: %s", wire_id, error)
         self._cancels[(wire_id, attempt)] = sent_s
         self._forget_received(now)
+
+    def cancel_every_attempt(self, wire_id: str) -> None:
+        """Abort whatever runs under the id. Not kept when the session is lost: then nobody follows
+        the request any more, and a later one may have taken the id over."""
+        if self._outbox is None:
+            return
+        cancel = worker_pb2.Cancel(request_id=wire_id, attempt=ANY_ATTEMPT)
+        with contextlib.suppress(SessionLostError):
+            self._put(self._outbox, worker_pb2.SessionRequest(cancel=cancel))
 
     def _forget_received(self, now: float) -> None:
         while self._cancels:

@@ -197,6 +197,62 @@ async def test_resuming_with_another_body_or_seed_is_refused_and_takes_nothing_a
         await d.check_empty()
 
 
+async def left_behind(
+    d: Deployment, router: int, worker_id: str, request: router_pb2.GenerateRequest
+) -> None:
+    """Have a request run on a worker, and its router gone."""
+    client, running = d.clients[router], d.worker(worker_id).runs
+    d.worker(worker_id).may_decode.clear()
+    for entry in d.servers[router].router.fleet:
+        if entry.facts.can_decode and entry.facts.worker_id != worker_id:
+            d.servers[router].router.fleet.hold(entry, 60.0)
+    asking = asyncio.create_task(client.ask(request))
+    await d.until(lambda: any(run.task is not None for run in running.values()))
+    await d.servers[router].stop(0.0)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await asking
+
+
+async def test_abort_ends_a_request_that_is_still_looked_for_wherever_it_runs(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, decode=2, attach_timeout_s=20.0) as d:
+        request = ask_for(PROMPT, request_id="mine")
+        second = await d.add_router()
+        await d.connected(3, d.servers[1].router)
+        await left_behind(d, 0, "d0", request)
+        d.worker("d1").faults.hang_attaches = 1
+        request.resume_from_index = 0
+        asking = asyncio.create_task(second.ask(request))
+        await d.until(lambda: d.worker("d0").num_attaches == d.worker("d1").num_attaching == 1)
+        assert d.worker("d0").runs
+        await second.stub.Abort(router_pb2.AbortRequest(request_id="mine"))
+        answer = await asking
+        assert answer.finished is not None
+        assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
+        await d.until(lambda: not d.worker("d0").runs)
+
+
+async def test_a_request_goes_on_though_another_body_runs_under_its_id_elsewhere(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, decode=2) as d:
+        other, request = ask_for("other", request_id="mine"), ask_for(PROMPT, request_id="mine")
+        await d.add_router()
+        third = await d.add_router()
+        for number in (1, 2):
+            await d.connected(3, d.servers[number].router)
+        await left_behind(d, 0, "d0", other)
+        await left_behind(d, 1, "d1", request)
+        request.resume_from_index = 0
+        d.worker("d1").may_decode.set()
+        answer = await third.ask(request)
+        assert_whole(answer, PROMPT)
+        assert d.worker("d1").num_reserves == 1
+        assert list(d.worker("d0").runs) == ["mine"]  # left where it is
+        assert d.worker("d0").num_attaches == 0
+
+
 async def test_an_adopted_request_survives_its_decode_worker(text_model: TextModel) -> None:
     async with deployment(text_model, decode=2) as d:
         for worker in ("d0", "d1"):
