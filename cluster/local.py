@@ -28,9 +28,10 @@ from typing import Any, cast
 import grpc
 
 from baton.config import ClusterConfig
-from baton.errors import BatonError, UnavailableError
+from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.process_tree import Process, descendants, wait_until_gone
 from baton.v1 import control_pb2, control_pb2_grpc
+from cluster.rank_gpus import num_gpus_wanted
 from cluster.reaper import Reaper, inherited, watched_over
 from cluster.router_process import RouterProcess
 
@@ -114,6 +115,7 @@ def up(
         config_path.write_text(config.to_yaml())
         on_progress("starting Ray")
         ray_processes = start_ray(stack, reaper)
+        _check_gpus(config)
         on_progress("starting the supervisor")
         control = _start_supervisor(config, run_dir, stack)
         _wait_for_pools(control, on_progress)
@@ -151,8 +153,27 @@ def _absolute(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
-def start_ray(stack: contextlib.ExitStack, reaper: Reaper) -> set[Process]:
-    """Returns the processes that all others of Ray's descend from."""
+def _check_gpus(config: ClusterConfig) -> None:
+    """Raises ConfigError when Ray has found fewer GPUs than the pools take."""
+    import ray
+
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    wanted, found = num_gpus_wanted(config), int(resources.get("GPU", 0))
+    if wanted > found:
+        raise ConfigError(
+            f"the pools need {wanted} GPUs (one for each rank of each replica on cuda); "
+            f"this machine has {found}. Make the pools smaller, or one pool of role mixed",
+            field="pools",
+        )
+
+
+def start_ray(
+    stack: contextlib.ExitStack, reaper: Reaper, num_gpus: int | None = None
+) -> set[Process]:
+    """Returns the processes that all others of Ray's descend from.
+
+    `num_gpus`: how many Ray is told there are; None: as many as it finds.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
@@ -164,6 +185,7 @@ def start_ray(stack: contextlib.ExitStack, reaper: Reaper) -> set[Process]:
         ray.init(
             address="local",
             num_cpus=max(4, len(os.sched_getaffinity(0))),
+            num_gpus=num_gpus,
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,

@@ -28,7 +28,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.error_text import one_line
 from cluster.process_book import ProcessBook
 from cluster.rank_actor import MAX_CALLS, RankActor, Standing
+from cluster.rank_gpus import needs_gpu
 from cluster.worker_config import RankPlace, WorkerConfig
+from engine.config import EngineConfig
 from kv_transfer.process import ProcessIdentity, is_gone
 
 log = logging.getLogger(__name__)
@@ -92,17 +94,12 @@ class Replicas:
 
     def start(self, name: ReplicaName, config: WorkerConfig) -> Replica:
         """Place and launch all ranks. Raises ReplicaError; nothing is left after an error."""
-        begun = _Begun()
+        begun, resources = _Begun(), rank_resources(config.engine)
         try:
-            group = placement_group(
-                [{"CPU": _RANK_CPUS}] * config.tp_size,
-                strategy="STRICT_PACK",
-                name=str(name),
-                lifetime="detached",
-            )
-            if not group.wait(_CALL_TIMEOUT_S):
-                raise ReplicaError(f"no room in the Ray cluster for {config.tp_size} ranks")
-            begun.actors = {r: _new_actor(name, group, r) for r in range(config.tp_size)}
+            group = _place(name, config.tp_size, resources)
+            begun.actors = {
+                rank: _new_actor(name, group, rank, resources) for rank in range(config.tp_size)
+            }
             self._launch(name, config, begun)
         except BaseException as error:
             self.destroy(Replica(name, begun.actors, begun.processes))
@@ -216,7 +213,30 @@ class _Begun:
     processes: tuple[ProcessIdentity, ...] = ()
 
 
-def _new_actor(name: ReplicaName, group: PlacementGroup, rank: int) -> Any:
+def rank_resources(engine: EngineConfig) -> dict[str, float]:
+    """What a rank takes of a machine, as Ray counts it."""
+    return {"CPU": _RANK_CPUS} | ({"GPU": 1} if needs_gpu(engine) else {})
+
+
+def _place(name: ReplicaName, num_ranks: int, resources: Mapping[str, float]) -> PlacementGroup:
+    """A bundle for each rank, all on one machine. Raises ReplicaError."""
+    if "GPU" in resources:
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        most = int(max(node["Resources"].get("GPU", 0) for node in nodes if node["Alive"]))
+        if most < num_ranks:  # no place that comes free could hold it
+            raise ReplicaError(f"{num_ranks} ranks need a GPU each; the largest machine has {most}")
+    group: PlacementGroup = placement_group(
+        [dict(resources)] * num_ranks, strategy="STRICT_PACK", name=str(name), lifetime="detached"
+    )
+    if not group.wait(_CALL_TIMEOUT_S):
+        with_gpus = " with a GPU each" if "GPU" in resources else ""
+        raise ReplicaError(f"no room in the Ray cluster for {num_ranks} ranks{with_gpus}")
+    return group
+
+
+def _new_actor(
+    name: ReplicaName, group: PlacementGroup, rank: int, resources: Mapping[str, float]
+) -> Any:
     return (
         ray.remote(RankActor)
         .options(
@@ -225,7 +245,8 @@ def _new_actor(name: ReplicaName, group: PlacementGroup, rank: int) -> Any:
             lifetime="detached",
             max_restarts=0,
             max_concurrency=MAX_CALLS,
-            num_cpus=_RANK_CPUS,
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=rank
             ),

@@ -30,6 +30,7 @@ from baton.config import load_config
 from cluster.error_text import one_line
 from cluster.loop_door import LoopDoor
 from cluster.rank import OnFatal, build_rank, follow_rank0, free_port
+from cluster.rank_gpus import VISIBLE, rank_environments
 from cluster.worker import EngineStuckError, Worker
 from cluster.worker_config import RankPlace, WorkerConfig, worker_config
 
@@ -182,7 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if place.rank > 0:
             follow_rank0(config, place, _end_process)
         else:
-            with _other_ranks(place, options):
+            own, *others = rank_environments(config.engine, place.size, os.environ.get(VISIBLE))
+            os.environ.update(own)  # before anything here has looked for GPUs
+            with _other_ranks(place, options, others):
                 uvloop.run(_serve_until_signalled(config, place))
     except Exception:
         log.exception("%s rank %d ends", worker_id, place.rank)
@@ -218,12 +221,17 @@ def _end_process(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def _other_ranks(place: RankPlace, options: argparse.Namespace) -> Iterator[None]:
+def _other_ranks(
+    place: RankPlace, options: argparse.Namespace, environments: Sequence[dict[str, str]]
+) -> Iterator[None]:
     """Ranks > 0 as child processes; one that ends early takes this process down."""
     command = [sys.executable, "-m", "cluster.worker_process"]
     command += ["--config", options.config, "--pool", options.pool, "--control", options.control]
     command += ["--worker-id", options.worker_id or "", "--meet", place.meeting]
-    children = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(1, place.size)]
+    children = [
+        subprocess.Popen([*command, "--rank", str(rank)], env=os.environ | environment)
+        for rank, environment in enumerate(environments, start=1)
+    ]
     leaving = threading.Event()
 
     def watch(child: subprocess.Popen[bytes]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from baton.config import ClusterConfig
-from baton.errors import UnavailableError
+from baton.errors import ConfigError, UnavailableError
 from baton.process_tree import descendants, wait_until_gone
 from cluster.local import up
 from cluster.reaper import watched_over
@@ -72,6 +72,17 @@ def test_a_cluster_whose_workers_cannot_start_fails_soon_with_their_own_words(
     assert named is not None, failure.value
     assert cause in Path(named[2]).read_text()
     assert time.monotonic() - began_at < 90  # 8 s alone on a machine
+    assert wait_until_gone(descendants() - before, 5.0) == set()
+
+
+def test_a_cluster_on_more_gpus_than_the_machine_has_is_refused_before_anything_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also where there are some
+    config, before = fake_cluster(tmp_path, replicas=1), descendants()
+    engine = dataclasses.replace(config.engine, backend="torch", device="cuda")
+    with pytest.raises(ConfigError, match=r"the pools need 2 GPUs .*this machine has 0"):
+        up(dataclasses.replace(config, engine=engine))
     assert wait_until_gone(descendants() - before, 5.0) == set()
 
 

@@ -1,0 +1,138 @@
+"""Which GPU a rank has, shown without one: Ray counts those that it is told of."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from baton.config import ClusterConfig
+from baton.errors import ConfigError
+from cluster.local import start_ray
+from cluster.rank_gpus import VISIBLE, rank_environments
+from cluster.reaper import watched_over
+from cluster.replica import ReplicaError, ReplicaName, Replicas, rank_resources
+from cluster.worker_config import WorkerConfig, worker_config
+from engine.config import EngineConfig
+from kv_transfer.config import TransferConfig
+from tests.cluster.whole_cluster import fake_cluster
+
+NUM_GPUS = 2
+
+
+@pytest.fixture(scope="module")
+def ray_with_gpus() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        start_ray(stack, stack.enter_context(watched_over()), num_gpus=NUM_GPUS)
+        yield
+
+
+def on_gpus(folder: Path) -> ClusterConfig:
+    config = fake_cluster(folder, replicas=1)
+    engine = dataclasses.replace(config.engine, backend="torch", device="cuda")
+    return dataclasses.replace(config, engine=engine)
+
+
+def loads_for_ever(folder: Path) -> None:
+    """Reading the model's config.json never ends, so that a rank can be asked what it has."""
+    (folder / "config.json").unlink(missing_ok=True)
+    os.mkfifo(folder / "config.json")
+
+
+def ranks_on_gpus(folder: Path, tp_size: int) -> WorkerConfig:
+    config = worker_config(on_gpus(folder), "decode", "decode-0", "127.0.0.1:1")
+    loads_for_ever(folder)
+    memory = TransferConfig(transport="memory")
+    return dataclasses.replace(config, transfer=memory, tp_size=tp_size)
+
+
+def visible_gpus(actor: Any) -> str:
+    told: str = ray.get(actor.__ray_call__.remote(lambda self: os.environ[VISIBLE]), timeout=30)
+    return told
+
+
+def test_only_a_rank_on_a_gpu_asks_for_one(tmp_path: Path) -> None:
+    on_gpu = worker_config(on_gpus(tmp_path), "decode", "decode-0", "127.0.0.1:1")
+    assert rank_resources(on_gpu.engine)["GPU"] == 1
+    on_cpu = worker_config(fake_cluster(tmp_path), "decode", "decode-0", "127.0.0.1:1")
+    assert "GPU" not in rank_resources(on_cpu.engine)
+    assert "GPU" not in rank_resources(dataclasses.replace(on_gpu.engine, backend="fake"))
+
+
+@pytest.mark.cluster
+def test_each_rank_under_ray_sees_a_gpu_of_its_own(ray_with_gpus: None, tmp_path: Path) -> None:
+    replicas = Replicas({"decode": NUM_GPUS}, tmp_path)
+    config = ranks_on_gpus(tmp_path, tp_size=NUM_GPUS)
+    replica = replicas.start(ReplicaName.new("decode", 0), config)
+    try:
+        seen = sorted(visible_gpus(actor) for actor in replica.actors.values())
+        assert seen == ["0", "1"]
+    finally:
+        assert replicas.destroy(replica)
+
+
+@pytest.mark.cluster
+def test_a_replica_on_more_gpus_than_any_machine_has_is_refused_at_once(
+    ray_with_gpus: None, tmp_path: Path
+) -> None:
+    replicas = Replicas({"decode": NUM_GPUS + 1}, tmp_path)
+    config = ranks_on_gpus(tmp_path, tp_size=NUM_GPUS + 1)
+    began_at = time.monotonic()
+    with pytest.raises(ReplicaError, match="3 ranks need a GPU each; the largest machine has 2"):
+        replicas.start(ReplicaName.new("decode", 0), config)
+    assert time.monotonic() - began_at < 15  # not as long as for a place that may come free
+    assert replicas.find() == []
+
+
+SEEN = [
+    (None, ["0", "1"]),
+    ("3,5,7", ["3", "5"]),
+    ("GPU-a, GPU-b", ["GPU-a", "GPU-b"]),
+]
+
+
+@pytest.mark.parametrize(("visible", "seen"), SEEN)
+def test_each_rank_without_ray_sees_a_gpu_of_its_own(visible: str | None, seen: list[str]) -> None:
+    engine = EngineConfig(device="cuda")
+    assert [each[VISIBLE] for each in rank_environments(engine, 2, visible)] == seen
+    assert rank_environments(engine, 1, visible) == [{}]
+    assert rank_environments(EngineConfig(), 2, visible) == [{}, {}]
+
+
+@pytest.mark.parametrize("visible", ["", "0"])
+def test_ranks_without_ray_that_have_too_few_gpus_are_refused(visible: str) -> None:
+    with pytest.raises(ConfigError, match="2 ranks need a GPU each; CUDA_VISIBLE_DEVICES"):
+        rank_environments(EngineConfig(device="cuda"), 2, visible)
+
+
+def test_a_worker_process_starts_its_other_ranks_with_gpus_of_their_own(tmp_path: Path) -> None:
+    config = on_gpus(tmp_path)
+    pools = {name: dataclasses.replace(p, tensor_parallel=2) for name, p in config.pools.items()}
+    (file := tmp_path / "cluster.yaml").write_text(
+        dataclasses.replace(config, pools=pools).to_yaml()
+    )
+    command = [sys.executable, "-m", "cluster.worker_process", "--config", str(file)]
+    command += ["--pool", "decode", "--control", "127.0.0.1:1"]
+    loads_for_ever(tmp_path)
+    with subprocess.Popen(command, env=os.environ | {VISIBLE: "4,6"}) as process:
+        rank0, give_up_at = psutil.Process(process.pid), time.monotonic() + 60
+        try:
+            while not (ranks := rank0.children()):
+                assert process.poll() is None
+                assert time.monotonic() < give_up_at
+                time.sleep(0.05)
+            (rank1,) = ranks
+            assert rank1.environ()[VISIBLE] == "6"
+        finally:
+            for left in (rank0, *ranks):
+                left.kill()
