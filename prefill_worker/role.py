@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.errors import EngineStoppedError, InvalidRequestError
 from engine.loop import EngineThread
@@ -76,10 +76,6 @@ class DrainingError(RuntimeError):
     """This worker takes no new work."""
 
 
-class DuplicatePrefillError(RuntimeError):
-    """This attempt of the request is computed here already."""
-
-
 class PrefillRun:
     """One prefill under way, as its caller sees it."""
 
@@ -127,15 +123,16 @@ class PrefillRole:
     def start(self, spec: RequestSpec, lease: Lease, timeout_s: float | None) -> PrefillRun:
         """Begin a prefill whose KV goes into `lease`.
 
-        Raises DrainingError, DuplicatePrefillError, and from the exporter LeaseError (fenced, or
-        not ours) and FingerprintError; then nothing was begun.
+        Raises DrainingError, and from the exporter LeaseError (fenced, served already, or not
+        ours) and FingerprintError; then nothing was begun.
         """
         if self._draining:
             raise DrainingError("this worker is draining")
-        key = spec.request_id
-        if key in self._waiting:
-            raise DuplicatePrefillError(f"{key} is computed here already")
         handoff = self._exporter.open(lease)
+        # An id that no other prefill ever has: the engine may still tell of one that is over here,
+        # while the request's own id has come again.
+        key = RequestId(f"{spec.request_id}/{handoff}")
+        spec = replace(spec, request_id=key)
         prefill = PrefillRun()
         self._computing[handoff] = key
         self._waiting[key] = asyncio.get_running_loop().create_future()

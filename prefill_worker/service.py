@@ -14,7 +14,6 @@ from kv_transfer.errors import FingerprintError, LeaseError, WrongWriterError
 from kv_transfer.lease import Lease, logprobs_to_proto
 from prefill_worker.role import (
     DrainingError,
-    DuplicatePrefillError,
     FirstTokenReady,
     HandedOff,
     HandoffBroken,
@@ -51,8 +50,6 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
             return
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except DuplicatePrefillError as error:
-            await context.abort(grpc.StatusCode.ALREADY_EXISTS, str(error))
         except LeaseError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         try:

@@ -1,0 +1,84 @@
+"""A request id that comes again while the engine still computes what it named before."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Callable
+
+from baton.v1 import worker_pb2
+from cluster.registry import Role
+from cluster.worker import Worker
+from engine.config import FakeEngineConfig
+from engine.fake_runner import FakeRunner
+from tests.cluster.conftest import (
+    ENGINE,
+    DecodeLink,
+    MiniRouter,
+    Oracle,
+    make_spec,
+    nothing_held,
+    running_worker,
+)
+
+TIMED = dataclasses.replace(
+    ENGINE, fake=FakeEngineConfig(window=20, vocab_size=50_000, prefill_token_s=1e-6)
+)
+
+
+class HeldStep:
+    """Holds the first step that computes something until `go_on`."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        runner = worker.rank.runner
+        assert isinstance(runner, FakeRunner)
+        runner._sleep = self._hold
+
+    def _hold(self, _: float) -> None:
+        self.begun.set()
+        assert self.go_on.wait(30)
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not happened():  # noqa: ASYNC110  it has no event
+            await asyncio.sleep(0.001)
+
+
+async def test_an_id_that_comes_again_within_a_step_gets_its_own_tokens() -> None:
+    async with (
+        running_worker("prefill-0", Role.PREFILL, TIMED) as prefill,
+        running_worker("decode-0", Role.DECODE) as decode,
+    ):
+        link = DecodeLink(decode.address, "router-a")
+        await link.open()
+        router = MiniRouter(prefill.address, link)
+        writer = prefill.info().ref
+        prompts = [make_spec("former", 60), make_spec("latter", 60)]
+        leases = [await router.reserve(spec, writer) for spec in prompts]
+        former, latter = prompts
+        expected = Oracle().tokens(latter)
+        assert Oracle().tokens(former)[0] != expected[0]
+        former.request_id = latter.request_id = "x"
+
+        step = HeldStep(prefill)
+        call = router.prefill.Prefill(worker_pb2.PrefillRequest(spec=former, lease=leases[0]))
+        await asyncio.to_thread(step.begun.wait, 10)
+        call.cancel()
+        assert prefill.prefill is not None
+        role = prefill.prefill
+        await until(lambda: role.is_idle)
+        again = asyncio.create_task(router.hand_off(latter, leases[1]))
+        await until(lambda: not role.is_idle)
+        step.go_on.set()
+        responses = await again
+        assert [r.WhichOneof("event") for r in responses] == ["first_token", "handoff_done"]
+        heard = link.of("latter")
+        await link.until(lambda: heard.finished)
+        heard.tokens[0] = responses[0].first_token.id
+        assert heard.in_order() == expected
+        await nothing_held(prefill, decode)
+        await router.close()
+        await link.close()
