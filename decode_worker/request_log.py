@@ -16,8 +16,8 @@ from engine.request import FinishReason, RequestSpec, SampledToken, TokenLogprob
 class Submission:
     """One attempt of a request as a router submitted it.
 
-    `spec.request_id` is the engine's key, unique per attempt; `request_id` is the router's name for
-    the request. `wire` is the message it came as, given back to whoever attaches.
+    `spec.request_id` is the engine's key, which the role makes unique; `request_id` is the
+    router's name for the request. `wire` is the message it came as, given back to whoever attaches.
     """
 
     spec: RequestSpec

@@ -16,8 +16,10 @@ as an orphan until another session attaches it or `orphan_ttl_s` passes.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Coroutine, Iterable
+from dataclasses import replace
 from typing import Any
 
 from decode_worker.config import DecodeConfig
@@ -62,6 +64,7 @@ class DecodeRole:
         self._fenced: set[RequestId] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
+        self._numbers = itertools.count(1)  # of submissions
 
     def bind(self, leases: LeaseTable) -> None:
         """Give the role the table whose listener it is; once, before the first `submit`."""
@@ -136,6 +139,10 @@ class DecodeRole:
             self._end(former, FinishReason.ABORTED, "replaced by a newer attempt")
             if former.session is not None:
                 former.session.drop(submission.request_id)
+        # An id that no other attempt ever has: the engine may still tell of one that is over here,
+        # while the request's own id and number have come again.
+        key = RequestId(f"{submission.spec.request_id}/{next(self._numbers)}")
+        submission = replace(submission, spec=replace(submission.spec, request_id=key))
         record = self._log.open(submission)
         deadline_s = None
         if submission.timeout_s is not None:

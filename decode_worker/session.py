@@ -74,7 +74,9 @@ class RouterSession:
 
     def follow(self, record: Record, sent: int) -> None:
         """From now on this router gets a request's tokens from output index `sent` on."""
-        self._sent[record.submission.request_id] = sent
+        request_id = record.submission.request_id
+        self._news.pop(request_id, None)  # of a former attempt
+        self._sent[request_id] = sent
 
     def drop(self, request_id: str) -> None:
         """Tell this router nothing more of a request."""

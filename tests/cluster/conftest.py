@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc.aio
 import numpy as np
@@ -22,6 +23,7 @@ from decode_worker.config import DecodeConfig
 from engine.api import EngineLoad
 from engine.build import build_engine, build_runner, load_model_spec, region_layout
 from engine.config import EngineConfig, FakeEngineConfig
+from engine.fake_runner import FakeRunner
 from engine.local_memory import LocalKvMemory, LocalSink
 from engine.request import RequestSpec, TokenEvent
 from kv_transfer.config import TransferConfig
@@ -34,6 +36,9 @@ ENGINE = EngineConfig(
     max_num_seqs=16,
     max_num_batched_tokens=64,
     fake=FakeEngineConfig(window=20, vocab_size=50_000),
+)
+TIMED_ENGINE = replace(
+    ENGINE, fake=FakeEngineConfig(window=20, vocab_size=50_000, prefill_token_s=1e-6)
 )
 FINGERPRINT = load_model_spec("", ENGINE).kv_fingerprint
 
@@ -260,6 +265,29 @@ async def nothing_held(*workers: Worker) -> None:
                 await asyncio.sleep(0.01)
             await asyncio.wrap_future(worker.engine.call(lambda e: e.check_integrity()))
             worker.check_integrity()
+
+
+class HeldStep:
+    """Holds the next step that computes something until `go_on`.
+
+    The worker's engine has to be one whose steps take time."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        runner = worker.rank.runner
+        assert isinstance(runner, FakeRunner)
+        runner._sleep = self._hold
+
+    def _hold(self, _: float) -> None:
+        self.begun.set()
+        assert self.go_on.wait(30)
+
+
+async def until(happened: Callable[[], object]) -> None:
+    """Wait for what has no event of its own."""
+    async with asyncio.timeout(10):
+        while not happened():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 @dataclass(frozen=True)

@@ -161,3 +161,19 @@ async def test_a_dropped_request_is_told_no_more_and_a_closed_session_ends() -> 
     assert (await take(session)).tokens == ()
     session.close()
     assert [update async for update in session.updates()] == []
+
+
+async def test_news_of_a_former_attempt_is_not_sent_in_the_next_ones_name() -> None:
+    log, session = make_log(), RouterSession("router")
+    former = log.open(submission(attempt=1))
+    session.follow(former, sent=0)
+    log.finish(former, FinishReason.ABORTED, "", now_s=0.0)
+    session.changed(former)
+    latter = log.open(submission(attempt=2))
+    session.follow(latter, sent=0)
+    session.notice(Admitted("other", 1))
+    assert (await take(session)).tokens == ()
+    latter.append(0, SampledToken(7))
+    session.changed(latter)
+    (run,) = (await take(session)).tokens
+    assert (run.attempt, run.token_ids) == (2, (7,))

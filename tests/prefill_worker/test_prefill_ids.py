@@ -3,53 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import threading
-from collections.abc import Callable
 
 from baton.v1 import worker_pb2
 from cluster.registry import Role
-from cluster.worker import Worker
-from engine.config import FakeEngineConfig
-from engine.fake_runner import FakeRunner
 from tests.cluster.conftest import (
-    ENGINE,
+    TIMED_ENGINE,
     DecodeLink,
+    HeldStep,
     MiniRouter,
     Oracle,
     make_spec,
     nothing_held,
     running_worker,
+    until,
 )
-
-TIMED = dataclasses.replace(
-    ENGINE, fake=FakeEngineConfig(window=20, vocab_size=50_000, prefill_token_s=1e-6)
-)
-
-
-class HeldStep:
-    """Holds the first step that computes something until `go_on`."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.begun, self.go_on = threading.Event(), threading.Event()
-        runner = worker.rank.runner
-        assert isinstance(runner, FakeRunner)
-        runner._sleep = self._hold
-
-    def _hold(self, _: float) -> None:
-        self.begun.set()
-        assert self.go_on.wait(30)
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not happened():  # noqa: ASYNC110  it has no event
-            await asyncio.sleep(0.001)
 
 
 async def test_an_id_that_comes_again_within_a_step_gets_its_own_tokens() -> None:
     async with (
-        running_worker("prefill-0", Role.PREFILL, TIMED) as prefill,
+        running_worker("prefill-0", Role.PREFILL, TIMED_ENGINE) as prefill,
         running_worker("decode-0", Role.DECODE) as decode,
     ):
         link = DecodeLink(decode.address, "router-a")
