@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import signal
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from baton import render
 from baton.config import ClusterConfig, load_config, parse_config
 from baton.errors import BatonError, ConfigError
+from baton.model_folder import with_model_folder
 from baton.process_tree import Process, descendants, wait_until_gone
 from baton.progress import Steps
 
@@ -27,7 +29,7 @@ def read_config(file: str | None, model: str | None = None) -> ClusterConfig:
     """The cluster file, or the defaults; the shipped model is found from any folder."""
     config = load_config(file) if file else parse_config(None)
     if model is not None:
-        config = dataclasses.replace(config, model=model)
+        config = dataclasses.replace(config, model=os.path.expanduser(model))
     shipped = Path(__file__).resolve().parent.parent / config.model
     if not Path(config.model).is_dir() and shipped.is_dir():
         config = dataclasses.replace(config, model=str(shipped))
@@ -89,6 +91,7 @@ class Startup:
         from router.text import TextModel
 
         _check_ports(config)
+        config = with_model_folder(config, self._announce, self._steps.detail)
         self._announce("reading the tokenizer")
         TextModel.load(config.model)  # a wrong folder is told before anything is started
         self._cluster = start_cluster(config, on_progress=self._announce)

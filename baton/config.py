@@ -7,6 +7,7 @@ this needs no torch, ray or libucp.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,7 +150,8 @@ def _check_pool(name: str, config: ClusterConfig, source: str) -> None:
 
 
 def load_config(path: str | Path) -> ClusterConfig:
-    """Read a cluster file; a relative `model` that is a folder beside the file means that one."""
+    """Read a cluster file; a relative `model` that is a folder beside the file means that one, and
+    one that begins with ~ lies in a home folder."""
     source = str(path)
     try:
         value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -159,7 +161,6 @@ def load_config(path: str | Path) -> ClusterConfig:
         problem = " ".join(str(error).split())
         raise ConfigError(f"{source}: not valid YAML: {problem}") from error
     config = parse_config(value, source=source)
-    beside = Path(path).resolve().parent / config.model
-    if beside.is_dir():
-        config = dataclasses.replace(config, model=str(beside))
-    return config
+    model = os.path.expanduser(config.model)
+    beside = Path(path).resolve().parent / model
+    return dataclasses.replace(config, model=str(beside) if beside.is_dir() else model)

@@ -54,6 +54,13 @@ class Steps:
         else:
             self._console.print(f"{message} ...", highlight=False, markup=False)
 
+    def detail(self, text: str) -> None:
+        """How far the current step has come: on its line, or on one of its own elsewhere."""
+        if self._live is not None:
+            self._live.update(_Waiting(f"{self._message}: {text}", self._started))
+        else:
+            self._console.print(f"{self._message}: {text} ...", highlight=False, markup=False)
+
     def done(self, *, failed: bool = False) -> None:
         """End the current step, if there is one."""
         if self._message is None:

@@ -9,10 +9,9 @@ from pathlib import Path
 from engine.api import ModelSpec
 from engine.models.config import ModelConfig, model_config
 from engine.models.errors import CheckpointError
+from engine.models.hub import snapshot
 from engine.weights import Checkpoint, read_json
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec, kv_fingerprint
-
-_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 
 
 def resolve(model_path: str) -> Path:
@@ -20,18 +19,8 @@ def resolve(model_path: str) -> Path:
 
     Raises CheckpointError when there is neither.
     """
-    folder = Path(model_path).expanduser()
-    if folder.is_dir():
-        return folder
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(huggingface_hub.snapshot_download(model_path, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"{model_path} is no folder, nor can it be had from the Hugging Face hub: {error}"
-        ) from error
+    folder = Path(model_path)
+    return folder if folder.is_dir() else snapshot(model_path)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -48,7 +37,7 @@ def describe(model_path: str, block_size: int, dtype: str, max_model_len: int | 
         digest = checkpoint.digest()
     longest = config.max_position_embeddings
     return ModelSpec(
-        name=folder.name if Path(model_path).expanduser().is_dir() else model_path,
+        name=folder.name if Path(model_path).is_dir() else model_path,
         layout=layout,
         kv_fingerprint=kv_fingerprint(layout, digest, config=asdict(config)),
         vocab_size=config.vocab_size,

@@ -15,6 +15,7 @@ SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TEXT_FILES = ["*.json", "chat_template.jinja"]
+_NOT_READ = ["*/*"]  # nothing in a subfolder is
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class ModelFiles:
     vocab_size: int | None
     max_model_len: int | None
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether it can be a name on the Hugging Face hub."""
+    return _HUB_NAME.fullmatch(model) is not None
 
 
 def read_model_files(folder: str | Path) -> ModelFiles:
@@ -75,7 +81,7 @@ def _find(model: str | Path) -> Path:
     """The folder itself, or where the Hugging Face hub's files of that name lie (fetched once)."""
     if Path(model).is_dir():
         return Path(model)
-    if not _HUB_NAME.fullmatch(str(model)):
+    if not is_hub_name(str(model)):
         raise ConfigError(f"{model}: no such model folder, and not a name on the Hugging Face hub")
     try:
         import huggingface_hub
@@ -84,7 +90,11 @@ def _find(model: str | Path) -> Path:
             f"{model}: no such model folder; to fetch it, install huggingface_hub"
         ) from error
     try:
-        return Path(huggingface_hub.snapshot_download(str(model), allow_patterns=_TEXT_FILES))
+        return Path(
+            huggingface_hub.snapshot_download(
+                str(model), allow_patterns=_TEXT_FILES, ignore_patterns=_NOT_READ
+            )
+        )
     except (OSError, ValueError) as error:  # the hub's own errors are among these
         raise ConfigError(
             f"{model}: cannot be fetched from the Hugging Face hub: {error}"

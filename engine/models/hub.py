@@ -1,0 +1,87 @@
+"""A model's files on the Hugging Face hub: which are wanted, and the folder they are fetched to.
+
+`python -m engine.models.hub NAME` fetches in a process of its own, for whoever must be able to stop
+at any time: the hub's threads finish their files before they heed an interrupt. It tells on
+standard output, a JSON object a line: {"fetched_bytes", "total_bytes"} as they change, and at the
+end {"folder"} or {"error"}.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from engine.models.errors import CheckpointError
+
+_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+# The same weights once more, as their makers' own programs want them; and nothing in a subfolder
+# (original/, onnx/) is read.
+_OTHER_FORMS = ["consolidated*", "*/*"]
+
+
+def snapshot(name: str, tqdm_class: Any = None) -> Path:
+    """The folder of a hub model, from the local cache or fetched into it. Raises CheckpointError.
+
+    `tqdm_class`: what draws the hub's progress; None: its own bars.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name,
+                allow_patterns=_FILES,
+                ignore_patterns=_OTHER_FORMS,
+                tqdm_class=tqdm_class,
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{name} is no folder, nor can it be had from the Hugging Face hub: {error}"
+        ) from error
+
+
+def _telling_bars() -> Any:
+    """Progress bars that tell bytes on standard output. Older hubs only count files: not told."""
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    told, lock = 0, threading.Lock()  # files come on threads of their own
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            settings.pop("name", None)
+            super().__init__(*args, **settings | {"file": io.StringIO(), "disable": False})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            nonlocal told
+            drawn: bool | None = super().update(n)
+            with lock:
+                if self.unit == "B" and self.n > told:  # several bars count the same bytes
+                    told = int(self.n)
+                    _tell(fetched_bytes=told, total_bytes=int(self.total or 0))
+            return drawn
+
+    return Bar
+
+
+def _tell(**values: object) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def main(name: str) -> int:
+    try:
+        folder = snapshot(name, _telling_bars())
+    except CheckpointError as error:
+        _tell(error=str(error))
+        return 1
+    _tell(folder=str(folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,121 @@
+"""A model named on the hub is fetched once, before the cluster starts, and seen to come."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from baton.bring_up import Startup, read_config
+from baton.config import ClusterConfig, parse_config
+from baton.errors import ConfigError
+from baton.model_folder import with_model_folder
+from baton.process_tree import descendants
+from baton.progress import Steps
+from tests.baton.small_hub import SmallHub, fill_cache
+
+NAME = "baton-test/tiny"
+WEIGHTS = b"w" * 3_000_000
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{ }",
+    "model-00001-of-00001.safetensors": WEIGHTS,
+    "model.safetensors.index.json": b"{  }",
+}
+OTHERS = {
+    "consolidated.safetensors": WEIGHTS,
+    "consolidated-00001-of-00002.safetensors": WEIGHTS,
+    "original/params.json": b"{}",
+    "original/consolidated.00.safetensors": WEIGHTS,
+    "onnx/model.safetensors": WEIGHTS,
+    "pytorch_model.bin": WEIGHTS,
+    "README.md": b"read me",
+}
+CONFIG = parse_config({"model": NAME})
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path / "hub"
+
+
+def resolved(config: ClusterConfig) -> tuple[ClusterConfig, list[str], list[str]]:
+    announced: list[str] = []
+    details: list[str] = []
+    found = with_model_folder(config, announced.append, details.append)
+    return found, announced, details
+
+
+def test_a_name_on_the_hub_becomes_its_folder_in_the_cache_and_stays_its_name(cache: Path) -> None:
+    folder = fill_cache(cache, NAME, FILES)
+    config, announced, _ = resolved(CONFIG)
+    assert (config.model, config.model_name) == (str(folder), "tiny")
+    assert announced == [f"fetching {NAME} from the Hugging Face hub"]
+
+
+def test_a_model_that_cannot_be_fetched_is_told_before_anything_starts(cache: Path) -> None:
+    steps = Steps(Console(file=(shown := io.StringIO()), width=200))
+    config = parse_config({"model": NAME, "control": {"port": 0}, "router": {"port": 0}})
+    refusal = f"{NAME} is no folder, nor can it be had from the Hugging Face hub"
+    with Startup(steps) as startup, pytest.raises(ConfigError, match=refusal):
+        startup.start(config)
+    assert "fetching" in shown.getvalue()
+    assert "Ray" not in shown.getvalue()
+
+
+def test_only_what_is_read_is_fetched_and_it_is_told_how_much_has_come(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with SmallHub(NAME, FILES | OTHERS) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        config, _, details = resolved(CONFIG)
+    assert sorted(hub.asked) == sorted(FILES)
+    folder = Path(config.model)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
+    assert details[-1] == "3.0 MB of 3.0 MB"
+
+
+def test_an_interrupt_does_not_wait_for_a_file_that_is_still_coming(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(text: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    before = descendants()
+    with SmallHub(NAME, FILES) as hub:
+        hub.goes_on.clear()
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        with pytest.raises(KeyboardInterrupt):
+            with_model_folder(CONFIG, lambda text: None, interrupted)
+        assert descendants() == before
+
+
+@pytest.mark.parametrize("model", ["/", "no such/folder/at all"])
+def test_what_is_a_folder_or_no_name_is_not_looked_for(model: str) -> None:
+    config = parse_config({"model": model})
+    assert resolved(config) == (config, [], [])
+
+
+def test_a_home_folder_is_found_from_the_command_line_and_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (file := tmp_path / "cluster.yaml").write_text("model: ~/weights\n")
+    assert read_config(str(file)).model == str(tmp_path / "weights")
+    assert read_config(None, "~/weights").model == str(tmp_path / "weights")
+
+
+def test_how_far_a_step_has_come_is_told_on_its_line() -> None:
+    for is_terminal in (True, False):
+        console = Console(file=(shown := io.StringIO()), force_terminal=is_terminal, width=60)
+        with Steps(console) as steps:
+            steps("fetching")
+            steps.detail("1 of 3 GB")
+        assert "fetching: 1 of 3 GB" in shown.getvalue()
