@@ -34,9 +34,10 @@ from bench.table import markdown
 from kv_transfer.block_hash import BlockHash
 from router.admission import Admission
 from router.config import RouterConfig
-from router.fleet import Fleet, WorkerFacts, WorkerState
+from router.fleet import Fleet, WorkerState
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
+from router.worker_facts import WorkerFacts
 from tests.router.deployment import byte_model
 from tests.router.scripted_worker import FINGERPRINT, MODEL
 
@@ -208,6 +209,8 @@ def fleet_of(size: int, config: RouterConfig, index: PrefixIndex) -> Fleet:
             block_size=16,
             num_blocks=100_000,
             max_model_len=8192,
+            max_request_tokens=0,
+            max_held_tokens=0,
             max_num_seqs=256,
             vocab_size=257,
             kv_bytes_per_token=1 << 17,

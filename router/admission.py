@@ -38,6 +38,8 @@ class Ticket:
     rank: tuple[int, float, int]  # (-priority, fair share's stamp, arrival)
     prompt: PromptBlocks = field(compare=False)
     max_new_tokens: int = field(compare=False)
+    least_new_tokens: int = field(compare=False)
+    """Of these, how many must fit after the prompt: all that the client asked for."""
     failed: set[tuple[str, int]] = field(compare=False, default_factory=set)
     """Worker ids and incarnations on which the request failed."""
     deadline_s: float | None = field(compare=False, default=None)
@@ -54,7 +56,6 @@ class Placed:
     placement: Placement
     booking: Booking
     kv_fingerprint: bytes
-    alternatives: int
 
 
 class Admission:
@@ -93,7 +94,7 @@ class Admission:
             raise self._full()
         growth = min(max_new_tokens, self._config.decode_growth_tokens)
         self._shares.charge(tenant, len(prompt) + growth)
-        return Ticket(rank, prompt, max_new_tokens, deadline_s=deadline_s)
+        return Ticket(rank, prompt, max_new_tokens, max_new_tokens, deadline_s=deadline_s)
 
     def _shed_after(self, rank: tuple[int, float, int]) -> bool:
         """Refuse the last in line if it comes after `rank`, unless it has been placed before."""
@@ -116,7 +117,8 @@ class Admission:
         Raises NoCapacityError when the request is too large for any worker, UnavailableError when
         no worker could run it for `fleet_wait_s`, OverloadedError when it would come too late.
         """
-        self._refuse_too_large(ticket)
+        if too_large := self._too_large(ticket):
+            raise too_large
         if not ticket.was_placed:
             self._refuse_too_late(ticket)
         ticket.since_s = self._clock()
@@ -143,9 +145,11 @@ class Admission:
         if self._waiting:
             self._schedule(0.0)
 
-    def candidates(self, prompt: PromptBlocks, max_new_tokens: int, limit: int) -> list[Placement]:
+    def candidates(
+        self, prompt: PromptBlocks, max_new_tokens: int, least_new_tokens: int, limit: int
+    ) -> list[Placement]:
         """Every placement of a prompt, cheapest first. Books nothing."""
-        ticket = Ticket((0, 0.0, 0), prompt, max_new_tokens)
+        ticket = Ticket((0, 0.0, 0), prompt, max_new_tokens, least_new_tokens)
         now = self._clock()
         found: list[Placement] = []
         for query in self._queries(ticket, now):
@@ -190,7 +194,11 @@ class Admission:
             self._shares.idle()
 
     def _try(self, ticket: Ticket, now: float) -> float | None:
-        """Place a request; or say after how many seconds trying again may help."""
+        """Place or refuse a request; or say after how many seconds trying again may help."""
+        assert ticket.placed is not None
+        if too_large := self._too_large(ticket):  # those that could take it have left
+            ticket.placed.set_exception(too_large)
+            return None
         best: tuple[Placement, PlacementQuery] | None = None
         for query in self._queries(ticket, now):
             placement = choose(query, self._fleet.arrays, self._config, now, self._rng)
@@ -201,7 +209,6 @@ class Admission:
         placement, _ = best
         if placement.queue_s > self._config.lease_lead_s:
             return placement.queue_s - self._config.lease_lead_s
-        assert ticket.placed is not None
         ticket.placed.set_result(self._book(ticket, placement, now))
         return None
 
@@ -220,7 +227,7 @@ class Admission:
         expires_s = now + self._config.prediction_ttl_s
         for entry in {booking.prefill.slot, booking.decode.slot}:
             self._index.predict(entry, hashes, now, expires_s)
-        return Placed(placement, booking, facts.kv_fingerprint, len(self._fleet))
+        return Placed(placement, booking, facts.kv_fingerprint)
 
     def _queries(self, ticket: Ticket, now: float) -> Sequence[PlacementQuery]:
         """One per class of workers that exchange KV."""
@@ -232,18 +239,29 @@ class Admission:
             hashes = prompt.hashes(fingerprint, block_size)
             blocks = self._index.lookup_predicted(hashes, num_slots, now)
             cached = np.minimum(blocks * block_size, max(0, len(prompt) - 1))
-            queries.append(PlacementQuery(len(prompt), growth, kv_class, cached, failed))
+            queries.append(
+                PlacementQuery(
+                    len(prompt), growth, kv_class, cached, ticket.least_new_tokens, failed
+                )
+            )
         return queries
 
     # --- refusals ------------------------------------------------------------------------------
 
-    def _refuse_too_large(self, ticket: Ticket) -> None:
-        largest = self._fleet.largest_context
-        if largest is not None and len(ticket.prompt) >= largest:
-            raise NoCapacityError(
-                f"{len(ticket.prompt)} tokens exceed the KV memory of every decode worker"
-                f" ({largest} tokens)"
+    def _too_large(self, ticket: Ticket) -> NoCapacityError | None:
+        num_tokens, longest = len(ticket.prompt), self._fleet.longest_request
+        least = ticket.least_new_tokens
+        if longest is not None and num_tokens + least > longest:
+            return NoCapacityError(
+                f"{num_tokens} tokens and {least} more exceed what every decode worker takes"
+                f" ({longest} tokens)"
             )
+        longest = self._fleet.longest_prompt
+        if self._config.local_prefill == "never" and longest is not None and num_tokens > longest:
+            return NoCapacityError(
+                f"{num_tokens} tokens exceed what every prefill worker takes ({longest} tokens)"
+            )
+        return None
 
     def _refuse_too_late(self, ticket: Ticket) -> None:
         now, queries = self._clock(), self._queries(ticket, self._clock())

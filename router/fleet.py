@@ -14,9 +14,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NewType, TypeVar
 
-from baton.v1 import common_pb2
+import numpy as np
+
 from router.config import RouterConfig
 from router.placement import FleetArrays, Placement
+from router.worker_facts import WorkerFacts
 
 Slot = NewType("Slot", int)
 T = TypeVar("T")
@@ -34,36 +36,6 @@ class WorkerState(enum.Enum):
     DRAINING = "draining"
     GONE = "gone"
     UNLISTED = "unlisted"
-
-
-@dataclass(frozen=True)
-class WorkerFacts:
-    """What never changes in one incarnation of a worker."""
-
-    worker_id: str
-    incarnation: int
-    can_prefill: bool
-    can_decode: bool
-    address: str
-    model: str
-    kv_fingerprint: bytes
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    max_num_seqs: int
-    vocab_size: int
-    kv_bytes_per_token: int
-    ref: common_pb2.WorkerRef = field(compare=False)
-    """Passed on unread: it names the writer of a lease."""
-
-    @property
-    def identity(self) -> tuple[str, int]:
-        """Worker id and incarnation: its slot, once it has left, is given to another."""
-        return (self.worker_id, self.incarnation)
-
-    @property
-    def kv_class(self) -> tuple[bytes, int]:
-        return (self.kv_fingerprint, self.block_size)
 
 
 @dataclass(frozen=True)
@@ -123,7 +95,8 @@ class Fleet:
         self._by_slot: dict[Slot, WorkerEntry] = {}
         self._classes: dict[tuple[bytes, int], int] = {}  # numbers, also of those that left
         self._num_of_class: Counter[tuple[bytes, int]] = Counter()
-        self._context_sizes: Counter[int] = Counter()  # of decode workers, in tokens
+        self._longest_requests: Counter[int] = Counter()  # of decode workers, in tokens
+        self._longest_prompts: Counter[int] = Counter()  # of prefill workers, in tokens
         self._booking_ids = itertools.count(1)
         self._bookings: dict[int, Booking] = {}
         self.arrays = FleetArrays.empty(8)
@@ -156,9 +129,14 @@ class Fleet:
         return [(*kv_class, self._classes[kv_class]) for kv_class in self._num_of_class]
 
     @property
-    def largest_context(self) -> int | None:
-        """Tokens that fit into the KV memory of the largest decode worker; None without one."""
-        return max(self._context_sizes, default=None)
+    def longest_request(self) -> int | None:
+        """Prompt plus output tokens that some decode worker accepts; None without one."""
+        return max(self._longest_requests, default=None)
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Prompt tokens that some prefill worker accepts; None without one."""
+        return max(self._longest_prompts, default=None)
 
     def add(self, facts: WorkerFacts) -> WorkerEntry:
         """Give a new worker a row. The caller removes an older incarnation first."""
@@ -168,7 +146,9 @@ class Fleet:
             self.arrays = self.arrays.grown()
         self._num_of_class[facts.kv_class] += 1
         if facts.can_decode:
-            self._context_sizes[facts.num_blocks * facts.block_size] += 1
+            self._longest_requests[facts.longest_request] += 1
+        if facts.can_prefill:
+            self._longest_prompts[facts.longest_request - 1] += 1
         entry = WorkerEntry(slot, facts)
         self._entries[facts.worker_id] = self._by_slot[slot] = entry
         kv_class = self._classes.setdefault(facts.kv_class, len(self._classes))
@@ -179,6 +159,8 @@ class Fleet:
         a.can_decode[slot] = facts.can_decode
         a.kv_bytes_per_token[slot] = facts.kv_bytes_per_token
         a.max_running[slot] = max(1, facts.max_num_seqs)
+        a.longest_request[slot] = facts.longest_request
+        a.max_held_tokens[slot] = facts.max_held_tokens or np.inf
         a.prefill_tokens_per_s[slot] = config.default_prefill_tokens_per_s
         a.rate_learned[slot] = False
         a.decode_step_s[slot] = config.default_decode_step_s
@@ -196,7 +178,9 @@ class Fleet:
         facts = entry.facts
         _uncount(self._num_of_class, facts.kv_class)
         if facts.can_decode:
-            _uncount(self._context_sizes, facts.num_blocks * facts.block_size)
+            _uncount(self._longest_requests, facts.longest_request)
+        if facts.can_prefill:
+            _uncount(self._longest_prompts, facts.longest_request - 1)
         entry.connected = False
         self.arrays.kv_class[entry.slot] = -1
         self.arrays.usable[entry.slot] = False
@@ -305,7 +289,7 @@ class Fleet:
             prefill=prefill,
             decode=decode,
             prefill_tokens=placement.num_uncached_tokens,
-            kv_tokens=max(0, uncached) + max_new_tokens,
+            kv_tokens=decode.facts.held(max(0, uncached) + max_new_tokens),
         )
         self._bookings[booking.booking_id] = booking
         prefill.prefills[booking.booking_id] = booking.prefill_tokens
@@ -315,8 +299,9 @@ class Fleet:
             self._recount(decode)
         return booking
 
-    def book_running(self, entry: WorkerEntry, kv_tokens: int) -> Booking:
+    def book_running(self, entry: WorkerEntry, num_tokens: int) -> Booking:
         """Record a request that runs on a decode worker already: another router placed it."""
+        kv_tokens = entry.facts.held(num_tokens)
         booking = Booking(next(self._booking_ids), entry, entry, 0, kv_tokens, prefill_held=False)
         self._bookings[booking.booking_id] = booking
         entry.decodes[booking.booking_id] = kv_tokens

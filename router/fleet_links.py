@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from router.config import RouterConfig
-from router.fleet import Fleet, ReportedLoad, WorkerEntry, WorkerFacts, WorkerState
+from router.fleet import Fleet, ReportedLoad, WorkerEntry, WorkerState
 from router.kv_follower import IndexState
 from router.prefix_index import PrefixIndex
 from router.session import RouterIdentity
+from router.worker_facts import WorkerFacts
 from router.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ import grpc.aio
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from router.backoff import Backoff
 from router.config import RouterConfig
-from router.fleet import ReportedLoad, WorkerFacts, WorkerState
+from router.fleet import ReportedLoad, WorkerState
 from router.fleet_links import WorkerReport
+from router.worker_facts import WorkerFacts
 from router.worker_link import reconnect_options
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ def read_facts(info: control_pb2.WorkerInfo) -> WorkerFacts:
         block_size=max(1, info.block_size),
         num_blocks=info.num_blocks,
         max_model_len=info.max_model_len,
+        max_request_tokens=info.max_request_tokens,
+        max_held_tokens=info.max_held_tokens_per_request,
         max_num_seqs=info.max_num_seqs,
         vocab_size=info.vocab_size,
         kv_bytes_per_token=info.kv_bytes_per_token,

@@ -44,6 +44,8 @@ class FleetArrays:
     running: Floats  # requests that decode, or will
     max_running: Floats
     free_tokens: Floats  # room for KV by this router's books
+    longest_request: Floats  # prompt plus output tokens that the worker accepts
+    max_held_tokens: Floats  # that one request holds at once; infinite: its whole length
 
     @classmethod
     def empty(cls, num_slots: int) -> FleetArrays:
@@ -66,6 +68,8 @@ class FleetArrays:
             running=np.zeros(n),
             max_running=np.ones(n),
             free_tokens=np.zeros(n),
+            longest_request=np.zeros(n),
+            max_held_tokens=np.zeros(n),
         )
 
     def grown(self) -> FleetArrays:
@@ -92,6 +96,8 @@ class PlacementQuery:
     max_new_tokens: int
     kv_class: int
     cached_tokens: Ints  # [slots]
+    least_new_tokens: int = 1
+    """Output tokens that must fit after the prompt."""
     failed: frozenset[int] = frozenset()
     """Slots on which this request failed before."""
 
@@ -161,12 +167,14 @@ def evaluate(
 ) -> Costs:
     """Cost of every candidate, vectorised over the fleet. Pure."""
     open_ = fleet.usable & (fleet.kv_class == query.kv_class) & (fleet.hold_until_s <= now_s)
+    needed = query.num_tokens - query.cached_tokens + query.max_new_tokens
     room = (fleet.running < fleet.max_running) & (
-        (fleet.free_tokens >= query.num_tokens - query.cached_tokens + query.max_new_tokens)
-        | (fleet.running == 0)
+        (fleet.free_tokens >= np.minimum(needed, fleet.max_held_tokens)) | (fleet.running == 0)
     )
-    p = np.flatnonzero(open_ & fleet.can_prefill)
-    d = np.flatnonzero(open_ & fleet.can_decode & room)
+    fits = fleet.longest_request >= query.num_tokens + query.least_new_tokens
+    takes_prompt = fleet.longest_request > query.num_tokens
+    p = np.flatnonzero(open_ & fleet.can_prefill & takes_prompt)
+    d = np.flatnonzero(open_ & fleet.can_decode & fits & room)
     shape = (len(p) + 1, len(d))
     queue_all = fleet.queue_s(now_s)
     uncached = np.maximum(1, query.num_tokens - query.cached_tokens)

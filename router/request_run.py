@@ -28,7 +28,7 @@ from baton.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from baton.v1 import worker_pb2
+from baton.v1 import common_pb2, worker_pb2
 from router.admission import Placed, Ticket
 from router.attempt import Attempt, Workers
 from router.failure import AttemptError, Failure
@@ -134,6 +134,7 @@ class RequestRun:
         while True:
             self._prompt.extend_to(self.log.ids)
             ticket.max_new_tokens = max(1, max_new - len(self.log.ids))
+            ticket.least_new_tokens = max(1, parsed.least_tokens - len(self.log.ids))
             queued_at_s = parts.clock()
             placed = await parts.admission.place(ticket)
             self._output.queue_s += parts.clock() - queued_at_s
@@ -316,7 +317,7 @@ class RequestRun:
             attempt=self._attempt_number,
             token_ids=self._prompt.wire_tokens,
             num_prompt_tokens=self._prompt.num_prompt_tokens,
-            sampling=parsed.sampling,
+            sampling=self._sampling(placed),
             seed=self.seed,
             stop_token_ids=parsed.stop_token_ids,
             cache_salt=parsed.cache_salt,
@@ -326,6 +327,17 @@ class RequestRun:
             kv_fingerprint=placed.kv_fingerprint,
             client_request=arrival.client_request,
         )
+
+    def _sampling(self, placed: Placed) -> common_pb2.SamplingParams:
+        """A client that named no `max_tokens` gets what fits where its request runs."""
+        asked = self.arrival.parsed.sampling
+        room = placed.booking.decode.facts.longest_request - self._prompt.num_prompt_tokens
+        if asked.max_tokens <= room:
+            return asked
+        sampling = common_pb2.SamplingParams()
+        sampling.CopyFrom(asked)
+        sampling.max_tokens = room
+        return sampling
 
     def _routed(self, placed: Placed) -> Routed:
         placement = placed.placement

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 from baton.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from router.admission import Admission
 from router.config import RouterConfig
-from router.fleet import Fleet, WorkerFacts
+from router.fleet import Fleet
 from router.fleet_links import FleetLinks
 from router.fleet_watch import FleetWatch
 from router.metrics import RouterMetrics
@@ -32,7 +32,8 @@ from router.retry_budget import RetryBudget
 from router.run_parts import Arrival, RunParts, wire_id
 from router.session import RouterIdentity
 from router.text import TextModel
-from router.validate import ParsedRequest
+from router.validate import ParsedRequest, RequestLimits
+from router.worker_facts import NO_BOUND, WorkerFacts
 
 METRICS_EVERY_S = 1.0
 
@@ -162,7 +163,9 @@ class Router:
     def candidates(self, parsed: ParsedRequest, limit: int) -> list[Placement]:
         """Where a request could go, cheapest first. Books nothing."""
         prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
-        return self.admission.candidates(prompt, parsed.sampling.max_tokens, limit)
+        return self.admission.candidates(
+            prompt, parsed.sampling.max_tokens, parsed.least_tokens, limit
+        )
 
     def _ended(self, run: RequestRun) -> None:
         """A finished request that its client may ask for again is remembered for a while."""
@@ -197,9 +200,19 @@ class Router:
         self.admission.kick()
 
     def max_model_len(self) -> int | None:
-        """The longest prompt plus output that every decode worker takes; None: not known yet."""
-        lengths = [e.facts.max_model_len for e in self.fleet if e.facts.max_model_len]
-        return min(lengths, default=self.text_model.max_model_len)
+        """The longest prompt plus output that some decode worker takes; None: not known yet."""
+        longest = self.fleet.longest_request
+        return self.text_model.max_model_len if longest in (None, NO_BOUND) else longest
+
+    def request_limits(self) -> RequestLimits:
+        decodes = [entry.facts for entry in self.fleet if entry.facts.can_decode]
+        longest = max(decodes, key=lambda facts: facts.longest_request, default=None)
+        by_memory = longest is not None and longest.is_bound_by_memory
+        return RequestLimits(
+            max_model_len=self.max_model_len() or NO_BOUND,
+            model_context=self.text_model.max_model_len if by_memory else None,
+            model_names=(self.model_name,),
+        )
 
     async def _measure(self) -> None:
         """Bring the gauges up to date, once a second."""

@@ -8,7 +8,6 @@ named is aborted at once, at every hop.
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine
@@ -37,18 +36,14 @@ from router.run_parts import Arrival
 from router.tokenizing import Tokenizing
 from router.validate import (
     ParsedRequest,
-    RequestLimits,
     check_model_name,
     encode_prompt,
     parse_generate,
 )
 
-log = logging.getLogger(__name__)
-
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_CANDIDATES = 100
-NO_LIMIT = 1 << 30  # until the fleet is known and says how long a request may be
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -109,18 +104,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         )
 
     async def _parse(self, request: router_pb2.GenerateRequest) -> ParsedRequest:
-        router, limits = self._router, self._limits()
+        router, limits = self._router, self._router.request_limits()
         named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
         return await self.tokenizing.run(
             lambda: parse_generate(request, router.text_model, limits),
             request.ByteSize(),
             router.config.timeout_s(named_s),
-        )
-
-    def _limits(self) -> RequestLimits:
-        router = self._router
-        return RequestLimits(
-            max_model_len=router.max_model_len() or NO_LIMIT, model_names=(router.model_name,)
         )
 
     # --- the rest ------------------------------------------------------------------------------
@@ -151,7 +140,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Tokenize(  # noqa: N802
         self, request: router_pb2.TokenizeRequest, context: Context
     ) -> router_pb2.TokenizeResponse:
-        model, limits = self._router.text_model, self._limits()
+        model, limits = self._router.text_model, self._router.request_limits()
         try:
             check_model_name(request.model, limits)
             ids = await self.tokenizing.run(

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from baton.errors import InvalidRequestError, NotFoundError
+from baton.errors import InvalidRequestError, NoCapacityError, NotFoundError
 from baton.v1 import common_pb2, router_pb2
 from kv_transfer.block_hash import TokenIds
 from router.text import Message, SamplingDefaults
@@ -48,7 +48,9 @@ class EncodingModel(Protocol):
 @dataclass(frozen=True)
 class RequestLimits:
     max_model_len: int
-    """Prompt plus output tokens."""
+    """Prompt plus output tokens that some decode worker accepts."""
+    model_context: int | None = None
+    """Of the model, where KV memory holds less than it; None: nothing holds less."""
     model_names: Collection[str] = ()
     """Names a request may call the model by; a request that names none means this one."""
     max_stop_strings: int = 16
@@ -58,11 +60,15 @@ class RequestLimits:
     max_chat_messages: int = 4096
     max_tenant_chars: int = 128
     max_bytes_per_token: int = 64
-    """Of a whole message, for every token of `max_model_len`: no text in use comes near it."""
+    """Of a whole message, for every token of the context: no text in use comes near it."""
+
+    @property
+    def context(self) -> int:
+        return max(self.max_model_len, self.model_context or 0)
 
     @property
     def max_bytes(self) -> int:
-        return self.max_model_len * self.max_bytes_per_token + (1 << 20)
+        return self.context * self.max_bytes_per_token + (1 << 20)
 
 
 @dataclass(frozen=True)
@@ -73,13 +79,14 @@ class ParsedRequest:
     tenant: str
     token_ids: TokenIds  # [num_prompt_tokens], read-only
     sampling: common_pb2.SamplingParams  # every field set, but logprobs when none are wanted
+    least_tokens: int
+    """Output tokens for which a worker must have room: `max_tokens` if the client named it."""
     seed: int | None  # None: the router draws one
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]  # ascending; end-of-sequence ids are among them
     """Without the end-of-sequence ids when `sampling.ignore_eos`."""
     timeout_s: float | None
     cache_salt: str
-    session_id: str
     priority: int
     resume_from_index: int | None
     is_chat: bool
@@ -100,7 +107,8 @@ def parse_generate(
     """Check all fields, encode the prompt, fill in defaults.
 
     May take milliseconds for a long prompt: call it off the event loop. Raises
-    InvalidRequestError, or NotFoundError for an unknown model.
+    InvalidRequestError, NoCapacityError where the KV memory of every decode worker is too small, or
+    NotFoundError for an unknown model.
     """
     _check_names(request, limits)
     _check_stop(request, model, limits)
@@ -119,12 +127,12 @@ def parse_generate(
         tenant=request.tenant,
         token_ids=token_ids,
         sampling=sampling,
+        least_tokens=request.sampling.max_tokens or max(1, sampling.min_tokens),
         seed=request.seed if request.HasField("seed") else None,
         stop=tuple(request.stop),
         stop_token_ids=tuple(sorted(ends)),
         timeout_s=request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None,
         cache_salt=request.cache_salt,
-        session_id=request.session_id,
         priority=request.priority,
         resume_from_index=(
             request.resume_from_index if request.HasField("resume_from_index") else None
@@ -154,7 +162,7 @@ def encode_prompt(
     if request.ByteSize() > limits.max_bytes:  # seconds and gigabytes to tokenize, for nothing
         raise InvalidRequestError(
             f"the request has {request.ByteSize()} bytes; at most {limits.max_bytes} are taken for"
-            f" a context of {limits.max_model_len} tokens",
+            f" a context of {limits.context} tokens",
             field=kind,
         )
     if kind is None:
@@ -304,23 +312,13 @@ def _fill_in(
 ) -> common_pb2.SamplingParams:
     """The request's values over the model's over neutral ones; max_tokens fits the context."""
     room = limits.max_model_len - num_prompt_tokens
-    if room < 1:
-        raise InvalidRequestError(
-            f"the prompt has {num_prompt_tokens} tokens; the context of {limits.max_model_len} "
-            "leaves no room for an answer",
-            field="prompt",
-        )
-    if asked.max_tokens > room:
-        raise InvalidRequestError(
-            f"sampling.max_tokens: {num_prompt_tokens} prompt tokens and {asked.max_tokens} more "
-            f"exceed the context of {limits.max_model_len}; at most {room} fit",
-            field="sampling.max_tokens",
-        )
-    if asked.min_tokens > room:
-        raise InvalidRequestError(
-            f"sampling.min_tokens: only {room} tokens fit after the prompt",
-            field="sampling.min_tokens",
-        )
+    for name, wanted in (
+        ("prompt", 1),
+        ("sampling.max_tokens", asked.max_tokens),
+        ("sampling.min_tokens", asked.min_tokens),
+    ):
+        if wanted > room:
+            raise _too_long(name, num_prompt_tokens, wanted, limits)
     sampling = common_pb2.SamplingParams(
         temperature=defaults.temperature,
         top_k=defaults.top_k,
@@ -335,3 +333,18 @@ def _fill_in(
     )
     sampling.MergeFrom(asked)
     return sampling
+
+
+def _too_long(
+    name: str, num_prompt_tokens: int, wanted: int, limits: RequestLimits
+) -> InvalidRequestError | NoCapacityError:
+    """Beyond the model's context it is the caller's mistake; else memory that is too small."""
+    longest, room = limits.max_model_len, max(0, limits.max_model_len - num_prompt_tokens)
+    asks = f"{name}: {num_prompt_tokens} prompt tokens and {wanted} more exceed"
+    fit = f"at most {room} fit after the prompt" if room else "no answer fits after the prompt"
+    if num_prompt_tokens + wanted > limits.context:
+        return InvalidRequestError(f"{asks} the context of {limits.context}; {fit}", field=name)
+    return NoCapacityError(
+        f"{asks} the {longest} that the KV memory of the largest decode worker holds; {fit}",
+        field=name,
+    )

@@ -199,8 +199,12 @@ class Deployment:
     def worker(self, worker_id: str) -> ScriptedWorker:
         return self.fabric.workers[worker_id]
 
-    async def add_worker(self, worker_id: str, role: int, incarnation: int = 1) -> ScriptedWorker:
+    async def add_worker(
+        self, worker_id: str, role: int, incarnation: int = 1, **shape: int
+    ) -> ScriptedWorker:
+        """`shape`: what the worker registers of its KV memory."""
         worker = await ScriptedWorker(worker_id, role, self.fabric, incarnation).start()
+        vars(worker).update(shape)
         known = [w for w in self.registry.workers if w.worker_id != worker_id]
         self.registry.workers = [*known, worker]
         self.all_workers.append(worker)

@@ -65,6 +65,8 @@ class ScriptedWorker(
         self.kv_bytes_per_token = 64 << 10
         self.max_num_seqs = 16
         self.num_blocks = 1000
+        self.max_model_len = 512
+        self.max_request_tokens = self.max_held_tokens = 0
         self.kv_fingerprint = FINGERPRINT
         self.state = control_pb2.WORKER_STATE_LIVE
         self.load = worker_pb2.WorkerLoad()
@@ -138,11 +140,13 @@ class ScriptedWorker(
             tp_size=1,
             block_size=BLOCK_SIZE,
             num_blocks=self.num_blocks,
-            max_model_len=512,
+            max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=512,
             vocab_size=257,
             kv_bytes_per_token=self.kv_bytes_per_token,
+            max_request_tokens=self.max_request_tokens,
+            max_held_tokens_per_request=self.max_held_tokens,
         )
         return control_pb2.FleetWorker(info=info, state=self.state, load=self.load)
 
@@ -261,6 +265,9 @@ class ScriptedWorker(
             return
         if spec.kv_fingerprint != self.kv_fingerprint:
             self._reject(router_id, spec, worker_pb2.REJECT_REASON_FINGERPRINT, 0)
+            return
+        if spec.num_prompt_tokens + spec.sampling.max_tokens > self.max_model_len:
+            self._reject(router_id, spec, worker_pb2.REJECT_REASON_INVALID, 0)
             return
         if spec.attempt <= self.last_attempt.get(spec.request_id, 0):
             self._reject(router_id, spec, worker_pb2.REJECT_REASON_STALE_ATTEMPT, 0)

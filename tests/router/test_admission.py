@@ -113,3 +113,61 @@ async def test_a_placement_that_is_cancelled_as_it_comes_is_given_back() -> None
     assert placing.cancelled()
     assert fleet.num_bookings == 0
     fleet.check_integrity()
+
+
+async def test_a_prompt_longer_than_memory_is_placed_where_windows_leave_blocks() -> None:
+    clock = Clock()
+    decode = facts("d0", False, True, num_blocks=8, max_held_tokens=64)  # 128 tokens
+    fleet = fleet_of(facts("p0", True, False), decode, clock=clock)
+    admission = admission_of(fleet, clock)
+    placed = [await admission.place(admission.ticket(prompt(1000, n * 1000), 4)) for n in (0, 1)]
+    assert [one.booking.kv_tokens for one in placed] == [64, 64]
+    third = asyncio.create_task(admission.place(admission.ticket(prompt(1000, 5000), 4)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not third.done()  # 128 tokens are booked
+    fleet.release(placed[0].booking)
+    fleet.release((await third).booking)
+    fleet.release(placed[1].booking)
+    fleet.check_integrity()
+
+
+async def test_a_request_goes_only_where_all_it_asks_for_fits() -> None:
+    clock = Clock()
+    fleet = fleet_of(
+        facts("p0", True, False),
+        facts("d0", False, True, max_model_len=101, max_request_tokens=100),
+        facts("d1", False, True, max_model_len=201, max_request_tokens=200),
+        clock=clock,
+    )
+    admission = admission_of(fleet, clock)
+    for first in range(4):
+        placed = await admission.place(admission.ticket(prompt(100, first), 2))
+        assert placed.placement.decode_worker == "d1"
+        fleet.release(placed.booking)
+    with pytest.raises(NoCapacityError, match="100 tokens and 102 more exceed"):
+        await admission.place(admission.ticket(prompt(100), 102))
+
+
+async def test_a_request_in_line_is_refused_once_nobody_is_left_who_could_take_it() -> None:
+    clock = Clock()
+    fleet = fleet_of(
+        facts("p0", True, False),
+        facts("d0", False, True, max_request_tokens=100),
+        facts("d1", False, True),
+        clock=clock,
+    )
+    admission = admission_of(fleet, clock)
+    fleet.arrays.max_running[:] = 0
+    long = asyncio.create_task(admission.place(admission.ticket(prompt(150), 4)))
+    short = asyncio.create_task(admission.place(admission.ticket(prompt(50), 4)))
+    await asyncio.sleep(0)
+    assert len(admission) == 2
+    large = fleet.get("d1")
+    assert large is not None
+    fleet.remove(large)
+    fleet.arrays.max_running[:] = 8
+    admission.kick()
+    with pytest.raises(NoCapacityError):
+        await long
+    fleet.release((await short).booking)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from baton.v1 import common_pb2
 from router.config import RouterConfig
-from router.fleet import Fleet, ReportedLoad, WorkerFacts, WorkerState
+from router.fleet import Fleet, ReportedLoad, WorkerState
 from router.placement import PlacementQuery, choose, ranked
+from router.worker_facts import WorkerFacts
 
 POLICY = RouterConfig()
 
@@ -29,6 +30,8 @@ def facts(worker_id: str, prefill: bool, decode: bool, **changes: object) -> Wor
         block_size=16,
         num_blocks=1000,
         max_model_len=8192,
+        max_request_tokens=0,
+        max_held_tokens=0,
         max_num_seqs=32,
         vocab_size=100,
         kv_bytes_per_token=1 << 16,

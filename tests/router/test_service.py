@@ -17,7 +17,7 @@ from baton.v1 import common_pb2, router_pb2
 from router.attempt import Attempt
 from router.request_run import RequestRun
 from router.text import TextModel
-from tests.router.deployment import Client, ask_for, deployment
+from tests.router.deployment import DECODE, Client, ask_for, deployment
 from tests.router.scripted_worker import FINGERPRINT, MODEL
 from tests.router.test_failures import PROMPT, error_reason
 from tests.router.test_requests import assert_whole, expected
@@ -29,17 +29,21 @@ async def refusal(client: Client, request: router_pb2.GenerateRequest) -> grpc.a
     return caught.value
 
 
+def field_at_fault(error: grpc.aio.AioRpcError) -> str:
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    assert status is not None
+    violations = error_details_pb2.BadRequest()
+    assert any(detail.Unpack(violations) for detail in status.details)
+    return violations.field_violations[0].field
+
+
 async def test_a_wrong_field_is_named_and_nothing_else_is_touched(text_model: TextModel) -> None:
     async with deployment(text_model) as d:
         bad = ask_for(PROMPT)
         bad.sampling.top_p = 7.0
         error = await refusal(d.client, bad)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        status = rpc_status.from_call(error)  # type: ignore[arg-type]
-        assert status is not None
-        violations = error_details_pb2.BadRequest()
-        assert any(detail.Unpack(violations) for detail in status.details)
-        assert violations.field_violations[0].field == "sampling.top_p"
+        assert field_at_fault(error) == "sampling.top_p"
         unknown = await refusal(d.client, ask_for(PROMPT, model="unknown"))
         assert unknown.code() is grpc.StatusCode.NOT_FOUND
         too_long = await refusal(d.client, ask_for("x" * 600))
@@ -290,3 +294,34 @@ async def test_nothing_is_kept_of_five_hundred_short_requests(text_model: TextMo
         # Not isinstance: it asks every object for its class, and some answer with a warning.
         kept = [type(o).__name__ for o in gc.get_objects() if type(o) in (RequestRun, Attempt)]
         assert not kept
+
+
+async def test_a_request_that_names_no_length_gets_what_its_worker_has_memory_for(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, decode=0) as d:
+        await d.add_worker("small", DECODE, max_model_len=65, max_request_tokens=64)
+        await d.add_worker("large", DECODE, max_model_len=97, max_request_tokens=96)
+        await d.connected(3)
+        for worker_id, length in (("small", 65), ("large", 97)):
+            other = d.router.fleet.get("large" if worker_id == "small" else "small")
+            assert other is not None
+            d.router.fleet.hold(other, 60.0)
+            request = ask_for("0123456789")
+            request.ClearField("sampling")
+            request.sampling.ignore_eos = True
+            answer = await d.client.ask(request)
+            assert answer.routed[-1].decode_worker == worker_id
+            assert len(answer.ids) == length - 10
+            assert answer.finished is not None
+            assert answer.finished.reason == common_pb2.FINISH_REASON_LENGTH
+            d.router.fleet.arrays.hold_until_s[:] = 0.0
+        for max_tokens, code, reason in (
+            (88, grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_CAPACITY"),
+            (503, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PROMPT"),
+        ):
+            error = await refusal(d.client, ask_for("0123456789", max_tokens))
+            assert error.code() is code
+            assert error_reason(error) == reason
+            assert field_at_fault(error) == "sampling.max_tokens"
+        await d.check_empty()

@@ -1,0 +1,65 @@
+"""What a worker registers of itself, and what follows for the requests it can take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.v1 import common_pb2
+
+NO_BOUND = 1 << 30  # tokens; of a length that nothing has told of
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What never changes in one incarnation of a worker."""
+
+    worker_id: str
+    incarnation: int
+    can_prefill: bool
+    can_decode: bool
+    address: str
+    model: str
+    kv_fingerprint: bytes
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_request_tokens: int
+    max_held_tokens: int
+    """Of one request, where windows leave blocks as it goes; 0: it holds its whole length."""
+    max_num_seqs: int
+    vocab_size: int
+    kv_bytes_per_token: int
+    ref: common_pb2.WorkerRef = field(compare=False)
+    """Passed on unread: it names the writer of a lease."""
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        """Worker id and incarnation: its slot, once it has left, is given to another."""
+        return (self.worker_id, self.incarnation)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of one request that KV memory can hold; 0: memory does not bound its length."""
+        if self.max_request_tokens or self.max_held_tokens:
+            return self.max_request_tokens
+        return self.num_blocks * self.block_size  # a worker that tells neither
+
+    @property
+    def longest_request(self) -> int:
+        """Prompt plus output tokens that the worker accepts: the last token has no KV."""
+        if not self.kv_tokens:
+            return self.max_model_len or NO_BOUND
+        return min(self.max_model_len or NO_BOUND, self.kv_tokens + 1)
+
+    @property
+    def is_bound_by_memory(self) -> bool:
+        """It accepts less than its model's context."""
+        return 0 < self.kv_tokens <= self.max_model_len
+
+    def held(self, num_tokens: int) -> int:
+        """Tokens of KV that a request of this length takes at most."""
+        return min(num_tokens, self.max_held_tokens or num_tokens)
+
+    @property
+    def kv_class(self) -> tuple[bytes, int]:
+        return (self.kv_fingerprint, self.block_size)
