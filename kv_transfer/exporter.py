@@ -9,8 +9,8 @@ A handoff:
 
 Either way the handoff is remembered by a tombstone, as is a lease that was fenced before it was
 ever seen: it is never opened (again), and a fence for it is answered with `Drained` at once.
-No wait is without a bound: a handoff that broke ends for its caller after `ack_timeout_s` even when
-a rank has not answered; the receiver is told `Drained` only when all really have.
+A handoff that broke ends for its caller after `ack_timeout_s` even when a rank has not answered;
+the receiver is told `Drained`, and `wait_drained` returns, only when all really have.
 
 Lives on rank 0's event loop; not thread-safe.
 """
@@ -63,6 +63,7 @@ class _Export:
     lease: Lease
     outcome: asyncio.Future[Receipt]
     drained: dict[int, transfer_pb2.RankDrained] = field(default_factory=dict)  # by rank
+    all_drained: asyncio.Event = field(default_factory=asyncio.Event)
     error: HandoffError | None = None
     acked_at_s: float | None = None
     finishing_at_s: float | None = None
@@ -176,15 +177,25 @@ class Exporter:
                 )
             )
 
-    async def cancel(self, handoff: HandoffId) -> None:
-        """Stop a handoff; returns when it has drained on every rank (at the latest after
-        `ack_timeout_s`). One that is over or unknown is drained already."""
+    async def cancel(self, handoff: HandoffId) -> bool:
+        """Stop a handoff; returns when it has drained on every rank, or after `ack_timeout_s`.
+
+        False: it has not drained, and its blocks may still be read until `wait_drained` returns.
+        One that is over or unknown is drained already.
+        """
         export = self._exports.get(handoff)
         if export is None:
-            return
+            return True
         self._break(handoff, CancelledHandoffError(f"handoff {handoff} was cancelled"))
         await asyncio.wait([export.outcome])
         self._close(handoff, export)
+        return self._is_drained(export)
+
+    async def wait_drained(self, handoff: HandoffId) -> None:
+        """Return once nothing of a handoff is in flight on any rank, however long that takes."""
+        export = self._exports.get(handoff)
+        if export is not None:
+            await export.all_drained.wait()
 
     def error(self, handoff: HandoffId) -> HandoffError | None:
         """What broke an open handoff, if anything has."""
@@ -301,6 +312,7 @@ class Exporter:
         """Give the outcome once every rank has drained."""
         if not self._is_drained(export):
             return
+        export.all_drained.set()
         if export.error is None:
             if export.acked_at_s is not None and not export.outcome.done():
                 export.stop_timers()

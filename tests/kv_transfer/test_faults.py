@@ -360,20 +360,23 @@ async def test_a_rank_that_never_drains_delays_nobody_for_ever_and_frees_nothing
     handoff = world.sender.open(world.grant([[1], [1]]))
     await world.settle()
     world.sender.push(handoff, 0, [0], [3])  # half of it: rank 1 has more to do
-    cancelling = asyncio.create_task(world.sender.cancel(handoff))
+    cancelling = asyncio.create_task(world.sender.exporter.cancel(handoff))
     await world.deliver()
     (cancel,) = world.messages("rank_cancel")
     world.scheduler.drop(cancel)
     await world.settle()
     await world.advance(5)
-    await cancelling  # bounded
+    assert not await cancelling  # bounded, and tells that nothing is proved
+    draining = asyncio.create_task(world.sender.exporter.wait_drained(handoff))
     await world.settle()
     await world.advance(10)
     await world.settle()
     assert world.receiver.events == [("failed", "r", LeaseFailure.EXPIRED)]
     assert world.receiver.table.num_quarantined_blocks == 2
+    assert not draining.done()
     cancel.run()  # the rank comes to
     await world.settle()
+    assert draining.done()
     await world.advance(10)
     await world.settle()
     assert world.receiver.event_names()[-1] == "quiescent"
