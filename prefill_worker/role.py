@@ -6,7 +6,8 @@ One prefill here:
 2. The engine's PrefilledEvent: the first token is told at once, while KV is still moving.
 3. The exporter finishes the handoff and gives a receipt, or says why not.
 4. Always, and whatever happened before: the handoff is drained first, then the engine lets go of
-   the blocks. Cancelling a prefill goes straight there.
+   the blocks. Cancelling a prefill goes straight there. When draining takes too long the caller is
+   told the end; the blocks stay pinned until nothing can read them any more.
 """
 
 from __future__ import annotations
@@ -178,7 +179,13 @@ class PrefillRole:
             cancelled.cancel()
             work.cancel()
             await asyncio.wait({work})
-            await self._let_go(spec.request_id, handoff)
+            drained = await self._let_go(spec.request_id, handoff)
+            self._tell_end(prefill, work)
+        if not drained:
+            await self._exporter.wait_drained(handoff)
+            self._engine.post(lambda engine: engine.unquarantine(spec.request_id))
+
+    def _tell_end(self, prefill: PrefillRun, work: asyncio.Task[None]) -> None:
         try:
             if work.cancelled():
                 prefill.tell(Stopped("cancelled" if prefill.cancelled.is_set() else "deadline"))
@@ -237,13 +244,17 @@ class PrefillRole:
             self._handoff_bytes_per_s = former + (seen - former) / 8
         return HandedOff(receipt)
 
-    async def _let_go(self, key: RequestId, handoff: HandoffId) -> None:
-        """Stop computing, wait until nothing is in flight, and only then free the blocks."""
+    async def _let_go(self, key: RequestId, handoff: HandoffId) -> bool:
+        """Stop computing, wait until nothing is in flight, and only then free the blocks.
+
+        False: it is still not known that nothing is, and the blocks are in quarantine.
+        """
         self._computing.pop(handoff, None)
         self._engine.post(lambda engine: engine.abort(key))
-        await self._exporter.cancel(handoff)
-        self._engine.post(lambda engine: engine.release(key))
+        drained = await self._exporter.cancel(handoff)
+        self._engine.post(lambda engine: engine.release(key, quarantine=not drained))
         del self._waiting[key]
+        return drained
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a prefill is watched by nobody."""
