@@ -26,6 +26,12 @@ class RegistryConfig:
     forget_after_s: float = 10.0
     """How long a worker that is GONE is still shown."""
 
+    @property
+    def look_s(self) -> float:
+        """How often the registry looks who is silent. What it misses of its own time beyond two
+        looks (stopped, starved) is nobody's silence."""
+        return self.silent_after_s / 6
+
     def __post_init__(self) -> None:
         for name in ("silent_after_s", "stuck_after_s", "first_step_s", "gone_after_s"):
             _check_positive(name, getattr(self, name))

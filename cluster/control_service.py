@@ -146,8 +146,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             if snapshot.version != sent_version or now - sent_at >= 1.0:
                 sent_version, sent_at = snapshot.version, now
                 yield fleet_message(snapshot)
-            # Silence announces nothing, so look again at a fraction of silent_after_s.
-            await self._changes.wait(0.5)
+            await self._changes.wait(max(0.0, 1.0 - (now - sent_at)))
 
     async def SetReplicas(  # noqa: N802
         self, request: control_pb2.SetReplicasRequest, context: Context
@@ -210,10 +209,22 @@ async def serve(registry: Registry, changes: Changes, listen: str) -> AsyncItera
         raise OSError(f"cannot listen on {listen}: {error}") from error
     await server.start()
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
+    looking = asyncio.create_task(_look(registry, changes))
     try:
         yield f"{host}:{port}"
     finally:
+        looking.cancel()
         await server.stop(grace=0.2)
+
+
+async def _look(registry: Registry, changes: Changes) -> None:
+    """Let time pass in the registry, and tell what follows from silence."""
+    version = registry.refresh()
+    while True:
+        await asyncio.sleep(registry.look_s)
+        former, version = version, registry.refresh()
+        if version != former:
+            changes.announce()
 
 
 async def _main(listen: str) -> None:

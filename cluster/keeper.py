@@ -26,7 +26,7 @@ from typing import TypeVar
 from cluster.config import SupervisorConfig
 from cluster.control_service import Changes
 from cluster.rank_ends import RankEnd
-from cluster.registry import Registry, WorkerState
+from cluster.registry import FleetEntry, Registry, WorkerState
 from cluster.replica import Replica, ReplicaError, ReplicaName, Replicas
 from cluster.worker_config import WorkerConfig
 
@@ -180,25 +180,18 @@ class Keeper:
 
     async def _until_over(self) -> str:
         """Wait for a reason to end the replica, and name it."""
-        config, began_at = self._ground.config, time.monotonic()
-        serves = self.replica is not None and self.replica.serves
-        register_within_s = config.fence_after_s if serves else config.start_timeout_s
+        config, registry = self._ground.config, self._ground.registry
+        began_at = registry.now_s()
         leave_by: float | None = None
         while not self._ended.is_set():
-            now = time.monotonic()
+            now = registry.now_s()  # the supervisor's own absence is no worker's silence
             if self._leaving.is_set():
                 leave_by = leave_by or now + config.drain_timeout_s
                 self._ask_to_drain()
                 if now > leave_by:
                     return "did not drain in time"
-            suspect_s = self._suspect_s(now)
-            if suspect_s is None and now - began_at > register_within_s:
-                self._failure = f"did not register within {register_within_s:.0f} s"
-                return self._failure
-            if suspect_s == float("inf"):
-                return "the worker has left"
-            if suspect_s is not None and suspect_s > config.fence_after_s:
-                self._failure = f"silent or stuck for more than {config.fence_after_s:.0f} s"
+            self._failure = self._judge(now - began_at)
+            if self._failure is not None:
                 return self._failure
             try:
                 await asyncio.wait_for(self._ended.wait(), LOOK_S)
@@ -206,15 +199,24 @@ class Keeper:
                 continue
         return self._failure or "a rank has left"
 
-    def _suspect_s(self, now: float) -> float | None:
-        """Seconds the worker has been a suspect: 0 for a good one, infinitely many for one that is
-        gone; None: not registered."""
+    def _judge(self, waited_s: float) -> str | None:
+        """Why the replica has failed, by what the registry knows of it; None: it has not."""
+        config, entry = self._ground.config, self._entry()
+        if entry is None:
+            serves = self.replica is not None and self.replica.serves
+            limit_s = config.fence_after_s if serves else config.start_timeout_s
+            return f"did not register within {limit_s:.0f} s" if waited_s > limit_s else None
+        self._served = True
+        if entry.state is WorkerState.GONE:  # by silence: nobody says that its processes are over
+            return "not heard of for so long that the registry has given it up"
+        if entry.suspect_s > config.fence_after_s:
+            return f"silent or stuck for more than {config.fence_after_s:.0f} s"
+        return None
+
+    def _entry(self) -> FleetEntry | None:
+        """The present replica's standing in the registry; None: not registered."""
         for entry in self._ground.registry.snapshot().workers:
             incarnation = entry.registration.incarnation
-            if entry.registration.worker_id != self.worker_id or incarnation <= self._last_gone:
-                continue
-            self._served = True
-            if entry.state is WorkerState.GONE:
-                return float("inf")
-            return 0.0 if entry.suspect_since is None else now - entry.suspect_since
+            if entry.registration.worker_id == self.worker_id and incarnation > self._last_gone:
+                return entry
         return None

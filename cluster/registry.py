@@ -1,6 +1,8 @@
 """The fleet as workers report it: who is there, in which state, how many a pool should have.
 
-Pure: it reads a clock and nothing else. A worker's life here:
+Pure: it reads a clock and nothing else. Silence is measured in the time that the registry itself
+was awake (`now_s`): somebody must look every `look_s`, or the gap is the registry's own absence.
+A worker's life here:
 
 1. `register` (STARTING); a known worker id with a newer incarnation replaces the older one. What
    comes on an older stream of the worker counts no more, and that a stream ends says nothing.
@@ -15,13 +17,11 @@ Pure: it reads a clock and nothing else. A worker's life here:
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from baton.errors import InvalidRequestError, NotFoundError
+from cluster.awake_clock import AwakeClock, Clock
 from cluster.config import RegistryConfig
-
-Clock = Callable[[], float]
 
 
 class WorkerState(enum.Enum):
@@ -71,8 +71,8 @@ class FleetEntry:
     registration: Registration
     state: WorkerState
     load: bytes
-    suspect_since: float | None
-    """Clock seconds; None unless SUSPECT."""
+    suspect_s: float
+    """For how long it has been SUSPECT; 0 for one that is not."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,17 @@ class Registry:
 
     def __init__(self, config: RegistryConfig, clock: Clock) -> None:
         self._config = config
-        self._clock = clock
+        self._clock = AwakeClock(clock, 2 * config.look_s)
         self._workers: dict[str, _Worker] = {}
         self._pools: dict[str, Pool] = {}
         self._failures: dict[str, Failure] = {}  # by worker id, oldest first; not while it is live
         self._num_streams = 0
         self._version = 0
+
+    @property
+    def look_s(self) -> float:
+        """How often somebody must look."""
+        return self._config.look_s
 
     # --- pools ----------------------------------------------------------------------------------
 
@@ -229,6 +234,10 @@ class Registry:
         if worker is not None and worker.registration.incarnation == incarnation:
             self._enter(worker, WorkerState.GONE)
 
+    def now_s(self) -> float:
+        """Seconds that the registry has been awake, up to this look."""
+        return self._clock()
+
     def refresh(self) -> int:
         """Let time pass: states that follow from silence. Returns the version afterwards."""
         now = self._clock()
@@ -242,12 +251,13 @@ class Registry:
 
     def snapshot(self) -> FleetSnapshot:
         self.refresh()
+        now = self._clock()
         workers = tuple(
             FleetEntry(
                 worker.registration,
                 worker.state,
                 worker.load,
-                worker.state_since if worker.state is WorkerState.SUSPECT else None,
+                now - worker.state_since if worker.state is WorkerState.SUSPECT else 0.0,
             )
             for worker in self._workers.values()
         )

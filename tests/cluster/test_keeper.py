@@ -111,6 +111,21 @@ async def test_a_replica_found_serving_that_does_not_register_again_is_soon_take
         await asyncio.wait_for(running, 10)
 
 
+async def test_a_replica_that_the_registry_gives_up_for_gone_has_failed_and_that_is_told() -> None:
+    replicas = WrittenDown()
+    with ground_over(replicas) as ground:
+        registry = ground.registry
+        keeper = Keeper("decode", 1, ground, ADOPTED)
+        running = asyncio.create_task(keeper.run())
+        assert registry.register(Registration("decode-1", 7, "decode", b"")) is not None
+        registry.gone("decode-1", 7)
+        await until(lambda: replicas.destroyed)
+        await until(lambda: last_error(ground))
+        assert "decode-1: not heard of for so long" in last_error(ground)
+        keeper.end_now()
+        await asyncio.wait_for(running, 10)
+
+
 async def test_a_replica_whose_end_cannot_be_proved_is_told_and_its_place_filled_again() -> None:
     replicas = WrittenDown(proves=False)
     with ground_over(replicas) as ground:

@@ -18,6 +18,13 @@ class FakeClock:
     def __call__(self) -> float:
         return self.now_s
 
+    def pass_s(self, registry: Registry, seconds: float) -> None:
+        """Time in which the registry looks as often as it must."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.now_s = min(until_s, self.now_s + registry.look_s)
+            registry.refresh()
+
 
 def registration(worker_id: str = "decode-0", incarnation: int = 7) -> Registration:
     return Registration(worker_id, incarnation, "decode", b"info")
@@ -68,21 +75,48 @@ def test_a_silent_worker_is_suspect_then_gone_then_forgotten() -> None:
     registry, clock = make()
     stream = register(registry)
     beat(registry, stream)
-    clock.now_s += 2.9
+    clock.pass_s(registry, 2.9)
     assert state(registry) is WorkerState.LIVE
-    clock.now_s += 0.2
+    clock.pass_s(registry, 0.2)
     assert state(registry) is WorkerState.SUSPECT
-    clock.now_s += 13.0
+    clock.pass_s(registry, 13.0)
     assert state(registry) is WorkerState.GONE
-    clock.now_s += 10.0
+    clock.pass_s(registry, 10.0)
     assert registry.snapshot().workers == ()
+
+
+def test_a_pause_of_the_registry_is_not_taken_for_its_workers_silence() -> None:
+    registry, clock = make()
+    stream, dead = register(registry), registry.register(registration("decode-1"))
+    assert dead is not None
+    beat(registry, stream)
+    beat(registry, dead)
+    clock.now_s += 16.0  # stopped; what the workers said meanwhile is still to be read
+    assert [w.state for w in registry.snapshot().workers] == [WorkerState.LIVE] * 2
+    clock.pass_s(registry, 1.0)
+    assert beat(registry, stream)
+    clock.pass_s(registry, 2.0)
+    states = [w.state for w in registry.snapshot().workers]
+    assert states == [WorkerState.LIVE, WorkerState.SUSPECT]
+    clock.now_s += 60.0
+    (suspect_s,) = (w.suspect_s for w in registry.snapshot().workers if w.suspect_s)
+    assert suspect_s < 3.0  # a fence waits for the registry's own time too
+
+
+def test_a_registry_that_is_late_at_every_look_still_finds_a_worker_silent() -> None:
+    registry, clock = make()
+    beat(registry, register(registry))
+    for _ in range(20):
+        clock.now_s += 5.0
+        registry.refresh()
+    assert state(registry) is WorkerState.GONE
 
 
 def test_a_suspect_that_is_heard_of_again_is_live() -> None:
     registry, clock = make()
     stream = register(registry)
     beat(registry, stream)
-    clock.now_s += 5.0
+    clock.pass_s(registry, 5.0)
     assert state(registry) is WorkerState.SUSPECT
     beat(registry, stream)
     assert state(registry) is WorkerState.LIVE
@@ -130,10 +164,10 @@ def test_only_the_newest_stream_of_a_worker_is_heard() -> None:
 def test_registering_again_in_time_is_no_change_of_state() -> None:
     registry, clock = make()
     beat(registry, register(registry))
-    clock.now_s += 2.9
+    clock.pass_s(registry, 2.9)
     version = registry.snapshot().version
     register(registry)
-    clock.now_s += 2.9
+    clock.pass_s(registry, 2.9)
     assert registry.snapshot().version == version
     assert state(registry) is WorkerState.LIVE
 
@@ -142,7 +176,7 @@ def test_a_worker_given_up_for_gone_may_register_again() -> None:
     registry, clock = make()
     stream = register(registry)
     beat(registry, stream)
-    clock.now_s += 16.0
+    clock.pass_s(registry, 16.0)
     assert state(registry) is WorkerState.GONE
     assert not beat(registry, stream)
     beat(registry, register(registry))
@@ -169,16 +203,16 @@ def test_a_draining_worker_is_given_the_silence_of_any_other_and_is_draining_whe
     assert registry.drain_asked(stream)
     beat(registry, stream, draining=True)
     assert state(registry) is WorkerState.DRAINING
-    clock.now_s += 2.9
+    clock.pass_s(registry, 2.9)
     assert state(registry) is WorkerState.DRAINING
-    clock.now_s += 2.0
+    clock.pass_s(registry, 2.0)
     assert state(registry) is WorkerState.SUSPECT
     stream = register(registry)
     assert state(registry) is WorkerState.DRAINING
     assert registry.drain_asked(stream)
     beat(registry, stream)
     assert state(registry) is WorkerState.DRAINING
-    clock.now_s += 15.0
+    clock.pass_s(registry, 15.0)
     assert state(registry) is WorkerState.GONE
     with pytest.raises(KeyError):
         registry.ask_drain("decode-0")
@@ -236,7 +270,7 @@ def test_the_version_rises_exactly_when_a_state_or_the_membership_changes(steps:
     for step in steps:
         before, version = seen(), registry.snapshot().version
         if step == "wait":
-            clock.now_s += 4.0
+            clock.pass_s(registry, 4.0)
         else:
             actions[step]()
         after = registry.snapshot()

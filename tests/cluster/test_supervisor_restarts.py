@@ -1,7 +1,8 @@
-"""However often the supervisor dies, its replicas go on, and in the end none is left."""
+"""The supervisor may die or stand still as often as it likes: its replicas go on."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayError
 
+from cluster.config import RegistryConfig, SupervisorConfig
 from cluster.rank_actor import MAX_CALLS
 from tests.cluster.whole_cluster import (
     PROMPT,
@@ -57,3 +59,37 @@ def test_replicas_outlive_more_supervisors_than_a_rank_answers_calls_at_once(
         site.all_sound()
         assert len(list((run_dir / "processes").iterdir())) == 2
     assert list((run_dir / "processes").iterdir()) == []
+
+
+def test_a_supervisor_that_stood_still_for_longer_than_any_of_its_limits_kills_no_replica(
+    tmp_path: Path,
+) -> None:
+    (model := tmp_path / "model").mkdir()
+    (run_dir := tmp_path / "run").mkdir()
+    config = dataclasses.replace(
+        fake_cluster(model, replicas=2),
+        registry=RegistryConfig(silent_after_s=1.0, gone_after_s=4.0),
+        supervisor=SupervisorConfig(fence_after_s=2.5),
+    )
+    with running_site(config, run_dir) as site:
+        before = live_workers(site.all_live())
+        supervisor, expected = site.cluster.supervisor_pid(), site.expect(PROMPT[:50], 20)
+
+        def requests_succeed_for(seconds: float) -> None:
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                assert run(site.cluster.router_address, PROMPT[:50], 20).ids == expected
+
+        for _ in range(2):
+            os.kill(supervisor, signal.SIGSTOP)
+            try:
+                requests_succeed_for(8.0)
+            finally:
+                os.kill(supervisor, signal.SIGCONT)
+            requests_succeed_for(4.0)  # a fence, and what follows, would come in this time
+        fleet = site.all_live()
+        assert {n: w.ref.incarnation for n, w in live_workers(fleet).items()} == {
+            n: w.ref.incarnation for n, w in before.items()
+        }
+        assert [pool.last_error for pool in fleet.pools] == ["", ""]
+        site.all_sound()
