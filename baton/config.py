@@ -107,6 +107,12 @@ class ClusterConfig:
                 f"supervisor.drain_timeout_s must be above worker.drain_timeout_s "
                 f"({self.worker.drain_timeout_s}), not {self.supervisor.drain_timeout_s}"
             )
+        fence_at_s = self.registry.silent_after_s + self.supervisor.fence_after_s
+        if self.registry.gone_after_s <= fence_at_s:
+            raise ValueError(
+                f"registry.gone_after_s must be above registry.silent_after_s + "
+                f"supervisor.fence_after_s ({fence_at_s:g}), not {self.registry.gone_after_s}"
+            )
         if self.worker.heartbeat_s >= self.registry.silent_after_s:
             raise ValueError(
                 f"worker.heartbeat_s must be below registry.silent_after_s "

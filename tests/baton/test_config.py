@@ -153,6 +153,13 @@ def test_a_worker_is_not_silent_between_two_heartbeats() -> None:
     assert "must be below registry.silent_after_s (0.2), not 0.3" in caught.value.message
 
 
+def test_a_hung_worker_is_fenced_before_it_is_given_up_for_gone() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"supervisor": {"fence_after_s": 12}})
+    assert caught.value.field == "registry.gone_after_s"
+    assert "supervisor.fence_after_s (15), not 15.0" in caught.value.message
+
+
 def test_what_the_file_sets_reaches_the_workers() -> None:
     config = parse_config(
         {
