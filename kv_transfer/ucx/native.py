@@ -1,19 +1,9 @@
-"""Two posters of a batch of puts: compiled C, and its twin in Python for where no compiler is.
-
-The C source is compiled at first use and kept in the user's cache under the hash of source, flags
-and machine, so that a later start only opens it.
-"""
+"""Two posters of a batch of puts: compiled C, and its twin in Python for where no compiler is."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from ctypes import POINTER, addressof, byref, c_int, c_size_t, c_uint64, c_void_p
 from pathlib import Path
@@ -21,14 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
+from baton.native_build import NativeBuildError, Recipe, build
 from kv_transfer.transport import PutBatch
 from kv_transfer.ucx.binding import IN_PROGRESS, OP_ATTR_MEMH, RequestParams, Ucp, pointer_status
 
 log = logging.getLogger(__name__)
-
-_SOURCE = Path(__file__).with_name("post_loop.c")
-_FLAGS = ("-O2", "-std=c11", "-shared", "-fPIC")
-_COMPILERS = ("cc", "gcc", "clang")
 
 
 class PostTarget:
@@ -126,42 +113,13 @@ def make_poster(ucp: Ucp, native: bool) -> Poster:
     """The compiled poster when it is wanted and can be had, else the one in Python."""
     if native:
         try:
-            return NativePoster(ucp, compiled(_SOURCE))
-        except (OSError, subprocess.SubprocessError) as error:
+            return NativePoster(ucp, compiled(Path(__file__).with_name("post_loop.c")))
+        except (NativeBuildError, OSError) as error:
             log.warning("puts are posted from Python, for the C loop cannot be built: %s", error)
     return PythonPoster(ucp)
 
 
 def compiled(source: Path) -> Path:
-    """The library made of one C file, from the cache if it is there.
-
-    Raises OSError, SubprocessError.
-    """
-    recipe = " ".join((*_FLAGS, platform.machine())).encode()
-    key = hashlib.sha256(source.read_bytes() + recipe).hexdigest()[:16]
-    library = _cache_folder() / f"{source.stem}-{key}.so"
-    if library.exists():
-        return library
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
-        raise FileNotFoundError(f"no C compiler ({', '.join(_COMPILERS)})")
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        output = Path(folder) / library.name
-        command = [compiler, *_FLAGS, "-o", str(output), str(source)]
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
-        output.replace(library)  # atomic: several processes may build it at once
-    return library
-
-
-def _cache_folder() -> Path:
-    """A folder only this user may write: what lies in it is loaded as code."""
-    for parent in (Path.home() / ".cache" / "baton", Path(tempfile.gettempdir())):
-        folder = parent / f"native-{os.getuid()}"
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
-        status = folder.stat()
-        if status.st_uid == os.getuid() and not status.st_mode & 0o022:
-            return folder
-    raise PermissionError("no folder to keep compiled code in")
+    """The library made of one C file. Raises NativeBuildError."""
+    flags = ("-O2", "-std=c11", "-shared", "-fPIC")
+    return build(Recipe(source.stem, (source,), flags, ("cc", "gcc", "clang")))

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from engine.attention import native_library
 from engine.attention.kernels import AttentionShape, HeadNorms, Kernels, Rotation
 from engine.attention.native_kernels import NativeKernels
-from engine.attention.native_library import NativeBuildError, build
 from engine.attention.paged_kv import LayerKv
 from engine.attention.torch_kernels import TorchKernels
 from engine.models.rope import RopeConfig, RotaryTable
@@ -308,24 +307,12 @@ def test_rotation_and_write_are_those_of_the_definition(
     assert torch.equal(kv.keys.nan_to_num(7.0), before.nan_to_num(7.0))  # nothing else was touched
 
 
-# --- building the library ------------------------------------------------------------------------
-
-
-def test_library_is_built_once_and_found_again(tmp_path: Path) -> None:
-    if native_library.native_library() is None:
-        pytest.skip("no C++ compiler on this machine")
-    first = build(tmp_path)
-    built_at = first.stat().st_mtime_ns
-    assert build(tmp_path) == first
-    assert first.stat().st_mtime_ns == built_at
-    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+# --- without the library -------------------------------------------------------------------------
 
 
 def test_without_a_compiler_torch_serves_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    with pytest.raises(NativeBuildError, match="no C\\+\\+ compiler"):
-        build(tmp_path, compilers=("no-such-compiler",))
     monkeypatch.setenv("PATH", str(tmp_path))
     native_library.native_library.cache_clear()
     try:
@@ -333,18 +320,7 @@ def test_without_a_compiler_torch_serves_and_one_line_says_so(
             assert native_library.native_library() is None
             assert native_library.native_library() is None
         assert [record.getMessage() for record in caplog.records] == [
-            "no native attention kernels, using torch's: "
-            "no C++ compiler (c++ or g++) on this machine"
+            "no native attention kernels, using torch's: no compiler (c++ or g++) on this machine"
         ]
     finally:
         native_library.native_library.cache_clear()
-
-
-def test_a_failing_compiler_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    compiler = tmp_path / "cc"
-    compiler.write_text("#!/bin/sh\necho nonsense in line 3 >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    with pytest.raises(NativeBuildError, match="nonsense in line 3"):
-        build(cache, compilers=(str(compiler),))
-    assert list(cache.iterdir()) == []

@@ -1,0 +1,123 @@
+"""Native code: compiled for this machine at first use, and kept in the user's cache.
+
+A file's name is a digest of sources, flags, compiler and CPU, so that a home folder shared by
+unequal machines never serves one the other's code. What lies in the cache is loaded as code, so
+only a folder that nobody else can write to serves. Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_COMPILE_TIMEOUT_S = 300.0
+
+
+class NativeBuildError(Exception):
+    """There is no compiler, or it failed, or no folder is safe; the message says which."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a library is made of, and how."""
+
+    name: str
+    sources: tuple[Path, ...]
+    flags: tuple[str, ...]
+    compilers: tuple[str, ...]
+    """The first that the machine has is used."""
+    headers: tuple[Path, ...] = ()
+
+
+def build(recipe: Recipe, cache: Path | None = None) -> Path:
+    """The library's path; compiles when the cache has none. Raises NativeBuildError.
+
+    `cache`: a folder to keep it in; None: the user's.
+    """
+    compiler = next(filter(None, map(shutil.which, recipe.compilers)), None)
+    if compiler is None:
+        raise NativeBuildError(f"no compiler ({' or '.join(recipe.compilers)}) on this machine")
+    try:
+        folder = cache_folder() if cache is None else _own(cache)
+        library = folder / f"{recipe.name}-{_digest(recipe, compiler)}.so"
+        if not library.exists():
+            log.info("compiling %s for this machine (once; a few seconds)", recipe.name)
+            _compile(recipe, compiler, library)
+    except OSError as error:
+        raise NativeBuildError(str(error)) from error
+    return library
+
+
+def cache_folder() -> Path:
+    """The user's, below XDG_CACHE_HOME or ~/.cache; one for temporary files where that is not safe.
+
+    Raises PermissionError when neither is.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    caches = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    user = os.getuid()
+    homes = (
+        caches / "baton" / f"native-{user}",
+        Path(tempfile.gettempdir()) / f"baton-native-{user}",
+    )
+    for folder in homes:
+        try:
+            return _own(folder)
+        except OSError as error:
+            log.debug("no native code is kept in %s: %s", folder, error)
+    raise PermissionError(f"no folder to keep compiled code in: {' and '.join(map(str, homes))}")
+
+
+def _own(folder: Path) -> Path:
+    """Make the folder if need be. Raises OSError unless this user alone may write to it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()  # a link could be led elsewhere later
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} is no folder that this user alone may write to")
+    return folder
+
+
+def _compile(recipe: Recipe, compiler: str, library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        built = Path(folder) / library.name
+        command = [compiler, *recipe.flags, *map(str, recipe.sources), "-o", str(built)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise NativeBuildError(f"{compiler} took more than {_COMPILE_TIMEOUT_S} s") from error
+        if done.returncode:
+            raise NativeBuildError(f"{compiler} failed: {done.stderr.strip()[-2000:]}")
+        os.replace(built, library)  # atomic: another process may be doing the same
+
+
+def _digest(recipe: Recipe, compiler: str) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    for path in (*recipe.sources, *recipe.headers):
+        digest.update(path.name.encode() + path.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    for part in (" ".join(recipe.flags).encode(), version, _cpu()):
+        digest.update(part + b"\0")
+    return digest.hexdigest()
+
+
+def _cpu() -> bytes:
+    """What -march=native depends on."""
+    lines = [platform.machine()]
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        wanted = ("flags", "Features", "cpu family", "model\t", "CPU part")
+        first = info.read_text().split("\n\n", 1)[0]
+        lines += [line for line in first.splitlines() if line.startswith(wanted)]
+    return "\n".join(lines).encode()

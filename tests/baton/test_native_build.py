@@ -1,0 +1,95 @@
+"""Native code is compiled once, and only loaded from where nobody else could have put it."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from baton.native_build import NativeBuildError, Recipe, build, cache_folder
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    (source := tmp_path / "answer.c").write_text("int answer(void) { return 42; }\n")
+    return Recipe("answer", (source,), ("-shared", "-fPIC"), ("cc",))
+
+
+@pytest.fixture
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The user's cache, and the folder for temporary files."""
+    places = tmp_path / "cache", tmp_path / "temporary"
+    for place in places:
+        place.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(places[0]))
+    monkeypatch.setattr(tempfile, "tempdir", str(places[1]))
+    return places
+
+
+@needs_compiler
+def test_a_library_is_built_once_and_found_again(tmp_path: Path, recipe: Recipe) -> None:
+    first = build(recipe, cache := tmp_path / "kept")
+    assert ctypes.CDLL(str(first)).answer() == 42
+    built_at = first.stat().st_mtime_ns
+    assert build(recipe, cache) == first
+    assert first.stat().st_mtime_ns == built_at
+    assert list(cache.iterdir()) == [first]
+    assert build(dataclasses.replace(recipe, flags=(*recipe.flags, "-O2")), cache) != first
+
+
+def test_without_a_compiler_it_says_which_were_looked_for(tmp_path: Path, recipe: Recipe) -> None:
+    missing = dataclasses.replace(recipe, compilers=("no-such-cc", "nor-this"))
+    with pytest.raises(NativeBuildError, match=r"no compiler \(no-such-cc or nor-this\)"):
+        build(missing, tmp_path / "kept")
+
+
+def test_a_failing_compiler_leaves_nothing_in_the_cache(tmp_path: Path, recipe: Recipe) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho nonsense in line 3 >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    with pytest.raises(NativeBuildError, match="nonsense in line 3"):
+        build(dataclasses.replace(recipe, compilers=(str(compiler),)), cache := tmp_path / "kept")
+    assert list(cache.iterdir()) == []
+
+
+def test_the_cache_is_this_users_alone(caches: tuple[Path, Path]) -> None:
+    folder = cache_folder()
+    assert folder == caches[0] / "baton" / f"native-{os.getuid()}"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert cache_folder() == folder
+
+
+@pytest.mark.parametrize("unsafe", ["writable by others", "a link", "a file"])
+def test_a_cache_that_others_could_write_to_is_passed_over(
+    caches: tuple[Path, Path], unsafe: str
+) -> None:
+    (folder := caches[0] / "baton").mkdir()
+    folder /= f"native-{os.getuid()}"
+    if unsafe == "a link":
+        (caches[0] / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(caches[0] / "elsewhere")
+    elif unsafe == "a file":
+        folder.touch(mode=0o600)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    fallback = caches[1] / f"baton-native-{os.getuid()}"
+    assert cache_folder() == fallback
+    fallback.chmod(0o770)
+    with pytest.raises(PermissionError, match="no folder to keep compiled code in"):
+        cache_folder()
+
+
+@needs_compiler
+def test_a_cache_named_by_the_caller_is_checked_too(tmp_path: Path, recipe: Recipe) -> None:
+    (cache := tmp_path / "open").mkdir()
+    cache.chmod(0o777)
+    with pytest.raises(NativeBuildError, match="this user alone may write"):
+        build(recipe, cache)
