@@ -21,7 +21,7 @@ from tests.router.test_placement import Clock
 def output_of(text_model: TextModel, clock: Clock, num_tokens: int) -> RequestOutput:
     router = Router(QUICK, "127.0.0.1:1", MODEL, text_model, clock=clock, rng=random.Random(0))
     request: router_pb2.GenerateRequest = ask_for("prompt", num_tokens)
-    parsed = parse_generate(request, text_model, RequestLimits(512, (MODEL,)))
+    parsed = parse_generate(request, text_model, RequestLimits(512, model_names=(MODEL,)))
     arrival = Arrival("id", parsed, b"", "", clock(), 0.0)
     return RequestOutput(arrival, router._parts)
 
