@@ -37,7 +37,7 @@ class PoolConfig:
     max_replicas: int = 64
     """What `baton scale` may ask for at most: each worker takes memory for weights and KV."""
     tensor_parallel: int = 1
-    """Processes that one worker is made of."""
+    """Processes that one worker is made of; on cuda each has a GPU of its own."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Engine settings of this pool that differ from the cluster's."""
 
