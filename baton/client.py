@@ -147,10 +147,9 @@ class Client:
                     call.cancel()
                 if not stream.is_finished:
                     time.sleep(stream.lost(failure))
-        except (GeneratorExit, KeyboardInterrupt):
+            self._routers.preferred = stream.address_index
+        finally:
             self._abandon(stream)
-            raise
-        self._routers.preferred = stream.address_index
 
     def _abandon(self, stream: RequestStream) -> None:
         tries = self._routers.abandon(stream)
@@ -279,11 +278,12 @@ class AsyncClient:
                     call.cancel()
                 if not stream.is_finished:
                     await asyncio.sleep(stream.lost(failure))
-        except (GeneratorExit, asyncio.CancelledError) as error:
+            self._routers.preferred = stream.address_index
+        except asyncio.CancelledError as error:
             self._tell_if_closed(error)
-            await self._abandon(stream)
             raise
-        self._routers.preferred = stream.address_index
+        finally:
+            await self._abandon(stream)
 
     async def _abandon(self, stream: RequestStream) -> None:
         tries = self._routers.abandon(stream)

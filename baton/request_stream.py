@@ -55,7 +55,9 @@ class GenerateOptions(TypedDict, total=False):
 
 
 _SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
-_REQUEST_FIELDS = frozenset(router_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
+_LISTS = frozenset({"stop", "stop_token_ids"})
+_REQUEST_FIELDS = frozenset(GenerateOptions.__annotations__) - _SAMPLING_FIELDS - _LISTS
+_LONGEST_TIMEOUT_S = (2**32 - 1) / 1e3
 
 Chat = Sequence[Mapping[Literal["role", "content"], str]] | Sequence[Mapping[str, str]]
 
@@ -68,7 +70,7 @@ def build_request(
 ) -> router_pb2.GenerateRequest:
     """A request of exactly one of a text, chat messages or token ids; it always has an id.
 
-    Raises InvalidRequestError for a value that the wire cannot carry.
+    Raises InvalidRequestError, naming the option, for what the wire cannot carry.
     """
     given = [value for value in (prompt, chat, token_ids) if value is not None]
     if len(given) != 1:
@@ -80,7 +82,8 @@ def build_request(
         elif chat is not None:
             request.chat.SetInParent()
             for message in chat:
-                request.chat.messages.add(role=message["role"], content=message["content"])
+                added = request.chat.messages.add()
+                added.role, added.content = message["role"], message["content"]
         elif token_ids is not None:
             request.token_ids.ids.extend(token_ids)
     except (TypeError, ValueError, KeyError) as error:
@@ -94,11 +97,12 @@ def build_request(
 def _set_option(request: router_pb2.GenerateRequest, name: str, value: object) -> None:
     try:
         if name == "timeout_s":
-            assert isinstance(value, int | float)
-            request.timeout_ms = max(1, int(value * 1e3))
+            request.timeout_ms = _timeout_ms(value)
         elif name in _SAMPLING_FIELDS:
             setattr(request.sampling, name, value)
-        elif name in ("stop", "stop_token_ids"):
+        elif name in _LISTS:
+            if isinstance(value, str):  # it would be taken for a list of its characters
+                raise TypeError(f"a list is expected, not {value!r}")
             getattr(request, name).extend(value)
         elif name in _REQUEST_FIELDS:
             setattr(request, name, value)
@@ -106,6 +110,15 @@ def _set_option(request: router_pb2.GenerateRequest, name: str, value: object) -
             raise InvalidRequestError(f"unknown option {name!r}", field=name)
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"{name}: {error}", field=name) from error
+
+
+def _timeout_ms(value: object) -> int:
+    """Raises TypeError, ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"a number of seconds is expected, not {value!r}")
+    if not 0 < value <= _LONGEST_TIMEOUT_S:
+        raise ValueError(f"must be above 0 and at most {_LONGEST_TIMEOUT_S:.0f}, not {value}")
+    return max(1, int(value * 1e3))
 
 
 class RequestStream:
@@ -184,6 +197,7 @@ class RequestStream:
         """
         now = time.monotonic()
         if failure is not None and not self._may_retry(failure):
+            self.is_finished = True  # its router says so
             raise status.from_rpc_error(failure, self.address)
         if now >= self._deadline:
             raise DeadlineError("the request's time is over, and its router is lost")
@@ -192,6 +206,7 @@ class RequestStream:
         else:
             self._was_taken = True
         if not self._was_taken and len(self._unreachable) == len(set(self._addresses)):
+            self.is_finished = True  # it never began
             raise UnavailableError(f"no router listens at {', '.join(self._addresses)}")
         self._lost_at = self._lost_at or now
         if now - self._lost_at > self._reconnect_within_s:

@@ -7,7 +7,6 @@ of a process disturbs the first (grpc issue 25364).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
@@ -15,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 import grpc
 
 from baton import status
-from baton.errors import BatonError, UnavailableError
+from baton.errors import BatonError, NotFoundError, UnavailableError
 from baton.request_stream import RequestStream
 from baton.v1 import control_pb2, router_pb2
 
@@ -33,13 +32,13 @@ class Call(Generic[T]):
     read: Callable[[Any], T]
     takes_first: bool = False
     """The method streams, and its first message is the answer."""
-    timeout_s: float | None = None
-    """Longest wait for each router; None: the client's."""
+    only_where_known: bool = False
+    """One router alone may know what is meant: the next is asked when one does not."""
 
 
 def abort(request_id: str, tenant: str) -> Call[None]:
     message = router_pb2.AbortRequest(request_id=request_id, tenant=tenant)
-    return Call("Abort", message, lambda answer: None)
+    return Call("Abort", message, lambda answer: None, only_where_known=True)
 
 
 def models() -> Call[list[router_pb2.Model]]:
@@ -92,23 +91,24 @@ class Routers:
         )
 
     def tries(self, call: Call[T]) -> Tries[T]:
-        return Tries(self, call, call.timeout_s or self._call_timeout_s)
+        return Tries(self, call, self._call_timeout_s, self.preferred)
 
     def abandon(self, stream: RequestStream) -> Tries[None] | None:
         """The abort of a request whose caller has left; None where there is nothing to abort."""
         if stream.is_finished or self._is_closed:
             return None
         call = abort(stream.request_id, stream.tenant)
-        return self.tries(dataclasses.replace(call, timeout_s=_ABORT_TIMEOUT_S))
+        return Tries(self, call, _ABORT_TIMEOUT_S, stream.address_index)
 
 
 class Tries(Generic[T]):
-    """One short call at one router after the other, the preferred one first, until one answers."""
+    """One short call at one router after the other until one answers."""
 
-    def __init__(self, routers: Routers, call: Call[T], timeout_s: float) -> None:
+    def __init__(self, routers: Routers, call: Call[T], timeout_s: float, first_index: int) -> None:
+        """`timeout_s`: longest wait for each router; `first_index`: of the one asked first."""
         routers.check_open()
         self._routers = routers
-        self._first_index = routers.preferred  # another thread's answer may change it meanwhile
+        self._first_index = first_index
         self._num_failed = 0
         self.call = call
         self.timeout_s = timeout_s
@@ -131,8 +131,12 @@ class Tries(Generic[T]):
         failure = cast(status.RpcFailure, error)
         problem = self._problem(failure)
         self._num_failed += 1
-        is_lost = isinstance(problem, UnavailableError) or status.is_connection_lost(failure)
-        if not is_lost or self._num_failed == len(self._routers.addresses):
+        goes_on = (
+            isinstance(problem, UnavailableError)
+            or status.is_connection_lost(failure)
+            or (self.call.only_where_known and isinstance(problem, NotFoundError))
+        )
+        if not goes_on or self._num_failed == len(self._routers.addresses):
             raise problem from error
         self._routers.check_open()
 

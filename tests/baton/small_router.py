@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from baton import status
-from baton.errors import BatonError
+from baton.errors import BatonError, NotFoundError
 from baton.v1 import (
     common_pb2,
     control_pb2,
@@ -60,7 +60,8 @@ class Book:
 
 class SmallRouter(router_pb2_grpc.RouterServiceServicer):
     """`die_at`: this router is gone once that many tokens of a request are out; `fail` answers
-    every request; `hold`: answers stay unfinished until it is set."""
+    every request; `hold`: answers stay unfinished until it is set; `skip`: a token that is never
+    told; `aborts_its_own_only`: what it did not begin is NOT_FOUND."""
 
     def __init__(
         self,
@@ -70,7 +71,12 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
         die_at: int | None = None,
         fail: BatonError | None = None,
         hold: threading.Event | None = None,
+        skip: int | None = None,
+        aborts_its_own_only: bool = False,
     ) -> None:
+        self._skip, self._aborts_its_own_only = skip, aborts_its_own_only
+        self._begun: set[str] = set()
+        self.aborted: list[str] = []
         self._book, self._die_at, self._fail, self._hold = book, die_at, fail, hold
         self._server = grpc.server(ThreadPoolExecutor(8), options=(("grpc.so_reuseport", 0),))
         router_pb2_grpc.add_RouterServiceServicer_to_server(self, self._server)  # type: ignore
@@ -84,6 +90,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.GenerateRequest, context: Any
     ) -> Iterator[router_pb2.GenerateResponse]:
         self._book.requests.append(request)
+        self._begun.add(request.request_id)
         self._refuse(context)
         seed = self._seed(request)
         yield self._routed(request.request_id, seed)
@@ -96,6 +103,8 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
             if index == self._die_at:
                 self._die(context)
                 return
+            if index == self._skip:
+                continue
             token = word(seed, index)
             yield router_pb2.GenerateResponse(
                 tokens=router_pb2.Tokens(index=index, ids=[token], text=WORDS[token])
@@ -148,6 +157,11 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
 
     def Abort(self, request: router_pb2.AbortRequest, context: Any) -> router_pb2.AbortResponse:  # noqa: N802
         self._refuse(context)
+        if self._aborts_its_own_only and request.request_id not in self._begun:
+            error = NotFoundError("no such request here")
+            context.set_trailing_metadata(status.status_metadata(error))
+            context.abort(status.status_code(error), error.message)
+        self.aborted.append(request.request_id)
         self._book.aborted.append(request.request_id)
         return router_pb2.AbortResponse()
 

@@ -21,6 +21,7 @@ from baton.errors import (
     BatonError,
     DeadlineError,
     InvalidRequestError,
+    NotFoundError,
     OverloadedError,
     UnavailableError,
 )
@@ -312,6 +313,49 @@ def test_leaving_a_stream_early_aborts_its_request(book: Book, connect: Connect)
     assert book.aborted == ["left"]
 
 
+@pytest.mark.parametrize("leaves", [True, False], ids=["left", "gap"])
+def test_a_request_that_is_not_read_to_its_end_is_aborted_at_its_own_router(
+    book: Book, connect: Connect, leaves: bool
+) -> None:
+    """It was begun at one that died, and another call has made the first one preferred again."""
+    hold = threading.Event()
+    dying = SmallRouter(book, die_at=2)
+    other = SmallRouter(book, aborts_its_own_only=True)
+    own = SmallRouter(book, hold=hold, aborts_its_own_only=True, skip=None if leaves else 4)
+    with routers(dying, own, other) as addresses, connect(addresses) as client:
+        events = client.generate("hello", request_id="left", max_tokens=6)
+        seen: list[Event] = []
+        while not (isinstance(event := next(events), Tokens) and event.index == 3):
+            seen.append(event)
+        client._routers.preferred = 2
+        if leaves:
+            events.close()
+        else:
+            with pytest.raises(BatonError, match="tokens 4 to 4 of request left are missing"):
+                list(events)
+        hold.set()
+    assert book.aborted == ["left"]
+    assert own.aborted == ["left"]
+
+
+def test_an_abort_goes_on_to_the_router_that_knows_the_request(
+    book: Book, connect: Connect
+) -> None:
+    hold = threading.Event()
+    other = SmallRouter(book, aborts_its_own_only=True)
+    own = SmallRouter(book, hold=hold, aborts_its_own_only=True)
+    with routers(other, own) as addresses, connect(addresses[1]) as asking:
+        events = asking.generate("hello", request_id="mine")
+        next(events)
+        with connect(addresses) as client:
+            client.abort("mine")
+            with pytest.raises(NotFoundError):
+                client.abort("nobody's")
+        assert own.aborted == ["mine"]
+        hold.set()
+        list(events)
+
+
 def test_a_router_that_is_overloaded_says_when_to_come_back(book: Book, connect: Connect) -> None:
     error = OverloadedError("queue full", retry_after_s=0.25)
     with (
@@ -335,6 +379,23 @@ def test_a_router_that_is_overloaded_says_when_to_come_back(book: Book, connect:
         ({"prompt": "a", "stop": 3}, "stop"),
         ({"prompt": "a", "temprature": 1.0}, "temprature"),
         ({"prompt": "a", "seed": 2**64}, "seed"),
+        ({"prompt": "a", "timeout_s": "5"}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": None}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": True}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": -3}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": 0}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": float("inf")}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": float("nan")}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": 1e9}, "timeout_s"),
+        ({"prompt": "a", "sampling": {}}, "sampling"),
+        ({"prompt": "a", "text": "b"}, "text"),
+        ({"prompt": "a", "resume_from_index": 1}, "resume_from_index"),
+        ({"prompt": "a", "stop": "END"}, "stop"),
+        ({"prompt": "a", "temperature": None}, "temperature"),
+        ({"prompt": "a", "chat": ["x"]}, "prompt"),
+        ({"chat": ["hello"]}, "prompt"),
+        ({"chat": 3}, "prompt"),
+        ({"chat": [{"role": "user", "content": None}]}, "prompt"),
     ],
 )
 def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent(
