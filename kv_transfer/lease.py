@@ -38,11 +38,19 @@ class RankAddress:
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """One start of one worker; `ranks` in order, one per tensor-parallel rank."""
+    """One start of one worker; `ranks` in order, one per tensor-parallel rank. ValueError when
+    there are none, out of order, or one has no address."""
 
     worker_id: str
     incarnation: int
     ranks: tuple[RankAddress, ...]
+
+    def __post_init__(self) -> None:
+        told = [rank.tp_rank for rank in self.ranks]
+        if not told or told != list(range(len(told))):
+            raise ValueError(f"worker {self.worker_id!r} has ranks {told}, not 0, 1, ...")
+        if not all(rank.transfer_address for rank in self.ranks):
+            raise ValueError(f"worker {self.worker_id!r} has a rank without a transfer address")
 
     @property
     def tp_size(self) -> int:

@@ -39,6 +39,7 @@ from kv_transfer.lease import FirstToken, Lease, LeaseId, WorkerIdentity
 from kv_transfer.mailbox import Event, PeerLost
 from kv_transfer.process import ProcessIdentity, is_gone
 from kv_transfer.rank import TransferRank
+from kv_transfer.routes import check_width
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,10 @@ class LeaseTable:
     ) -> Lease:
         """Let `writer` write these blocks (per layer group, the prompt's from `num_cached_tokens`
         on). It must be admitted within `deadline_s` seconds from now, however often it is renewed.
+
+        Raises LeaseError, and nothing is granted, when the heads cannot be divided among its ranks.
         """
+        check_width(self._rank.region_layout.layout, writer.tp_size)
         lease = Lease(
             lease_id=LeaseId(uuid.uuid4().hex),
             lease_epoch=next(self._epochs),
@@ -151,8 +155,8 @@ class LeaseTable:
         entry = _Entry(request_id, lease, self._clock.now_s() + deadline_s)
         twice = entry.writable() & self._writable.keys()
         assert not twice, f"blocks of {request_id} are writable under another lease: {twice}"
-        self._entries[lease.lease_id] = entry
         self._admission.offer(lease)
+        self._entries[lease.lease_id] = entry
         self._writable.update(dict.fromkeys(entry.writable(), lease.lease_id))
         for writer_rank in writer.ranks:  # so that its death is noticed
             self._rank.transport.connect(writer_rank.transfer_address)

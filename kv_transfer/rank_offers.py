@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import Lease, RankLease, Region
-from kv_transfer.routes import Route
+from kv_transfer.routes import Route, check_width
 
 
 class RankOffers:
@@ -41,5 +41,6 @@ def check_lease(lease: Lease, layout: RegionLayout, regions: Sequence[Region]) -
         raise LeaseError(f"the lease has {len(lease.block_ids)} block tables, not {groups}")
     if [rank.tp_rank for rank in lease.ranks] != list(range(lease.owner.tp_size)):
         raise LeaseError("the lease does not offer the memory of every rank of its owner")
+    check_width(layout.layout, lease.owner.tp_size)
     for rank in lease.ranks:
         Route(layout, regions, rank.tp_rank, len(lease.ranks), rank.regions)

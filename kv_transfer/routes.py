@@ -62,6 +62,16 @@ def pairs(layout: KvLayout, source_size: int, target_size: int) -> tuple[RankPai
     )
 
 
+def check_width(layout: KvLayout, tp_size: int) -> None:
+    """Raise LeaseError when the layout's heads cannot be divided among so many ranks."""
+    try:
+        for group in layout.groups:
+            for tensor in group.tensors:
+                tensor.heads_of_rank(0, tp_size)
+    except ValueError as error:
+        raise LeaseError(str(error)) from None
+
+
 @dataclass(frozen=True, eq=False)
 class GroupRuns:
     """The puts of some blocks for the first layer of their group; later layers lie at a constant
@@ -203,7 +213,7 @@ def _bases(regions: Sequence[Region]) -> npt.NDArray[np.int64]:
 def _target_layout(
     layout: KvLayout, target_rank: int, target_size: int, regions: Sequence[Region]
 ) -> RegionLayout:
-    if not regions:
+    if not regions or not regions[0].num_blocks:
         raise LeaseError(f"rank {target_rank} offers no memory")
     num_blocks = regions[0].num_blocks
     target = RegionLayout(layout, target_rank, target_size, num_blocks)

@@ -10,6 +10,7 @@ import pytest
 from handoff_pairs import CONFIGS, THERE, MakePair, after, grant
 from transfer_sides import NUM_BLOCKS
 
+from baton.v1 import common_pb2
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import (
     CancelledHandoffError,
@@ -21,6 +22,7 @@ from kv_transfer.errors import (
     NackError,
     WrongWriterError,
 )
+from kv_transfer.lease import WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure
 
 
@@ -215,10 +217,39 @@ async def test_leases_that_cannot_be_served_are_refused_by_name(make_pair: MakeP
     small = replace(rank, regions=tuple(replace(r, num_bytes=10) for r in rank.regions))
     with pytest.raises(LeaseError, match="bytes"):
         await sender.call("open", replace(lease, ranks=(small,)))
+    ranks = tuple(replace(lease.owner.ranks[0], tp_rank=rank) for rank in range(3))
+    offers = tuple(replace(rank, tp_rank=number) for number in range(3))
+    wide = replace(lease, owner=replace(lease.owner, ranks=ranks), ranks=offers)
+    with pytest.raises(LeaseError, match="do not fit 3 ranks"):
+        await sender.call("open", wide)
     handoff = await sender.call("open", lease)
     with pytest.raises(LeaseError, match="already"):
         await sender.call("open", lease)
     await sender.call("cancel", handoff)
+
+
+async def test_a_writer_whose_ranks_cannot_share_the_heads_is_granted_nothing(
+    make_pair: MakePair,
+) -> None:
+    sender, receiver = await make_pair(CONFIGS["memory"])
+    writer = await sender.call("ready")
+    ranks = tuple(replace(writer.ranks[0], tp_rank=rank) for rank in range(3))
+    with pytest.raises(LeaseError, match="do not fit 3 ranks"):
+        await receiver.call("grant", "r", replace(writer, ranks=ranks), [[1], [1]])
+    assert await receiver.call("leftovers") == (0, 0, 0)
+    await receiver.call("check_integrity")
+    await grant(sender, receiver, [[1], [1]])  # the same blocks
+
+
+def test_a_worker_without_ranks_in_order_or_without_an_address_is_none() -> None:
+    process = common_pb2.RankAddress(tp_rank=0, transfer_address=b"here")
+    for ranks in ([], [common_pb2.RankAddress(tp_rank=1, transfer_address=b"here")]):
+        with pytest.raises(ValueError, match="ranks"):
+            WorkerIdentity.from_proto(common_pb2.WorkerRef(worker_id="w", ranks=ranks))
+    assert WorkerIdentity.from_proto(common_pb2.WorkerRef(worker_id="w", ranks=[process]))
+    process.transfer_address = b""
+    with pytest.raises(ValueError, match="transfer address"):
+        WorkerIdentity.from_proto(common_pb2.WorkerRef(worker_id="w", ranks=[process]))
 
 
 async def test_a_lease_that_names_a_block_outside_its_regions_fails_the_handoff(
