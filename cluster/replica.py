@@ -14,7 +14,7 @@ import re
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,15 +192,9 @@ class Replicas:
         _let_leave(replica)
         for actor in replica.actors.values():
             _kill(actor)
-        give_up_at = time.monotonic() + _GONE_WITHIN_S
-        for process in replica.processes:
-            # Ray only asks; a stopped or stuck process does not listen. None: on another machine.
-            while is_gone(process) is False and time.monotonic() < give_up_at:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-                time.sleep(0.02)
+        left = _kill_by_pid(replica.processes)
         _remove_group(str(replica.name))
-        if not any(is_gone(process) is False for process in replica.processes):
+        if not left:
             self._book.strike(str(replica.name))
         return all(map(is_gone, replica.processes))
 
@@ -269,6 +263,22 @@ def _listed_actors() -> defaultdict[str, dict[int, Any]]:
 def _kill(actor: Any) -> None:
     with contextlib.suppress(RayError):  # it is over already
         ray.kill(actor, no_restart=True)
+
+
+def _kill_by_pid(processes: Sequence[ProcessIdentity]) -> list[ProcessIdentity]:
+    """Kill all that are on this machine and wait until they are gone; those that are not in time.
+
+    Ray only asks; a stopped or stuck process does not listen.
+    """
+    give_up_at = time.monotonic() + _GONE_WITHIN_S
+    while True:
+        left = [process for process in processes if is_gone(process) is False]
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        if not left or time.monotonic() >= give_up_at:
+            return left
+        time.sleep(0.02)
 
 
 def _let_leave(replica: Replica) -> None:

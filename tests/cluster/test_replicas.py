@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from cluster.reaper import watched_over
 from cluster.replica import Replica, ReplicaError, ReplicaName, Replicas
 from cluster.worker_config import WorkerConfig, worker_config
 from kv_transfer.config import TransferConfig
-from kv_transfer.process import is_gone
+from kv_transfer.process import ProcessIdentity, is_gone, own_identity
 from tests.cluster.whole_cluster import fake_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
@@ -115,6 +116,28 @@ def test_of_two_generations_of_a_place_the_newest_is_adopted_and_the_other_ended
     (found,) = a_supervisors(tmp_path).find()
     assert found.name == newer.name
     assert (is_gone(older.processes[0]), is_gone(newer.processes[0])) == (True, False)
+
+
+def test_a_rank_that_even_the_kernel_cannot_end_in_time_keeps_no_other_one_alive(
+    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    first, second = (identity_of(rank.pid) for rank in ranks)
+    monkeypatch.setattr("cluster.replica._GONE_WITHIN_S", 0.2)
+    # In an uninterruptible call, say: no test can have the kernel hold a process on request.
+    monkeypatch.setattr("cluster.replica.is_gone", lambda p: False if p == first else is_gone(p))
+    try:
+        assert not replicas.destroy(Replica(ReplicaName.new("decode", 0), {}, (first, second)))
+        assert ranks[1].wait(10) == -signal.SIGKILL
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def identity_of(pid: int) -> ProcessIdentity:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return dataclasses.replace(own_identity(), pid=pid, start_time_ticks=int(fields[19]))
 
 
 def test_a_replica_that_cannot_be_launched_leaves_nothing(
