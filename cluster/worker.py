@@ -1,6 +1,7 @@
 """Rank 0 of a replica as a server: engine thread, roles, services, standing in the registry.
 
-1. `serve` starts the engine's thread, mounts the role's services, registers.
+1. `serve` starts the engine's thread, mounts the role's services, registers. The parts behind
+   the services are those of both roles.
 2. It runs until `stop`, until a drain is over, or until a part of it fails.
 3. A drain: no new work, health says NOT_SERVING, what runs finishes, for `drain_timeout_s` at most;
    then every pool and table is checked. It asks nothing of the registry.
@@ -80,26 +81,13 @@ class Worker:
         engine = build_engine(config.engine, rank.runner, rank.transfer)
         self.engine = EngineThread(engine, self._from_engine, self._engine_failed)
         self.feed = KvFeed(self.engine, loop)
-        self.prefill: PrefillRole | None = None
-        self.decode: DecodeRole | None = None
-        self.exporter: Exporter | None = None
-        self.leases: LeaseTable | None = None
-        if config.role is not Role.DECODE:
-            self.exporter = Exporter(
-                rank.transfer,
-                rank.identity,
-                fingerprint,
-                config.transfer,
-                self._send_to_sinks,
-                clock,
-            )
-            self.prefill = PrefillRole(self.engine, self.exporter)
-        if config.role is not Role.PREFILL:
-            self.decode = DecodeRole(self.engine, fingerprint, config.decode, clock)
-            self.leases = LeaseTable(
-                rank.transfer, rank.identity, fingerprint, config.transfer, self.decode, clock
-            )
-            self.decode.bind(self.leases)
+        # Both, whatever the role: mail for either is always read, only calls are not taken.
+        transfer = (rank.transfer, rank.identity, fingerprint, config.transfer)
+        self.exporter = Exporter(*transfer, self._send_to_sinks, clock)
+        self.prefill = PrefillRole(self.engine, self.exporter, self.fail)
+        self.decode = DecodeRole(self.engine, fingerprint, config.decode, clock, self.fail)
+        self.leases = LeaseTable(*transfer, self.decode, clock)
+        self.decode.bind(self.leases)
         self.ready = asyncio.Event()
         """Set once the server listens."""
         self.left = asyncio.Event()
@@ -180,9 +168,8 @@ class Worker:
             self._drain = self._begin("drain", self._drain_and_stop(limit_s))
 
     async def _drain_and_stop(self, timeout_s: float) -> None:
-        for role in (self.prefill, self.decode):
-            if role is not None:
-                role.begin_drain()
+        self.prefill.begin_drain()
+        self.decode.begin_drain()
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
@@ -195,18 +182,17 @@ class Worker:
         self._stopped.set()
 
     def _is_idle(self) -> bool:
-        roles = (self.prefill, self.decode)
-        return all(role is None or role.is_idle for role in roles)
+        return self.prefill.is_idle and self.decode.is_idle
 
     @contextlib.asynccontextmanager
     async def _server(self) -> AsyncIterator[None]:
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         fingerprint = self.rank.model.kv_fingerprint
-        if self.prefill is not None:
+        if self._config.role is not Role.DECODE:
             worker_pb2_grpc.add_PrefillServiceServicer_to_server(
                 PrefillService(self.prefill, fingerprint, read_spec), server
             )
-        if self.decode is not None:
+        if self._config.role is not Role.PREFILL:
             worker_pb2_grpc.add_DecodeServiceServicer_to_server(
                 DecodeService(self.decode, read_spec), server
             )
@@ -235,7 +221,7 @@ class Worker:
             self._config.pool,
             lambda: self._load,
             self._progress,
-            lambda: 0 if self.decode is None else self.decode.num_orphans(),
+            self.decode.num_orphans,
         )
         server, thread = prometheus_client.start_http_server(
             self._config.settings.metrics_port, self._config.host, registry=collector.registry()
@@ -260,10 +246,8 @@ class Worker:
         self._loop.call_soon_threadsafe(self.fail, "the engine", error)
 
     def _dispatch(self, events: list[EngineEvent]) -> None:
-        if self.decode is not None:
-            self.decode.on_events(events)
-        if self.prefill is not None:
-            self.prefill.on_events(events)
+        self.decode.on_events(events)
+        self.prefill.on_events(events)
         self.feed.on_events(events)
         self._tokens.on_events(events)
 
@@ -330,7 +314,7 @@ class Worker:
             num_quarantined_blocks=load.num_quarantined_blocks,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
-            handoff_bytes_per_s=0.0 if self.prefill is None else self.prefill.handoff_bytes_per_s,
+            handoff_bytes_per_s=self.prefill.handoff_bytes_per_s,
         )
 
     async def _load_now(self) -> worker_pb2.WorkerLoad:
@@ -341,8 +325,7 @@ class Worker:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            if self.decode is not None:
-                self.decode.sweep()
+            self.decode.sweep()
             if self._drain is not None and self._is_idle():
                 self._idle.set()
 
@@ -354,13 +337,12 @@ class Worker:
         assert not problems, problems
 
     def _checks(self) -> dict[str, Callable[[], None]]:
-        parts = {
-            "prefill": self.prefill,
-            "decode": self.decode,
-            "exporter": self.exporter,
-            "leases": self.leases,
+        return {
+            "prefill": self.prefill.check_integrity,
+            "decode": self.decode.check_integrity,
+            "exporter": self.exporter.check_integrity,
+            "leases": self.leases.check_integrity,
         }
-        return {name: p.check_integrity for name, p in parts.items() if p is not None}
 
     async def integrity(self) -> worker_pb2.CheckIntegrityResponse:
         """What every part's check finds, and what is held. Raises EngineStoppedError."""
@@ -369,8 +351,8 @@ class Worker:
             books,
             problems_of(self._checks()),
             self._tokens,
-            0 if self.leases is None else self.leases.num_open_leases(),
-            0 if self.exporter is None else self.exporter.num_open(),
+            self.leases.num_open_leases(),
+            self.exporter.num_open(),
         )
 
 

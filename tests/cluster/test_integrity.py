@@ -61,6 +61,18 @@ async def test_a_part_whose_books_do_not_agree_is_named(pair: Any) -> None:
     assert not (await books_of(pair.decode)).problems
 
 
+async def test_the_books_of_a_worker_cover_the_parts_of_both_roles(pair: Any) -> None:
+    written = pair.prefill.leases._writable
+    written[(0, 1)] = "ghost"  # a block of a lease that nobody gave
+    (problem,) = (await books_of(pair.prefill)).problems
+    assert problem.startswith("leases: ")
+    del written[(0, 1)]
+    pair.decode.prefill._waiting["ghost"] = None
+    (problem,) = (await books_of(pair.decode)).problems
+    assert problem.startswith("prefill: ")
+    del pair.decode.prefill._waiting["ghost"]
+
+
 @pytest.fixture
 def fatal() -> tuple[threading.Event, list[BaseException]]:
     return threading.Event(), []

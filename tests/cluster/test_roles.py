@@ -96,6 +96,16 @@ async def test_a_reservation_cancelled_before_its_prefill_is_never_served(
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
+async def test_a_worker_of_either_role_answers_the_fence_of_a_lease_that_names_it(
+    pair: Any, kit: Any
+) -> None:
+    async with kit.running_worker("decode-1", Role.DECODE) as other:
+        spec = kit.make_spec("misnamed", 60)
+        await pair.router.reserve(spec, other.info().ref)
+        await pair.link.cancel("misnamed")
+        await kit.nothing_held(pair.decode, other)  # nothing stays in quarantine
+
+
 async def test_a_running_request_that_is_cancelled_ends_aborted_and_frees_its_blocks(
     pair: Any, kit: Any
 ) -> None:
