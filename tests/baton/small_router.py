@@ -77,7 +77,8 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
         self._skip, self._aborts_its_own_only = skip, aborts_its_own_only
         self._begun: set[str] = set()
         self.aborted: list[str] = []
-        self._book, self._die_at, self._fail, self._hold = book, die_at, fail, hold
+        self._book, self._die_at, self._hold = book, die_at, hold
+        self.fail = fail
         self._server = grpc.server(ThreadPoolExecutor(8), options=(("grpc.so_reuseport", 0),))
         router_pb2_grpc.add_RouterServiceServicer_to_server(self, self._server)  # type: ignore
         self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
@@ -121,9 +122,9 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
             assert is_cut_off.wait(10), "the server did not end its calls when it was stopped"
 
     def _refuse(self, context: Any) -> None:
-        if self._fail is not None:
-            context.set_trailing_metadata(status.status_metadata(self._fail))
-            context.abort(status.status_code(self._fail), self._fail.message)
+        if self.fail is not None:
+            context.set_trailing_metadata(status.status_metadata(self.fail))
+            context.abort(status.status_code(self.fail), self.fail.message)
 
     def _seed(self, request: router_pb2.GenerateRequest) -> int:
         known = self._book.seeds.get(request.request_id)
@@ -203,7 +204,7 @@ class SmallControl(control_pb2_grpc.ControlServiceServicer):
     why no more than the first worker ever starts."""
 
     def __init__(self, failing: str = "") -> None:
-        self._failing = failing
+        self.failing = failing
         self._replicas = 1
         self._drained: set[str] = set()
         self._changed = threading.Condition()
@@ -216,7 +217,7 @@ class SmallControl(control_pb2_grpc.ControlServiceServicer):
         return server, f"127.0.0.1:{port}"
 
     def fleet(self) -> control_pb2.WatchFleetResponse:
-        num_started = min(1, self._replicas) if self._failing else self._replicas
+        num_started = min(1, self._replicas) if self.failing else self._replicas
         names = [f"decode-{index}" for index in range(num_started)]
         workers = [self._worker(name, 10000 + index) for index, name in enumerate(names)]
         pool = control_pb2.PoolStatus(
@@ -224,8 +225,8 @@ class SmallControl(control_pb2_grpc.ControlServiceServicer):
             role=common_pb2.WORKER_ROLE_DECODE,
             desired_replicas=self._replicas,
             live_replicas=len([name for name in names if name not in self._drained]),
-            last_error=self._failing,
-            num_failed_starts=2 if self._failing else 0,
+            last_error=self.failing,
+            num_failed_starts=2 if self.failing else 0,
         )
         return control_pb2.WatchFleetResponse(workers=workers, pools=[pool])
 

@@ -327,7 +327,9 @@ def test_a_request_that_is_not_read_to_its_end_is_aborted_at_its_own_router(
         seen: list[Event] = []
         while not (isinstance(event := next(events), Tokens) and event.index == 3):
             seen.append(event)
-        client._routers.preferred = 2
+        own.fail = UnavailableError("busy")
+        assert client.tokenize("the fox") == [0, 1]  # the other one is asked first from now on
+        own.fail = None
         if leaves:
             events.close()
         else:
