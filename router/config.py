@@ -110,6 +110,11 @@ class RouterConfig:
         for name, value in vars(self).items():
             if isinstance(value, int | float):
                 _check_number(name, value)
+        if self.reconnect_min_s > self.reconnect_max_s:
+            raise ValueError(
+                f"reconnect_min_s must be at most reconnect_max_s ({self.reconnect_max_s}), "
+                f"not {self.reconnect_min_s}"
+            )
 
 
 _AT_LEAST_1 = (
@@ -127,6 +132,11 @@ _ABOVE_0 = (
     "default_handoff_bytes_per_s",
     "default_timeout_s",
     "max_timeout_s",
+    "keepalive_s",
+    "registry_silence_s",
+    "connect_timeout_s",
+    "reconnect_min_s",
+    "reconnect_max_s",
 )
 _AT_MOST = {"port": 65535, "metrics_port": 65535, "handoff_overlap": 1}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import socket
 import sys
@@ -261,3 +262,26 @@ def test_unknown_modes_and_negative_times_are_refused() -> None:
         RouterConfig(local_prefill="sometimes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="token_timeout_s"):
         RouterConfig(token_timeout_s=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"reconnect_min_s": 0.0}, "reconnect_min_s must be above 0, not 0.0"),
+        ({"reconnect_max_s": 0.0}, "reconnect_max_s must be above 0, not 0.0"),
+        ({"connect_timeout_s": 0.0}, "connect_timeout_s must be above 0, not 0.0"),
+        ({"keepalive_s": 0.0}, "keepalive_s must be above 0, not 0.0"),
+        ({"registry_silence_s": 0.0}, "registry_silence_s must be above 0, not 0.0"),
+        (
+            {"reconnect_min_s": 0.5, "reconnect_max_s": 0.4},
+            "reconnect_min_s must be at most reconnect_max_s (0.4), not 0.5",
+        ),
+    ],
+)
+def test_times_that_would_make_the_router_spin_are_refused(
+    changes: dict[str, float], told: str
+) -> None:
+    from router.config import RouterConfig
+
+    with pytest.raises(ValueError, match=re.escape(told)):
+        RouterConfig(**changes)  # type: ignore[arg-type]
