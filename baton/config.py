@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
-from baton import settings
+from baton import settings, yaml_file
 from baton.errors import ConfigError
 from cluster.config import RegistryConfig, SupervisorConfig, WorkerSettings
 from decode_worker.config import DecodeConfig
@@ -160,9 +160,11 @@ def load_config(path: str | Path) -> ClusterConfig:
     one that begins with ~ lies in a home folder."""
     source = str(path)
     try:
-        value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        value = yaml_file.load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read: {error.strerror}") from error
+    except yaml_file.RepeatedKeyError as error:
+        raise ConfigError(f"{source}: {error}", field=error.key) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         problem = " ".join(str(error).split())
         raise ConfigError(f"{source}: not valid YAML: {problem}") from error
