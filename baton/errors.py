@@ -1,4 +1,4 @@
-"""The errors Baton tells its callers, and the one table that maps them to gRPC and HTTP.
+"""The errors Baton tells its callers, and the one table that maps them to gRPC.
 
 BatonError
 ├── InvalidRequestError    the caller's mistake; names the field
@@ -25,7 +25,6 @@ class BatonError(Exception):
 
     reason: ClassVar[str] = "INTERNAL"
     grpc_status: ClassVar[str] = "INTERNAL"
-    http_status: ClassVar[int] = 500
 
     def __init__(
         self, message: str, *, field: str | None = None, retry_after_s: float | None = None
@@ -37,48 +36,48 @@ class BatonError(Exception):
 
 
 class InvalidRequestError(BatonError):
-    reason, grpc_status, http_status = "INVALID_PROMPT", "INVALID_ARGUMENT", 400
+    reason, grpc_status = "INVALID_PROMPT", "INVALID_ARGUMENT"
 
 
 class NotFoundError(BatonError):
-    reason, grpc_status, http_status = "NOT_FOUND", "NOT_FOUND", 404
+    reason, grpc_status = "NOT_FOUND", "NOT_FOUND"
 
 
 class AlreadyExistsError(BatonError):
-    reason, grpc_status, http_status = "ALREADY_EXISTS", "ALREADY_EXISTS", 409
+    reason, grpc_status = "ALREADY_EXISTS", "ALREADY_EXISTS"
 
 
 class OverloadedError(BatonError):
-    reason, grpc_status, http_status = "OVERLOADED", "RESOURCE_EXHAUSTED", 429
+    reason, grpc_status = "OVERLOADED", "RESOURCE_EXHAUSTED"
 
 
 class NoCapacityError(BatonError):
-    reason, grpc_status, http_status = "NO_CAPACITY", "RESOURCE_EXHAUSTED", 503
+    reason, grpc_status = "NO_CAPACITY", "RESOURCE_EXHAUSTED"
 
 
 class DeadlineError(BatonError):
-    reason, grpc_status, http_status = "DEADLINE", "DEADLINE_EXCEEDED", 504
+    reason, grpc_status = "DEADLINE", "DEADLINE_EXCEEDED"
 
 
 class KvTransferError(BatonError):
-    reason, grpc_status, http_status = "KV_TRANSFER_FAILED", "UNAVAILABLE", 502
+    reason, grpc_status = "KV_TRANSFER_FAILED", "UNAVAILABLE"
 
 
 class WorkerLostError(BatonError):
-    reason, grpc_status, http_status = "WORKER_LOST", "UNAVAILABLE", 502
+    reason, grpc_status = "WORKER_LOST", "UNAVAILABLE"
 
 
 class PoisonError(BatonError):
-    reason, grpc_status, http_status = "POISON", "ABORTED", 500
+    reason, grpc_status = "POISON", "ABORTED"
 
 
 class NotResumableError(BatonError):
-    reason, grpc_status, http_status = "NOT_RESUMABLE", "FAILED_PRECONDITION", 410
+    reason, grpc_status = "NOT_RESUMABLE", "FAILED_PRECONDITION"
 
 
 class UnavailableError(BatonError):
-    reason, grpc_status, http_status = "UNAVAILABLE", "UNAVAILABLE", 503
+    reason, grpc_status = "UNAVAILABLE", "UNAVAILABLE"
 
 
 class ConfigError(BatonError):
-    reason, grpc_status, http_status = "CONFIG", "INVALID_ARGUMENT", 400
+    reason, grpc_status = "CONFIG", "INVALID_ARGUMENT"

@@ -7,13 +7,9 @@ valid one. What a value may be comes from the dataclass: field types here, range
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
-import inspect
-import itertools
 import math
-import textwrap
 import types
 import typing
 from collections.abc import Mapping
@@ -71,24 +67,6 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(inner, Mapping) and isinstance(value, Mapping)
         result[name] = merge(inner, value) if both else value  # type: ignore[arg-type]
     return result
-
-
-def descriptions(cls: type) -> dict[str, str]:
-    """Field name to the docstring written below it; fields without one are left out."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError):
-        return {}
-    body = typing.cast(ast.ClassDef, tree.body[0]).body
-    found = {}
-    for field, after in itertools.pairwise(body):
-        match field, after:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                found[name] = " ".join(text.split())
-    return found
 
 
 # --- one value ----------------------------------------------------------------------------------

@@ -48,10 +48,6 @@ class TextModel:
         except ConfigError as error:
             raise ConfigError(f"{files.folder}: {error}") from error
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str) -> list[int]:
         """A plain prompt as the model's tokenizer encodes it, its own special tokens included.
         Special tokens written in the text are parsed as such."""

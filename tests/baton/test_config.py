@@ -246,27 +246,50 @@ def test_an_unreadable_file_is_named(tmp_path: Path, content: str | None, proble
         load_config(file)
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("router: {port: 1}\nmodel: m\nrouter: {}\n", "router is given twice, in lines 1 and 3"),
+        ("router:\n  port: 1\n  port: 2\n", "port is given twice, in lines 2 and 3"),
+        ("pools:\n- {a: 1}\n- {b: 1, b: 2}\n", "b is given twice, in lines 3 and 3"),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_given_twice_is_named_with_its_lines(
+    tmp_path: Path, content: str, problem: str
+) -> None:
+    (file := tmp_path / "cluster.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=f"cluster.yaml: {problem}"):
+        load_config(file)
+
+
+def test_what_an_anchor_merges_in_may_be_given_again(tmp_path: Path) -> None:
+    (file := tmp_path / "cluster.yaml").write_text(
+        "pools:\n"
+        "  decode: &decode {role: decode, replicas: 2}\n"
+        "  large: &large {<<: *decode, replicas: 3}\n"
+        "  larger: {<<: *large, replicas: 4}\n"
+    )
+    pools = load_config(file).pools
+    assert [pool.replicas for pool in pools.values()] == [2, 3, 4]
+
+
 @dataclasses.dataclass(frozen=True)
 class Inner:
     items: tuple[int, ...] = ()
-    """Numbers."""
     choice: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
     needed: float
-    """A number that
-    is needed."""
     inner: Inner = Inner()
 
 
-def test_any_dataclass_can_be_read_written_and_described() -> None:
+def test_any_dataclass_can_be_read_and_written() -> None:
     value = {"needed": 1, "inner": {"items": [1, 2], "choice": None}}
     config = settings.parse(Outer, value, source="x")
     assert config == Outer(1.0, Inner((1, 2), None))
     assert settings.parse(Outer, settings.dump(config), source="x") == config
-    assert settings.descriptions(Outer) == {"needed": "A number that is needed."}
     with pytest.raises(ConfigError, match=r"x: inner\.items\[1\]: a whole number"):
         settings.parse(Outer, {"needed": 1, "inner": {"items": [1, "b"]}}, source="x")
     with pytest.raises(ConfigError, match="x: needed: is needed"):
