@@ -25,7 +25,10 @@ class TransferError(Exception):
 
 
 class TransportError(TransferError):
-    pass
+    def __init__(self, message: str, status: int | None = None) -> None:
+        """`status`: libucp's, when it is one of its calls that failed."""
+        super().__init__(message)
+        self.status = status
 
 
 class FingerprintError(TransferError):

@@ -9,12 +9,13 @@ A lease:
 4. the writer has provably stopped: the lease is forgotten and the listener told that its blocks are
    free. Never on a timeout.
 
-What proves that a writer has stopped. Its `Drained`, on every transport. Over shared memory also
-that all its processes are gone (`process.is_gone`): a put is a copy made by the writer's own
-threads. For a writer on another machine or in another pid namespace only `Drained` counts here:
-libucp does not tell when a TCP connection's receive queue is empty, nor does it revoke a registered
-region or destroy a queue pair on its own; such a writer's blocks stay quarantined until it answers
-or this worker ends. `num_quarantined_blocks` shows them.
+What proves that a writer has stopped. Its `Drained`, on every transport: it says so only when no
+connection broke under its puts, or when they were its own copies into shared memory. Over shared
+memory also that all its processes are gone (`process.is_gone`), for the same reason. For a writer
+over TCP, on another machine or in another pid namespace only `Drained` counts here: libucp does not
+tell when a TCP connection's receive queue is empty, nor does it revoke a registered region or
+destroy a queue pair on its own; such a writer's blocks stay quarantined until it answers or this
+worker ends. `num_quarantined_blocks` shows them.
 
 Lives on rank 0's event loop; not thread-safe, but for the `Admission` that it owns.
 """
@@ -35,7 +36,7 @@ from kv_transfer.admission import Admission, Decision, Outcome, is_from_writer
 from kv_transfer.clock import Clock, LoopClock, Timer
 from kv_transfer.config import TransferConfig
 from kv_transfer.layout import NULL_BLOCK, BlockId
-from kv_transfer.lease import FirstToken, Lease, LeaseId, WorkerIdentity
+from kv_transfer.lease import FirstToken, Lease, LeaseId, RankAddress, WorkerIdentity
 from kv_transfer.mailbox import Event, PeerLost
 from kv_transfer.process import ProcessIdentity, is_gone
 from kv_transfer.rank import TransferRank
@@ -291,7 +292,7 @@ class LeaseTable:
 
     def _poll(self, entry: _Entry) -> None:
         """Is the writer gone? If not, tell it to stop again, ever more rarely."""
-        if all(self._process_is_gone(rank.process) for rank in entry.lease.writer.ranks):
+        if all(map(self._is_over, entry.lease.writer.ranks)):
             self._quiescent(entry)
             return
         entry.num_polls += 1
@@ -299,6 +300,13 @@ class LeaseTable:
             self._fence(entry.lease)
         pause_s = self._config.drain_poll_s * 2 ** min(entry.num_polls, 20)
         self._set_timer(entry, min(_LONGEST_POLL_S, pause_s))
+
+    def _is_over(self, writer: RankAddress) -> bool:
+        """Nothing of what this rank has put can land any more. All ranks here see the same
+        transports, so rank 0's answers for them."""
+        return self._process_is_gone(writer.process) is True and (
+            self._rank.transport.puts_end_with_process(writer.transfer_address)
+        )
 
     def _drained(self, entry: _Entry) -> None:
         if entry.state is LeaseState.GRANTED:

@@ -160,8 +160,13 @@ class MemoryNetwork:
 
     _shared: ClassVar[MemoryNetwork | None] = None
 
-    def __init__(self, scheduler: Scheduler | None = None) -> None:
+    def __init__(
+        self, scheduler: Scheduler | None = None, puts_outlive_connection: bool = False
+    ) -> None:
+        """`puts_outlive_connection`: as over TCP, what was put lands even when the connection, or
+        the writer's process, is no more."""
         self.scheduler: Scheduler = scheduler or ThreadScheduler()
+        self.puts_outlive_connection = puts_outlive_connection
         self._processes: dict[bytes, MemoryTransport] = {}
         self._numbers = itertools.count()
 
@@ -255,6 +260,9 @@ class MemoryTransport:
                     self._schedule("lost", address, lambda: self._lose(address))
             return peer
 
+    def puts_end_with_process(self, address: bytes) -> bool:
+        return not self._network.puts_outlive_connection
+
     def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
         """Nothing has to be mapped."""
 
@@ -272,7 +280,9 @@ class MemoryTransport:
         assert isinstance(peer, MemoryPeer)
 
         def run() -> None:
-            result = FlushResult("the peer is lost" if peer.lost else None, peer.busy_s)
+            is_over = not (peer.lost and self._network.puts_outlive_connection)
+            error = "the peer is lost" if peer.lost else None
+            result = FlushResult(error, peer.busy_s, is_over)
             peer.busy_s = 0.0
             if not self.dead:
                 self._call(partial(on_flushed, result))
@@ -318,7 +328,7 @@ class MemoryTransport:
     def _copy(self, peer: MemoryPeer, batch: PutBatch) -> str | None:
         """Why a put was refused, if one was."""
         receiver = self._network.process(peer.address)
-        if peer.lost or receiver is None:
+        if receiver is None or (peer.lost and not self._network.puts_outlive_connection):
             return None  # as over shared memory: nobody tells
         assert self._memory is not None
         assert receiver._memory is not None

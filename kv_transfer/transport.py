@@ -6,8 +6,8 @@ at a time, and must only enqueue or send in their turn.
 
 What a transport promises: operations to one peer start in the order they were asked for; a flush
 completes when every earlier put to that peer has left this process's hands for good, so that
-nothing of it can be written later. A flush that succeeds is no proof that the peer lives, nor that
-it has seen anything: only the peer's own message is.
+nothing of it can be written later (but see `FlushResult.is_over`). A flush that succeeds is no
+proof that the peer lives, nor that it has seen anything: only the peer's own message is.
 """
 
 from __future__ import annotations
@@ -62,10 +62,13 @@ class PutBatch:
 @dataclass(frozen=True)
 class FlushResult:
     """`error` is None when every put before the flush is done; `busy_s` is what the peer's puts and
-    flushes have cost this process since the last flush's result."""
+    flushes have cost this process since the last flush's result. Unless `is_over`, what was put
+    before a flush that failed may still land, though it has left this process's hands: the kernel
+    delivers what it has taken of a TCP connection that broke."""
 
     error: str | None
     busy_s: float
+    is_over: bool = True
 
 
 OnMessage = Callable[[bytes], None]
@@ -150,6 +153,11 @@ class Transport(Protocol):
 
     def connect(self, address: bytes) -> Peer:
         """The connection to that address, made when there is none or the last one was lost."""
+
+    def puts_end_with_process(self, address: bytes) -> bool:
+        """Whether nothing that the process at this address has put here can land once that process
+        is gone: it writes this pool itself, as over shared memory. False: it does not, as over TCP,
+        or it is not known, as of a process that was never connected to."""
 
     def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
         """These regions of the peer will be written: do now what the first puts would wait for."""

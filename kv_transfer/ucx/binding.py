@@ -16,6 +16,7 @@ from kv_transfer.errors import TransportError
 
 API_MAJOR, API_MINOR = 1, 21
 OK, IN_PROGRESS = 0, 1
+NO_SHARED_SEGMENT = -17
 
 FEATURE_RMA, FEATURE_WAKEUP, FEATURE_AM = 1 << 1, 1 << 4, 1 << 6
 THREAD_MODE_SERIALIZED = 1
@@ -135,6 +136,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {  # name: (result, *arguments)
     "ucp_ep_create": (Status, c_void_p, c_void_p, POINTER(c_void_p)),
     "ucp_ep_rkey_unpack": (Status, c_void_p, c_void_p, POINTER(c_void_p)),
     "ucp_rkey_destroy": (None, c_void_p),
+    "ucp_ep_print_info": (None, c_void_p, c_void_p),
     "ucp_rkey_ptr": (Status, c_void_p, c_uint64, POINTER(c_void_p)),
     "ucp_ep_flush_nbx": (c_void_p, c_void_p, c_void_p),
     "ucp_ep_close_nbx": (c_void_p, c_void_p, c_void_p),
@@ -184,7 +186,7 @@ class Ucp:
     def check(self, status: int, what: str) -> None:
         """Raise TransportError on a negative ucs_status_t."""
         if status < 0:
-            raise TransportError(f"{what}: {self.text(status)}")
+            raise TransportError(f"{what}: {self.text(status)}", status)
 
     def address_of(self, name: str) -> int:
         """Address of a function, for compiled code."""
@@ -197,9 +199,10 @@ def load(config: TransferConfig) -> Ucp:
     """Load the libucp that the configuration names. Raises TransportError when there is none.
 
     UCX takes its settings from the environment when it is loaded. Without UCX_MM_ERROR_HANDLING,
-    endpoints that report errors silently leave shared memory for TCP.
+    endpoints that report errors silently leave shared memory for TCP; set in one of two processes
+    only, they would not go the same way.
     """
-    os.environ.setdefault("UCX_MM_ERROR_HANDLING", "y")
+    os.environ["UCX_MM_ERROR_HANDLING"] = "y"
     os.environ.setdefault("UCX_KEEPALIVE_INTERVAL", f"{max(1, round(config.keepalive_s * 1000))}ms")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     try:

@@ -22,6 +22,7 @@ from kv_transfer.ucx.binding import (
     Ucp,
     pointer_status,
 )
+from kv_transfer.ucx.lanes import lanes_of
 from kv_transfer.ucx.native import Poster, PostTarget
 
 _PLAIN = RequestParams()
@@ -74,6 +75,8 @@ class UcxPeer:
         self.address = address
         self.endpoint: Endpoint | None = None
         self.lost = False
+        self.lanes: frozenset[str] = frozenset()
+        """The transports its endpoint goes over, or went; none before it was made."""
         self.is_closed = False
         """Its endpoint is gone: nothing can be written through it, nor read for it, any more."""
         self._waiting: list[Callable[[], None]] = []
@@ -111,6 +114,7 @@ class Endpoint:
         ucp.check(ucp.ucp_ep_create(worker, byref(params), byref(handle)), "ucp_ep_create")
         assert handle.value is not None
         self._handle = handle.value
+        self.lanes = lanes_of(ucp, self._handle)
 
     def put(self, poster: Poster, batch: PutBatch, memory_handles: Sequence[int]) -> str | None:
         """Post a batch; why a put was refused, and those after it never posted, if one was."""

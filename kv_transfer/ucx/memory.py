@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kv_transfer.errors import TransportError
 from kv_transfer.lease import Region
 from kv_transfer.transport import Tensor
+from kv_transfer.ucx import lanes
 from kv_transfer.ucx.binding import (
     MEM_MAP_ALLOCATE,
     MEM_MAP_FIXED,
@@ -51,6 +52,11 @@ class UcxMemory:
 
     def enter_thread(self) -> None:
         """Make this memory's device current on the thread that will move its bytes."""
+
+    def is_written_by_peers(self, over: frozenset[str]) -> bool:
+        """Whether peers themselves write it, over these lanes; else this process does it for them,
+        from what they have sent."""
+        raise NotImplementedError
 
     def read(self, spans: Sequence[tuple[int, int]]) -> Iterable[npt.NDArray[np.uint8]]:
         return (self.buffer[start : start + length] for start, length in spans)
@@ -115,6 +121,11 @@ class AllocatedMemory(UcxMemory):
         array = (ctypes.c_uint8 * self._num_bytes).from_address(self._base)
         self.buffer = np.frombuffer(memoryview(array), dtype=np.uint8)
         self.buffer[:: mmap.PAGESIZE] = 0
+        # UCX falls back to private memory where the system has no segment for it.
+        self._is_shared = all(lanes.is_shared(region.base_address) for region in self.regions)
+
+    def is_written_by_peers(self, over: frozenset[str]) -> bool:
+        return self._is_shared and over <= lanes.SHARED_MEMORY
 
     def free(self) -> None:
         """Unmap everything; views of `buffer` are void from here on."""
@@ -145,6 +156,9 @@ class RegisteredMemory(UcxMemory):
         except TransportError:
             self.free()
             raise
+
+    def is_written_by_peers(self, over: frozenset[str]) -> bool:
+        return "cuda_ipc" in over and lanes.end_with_their_process(over)
 
     def enter_thread(self) -> None:
         if self.buffer.device.type == "cuda":

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_size_t, c_void_p
+from dataclasses import replace
 from functools import partial
 
 from kv_transfer.config import TransferConfig
@@ -43,6 +44,7 @@ from kv_transfer.ucx.binding import (
     FEATURE_AM,
     FEATURE_RMA,
     FEATURE_WAKEUP,
+    NO_SHARED_SEGMENT,
     THREAD_MODE_SERIALIZED,
     ContextParams,
     ErrorCallback,
@@ -53,6 +55,7 @@ from kv_transfer.ucx.binding import (
     load,
 )
 from kv_transfer.ucx.endpoint import Endpoint, Requests, UcxPeer
+from kv_transfer.ucx.lanes import SHARED_MEMORY, end_with_their_process
 from kv_transfer.ucx.memory import AllocatedMemory, RegisteredMemory, UcxMemory, populate
 from kv_transfer.ucx.native import Poster, make_poster
 
@@ -82,6 +85,7 @@ class UcxTransport:
         self._signalling = threading.Lock()  # of `_closed`
         self._peers: dict[bytes, UcxPeer] = {}
         self._keys: dict[int, UcxPeer] = {}  # what the error callback is given -> peer
+        self._own_writers: set[bytes] = set()  # addresses, one for each start of a peer
         self._failed: deque[UcxPeer] = deque()
         self._message_error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -135,6 +139,9 @@ class UcxTransport:
                 self._enqueue(lambda: self._open(peer))
             return peer
 
+    def puts_end_with_process(self, address: bytes) -> bool:
+        return address in self._own_writers
+
     def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
         """Map the regions, and fault their pages in as long as there is time: one chunk a turn."""
         assert isinstance(peer, UcxPeer)
@@ -176,9 +183,11 @@ class UcxTransport:
             if result.error is None:
                 on_flushed(result)
                 return
-            # What was under way may be written, or read here, until the endpoint is closed.
+            # What was under way may be written, or read here, until the endpoint is closed; and
+            # what the kernel has taken of a TCP connection even later.
             self._lose(peer)
-            peer.when_closed(partial(on_flushed, result))
+            is_over = end_with_their_process(peer.lanes)
+            peer.when_closed(partial(on_flushed, replace(result, is_over=is_over)))
 
         def run() -> None:
             if peer.endpoint is None:
@@ -255,9 +264,14 @@ class UcxTransport:
             peer.endpoint = Endpoint(
                 self._ucp, self._worker, peer.address, id(peer), self._error_callback
             )
+            peer.lanes = peer.endpoint.lanes
         except TransportError as error:
             log.warning("cannot reach a peer: %s", error)
+            if error.status == NO_SHARED_SEGMENT:  # its process is gone, and took it along
+                peer.lanes = SHARED_MEMORY
             self._lose(peer)
+        if peer.lanes and self._memory is not None and self._memory.is_written_by_peers(peer.lanes):
+            self._own_writers.add(peer.address)
 
     def _receive(
         self, _arg: int, _header: int, _header_size: int, data: int | None, size: int, _param: int

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from ctypes.util import find_library
 from typing import Any
 
+import pytest
 from transfer_sides import LAYOUT, NUM_BLOCKS, LocalSide, RemoteSide, Side, SideSpec
 
 from kv_transfer.config import TransferConfig
@@ -17,6 +19,10 @@ HERE, THERE = list(range(100, 100 + NUM_BLOCKS)), list(range(200, 200 + NUM_BLOC
 AnySide = LocalSide | RemoteSide
 MakePair = Callable[..., Awaitable[tuple[AnySide, AnySide]]]
 
+needs_system_ucx = pytest.mark.skipif(
+    find_library("ucp") is None,
+    reason="the system's libucp.so.0 (Debian: libucx0) is not installed",
+)
 
 CONFIGS = {
     "memory": TransferConfig(transport="memory"),

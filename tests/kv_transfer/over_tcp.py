@@ -1,26 +1,34 @@
-"""Two checks of the UCX transport over TCP alone; UCX reads UCX_TLS once, so: a process of its own.
+"""Checks of the UCX transport over TCP alone; UCX reads UCX_TLS once, so: a process of its own.
 
-Prints one line of JSON; see `test_transport_over_tcp.py`.
+Arguments: the check, and which libucp. Prints one line of JSON; see `test_transport_over_tcp.py`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import json
 import multiprocessing
 import os
 import queue
 import signal
+import struct
 import sys
+import termios
+import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from transfer_sides import LocalSide, RemoteSide, Side, SideSpec
 
 from kv_transfer.config import TransferConfig
+from kv_transfer.process import ProcessIdentity, is_gone
 from kv_transfer.transport import FlushResult, PutBatch, Runs
 from kv_transfer.ucx.transport import UcxTransport
 
-CONFIG = TransferConfig()
+CONFIG = TransferConfig(ucx_library=sys.argv[2] if len(sys.argv) > 2 else "wheel")
 CHUNK, NUM_CHUNKS = 1 << 20, 48  # more than two sockets hold
 
 
@@ -107,9 +115,80 @@ def many_connections() -> dict[str, Any]:
     return {"first": first, "last": last}
 
 
-if __name__ == "__main__":
-    print(
-        json.dumps(
-            {"flush": flushes_of_a_lost_peer, "connections": many_connections}[sys.argv[1]]()
-        )
+def unread_bytes() -> int:
+    """What this process's sockets have received and nobody has read."""
+    found = 0
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                found += struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
+        except OSError:
+            continue  # a listening socket, or one closed in the meantime
+    return found
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not true():  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.005)
+
+
+async def writer_killed_before_its_bytes_are_read() -> dict[str, Any]:
+    """Are blocks free while what their dead writer has put still waits in a socket?"""
+    polls: list[ProcessIdentity] = []
+
+    def gone(process: ProcessIdentity) -> bool | None:
+        polls.append(process)
+        return is_gone(process)
+
+    transport = UcxTransport(CONFIG)
+    here = LocalSide(Side(SideSpec("here", config=CONFIG), [transport], process_is_gone=gone))
+    there = RemoteSide(SideSpec("there", 2, config=CONFIG))  # a fence goes to its rank 0 only
+    writer = await there.call("ready")
+    for name, blocks in (("first", [[3], [3]]), ("second", [[1, 2], [1, 2]])):
+        lease = await here.call("grant", name, writer, blocks)
+        handoff = await there.call("open", lease)
+        if name == "first":  # so that all connections exist
+            for group in (0, 1):
+                await there.call("push", handoff, group, [0], [3])
+            await there.call("finish", handoff)
+    busy, never = threading.Event(), threading.Event()
+
+    def hold(_: FlushResult) -> None:
+        busy.set()
+        never.wait()
+
+    transport.flush(transport.connect(writer.rank0_address), hold)  # the progress thread is busy
+    await until(busy.is_set)
+    for group in (0, 1):
+        await there.call("push", handoff, group, [0, 1], [1, 2])
+    layout = here.side.spec.layout
+    num_bytes = 2 * sum(
+        group.num_layers * sum(t.num_heads * layout.head_bytes(t) for t in group.tensors)
+        for group in layout.groups
     )
+    await until(lambda: unread_bytes() >= num_bytes)
+    there.kill()
+    there.reap()
+    await here.call("release", lease.lease_id)
+    await until(lambda: len(polls) >= 4 or "quiescent" in here.side.event_names())
+    freed = "quiescent" in here.side.event_names()
+    return {
+        "num_unread_bytes": unread_bytes(),
+        "freed": freed,
+        "num_quarantined_blocks": here.side.table.num_quarantined_blocks,
+    }
+
+
+def main(check: str) -> None:
+    if check == "killed":
+        found = asyncio.run(writer_killed_before_its_bytes_are_read())
+    else:
+        found = {"flush": flushes_of_a_lost_peer, "connections": many_connections}[check]()
+    print(json.dumps(found), flush=True)
+    if check == "killed":
+        os._exit(0)  # its progress thread is held for good
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

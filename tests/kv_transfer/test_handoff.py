@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from ctypes.util import find_library
 from dataclasses import replace
 
 import pytest
 import torch
-from handoff_pairs import CONFIGS, FIRST, MakePair, after, grant, hand_over
+from handoff_pairs import CONFIGS, FIRST, MakePair, after, grant, hand_over, needs_system_ucx
 from transfer_sides import ONE_HEAD
 
 from kv_transfer.config import TransferConfig
-
-needs_system_ucx = pytest.mark.skipif(
-    find_library("ucp") is None,
-    reason="the system's libucp.so.0 (Debian: libucx0) is not installed",
-)
 
 
 @pytest.mark.parametrize(("sender_tp", "receiver_tp"), [(1, 1), (1, 2), (2, 1), (2, 2)])
