@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from engine.request import (
     TokenLogprobs,
 )
 from kv_transfer.clock import Clock
+from kv_transfer.errors import LeaseError
 from kv_transfer.lease import FirstToken, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
 
@@ -51,9 +52,16 @@ class DecodeRole:
     """Lives on the event loop; the engine runs on its own thread. Is the table's LeaseListener."""
 
     def __init__(
-        self, engine: EngineThread, kv_fingerprint: bytes, config: DecodeConfig, clock: Clock
+        self,
+        engine: EngineThread,
+        kv_fingerprint: bytes,
+        config: DecodeConfig,
+        clock: Clock,
+        fail: Callable[[str, BaseException], None],
     ) -> None:
+        """`fail` is told of an error that leaves nothing here to rely on."""
         self._engine = engine
+        self._fail = fail
         self._kv_fingerprint = kv_fingerprint
         self._config = config
         self._clock = clock
@@ -151,7 +159,7 @@ class DecodeRole:
         self._runs.add(run)
         # A writer tells the first token to the router itself: this worker starts after it.
         session.follow(record, len(record.token_ids) + (writer is not None))
-        self._spawn(self._start(run) if writer is None else self._reserve(run, writer))
+        self._spawn(run, self._start(run) if writer is None else self._reserve(run, writer))
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Abort this attempt and every older one; unknown or newer: nothing to do."""
@@ -205,7 +213,11 @@ class DecodeRole:
         elif run.phase is Phase.ENDED:  # nobody was told of the blocks: nobody can write
             self._engine.post(lambda engine: engine.release(spec.request_id))
         else:
-            self._grant(run, writer, event)
+            try:
+                self._grant(run, writer, event)
+            except LeaseError as error:  # nobody can write
+                self._engine.post(lambda engine: engine.release(spec.request_id))
+                self._refuse(run, Refusal.INVALID, f"writer: {error}")
 
     def _grant(self, run: Run, writer: WorkerIdentity, event: ReservedEvent) -> None:
         left_s = self._config.max_lease_s
@@ -377,14 +389,27 @@ class DecodeRole:
         )
         session.flush()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._guard(work))
+    def _spawn(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._guard(run, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self.task_over)
 
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """The engine's end is the process's end and is reported there."""
+    async def _guard(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
+        """An attempt that this leaves where it was is over."""
         try:
             await work
-        except EngineStoppedError as error:
+        except EngineStoppedError as error:  # the process's end, and reported there
             log.warning("a request came to a stopped engine: %s", error)
+        finally:
+            if run.phase is Phase.RESERVING:  # whatever failed, nobody waits for it
+                self._engine.post(lambda engine: engine.abort(run.key))
+                self._refuse(run, Refusal.INTERNAL, "this worker failed to take the request")
+
+    def task_over(self, task: asyncio.Task[None]) -> None:
+        """An assertion that failed in one of the role's tasks ends the worker."""
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, AssertionError):
+            self._fail("the decode role", error)
+        elif error is not None:
+            log.error("a task of the decode role failed", exc_info=error)

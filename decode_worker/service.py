@@ -27,6 +27,7 @@ _REFUSALS = {
     Refusal.INVALID: worker_pb2.REJECT_REASON_INVALID,
     Refusal.STALE_ATTEMPT: worker_pb2.REJECT_REASON_STALE_ATTEMPT,
     Refusal.HANDOFF_FAILED: worker_pb2.REJECT_REASON_HANDOFF_FAILED,
+    Refusal.INTERNAL: worker_pb2.REJECT_REASON_INTERNAL,
 }
 
 
@@ -45,6 +46,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             )
         session = self._role.open_session(first.open.router_id)
         reader = asyncio.create_task(self._read(session, request_iterator))
+        reader.add_done_callback(self._role.task_over)
         try:
             async for update in session.updates():
                 yield _update_message(update)
@@ -66,8 +68,11 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
 
     def _reserve(self, session: RouterSession, message: worker_pb2.Reserve) -> None:
         wire = message.spec
+        writer = None
         try:
             spec = self._read_spec(wire)
+            if message.HasField("writer"):
+                writer = WorkerIdentity.from_proto(message.writer)
         except ValueError as error:
             refusal = Rejected(wire.request_id, wire.attempt, Refusal.INVALID, str(error))
             session.notice(refusal)
@@ -83,7 +88,6 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             timeout_s=wire.timeout_ms / 1000 if wire.HasField("timeout_ms") else None,
             wire=wire.SerializeToString(),
         )
-        writer = WorkerIdentity.from_proto(message.writer) if message.HasField("writer") else None
         self._role.submit(session, submission, writer)
 
     async def Attach(  # noqa: N802

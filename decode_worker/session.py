@@ -23,6 +23,7 @@ class Refusal(enum.Enum):
     INVALID = "invalid"
     STALE_ATTEMPT = "stale attempt"
     HANDOFF_FAILED = "handoff failed"
+    INTERNAL = "internal error"
 
 
 @dataclass(frozen=True)

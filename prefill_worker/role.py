@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from engine.errors import EngineStoppedError, InvalidRequestError
@@ -99,8 +99,15 @@ class PrefillRun:
 class PrefillRole:
     """Lives on the event loop; the engine runs on its own thread."""
 
-    def __init__(self, engine: EngineThread, exporter: Exporter) -> None:
+    def __init__(
+        self,
+        engine: EngineThread,
+        exporter: Exporter,
+        fail: Callable[[str, BaseException], None],
+    ) -> None:
+        """`fail` is told of an error that leaves nothing here to rely on."""
         self._engine = engine
+        self._fail = fail
         self._exporter = exporter
         self._waiting: dict[RequestId, asyncio.Future[PrefilledEvent | FinishedEvent]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -142,7 +149,16 @@ class PrefillRole:
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_over)
         return prefill
+
+    def _task_over(self, task: asyncio.Task[None]) -> None:
+        """An assertion that failed in one of the role's tasks ends the worker."""
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, AssertionError):
+            self._fail("the prefill role", error)
+        elif error is not None:
+            log.error("a task of the prefill role failed", exc_info=error)
 
     def _handoff_broken(self, handoff: HandoffId, error: HandoffError) -> None:
         """Computing on is in vain; later than that, `finish` is waiting and reports it."""
@@ -189,10 +205,11 @@ class PrefillRole:
         try:
             if work.cancelled():
                 prefill.tell(Stopped("cancelled" if prefill.cancelled.is_set() else "deadline"))
-            else:
+            elif work.exception() is not None:
+                prefill.tell(Stopped("this worker failed"))
                 work.result()
         finally:
-            prefill.tell(None)  # whatever failed here, nobody is left waiting
+            prefill.tell(None)
 
     async def _compute_and_hand_off(
         self, prefill: PrefillRun, spec: RequestSpec, handoff: HandoffId, num_cached: int

@@ -33,6 +33,8 @@ class _RejectReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RejectRe
     REJECT_REASON_INVALID: _RejectReason.ValueType  # 4
     REJECT_REASON_STALE_ATTEMPT: _RejectReason.ValueType  # 5
     REJECT_REASON_HANDOFF_FAILED: _RejectReason.ValueType  # 6
+    REJECT_REASON_INTERNAL: _RejectReason.ValueType  # 7
+    """The worker's own fault."""
 
 class RejectReason(_RejectReason, metaclass=_RejectReasonEnumTypeWrapper): ...
 
@@ -43,6 +45,8 @@ REJECT_REASON_FINGERPRINT: RejectReason.ValueType  # 3
 REJECT_REASON_INVALID: RejectReason.ValueType  # 4
 REJECT_REASON_STALE_ATTEMPT: RejectReason.ValueType  # 5
 REJECT_REASON_HANDOFF_FAILED: RejectReason.ValueType  # 6
+REJECT_REASON_INTERNAL: RejectReason.ValueType  # 7
+"""The worker's own fault."""
 Global___RejectReason: _TypeAlias = RejectReason  # noqa: Y015
 
 @_typing.final

@@ -1,0 +1,81 @@
+"""A lease whose owner is none, and an error of the worker's own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.v1 import worker_pb2
+from cluster.registry import Role
+from cluster.worker import WorkerFailedError
+from tests.cluster.conftest import (
+    TIMED_ENGINE,
+    DecodeLink,
+    HeldStep,
+    MiniRouter,
+    Oracle,
+    make_spec,
+    nothing_held,
+    running_worker,
+)
+
+
+async def test_a_lease_whose_owner_has_no_ranks_is_refused_before_it_is_opened() -> None:
+    async with (
+        running_worker("prefill-0", Role.PREFILL) as prefill,
+        running_worker("decode-0", Role.DECODE) as decode,
+    ):
+        link = DecodeLink(decode.address, "router-a")
+        await link.open()
+        router = MiniRouter(prefill.address, link)
+        spec = make_spec("x")
+        lease = await router.reserve(spec, prefill.info().ref)
+        nobodys = worker_pb2.Lease()
+        nobodys.CopyFrom(lease)
+        del nobodys.owner.ranks[:], nobodys.ranks[:]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.hand_off(spec, nobodys)
+        error: Any = caught.value
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert prefill.exporter is not None
+        assert prefill.exporter.num_open() == 0
+        await router.hand_off(spec, lease)
+        await link.until(lambda: link.of("x").finished)
+        assert link.of("x").in_order() == Oracle().tokens(spec)
+        await nothing_held(prefill, decode)
+        await router.close()
+        await link.close()
+
+
+async def finish_twice() -> None:
+    async with (
+        running_worker("decode-0", Role.DECODE) as decode,
+        running_worker("prefill-0", Role.PREFILL, TIMED_ENGINE) as prefill,
+    ):
+        link = DecodeLink(decode.address, "router-a")
+        await link.open()
+        router = MiniRouter(prefill.address, link)
+        spec = make_spec("x")
+        step = HeldStep(prefill)
+        asking = asyncio.create_task(
+            router.hand_off(spec, await router.reserve(spec, prefill.info().ref))
+        )
+        await asyncio.to_thread(step.begun.wait, 10)
+        assert prefill.exporter is not None
+        for export in prefill.exporter._exports.values():
+            export.finishing_at_s = 0.0
+        step.go_on.set()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await asking
+        await prefill.left.wait()
+        await router.close()
+        await link.close()
+
+
+async def test_an_assertion_in_a_prefill_ends_the_call_and_the_worker() -> None:
+    with pytest.raises(WorkerFailedError, match="finished twice"):
+        await finish_twice()
