@@ -30,7 +30,10 @@ class RequestOutput:
         self._arrival, self._parts = arrival, parts
         parsed = arrival.parsed
         self._detokenizer = Detokenizer(
-            parts.text_model, parsed.stop, after_text=not parsed.is_chat
+            parts.text_model,
+            parsed.stop,
+            after_text=not parsed.is_chat,
+            min_tokens=parsed.sampling.min_tokens,
         )
         self._ends = frozenset(parsed.stop_token_ids)
         self._booking: Booking | None = None

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from router.text.stop_strings import StopScanner
+from router.text.stop_strings import Scanned, StopScanner
 from router.text.token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"
@@ -119,18 +119,27 @@ class Detokenizer:
     """
 
     def __init__(
-        self, text_model: Detokenizable, stop: Sequence[str] = (), *, after_text: bool = False
+        self,
+        text_model: Detokenizable,
+        stop: Sequence[str] = (),
+        *,
+        after_text: bool = False,
+        min_tokens: int = 0,
     ) -> None:
+        """`min_tokens`: no stop string ends the text that ends within so many tokens, as no stop id
+        does."""
         self._decoder = text_model.new_decoder(after_text=after_text)
         self._scanner = StopScanner(stop)
+        self._min_tokens, self._num_tokens = min_tokens, 0
 
     def push(self, token_ids: Iterable[int]) -> Emitted:
         """After a stop string was found, nothing more is emitted."""
         pieces: list[str] = []
         num_tokens = 0
         for token_id in token_ids:
-            scanned = self._scanner.push(self._decoder.push(token_id))
             num_tokens += 1
+            self._num_tokens += 1
+            scanned = self._scan(self._decoder.push(token_id))
             pieces.append(scanned.text)
             if scanned.stop is not None:
                 return Emitted("".join(pieces), scanned.stop, num_tokens)
@@ -138,7 +147,10 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What was held back; to be called once, when no token follows."""
-        scanned = self._scanner.push(self._decoder.finish())
+        scanned = self._scan(self._decoder.finish())
         if scanned.stop is not None:
             return scanned.text
         return scanned.text + self._scanner.finish()
+
+    def _scan(self, text: str) -> Scanned:
+        return self._scanner.push(text, may_stop=self._num_tokens > self._min_tokens)

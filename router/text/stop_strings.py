@@ -38,7 +38,9 @@ class StopScanner:
         self._held = ""
         self._stopped: str | None = None
 
-    def push(self, text: str) -> Scanned:
+    def push(self, text: str, *, may_stop: bool = True) -> Scanned:
+        """`may_stop` False: a stop string that ends in this text is none; one that begins in it
+        and ends in a later one still is."""
         if self._stopped is not None:
             return Scanned("", self._stopped)
         if not self._patterns:
@@ -47,7 +49,7 @@ class StopScanner:
         text = self._held + text
         for position in range(seen, len(text)):
             found = self._advance(text[position])
-            if found is not None:
+            if found is not None and may_stop:
                 self._stopped, self._held = found, ""
                 return Scanned(text[: position + 1 - len(found)], found)
         cut = len(text) - max(self._matched)
@@ -67,8 +69,9 @@ class StopScanner:
                 matched = borders[matched - 1]
             if pattern[matched] == char:
                 matched += 1
-            if matched == len(pattern) and (found is None or len(pattern) > len(found)):
-                found = pattern
+            if matched == len(pattern):
                 matched = borders[matched - 1]
+                if found is None or len(pattern) > len(found):
+                    found = pattern
             self._matched[index] = matched
         return found

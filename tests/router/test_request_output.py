@@ -18,9 +18,13 @@ from tests.router.scripted_worker import MODEL
 from tests.router.test_placement import Clock
 
 
-def output_of(text_model: TextModel, clock: Clock, num_tokens: int) -> RequestOutput:
+def output_of(
+    text_model: TextModel, clock: Clock, num_tokens: int, min_tokens: int = 0, stop: str = ""
+) -> RequestOutput:
     router = Router(QUICK, "127.0.0.1:1", MODEL, text_model, clock=clock, rng=random.Random(0))
     request: router_pb2.GenerateRequest = ask_for("prompt", num_tokens)
+    request.sampling.min_tokens = min_tokens
+    request.stop.extend([stop] if stop else [])
     parsed = parse_generate(request, text_model, RequestLimits(512, model_names=(MODEL,)))
     arrival = Arrival("id", parsed, b"", "", clock(), 0.0)
     return RequestOutput(arrival, router._parts)
@@ -78,3 +82,29 @@ async def test_the_prefill_worker_s_own_wait_and_work_are_told_apart(text_model:
     timings = finish(output).timings
     assert timings.prefill_queue_s == pytest.approx(0.04)
     assert timings.prefill_s == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "num_out", "text"),
+    [
+        (0, 4, "a"),
+        (3, 4, "a"),  # it ends with the first token that may end the answer
+        (4, 9, "aENDab"),
+        (8, 9, "aENDab"),  # it began before it might
+        (9, 10, "aENDabENDc"),
+    ],
+)
+async def test_no_stop_string_ends_an_answer_within_its_least_tokens(
+    text_model: TextModel, min_tokens: int, num_out: int, text: str
+) -> None:
+    output = output_of(text_model, Clock(), 10, min_tokens, "END")
+    answer, is_over = list(b"aENDabENDc"), False
+    for token_id in answer:
+        is_over = output.emit([token_id], [], None)
+        if is_over:
+            break
+    assert is_over
+    assert output.log.ids == answer[:num_out]
+    assert "".join(output.log.texts) + output.log.tail == text
+    end = finish(output)
+    assert end.stop == ("END" if num_out < 10 else "")
