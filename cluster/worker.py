@@ -79,6 +79,7 @@ class Worker:
         self._loop = loop
         fingerprint = rank.model.kv_fingerprint
         engine = build_engine(config.engine, rank.runner, rank.transfer)
+        self._capacity = engine.capacity
         self.engine = EngineThread(engine, self._from_engine, self._engine_failed)
         self.feed = KvFeed(self.engine, loop)
         # Both, whatever the role: mail for either is always read, only calls are not taken.
@@ -257,7 +258,7 @@ class Worker:
     # --- what others are told -------------------------------------------------------------------
 
     def info(self) -> control_pb2.WorkerInfo:
-        model, config = self.rank.model, self._config
+        model, config, capacity = self.rank.model, self._config, self._capacity
         return control_pb2.WorkerInfo(
             ref=self.rank.identity.to_proto(),
             pool=config.pool,
@@ -267,12 +268,14 @@ class Worker:
             kv_fingerprint=model.kv_fingerprint,
             tp_size=self.rank.identity.tp_size,
             block_size=model.layout.block_size,
-            num_blocks=self.rank.runner.num_blocks,
-            max_model_len=model.max_model_len,
+            num_blocks=capacity.num_blocks,
+            max_model_len=capacity.max_model_len,
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
             vocab_size=model.vocab_size,
             kv_bytes_per_token=model.layout.token_bytes(),
+            max_request_tokens=capacity.max_request_tokens or 0,
+            max_held_tokens_per_request=capacity.max_held_tokens or 0,
         )
 
     def _beat(self) -> Beat:

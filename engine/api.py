@@ -40,6 +40,20 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
+class EngineCapacity:
+    """What requests could have of an engine in which nothing else runs; never changes."""
+
+    num_blocks: int
+    """KV blocks of a layer group, without the null block."""
+    max_model_len: int
+    """Longest request that is accepted, prompt and output: the last token's KV is never needed."""
+    max_request_tokens: int | None
+    """Most tokens whose KV one request can come to; None: as many as the context has."""
+    max_held_tokens: int | None
+    """Most tokens whose KV one request holds at once; None: all that it came to."""
+
+
+@dataclass(frozen=True)
 class EngineLoad:
     num_waiting: int
     num_running: int
@@ -171,6 +185,10 @@ class Engine(Protocol):
 
     def cached_chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
         """Every shareable block, as chains (parent, hashes): the snapshot KV events start from."""
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        """May be asked on any thread."""
 
     def load(self) -> EngineLoad: ...
 

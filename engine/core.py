@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from engine.admission import Limits
-from engine.api import EngineLoad, KvSink, ModelSpec, Runner
+from engine.api import EngineCapacity, EngineLoad, KvSink, ModelSpec, Runner
 from engine.config import EngineConfig
 from engine.kv_cache import KvCache
 from engine.request import (
@@ -51,7 +51,7 @@ class EngineCore:
             max_step_tokens=config.max_num_batched_tokens,
             prefix_cache=config.prefix_cache,
         )
-        limits = Limits(
+        self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=min(config.max_model_len or model.max_model_len, model.max_model_len),
@@ -59,7 +59,7 @@ class EngineCore:
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
         )
-        self._scheduler = Scheduler(limits, self._kv, clock)
+        self._scheduler = Scheduler(self._limits, self._kv, clock)
         self._sink_messages: list[bytes] = []
         self._rates = LearnedRates()
         self._num_steps = 0
@@ -126,6 +126,20 @@ class EngineCore:
 
     def cached_chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
         return self._kv.chains()
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        limits, kv = self._limits, self._kv
+        return EngineCapacity(
+            num_blocks=kv.num_blocks - 1,  # the null block is nobody's
+            max_model_len=(
+                limits.max_model_len
+                if kv.max_tokens is None
+                else min(limits.max_model_len, kv.max_tokens + 1)
+            ),
+            max_request_tokens=kv.max_tokens,
+            max_held_tokens=kv.max_held_tokens,
+        )
 
     def load(self) -> EngineLoad:
         return EngineLoad(

@@ -404,6 +404,13 @@ class KvCache:
         return usable * self.block_size
 
     @property
+    def max_held_tokens(self) -> int | None:
+        """Most tokens whose blocks one request holds at once; None: those of its whole length."""
+        if len(self._windowed) < len(self.windows):
+            return None
+        return min(max(self._spans), self.num_blocks - 1) * self.block_size
+
+    @property
     def num_quarantined_blocks(self) -> int:
         return max(pool.num_quarantined for pool in self.pools)
 
