@@ -99,6 +99,7 @@ class Worker:
         self._idle = asyncio.Event()
         self._tokens = TokenCount()
         self._load = worker_pb2.WorkerLoad()
+        self._num_quarantined_bytes = 0
         self._load_asked = False
         self._health = health_aio.HealthServicer()
         self.address = ""
@@ -223,6 +224,7 @@ class Worker:
             lambda: self._load,
             self._progress,
             self.decode.num_orphans,
+            lambda: self._num_quarantined_bytes,
         )
         server, thread = prometheus_client.start_http_server(
             self._config.settings.metrics_port, self._config.host, registry=collector.registry()
@@ -307,6 +309,7 @@ class Worker:
 
     def _take_load(self, load: EngineLoad) -> None:
         self._load_asked = False
+        self._num_quarantined_bytes = load.num_quarantined_bytes
         self._load = worker_pb2.WorkerLoad(
             num_waiting=load.num_waiting,
             num_running=load.num_running,

@@ -25,7 +25,7 @@ _GAUGES = {
 
 
 class WorkerCollector(Collector):
-    """Turns load and progress into `baton_worker_*` metrics with the worker's labels."""
+    """Turns load and progress into metrics with the worker's labels."""
 
     def __init__(
         self,
@@ -34,25 +34,33 @@ class WorkerCollector(Collector):
         load: Callable[[], worker_pb2.WorkerLoad],
         progress: Callable[[], control_pb2.StepProgress],
         num_orphans: Callable[[], int],
+        num_quarantined_bytes: Callable[[], int],
     ) -> None:
         self._labels = (worker_id, pool)
         self._load = load
         self._progress = progress
         self._num_orphans = num_orphans
+        self._num_quarantined_bytes = num_quarantined_bytes
 
     def collect(self) -> Iterator[Metric]:
         load = self._load()
         for name, text in _GAUGES.items():
-            yield self._gauge(name, text, getattr(load, name))
+            yield self._gauge(f"worker_{name}", text, getattr(load, name))
         progress = self._progress()
-        yield self._gauge("idle_s", "Seconds since the last step ended", progress.idle_s)
-        yield self._gauge("num_orphans", "Requests whose router is gone", self._num_orphans())
+        yield self._gauge("worker_idle_s", "Seconds since the last step ended", progress.idle_s)
+        orphans = self._num_orphans()
+        yield self._gauge("worker_num_orphans", "Requests whose router is gone", orphans)
+        yield self._gauge(
+            "kv_quarantined_bytes",
+            "KV memory that a late writer could still touch, over all ranks",
+            self._num_quarantined_bytes(),
+        )
         steps = CounterMetricFamily("baton_worker_steps", "Engine steps", labels=("worker", "pool"))
         steps.add_metric(self._labels, progress.num_steps)
         yield steps
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        gauge = GaugeMetricFamily(f"baton_worker_{name}", text, labels=("worker", "pool"))
+        gauge = GaugeMetricFamily(f"baton_{name}", text, labels=("worker", "pool"))
         gauge.add_metric(self._labels, value)
         return gauge
 

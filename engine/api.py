@@ -63,6 +63,8 @@ class EngineLoad:
     num_free_blocks: int
     num_blocks: int
     num_quarantined_blocks: int
+    num_quarantined_bytes: int
+    """Of the blocks of all layer groups, over all layers and ranks."""
     num_steps: int
     prefill_tokens_per_s: float
     decode_step_s: float

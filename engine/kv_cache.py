@@ -95,6 +95,7 @@ class KvCache:
         self.block_size = layout.block_size
         self.num_blocks = num_blocks
         self.windows = [group.window for group in layout.groups]
+        self._block_bytes = [layout.rank_block_bytes(g, 0, 1) for g in range(len(layout.groups))]
         self.pools = [
             BlockPool(
                 num_blocks,
@@ -413,6 +414,11 @@ class KvCache:
     @property
     def num_quarantined_blocks(self) -> int:
         return max(pool.num_quarantined for pool in self.pools)
+
+    @property
+    def num_quarantined_bytes(self) -> int:
+        blocks = (pool.num_quarantined for pool in self.pools)
+        return sum(count * num_bytes for count, num_bytes in zip(blocks, self._block_bytes))
 
     def check_integrity(self, owners: Iterable[RequestBlocks]) -> None:
         """`owners` are the requests that hold blocks now. Raises AssertionError with the values."""
