@@ -49,7 +49,6 @@ from kv_transfer.lease import (
     handoff_id,
 )
 from kv_transfer.mailbox import Event, PeerLost
-from kv_transfer.process import is_gone
 from kv_transfer.rank import TransferRank
 from kv_transfer.tombstones import Tombstones
 
@@ -95,6 +94,7 @@ class Exporter:
         self._clock = clock or LoopClock(self._loop)
         self._exports: dict[HandoffId, _Export] = {}
         self._tombstones = Tombstones(config.tombstone_s)
+        self._can_still_land: set[HandoffId] = set()  # for good: `Drained` is never said of these
         self.on_broken: Callable[[HandoffId, HandoffError], None] | None = None
         """Told, once, when a handoff breaks: computing on for it is in vain."""
         for other in identity.ranks[1:]:  # so that their death is noticed
@@ -263,6 +263,8 @@ class Exporter:
         if message.sender_worker_id != self._identity.worker_id:
             return
         export.drained.setdefault(message.sender_rank, report)
+        if report.can_still_land:
+            self._can_still_land.add(handoff)
         if report.error:
             kind = PeerLostError if report.peer_lost else PostFailedError
             self._break(handoff, kind(f"rank {message.sender_rank}: {report.error}"))
@@ -296,11 +298,8 @@ class Exporter:
             self.on_broken(handoff, error)
 
     def _give_up_waiting(self, handoff: HandoffId, export: _Export) -> None:
-        """A rank does not answer. A process that is gone has drained; another is not waited for."""
-        for rank in self._identity.ranks:
-            if rank.tp_rank not in export.drained and is_gone(rank.process):
-                export.drained[rank.tp_rank] = transfer_pb2.RankDrained()
-        self._settle(handoff, export)
+        """A rank does not answer. What it has put can land yet, even if its process is gone: only
+        the receiver knows over what it came."""
         if not export.outcome.done():
             log.error("handoff %s: not every rank has drained", handoff)
             self._set_error(export)
@@ -351,6 +350,8 @@ class Exporter:
         self._tell_drained(lease.owner.rank0_address, message)
 
     def _tell_drained(self, address: bytes, about: transfer_pb2.TransferMessage) -> None:
+        if handoff_id(about.lease_id, about.lease_epoch) in self._can_still_land:
+            return
         message = self._rank.new_message(about.lease_id, about.lease_epoch)
         message.drained.SetInParent()
         self._rank.send(address, message)

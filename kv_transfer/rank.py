@@ -8,7 +8,8 @@ A handoff on a rank of the writer:
    drained and says so to its rank 0, whose own report waits for the receiver's answer: one wake-up
    of the event loop for both.
 A cancel, a fence or a lost peer skips to 3 and sends no `done`. Once a rank has said that it is
-drained, nothing of the handoff is in flight and nothing will be.
+drained, nothing of the handoff is in flight and nothing will be, unless it says that it can still
+land: that a connection broke under it which delivers what it has taken (TCP).
 
 On the receiver, every rank verifies checksums and rank 0's `Admission` answers; whatever else
 arrives goes to the `LeaseTable` or the `Exporter` of rank 0.
@@ -81,6 +82,7 @@ class TransferRank:
         self._lock = threading.Lock()
         self._handoffs: dict[HandoffId, RankHandoff] = {}
         self._tombstones = Tombstones(config.tombstone_s)
+        self._can_still_land: set[HandoffId] = set()  # for good: nothing here can prove it over
         self._offers = RankOffers(identity.tp_size)
         mine = RankLease(tp_rank, memory.regions)
         self._offers.add(mine)
@@ -272,6 +274,9 @@ class TransferRank:
         report = message.rank_drained
         report.error = handoff.error or ""
         report.peer_lost = handoff.peer_lost
+        report.can_still_land = handoff.can_still_land
+        if handoff.can_still_land:
+            self._can_still_land.add(handoff.lease.handoff_id)
         report.put_s = handoff.put_s
         if not handoff.cancelled and handoff.error is None:
             report.num_bytes = sum(handoff.lane_bytes(lane) for lane in handoff.lanes.values())
@@ -299,6 +304,8 @@ class TransferRank:
         lane = handoff.lanes[target_rank]
         with self._lock:
             handoff.put_s += result.busy_s
+            if not result.is_over and handoff.has_pushed:
+                handoff.can_still_land = True
             if result.error is not None and handoff.error is None:
                 handoff.error = result.error
             sends = not handoff.cancelled and handoff.error is None
@@ -325,8 +332,9 @@ class TransferRank:
                 return
             self._handoffs.pop(handoff, None)
             self._tombstones.bury(handoff, time.monotonic())
+            can_still_land = handoff in self._can_still_land
         message = self.new_message(*split_handoff_id(handoff))
-        message.rank_drained.SetInParent()
+        message.rank_drained.can_still_land = can_still_land
         self._report(message)
 
     def _receive(self, payload: bytes) -> None:

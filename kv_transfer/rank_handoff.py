@@ -65,6 +65,7 @@ class RankHandoff:
     cancelled: bool = False
     error: str | None = None
     peer_lost: bool = False
+    can_still_land: bool = False  # a connection broke under its puts, and may deliver them yet
     put_s: float = 0.0
     num_flushing: int = 0
     report: transfer_pb2.TransferMessage | None = None  # rank 0's that it has drained, until `Ack`
@@ -81,6 +82,10 @@ class RankHandoff:
             self._missing.append(np.repeat(wanted[None], spec.num_layers, axis=0))
         self._num_missing = sum(int(missing.sum()) for missing in self._missing)
         self.source_blocks = [{} for _ in self.layout.groups]
+
+    @property
+    def has_pushed(self) -> bool:
+        return any(self.source_blocks)
 
     @property
     def is_pushed(self) -> bool:

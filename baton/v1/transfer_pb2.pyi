@@ -322,7 +322,9 @@ Global___RankDone: _TypeAlias = RankDone  # noqa: Y015
 
 @_typing.final
 class RankDrained(_message.Message):
-    """A rank of the writer tells its rank 0 that it has drained, with what it pushed."""
+    """A rank of the writer tells its rank 0 that it has drained, with what it pushed.
+    Nothing of the handoff is left in this rank's hands.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -331,6 +333,7 @@ class RankDrained(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     PUT_S_FIELD_NUMBER: _builtins.int
     PEER_LOST_FIELD_NUMBER: _builtins.int
+    CAN_STILL_LAND_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
     num_blocks: _builtins.int
     error: _builtins.str
@@ -338,6 +341,8 @@ class RankDrained(_message.Message):
     """Time this rank spent posting and flushing."""
     peer_lost: _builtins.bool
     """A process it pushed to is gone."""
+    can_still_land: _builtins.bool
+    """The connection broke, and what it has taken of the puts can still land."""
     def __init__(
         self,
         *,
@@ -346,10 +351,11 @@ class RankDrained(_message.Message):
         error: _builtins.str = ...,
         put_s: _builtins.float = ...,
         peer_lost: _builtins.bool = ...,
+        can_still_land: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "peer_lost", b"peer_lost", "put_s", b"put_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_still_land", b"can_still_land", "error", b"error", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "peer_lost", b"peer_lost", "put_s", b"put_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,9 +34,11 @@ HERE, THERE = list(range(100, 100 + NUM_BLOCKS)), list(range(200, 200 + NUM_BLOC
 class World:
     """A sender and a receiver over a network that the test runs by hand."""
 
-    def __init__(self, sender_tp: int = 1, receiver_tp: int = 1) -> None:
+    def __init__(
+        self, sender_tp: int = 1, receiver_tp: int = 1, puts_outlive_connection: bool = False
+    ) -> None:
         self.scheduler = ManualScheduler()
-        self.network = MemoryNetwork(self.scheduler)
+        self.network = MemoryNetwork(self.scheduler, puts_outlive_connection)
         self.clock = ManualClock()
         self.sender_is_gone = False
         self.dead: set[str] = set()  # workers of which nothing is left to check
@@ -381,3 +383,49 @@ async def test_a_rank_that_never_drains_delays_nobody_for_ever_and_frees_nothing
     await world.settle()
     assert world.receiver.event_names()[-1] == "quiescent"
     assert world.sender.leftovers() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("sender_tp", [1, 2])
+async def test_nobody_says_drained_while_a_broken_connection_can_still_deliver(
+    sender_tp: int,
+) -> None:
+    world = World(sender_tp, puts_outlive_connection=True)
+    lease = world.grant([[1], [1]])
+    handoff = world.sender.open(lease)
+    await world.settle()
+    world.push_all(handoff, [3])
+    finishing = begin_finish(world, handoff)
+    await world.deliver()
+    broken = world.sender.transports[sender_tp - 1]
+    broken.schedule_loss(world.receiver.transports[0].address)  # which lives
+    world.scheduler.run_all(("lost",))
+    await world.deliver()
+    world.scheduler.run_all(("flush", "message"))  # the bytes are on their way yet
+    await world.deliver()
+    with pytest.raises(PeerLostError):
+        await finishing
+    world.scheduler.run_all(("flush", "message"))
+    for _ in range(3):  # fences are answered, or not, all the same
+        await world.advance(10)
+        world.scheduler.run_all(("flush", "message"))
+        await world.deliver()
+    assert world.receiver.event_names() == ["failed"]
+    assert world.receiver.table.state(lease.lease_id) is LeaseState.QUARANTINED
+    assert world.receiver.count_wrong_bytes(THERE) == 0
+    await world.settle()
+    assert world.receiver.count_wrong_bytes(THERE) > 0  # they land where nobody else writes
+    with pytest.raises(AssertionError, match="another lease"):
+        world.grant([[1], [2]], "other")
+
+
+async def test_a_connection_that_breaks_before_anything_was_pushed_strands_no_blocks() -> None:
+    world = World(puts_outlive_connection=True)
+    handoff = world.sender.open(world.grant([[1], [1]]))
+    await world.settle()
+    world.sender.transports[0].schedule_loss(world.receiver.transports[0].address)
+    await world.settle()
+    with pytest.raises(PeerLostError):
+        await world.sender.finish(handoff)
+    await world.settle()
+    assert world.receiver.event_names() == ["failed", "quiescent"]
+    assert world.receiver.table.num_quarantined_blocks == 0
