@@ -212,10 +212,13 @@ class Attempt:
     def on_rejected(self, rejected: worker_pb2.Rejected) -> None:
         self._over_at_worker = True
         failure = failure_of(rejected)
-        worker = self._prefill if failure is Failure.HANDOFF_FAILED else self._decode
+        is_of_handoff = failure is Failure.HANDOFF_FAILED
+        worker = self._prefill if is_of_handoff else self._decode
+        if is_of_handoff and self._workers.prefill is None:  # another router chose the writer
+            failure = Failure.WRITER_UNKNOWN
         message = f"{self._decode.facts.worker_id}: {failure.value}: {rejected.message}"
         fail = partial(self._fail, failure, worker, message, rejected.retry_after_ms / 1e3)
-        if failure is Failure.HANDOFF_FAILED and not self._first_seen:
+        if is_of_handoff and not self._first_seen:
             # A writer gives up when its first token ends the request: that token may be on its way.
             asyncio.get_running_loop().call_later(self._config.handoff_report_wait_s, fail)
         else:
@@ -256,9 +259,14 @@ class Attempt:
         try:
             async with asyncio.timeout(self._config.reattach_timeout_s):
                 response = await self._ask_for_itself()
-        except (TimeoutError, SessionLostError, grpc.aio.AioRpcError) as error:
-            why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-            self._decode_lost(f"{lost}; not attached again: {why or 'no answer'}")
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.ALREADY_EXISTS:
+                self._fail(Failure.MOVED, self._decode, f"{lost}; {error.details()}")
+            else:
+                self._decode_lost(f"{lost}; not attached again: {error.details()}")
+            return
+        except (TimeoutError, SessionLostError) as error:
+            self._decode_lost(f"{lost}; not attached again: {str(error) or 'no answer'}")
             return
         if response.spec.attempt == self.number:
             self._adopt(response.tokens)
@@ -275,7 +283,7 @@ class Attempt:
             try:
                 limit_s = self._config.reattach_timeout_s
                 return await link.attach(
-                    self.wire_id, spec.tenant, spec.body_digest, spec.seed, limit_s
+                    self.wire_id, spec.tenant, spec.body_digest, spec.seed, limit_s, self.number
                 )
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:

@@ -23,6 +23,8 @@ class Failure(enum.Enum):
     REJECTED = "rejected"
     PREFILL_FAILED = "prefill failed"
     HANDOFF_FAILED = "handoff failed"
+    WRITER_UNKNOWN = "handoff failed, by a writer that another router chose"
+    MOVED = "moved"  # another router went on with the request
     DECODE_LOST = "decode worker lost"
     DECODE_FAILED = "decode failed"
     STUCK = "stuck"

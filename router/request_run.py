@@ -43,6 +43,7 @@ from router.worker_link import WorkerLink
 log = logging.getLogger(__name__)
 
 MAX_STALE = 10  # attempt numbers are raised fourfold each time: no request had so many
+_OF_TRANSFER = (Failure.HANDOFF_FAILED, Failure.WRITER_UNKNOWN, Failure.PREFILL_FAILED)
 MIN_HOLD_S = 0.05  # a worker that has no room is not asked again sooner
 
 
@@ -252,8 +253,8 @@ class RequestRun:
         parts, failure = self._parts, error.failure
         parts.metrics.failures.labels(failure.name).inc()
         log.info("request %s: attempt %d: %s", *self._who(), error.message)
-        if failure is Failure.INVALID:
-            raise InvalidRequestError(error.message)
+        if ending := _ending(error):
+            raise ending
         if failure is Failure.NO_CAPACITY:
             parts.fleet.hold(error.worker, max(MIN_HOLD_S, error.retry_after_s))
             return 0.0
@@ -275,8 +276,9 @@ class RequestRun:
             return 0.0
         self._num_failures += 1
         self._give_up_if_hopeless(error)
-        ticket.failed.add(error.worker.facts.identity)
-        parts.fleet.eject(error.worker, parts.config.eject_s)
+        if failure is not Failure.WRITER_UNKNOWN:
+            ticket.failed.add(error.worker.facts.identity)
+            parts.fleet.eject(error.worker, parts.config.eject_s)
         return parts.config.retry_backoff_s if self._num_failures > 1 else 0.0
 
     def _outnumber(self, error: AttemptError) -> None:
@@ -298,7 +300,7 @@ class RequestRun:
             raise self._final(error, "and the retry budget is used up")
 
     def _final(self, error: AttemptError, why: str) -> BatonError:
-        if error.failure in (Failure.HANDOFF_FAILED, Failure.PREFILL_FAILED):
+        if error.failure in _OF_TRANSFER:
             return KvTransferError(f"{error.message} ({why})", retry_after_s=1.0)
         return WorkerLostError(f"{error.message} ({why})", retry_after_s=1.0)
 
@@ -352,3 +354,12 @@ class RequestRun:
             num_cached_tokens_decode=placement.num_cached_tokens_decode,
             attempt=self._attempt_number,
         )
+
+
+def _ending(error: AttemptError) -> BatonError | None:
+    """Of a failure after which no other attempt makes sense."""
+    if error.failure is Failure.INVALID:
+        return InvalidRequestError(error.message)
+    if error.failure is Failure.MOVED:
+        return UnavailableError("another router goes on with the request", retry_after_s=0.0)
+    return None

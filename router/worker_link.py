@@ -113,10 +113,16 @@ class WorkerLink:
         return self._prefill.Prefill(request, timeout=timeout_s)
 
     async def attach(
-        self, wire_id: str, tenant: str, body_digest: bytes, seed: int | None, timeout_s: float
+        self,
+        wire_id: str,
+        tenant: str,
+        body_digest: bytes,
+        seed: int | None,
+        timeout_s: float,
+        attempt: int | None = None,
     ) -> worker_pb2.AttachResponse:
         """Take over a request: its later tokens come on the session that is open now. Without a
-        `seed`, whichever it runs with.
+        `seed` or an `attempt`, whichever it runs with.
 
         Raises grpc.aio.AioRpcError: NOT_FOUND when the worker does not know the request,
         ALREADY_EXISTS when it is another one; then it stays with whom it is.
@@ -130,6 +136,7 @@ class WorkerLink:
                 tenant=tenant,
                 body_digest=body_digest,
                 seed=seed,
+                attempt=attempt,
             )
             left_s = max(0.001, deadline_s - loop.time())
             try:

@@ -35,6 +35,8 @@ class _RejectReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RejectRe
     REJECT_REASON_HANDOFF_FAILED: _RejectReason.ValueType  # 6
     REJECT_REASON_INTERNAL: _RejectReason.ValueType  # 7
     """The worker's own fault."""
+    REJECT_REASON_TAKEN: _RejectReason.ValueType  # 8
+    """The request id runs, or has run to its end, with another body."""
 
 class RejectReason(_RejectReason, metaclass=_RejectReasonEnumTypeWrapper): ...
 
@@ -47,6 +49,8 @@ REJECT_REASON_STALE_ATTEMPT: RejectReason.ValueType  # 5
 REJECT_REASON_HANDOFF_FAILED: RejectReason.ValueType  # 6
 REJECT_REASON_INTERNAL: RejectReason.ValueType  # 7
 """The worker's own fault."""
+REJECT_REASON_TAKEN: RejectReason.ValueType  # 8
+"""The request id runs, or has run to its end, with another body."""
 Global___RejectReason: _TypeAlias = RejectReason  # noqa: Y015
 
 @_typing.final
@@ -207,7 +211,10 @@ Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
-    """Abort one attempt, wherever it is."""
+    """Abort an attempt and every older one, wherever they are. It counts from the router that follows
+    the request, and for an orphan; with the greatest attempt number from any: its client wants it
+    ended, whoever follows it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -237,6 +244,7 @@ class SessionResponse(_message.Message):
     REJECTED_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     ADMITTED_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserved(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reserved]: ...
     @_builtins.property
@@ -245,6 +253,8 @@ class SessionResponse(_message.Message):
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestTokens]: ...
     @_builtins.property
     def admitted(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandoffAdmitted]: ...
+    @_builtins.property
+    def moved(self) -> _containers.RepeatedCompositeFieldContainer[Global___Moved]: ...
     def __init__(
         self,
         *,
@@ -252,14 +262,39 @@ class SessionResponse(_message.Message):
         rejected: _abc.Iterable[Global___Rejected] | None = ...,
         tokens: _abc.Iterable[Global___RequestTokens] | None = ...,
         admitted: _abc.Iterable[Global___HandoffAdmitted] | None = ...,
+        moved: _abc.Iterable[Global___Moved] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "rejected", b"rejected", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "moved", b"moved", "rejected", b"rejected", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class Moved(_message.Message):
+    """The request runs on, but another session has attached it: nothing more of it comes here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Moved: _TypeAlias = Moved  # noqa: Y015
 
 @_typing.final
 class Reserved(_message.Message):
@@ -680,6 +715,7 @@ class AttachRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     BODY_DIGEST_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """The caller's open session, as its OpenSession named it: `<router>/<n>`."""
     request_id: _builtins.str
@@ -688,6 +724,8 @@ class AttachRequest(_message.Message):
     """Empty: attach to whatever body runs under this id."""
     seed: _builtins.int
     """Absent: attach whatever seed it runs with."""
+    attempt: _builtins.int
+    """Absent: attach whichever attempt is the newest here."""
     def __init__(
         self,
         *,
@@ -696,13 +734,19 @@ class AttachRequest(_message.Message):
         tenant: _builtins.str = ...,
         body_digest: _builtins.bytes = ...,
         seed: _builtins.int | None = ...,
+        attempt: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_seed", b"_seed", "attempt", b"attempt", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "body_digest", b"body_digest", "request_id", b"request_id", "router_id", b"router_id", "seed", b"seed", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_seed", b"_seed", "attempt", b"attempt", "body_digest", b"body_digest", "request_id", b"request_id", "router_id", b"router_id", "seed", b"seed", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
+    _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attempt) -> _WhichOneofReturnType__attempt | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015

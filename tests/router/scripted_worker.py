@@ -368,6 +368,8 @@ class ScriptedWorker(
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, "another body")
         if request.HasField("seed") and request.seed != running.spec.seed:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, "another seed")
+        if request.HasField("attempt") and request.attempt != running.spec.attempt:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, "another attempt")
         if request.router_id not in self.sessions:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no such session")
         self.num_attaches += 1

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.v1 import control_pb2
+import grpc
+import grpc.aio
+import pytest
+
+from baton.v1 import control_pb2, worker_pb2
 from router.fleet_watch import read_fleet
 from router.text import TextModel
 from tests.router.deployment import Deployment, ask_for, deployment
@@ -62,6 +66,33 @@ async def test_a_writer_that_lost_its_receiver_is_not_blamed_for_it(text_model: 
         decodes = [routed.decode_worker for routed in answer.routed]
         assert decodes[:2] in (["d0", "d1"], ["d1", "d0"])
         assert not held(d) & {"p0", "p1"}
+        await d.check_empty()
+
+
+async def test_a_handoff_that_another_router_began_is_nobody_s_fault_here(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, 2, 2, eject_s=30.0) as d:
+        for worker in of_two(d, "p"):
+            worker.faults.hang_prefills = 1
+        request = ask_for(PROMPT, request_id="mine")
+        second = await d.add_router()
+        await d.connected(4, d.servers[1].router)
+        first = asyncio.create_task(d.client.ask(request))
+        await d.until(lambda: any(worker.runs for worker in of_two(d, "d")))
+        decode = next(worker for worker in of_two(d, "d") if worker.runs)
+        for worker in of_two(d, "p"):
+            worker.faults.hang_prefills = 0
+        await d.servers[0].stop(0.0)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await first
+        request.resume_from_index = 0
+        asking = asyncio.create_task(second.ask(request))
+        await d.until(lambda: decode.num_attaches == 1)
+        decode.give_up(worker_pb2.Lease(lease_id=decode.runs["mine"].lease_id))
+        assert_whole(await asking, PROMPT)
+        d.servers.pop(0)
+        assert not held(d)
         await d.check_empty()
 
 

@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.v1 import common_pb2, router_pb2
+from baton.v1 import common_pb2, router_pb2, worker_pb2
 from router.text import TextModel
 from tests.router.deployment import Answer, Deployment, ask_for, deployment
 from tests.router.scripted_tokens import oracle
@@ -251,6 +251,38 @@ async def test_a_request_goes_on_though_another_body_runs_under_its_id_elsewhere
         assert d.worker("d1").num_reserves == 1
         assert list(d.worker("d0").runs) == ["mine"]  # left where it is
         assert d.worker("d0").num_attaches == 0
+
+
+async def test_a_lost_session_takes_nothing_from_the_router_that_went_on_with_the_request(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        worker, prefill = d.worker("d0"), d.worker("p0")
+        worker.may_decode.clear()
+        prefill.faults.hang_prefills = 1
+        request = ask_for(PROMPT, request_id="mine")
+        second = await d.add_router()
+        await d.connected(2, d.servers[1].router)
+        first_asking = asyncio.create_task(d.client.ask(request))
+        await d.until(lambda: prefill.num_prefilling == 1 and prefill.faults.hang_prefills == 0)
+        former = worker.runs["mine"].router_id
+        assert former is not None
+        request.resume_from_index = 0
+        asking = asyncio.create_task(second.ask(request))
+        await d.until(lambda: worker.num_attaches == 1)
+        worker.give_up(worker_pb2.Lease(lease_id=worker.runs["mine"].lease_id))
+        await d.until(lambda: "mine" in worker.runs and worker.runs["mine"].task is not None)
+        worker.session_calls[former].cancel()  # only now does the first router ask for its own
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await first_asking
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        worker.may_decode.set()
+        answer = await asking
+        assert_whole(answer, PROMPT)
+        assert [routed.attempt for routed in answer.routed] == [1, 2]
+        assert worker.num_attaches == 1
+        assert worker.num_reserves == 2
+        await d.check_empty()
 
 
 async def test_an_adopted_request_survives_its_decode_worker(text_model: TextModel) -> None:
