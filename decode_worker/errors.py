@@ -1,4 +1,4 @@
-"""Why a router cannot attach to a request."""
+"""Why a router cannot attach to a request, or submit one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ class NotHereError(LookupError):
 
 
 class OtherBodyError(ValueError):
-    """The request id runs here with another body or seed."""
+    """The request id runs here with another body or seed, or in another attempt."""
+
+
+class StaleAttemptError(ValueError):
+    """This attempt, or a newer one, is known here."""
 
 
 class NoSessionError(LookupError):

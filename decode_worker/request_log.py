@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from decode_worker.errors import NotHereError, OtherBodyError, StaleAttemptError
 from engine.request import FinishReason, RequestSpec, SampledToken, TokenLogprobs
 
 
@@ -112,6 +113,48 @@ class RequestLog:
 
     def find(self, request_id: str) -> Record | None:
         return self._records.get(request_id)
+
+    def find_for(
+        self,
+        request_id: str,
+        tenant: str,
+        body_digest: bytes,
+        seed: int | None,
+        attempt: int | None,
+    ) -> Record:
+        """The record that is meant: a digest, seed or attempt that is given has to be its own.
+
+        Raises NotHereError, OtherBodyError.
+        """
+        record = self._records.get(request_id)
+        if record is None or record.submission.tenant != tenant:
+            raise NotHereError(f"no request {request_id!r} here")
+        if body_digest and body_digest != record.submission.body_digest:
+            raise OtherBodyError(f"request {request_id!r} has another body")
+        runs_with = record.submission.spec.sampling.seed
+        if seed not in (None, runs_with):
+            raise OtherBodyError(f"request {request_id!r} runs with seed {runs_with}")
+        if attempt not in (None, record.submission.attempt):
+            newest = record.submission.attempt
+            raise OtherBodyError(f"request {request_id!r} runs in attempt {newest}")
+        return record
+
+    def check_new(self, submission: Submission) -> None:
+        """Whether an attempt may begin here. Raises OtherBodyError, StaleAttemptError.
+
+        An aborted request's id may be used for another body, under an attempt number of its own:
+        messages tell attempts apart by nothing else.
+        """
+        was = self.last_submission(submission.request_id)
+        if was is None:
+            return
+        record = self._records.get(submission.request_id)
+        is_free = record is None or record.finished is FinishReason.ABORTED
+        has_other_body = was.body_digest != submission.body_digest
+        if was.tenant != submission.tenant or (has_other_body and not is_free):
+            raise OtherBodyError(f"request id {submission.request_id!r} is taken")
+        if submission.attempt <= was.attempt:
+            raise StaleAttemptError(f"attempt {was.attempt} is known here")
 
     def use_up(self, submission: Submission, now_s: float) -> None:
         """Remember an attempt that left no record, so that it is not served again."""

@@ -23,10 +23,10 @@ from dataclasses import replace
 from typing import Any
 
 from decode_worker.config import DecodeConfig
-from decode_worker.errors import NoSessionError, NotHereError, OtherBodyError
+from decode_worker.errors import NoSessionError, OtherBodyError, StaleAttemptError
 from decode_worker.request_log import Record, RequestLog, Submission
 from decode_worker.runs import Phase, Run, Runs
-from decode_worker.session import Admitted, Refusal, Rejected, Reserved, RouterSession
+from decode_worker.session import Admitted, Moved, Refusal, Reserved, RouterSession
 from engine.errors import EngineStoppedError, InvalidRequestError
 from engine.loop import EngineThread
 from engine.request import (
@@ -46,6 +46,8 @@ from kv_transfer.lease import FirstToken, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
 
 log = logging.getLogger(__name__)
+
+ANY_ATTEMPT = (1 << 32) - 1
 
 
 class DecodeRole:
@@ -105,20 +107,14 @@ class DecodeRole:
         tenant: str,
         body_digest: bytes = b"",
         seed: int | None = None,
+        attempt: int | None = None,
     ) -> Record:
         """Move a request to the caller's session; its later tokens flow there.
 
-        Only if it is the one that is meant: a digest or seed that is given has to be the request's.
-        Raises NotHereError, OtherBodyError, NoSessionError; then nothing has moved.
+        Only if it is the one that is meant, as `RequestLog.find_for` tells. Raises NotHereError,
+        OtherBodyError, NoSessionError; then nothing has moved.
         """
-        record = self._log.find(request_id)
-        if record is None or record.submission.tenant != tenant:
-            raise NotHereError(f"no request {request_id!r} here")
-        if body_digest and body_digest != record.submission.body_digest:
-            raise OtherBodyError(f"request {request_id!r} has another body")
-        runs_with = record.submission.spec.sampling.seed
-        if seed not in (None, runs_with):
-            raise OtherBodyError(f"request {request_id!r} runs with seed {runs_with}")
+        record = self._log.find_for(request_id, tenant, body_digest, seed, attempt)
         session = self._sessions.get(router_id)
         if session is None:
             raise NoSessionError(f"router {router_id!r} has no session here")
@@ -126,6 +122,7 @@ class DecodeRole:
         if run is not None and run.phase is not Phase.ENDED:
             if run.session is not None and run.session is not session:
                 run.session.drop(request_id)
+                run.tell(Moved(request_id, run.submission.attempt))
             run.session, run.orphaned_at_s = session, None
             session.follow(record, sent=len(record.token_ids))
         return record
@@ -140,7 +137,7 @@ class DecodeRole:
             return
         refused = self._refusal(submission)
         if refused is not None:
-            self._reject(session, submission, *refused)
+            session.reject(submission, *refused)
             return
         former = self._runs.of_request(submission.request_id)
         if former is not None:
@@ -161,10 +158,17 @@ class DecodeRole:
         session.follow(record, len(record.token_ids) + (writer is not None))
         self._spawn(run, self._start(run) if writer is None else self._reserve(run, writer))
 
-    def cancel(self, request_id: str, attempt: int) -> None:
-        """Abort this attempt and every older one; unknown or newer: nothing to do."""
+    def cancel(self, session: RouterSession, request_id: str, attempt: int) -> None:
+        """Abort this attempt and every older one; unknown or newer: nothing to do.
+
+        A router that another one has taken the request from has no say any more, unless it asks
+        for ANY_ATTEMPT: then the client wants the request ended.
+        """
         run = self._runs.of_request(request_id)
-        if run is not None and run.submission.attempt <= attempt:
+        if run is None or run.submission.attempt > attempt:
+            return
+        is_anothers = run.session is not None and run.session.router != session.router
+        if not is_anothers or attempt == ANY_ATTEMPT:
             self._end(run, FinishReason.ABORTED, "cancelled")
 
     def _refusal(self, submission: Submission) -> tuple[Refusal, str] | None:
@@ -172,13 +176,12 @@ class DecodeRole:
             return Refusal.DRAINING, "this worker is draining"
         if submission.kv_fingerprint != self._kv_fingerprint:
             return Refusal.FINGERPRINT, "this worker's KV is of another kind"
-        was = self._log.last_submission(submission.request_id)
-        if was is None:
-            return None
-        if (was.tenant, was.body_digest) != (submission.tenant, submission.body_digest):
-            return Refusal.INVALID, f"request id {submission.request_id!r} is taken"
-        if submission.attempt <= was.attempt:
-            return Refusal.STALE_ATTEMPT, f"attempt {was.attempt} is known here"
+        try:
+            self._log.check_new(submission)
+        except OtherBodyError as error:
+            return Refusal.TAKEN, str(error)
+        except StaleAttemptError as error:
+            return Refusal.STALE_ATTEMPT, str(error)
         return None
 
     async def _start(self, run: Run) -> None:
@@ -198,7 +201,7 @@ class DecodeRole:
         """The engine has a request that it prefills itself."""
         if run.phase is Phase.RESERVING:
             run.phase = Phase.RUNNING
-            self._tell(run, Reserved(run.submission.request_id, run.submission.attempt, None, 0))
+            run.tell(Reserved(run.submission.request_id, run.submission.attempt, None, 0))
 
     async def _reserve(self, run: Run, writer: WorkerIdentity) -> None:
         """Set blocks aside and promise them to the writer."""
@@ -228,9 +231,8 @@ class DecodeRole:
         )
         run.phase, run.lease_id = Phase.LEASED, lease.lease_id
         submission = run.submission
-        self._tell(
-            run,
-            Reserved(submission.request_id, submission.attempt, lease, event.num_cached_tokens),
+        run.tell(
+            Reserved(submission.request_id, submission.attempt, lease, event.num_cached_tokens)
         )
 
     # --- what the lease table tells (LeaseListener) ---------------------------------------------
@@ -251,7 +253,7 @@ class DecodeRole:
         self._engine.post(lambda engine: engine.admit(key, token))
         if run.session is not None:
             run.session.changed(run.record)
-        self._tell(run, Admitted(run.submission.request_id, run.submission.attempt))
+        run.tell(Admitted(run.submission.request_id, run.submission.attempt))
 
     def failed(self, request_id: str, reason: LeaseFailure) -> None:
         """A handoff will not finish; its blocks wait for the writer's silence."""
@@ -340,7 +342,7 @@ class DecodeRole:
             self._log.use_up(run.submission, self._clock.now_s())
         if run.session is not None:
             run.session.drop(run.submission.request_id)
-            self._reject(run.session, run.submission, refusal, message, retry_after_s)
+            run.session.reject(run.submission, refusal, message, retry_after_s)
 
     def _quarantine(self, run: Run) -> None:
         key = run.key
@@ -370,24 +372,6 @@ class DecodeRole:
     def _lease_table(self) -> LeaseTable:
         assert self._leases is not None, "bind comes before submit"
         return self._leases
-
-    def _tell(self, run: Run, notice: Reserved | Admitted) -> None:
-        if run.session is not None:
-            run.session.notice(notice)
-            run.session.flush()
-
-    def _reject(
-        self,
-        session: RouterSession,
-        submission: Submission,
-        refusal: Refusal,
-        message: str,
-        retry_after_s: float = 0.0,
-    ) -> None:
-        session.notice(
-            Rejected(submission.request_id, submission.attempt, refusal, message, retry_after_s)
-        )
-        session.flush()
 
     def _spawn(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(self._guard(run, work))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from decode_worker.request_log import Record, Submission
-from decode_worker.session import RouterSession
+from decode_worker.session import Notice, RouterSession
 from engine.request import RequestId
 from kv_transfer.lease import LeaseId
 
@@ -34,6 +34,12 @@ class Run:
     @property
     def key(self) -> RequestId:
         return self.submission.spec.request_id
+
+    def tell(self, notice: Notice) -> None:
+        """To the router that follows it, if one does."""
+        if self.session is not None:
+            self.session.notice(notice)
+            self.session.flush()
 
 
 class Runs:

@@ -28,6 +28,7 @@ _REFUSALS = {
     Refusal.STALE_ATTEMPT: worker_pb2.REJECT_REASON_STALE_ATTEMPT,
     Refusal.HANDOFF_FAILED: worker_pb2.REJECT_REASON_HANDOFF_FAILED,
     Refusal.INTERNAL: worker_pb2.REJECT_REASON_INTERNAL,
+    Refusal.TAKEN: worker_pb2.REJECT_REASON_TAKEN,
 }
 
 
@@ -62,7 +63,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
                 if request.HasField("reserve"):
                     self._reserve(session, request.reserve)
                 elif request.HasField("cancel"):
-                    self._role.cancel(request.cancel.request_id, request.cancel.attempt)
+                    self._role.cancel(session, request.cancel.request_id, request.cancel.attempt)
         finally:
             session.close()
 
@@ -100,6 +101,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
                 request.tenant,
                 request.body_digest,
                 request.seed if request.HasField("seed") else None,
+                request.attempt if request.HasField("attempt") else None,
             )
         except NotHereError as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
@@ -139,6 +141,7 @@ def _update_message(update: Update) -> worker_pb2.SessionResponse:
             worker_pb2.HandoffAdmitted(request_id=a.request_id, attempt=a.attempt)
             for a in update.admitted
         ],
+        moved=[worker_pb2.Moved(request_id=m.request_id, attempt=m.attempt) for m in update.moved],
     )
 
 

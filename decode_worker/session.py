@@ -12,7 +12,7 @@ import enum
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from decode_worker.request_log import Record, TokenRun
+from decode_worker.request_log import Record, Submission, TokenRun
 from kv_transfer.lease import Lease
 
 
@@ -24,6 +24,7 @@ class Refusal(enum.Enum):
     STALE_ATTEMPT = "stale attempt"
     HANDOFF_FAILED = "handoff failed"
     INTERNAL = "internal error"
+    TAKEN = "request id taken"
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,24 @@ class Admitted:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """Another session has attached the request."""
+
+    request_id: str
+    attempt: int
+
+
+Notice = Reserved | Rejected | Admitted | Moved
+
+
+@dataclass(frozen=True)
 class Update:
     """One message to the router: all that is new since the one before."""
 
     reserved: tuple[Reserved, ...]
     rejected: tuple[Rejected, ...]
     admitted: tuple[Admitted, ...]
+    moved: tuple[Moved, ...]
     tokens: tuple[TokenRun, ...]
 
 
@@ -65,10 +78,10 @@ class RouterSession:
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
+        self.router = router_id.rsplit("/", 1)[0]
+        """Whose session this is: a router's ids are `<router>/<n>`."""
         self.closed = False
-        self._reserved: list[Reserved] = []
-        self._rejected: list[Rejected] = []
-        self._admitted: list[Admitted] = []
+        self._notices: list[Notice] = []
         self._news: dict[str, Record] = {}
         self._sent: dict[str, int] = {}  # output tokens this router has, by request
         self._wake = asyncio.Event()
@@ -84,13 +97,19 @@ class RouterSession:
         self._sent.pop(request_id, None)
         self._news.pop(request_id, None)
 
-    def notice(self, what: Reserved | Rejected | Admitted) -> None:
-        if isinstance(what, Reserved):
-            self._reserved.append(what)
-        elif isinstance(what, Rejected):
-            self._rejected.append(what)
-        else:
-            self._admitted.append(what)
+    def notice(self, what: Notice) -> None:
+        self._notices.append(what)
+
+    def reject(
+        self,
+        submission: Submission,
+        refusal: Refusal,
+        message: str,
+        retry_after_s: float = 0.0,
+    ) -> None:
+        request_id, attempt = submission.request_id, submission.attempt
+        self.notice(Rejected(request_id, attempt, refusal, message, retry_after_s))
+        self.flush()
 
     def changed(self, record: Record) -> None:
         """A followed request has new tokens or has ended."""
@@ -125,11 +144,13 @@ class RouterSession:
             self._sent[request_id] = run.index + len(run.token_ids)
             if record.finished is not None:
                 del self._sent[request_id]
-        update = Update(
-            tuple(self._reserved), tuple(self._rejected), tuple(self._admitted), tuple(tokens)
-        )
-        self._reserved, self._rejected, self._admitted = [], [], []
-        self._news = {}
-        if not (update.reserved or update.rejected or update.admitted or update.tokens):
+        notices, self._notices, self._news = self._notices, [], {}
+        if not notices and not tokens:
             return None
-        return update
+        return Update(
+            tuple(n for n in notices if isinstance(n, Reserved)),
+            tuple(n for n in notices if isinstance(n, Rejected)),
+            tuple(n for n in notices if isinstance(n, Admitted)),
+            tuple(n for n in notices if isinstance(n, Moved)),
+            tuple(tokens),
+        )

@@ -94,6 +94,7 @@ class Heard:
     reserved: worker_pb2.Reserved | None = None
     rejected: worker_pb2.Rejected | None = None
     admitted: bool = False
+    moved: bool = False
     tokens: dict[int, int] = field(default_factory=dict)
     finished: int = 0
     num_messages: int = 0
@@ -154,6 +155,8 @@ class DecodeLink:
                     self.of(rejected.request_id, rejected.attempt).rejected = rejected
                 for admitted in message.admitted:
                     self.of(admitted.request_id, admitted.attempt).admitted = True
+                for moved in message.moved:
+                    self.of(moved.request_id, moved.attempt).moved = True
                 for run in message.tokens:
                     heard = self.of(run.request_id, run.attempt)
                     heard.tokens.update(enumerate(run.ids, run.index))

@@ -28,7 +28,7 @@ async def test_a_writer_without_ranks_or_of_a_width_that_does_not_fit_is_refused
             name = f"ranks-{num_ranks}"
             await link.reserve(make_spec(name), writer_of(num_ranks))
             heard = link.of(name)
-            await link.until(lambda heard=heard: heard.rejected or heard.reserved)
+            await link.until(lambda heard=heard: heard.rejected or heard.reserved)  # type: ignore[misc]
             assert heard.rejected is not None, heard.reserved
             assert heard.rejected.reason == worker_pb2.REJECT_REASON_INVALID
             assert "ranks" in heard.rejected.message

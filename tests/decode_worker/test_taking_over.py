@@ -1,0 +1,131 @@
+"""A request whose id, or whose stream, another router or another body asks for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from baton.v1 import common_pb2, worker_pb2
+from cluster.registry import Role
+from cluster.worker import Worker
+from tests.cluster.conftest import (
+    DecodeLink,
+    Oracle,
+    make_spec,
+    nothing_held,
+    running_worker,
+    until,
+)
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[Worker]:
+    async with running_worker("decode-0", Role.DECODE) as worker:
+        yield worker
+        await nothing_held(worker)
+
+
+async def open_link(worker: Worker, session_id: str) -> DecodeLink:
+    link = DecodeLink(worker.address, session_id)
+    await link.open()
+    assert worker.decode is not None
+    sessions = worker.decode._sessions
+    await until(lambda: session_id in sessions)
+    return link
+
+
+def endless(request_id: str) -> worker_pb2.RequestSpec:
+    spec = make_spec(request_id)
+    spec.sampling.max_tokens = 3900
+    return spec
+
+
+def ask_of(link: DecodeLink) -> worker_pb2.AttachRequest:
+    return worker_pb2.AttachRequest(router_id=link.router_id, request_id="x", tenant="tenant")
+
+
+async def barrier(link: DecodeLink, name: str) -> None:
+    """Everything that was sent on the link before has been seen to."""
+    unreadable = make_spec(name)
+    unreadable.token_ids = b"abc"
+    await link.reserve(unreadable)
+    await link.until(lambda: link.of(name).rejected)
+
+
+async def test_a_router_whose_request_was_taken_over_is_told_and_cannot_end_it(
+    worker: Worker,
+) -> None:
+    former, latter = await open_link(worker, "router-a/1"), await open_link(worker, "router-b/1")
+    await former.reserve(endless("x"))
+    await former.until(lambda: len(former.of("x").tokens) > 3)
+    answer = await latter.stub.Attach(ask_of(latter))
+    await former.until(lambda: former.of("x").moved)
+    await former.cancel("x")
+    await barrier(former, "after the cancel")
+    heard = latter.of("x")
+    heard.tokens.update(enumerate(answer.tokens.ids))
+    seen = len(heard.tokens)
+    await latter.until(lambda: len(heard.tokens) > seen + 3)
+    assert not heard.finished
+    assert not former.of("x").finished
+    await latter.cancel("x")
+    await latter.until(lambda: heard.finished)
+    assert heard.in_order() == Oracle().tokens(endless("x"))[: len(heard.tokens)]
+    await former.close()
+    await latter.close()
+
+
+async def test_a_router_ends_in_its_next_session_what_it_began_in_the_last(worker: Worker) -> None:
+    lost = await open_link(worker, "router-a/1")  # of which the worker is yet to hear
+    await lost.reserve(endless("x"))
+    await lost.until(lambda: lost.of("x").tokens)
+    following = await open_link(worker, "router-a/2")
+    await following.cancel("x")
+    await nothing_held(worker)
+    await lost.close()
+    await following.close()
+
+
+async def test_a_client_that_wants_the_request_ended_is_heard_at_any_router(
+    worker: Worker,
+) -> None:
+    link, other = await open_link(worker, "router-a/1"), await open_link(worker, "router-b/1")
+    await link.reserve(endless("x"))
+    await link.until(lambda: link.of("x").tokens)
+    await other.cancel("x", (1 << 32) - 1)
+    await link.until(lambda: link.of("x").finished)
+    assert link.of("x").finished == common_pb2.FINISH_REASON_ABORTED
+    await link.close()
+    await other.close()
+
+
+async def test_an_id_that_is_taken_is_told_so_and_an_aborted_one_is_free_for_another_body(
+    worker: Worker,
+) -> None:
+    link = await open_link(worker, "router-a/1")
+    await link.reserve(endless("x"))
+    await link.until(lambda: link.of("x").tokens)
+    for attempt in (1, 2):
+        other = make_spec("y", attempt=attempt)
+        other.request_id = "x"
+        heard = link.of("x", attempt)
+        await link.reserve(other)
+        await link.until(lambda heard=heard: heard.rejected)  # type: ignore[misc]
+        assert heard.rejected is not None
+        assert heard.rejected.reason == worker_pb2.REJECT_REASON_TAKEN
+    await link.cancel("x")
+    await link.until(lambda: link.of("x").finished)
+    again = make_spec("y", attempt=1)
+    again.request_id = "x"
+    link.of("x").rejected = None
+    await link.reserve(again)  # what is told of attempt 1 could still be the former request's
+    await link.until(lambda: link.of("x").rejected)
+    stale = link.of("x").rejected
+    assert stale is not None
+    assert stale.reason == worker_pb2.REJECT_REASON_STALE_ATTEMPT
+    again.attempt = 5
+    await link.reserve(again)
+    await link.until(lambda: link.of("x", 5).finished)
+    assert link.of("x", 5).in_order() == Oracle().tokens(again)
+    await link.close()
