@@ -155,3 +155,25 @@ def alone(number: int) -> list[int]:
     )
     quick = dataclasses.replace(SMALL_VOCABULARY, fake=FakeEngineConfig(window=20, vocab_size=257))
     return engine_tokens(quick, read_spec(spec))
+
+
+async def test_a_request_that_names_no_length_runs_to_the_end_of_its_worker_s_memory(
+    text_model: TextModel,
+) -> None:
+    small = dataclasses.replace(
+        SMALL_VOCABULARY, num_blocks=34, fake=FakeEngineConfig(window=20, vocab_size=257)
+    )
+    async with (
+        running_worker("p0", Role.PREFILL, SMALL_VOCABULARY) as prefill,
+        running_worker("d0", Role.DECODE, small) as decode,
+    ):
+        listed = Listed(prefill, prefill.address), Listed(decode, decode.address)
+        async with router_over(text_model, *listed) as (router, client):
+            request = request_of(0)
+            request.sampling.ClearField("max_tokens")
+            answer = await client.ask(request)
+            assert len(answer.ids) == 33 * 8 + 1 - 20  # the last token's KV is never needed
+            assert answer.finished is not None
+            assert answer.finished.reason == common_pb2.FINISH_REASON_LENGTH
+            assert not answer.migrated
+            router.check_integrity()
