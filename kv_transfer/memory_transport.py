@@ -11,9 +11,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,31 +57,44 @@ class Scheduler(Protocol):
     def schedule(self, operation: Operation) -> None: ...
 
     def discard(self, unwanted: Callable[[Operation], bool]) -> None:
-        """Forget the operations that have not run and are unwanted."""
+        """Forget the operations that have not begun and are unwanted, and wait for one that has;
+        the others keep their order."""
 
 
 class ThreadScheduler:
     """Runs everything in order on one thread."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Operation] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="memory-transport", daemon=True).start()
+        self._pending: deque[Operation] = deque()
+        self._running: Operation | None = None
+        self._changed = threading.Condition()  # guards both
+        self._thread = threading.Thread(target=self._run, name="memory-transport", daemon=True)
+        self._thread.start()
 
     def schedule(self, operation: Operation) -> None:
-        self._queue.put(operation)
+        with self._changed:
+            self._pending.append(operation)
+            self._changed.notify_all()
 
     def discard(self, unwanted: Callable[[Operation], bool]) -> None:
-        kept = []
-        while not self._queue.empty():
-            operation = self._queue.get()
-            if not unwanted(operation):
-                kept.append(operation)
-        for operation in kept:
-            self._queue.put(operation)
+        with self._changed:
+            self._pending = deque(o for o in self._pending if not unwanted(o))
+            if threading.current_thread() is not self._thread:
+                begun = self._running
+                if begun is not None and unwanted(begun):
+                    self._changed.wait_for(lambda: self._running is not begun)
 
     def _run(self) -> None:
         while True:
-            self._queue.get().run()
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending)
+                operation = self._running = self._pending.popleft()
+            try:
+                operation.run()
+            finally:
+                with self._changed:
+                    self._running = None
+                    self._changed.notify_all()
 
 
 class ManualScheduler:

@@ -20,7 +20,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.errors import TransportError
 from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import FirstTokenLogprobs, Lease, LeaseId, RankLease, WorkerIdentity
-from kv_transfer.memory_transport import MemoryNetwork
+from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler
 from kv_transfer.rank import TransferRank
 from kv_transfer.transport import FlushResult, PutBatch, Runs, Transport, make_transport
 from kv_transfer.ucx.native import NativePoster, PythonPoster, make_poster
@@ -108,6 +108,50 @@ def test_making_and_closing_leaves_no_memory_file_or_thread_behind() -> None:
     for _ in range(3):
         once()
     assert (segments(), len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_discarding_some_operations_leaves_the_others_in_order() -> None:
+    scheduler, ran = ThreadScheduler(), queue.SimpleQueue[int]()
+    begun, goes_on, one_ran = threading.Event(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        goes_on.wait(10)
+
+    def number(value: int) -> Operation:
+        def run() -> None:
+            ran.put(value)
+            one_ran.set()
+
+        return Operation("put", b"gone" if value == 3 else b"kept", b"target", run)
+
+    def is_unwanted(operation: Operation) -> bool:
+        goes_on.set()
+        one_ran.wait(0.05)  # may the other thread take what this one has not looked at yet?
+        return operation.source == b"gone"
+
+    scheduler.schedule(Operation("put", b"held", b"target", hold))
+    assert begun.wait(10)
+    for value in range(6):
+        scheduler.schedule(number(value))
+    scheduler.discard(is_unwanted)
+    assert [ran.get(timeout=10) for _ in range(5)] == [0, 1, 2, 4, 5]
+
+
+def test_discarding_waits_for_an_unwanted_operation_that_has_begun() -> None:
+    scheduler = ThreadScheduler()
+    begun, goes_on, over = threading.Event(), threading.Event(), threading.Event()
+
+    def put() -> None:
+        begun.set()
+        goes_on.wait(10)
+        over.set()
+
+    scheduler.schedule(Operation("put", b"gone", b"target", put))
+    assert begun.wait(10)
+    threading.Timer(0.05, goes_on.set).start()
+    scheduler.discard(lambda operation: operation.source == b"gone")
+    assert over.is_set()
 
 
 def test_a_library_that_is_not_there_is_named() -> None:
