@@ -45,6 +45,7 @@ from kv_transfer.routes import check_width
 log = logging.getLogger(__name__)
 
 _LONGEST_POLL_S = 1.0
+_ADMITTED_ACK_TIMEOUTS = 2  # so long a `done` may be repeated: its writer waits for one, and drains
 
 ProcessIsGone = Callable[[ProcessIdentity], bool | None]
 
@@ -272,7 +273,7 @@ class LeaseTable:
     def _admitted(self, entry: _Entry, first: FirstToken) -> None:
         self._end_writing(entry)
         entry.state = LeaseState.ADMITTED
-        self._set_timer(entry, self._config.tombstone_s)
+        self._set_timer(entry, _ADMITTED_ACK_TIMEOUTS * self._config.ack_timeout_s)
         self._listener.admitted(entry.request_id, first)
 
     def _fail(self, entry: _Entry, reason: LeaseFailure) -> None:

@@ -49,7 +49,7 @@ from kv_transfer.rank_handoff import Lane, Phase, Push, RankHandoff
 from kv_transfer.rank_offers import RankOffers, check_lease
 from kv_transfer.routes import RankPair, Route, pairs
 from kv_transfer.tombstones import Tombstones
-from kv_transfer.transport import FlushResult, Peer, TransferMemory, Transport
+from kv_transfer.transport import FlushResult, TransferMemory, Transport
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class TransferRank:
         self._offers = RankOffers(identity.tp_size)
         mine = RankLease(tp_rank, memory.regions)
         self._offers.add(mine)
-        self._rank0: Peer | None = None
+        self._rank0_address = rank0_address
         self._handlers: dict[str, Callable[[transfer_pb2.TransferMessage], None]] = {
             "done": self._receive_done,
             "rank_done": self._receive_rank_done,
@@ -102,10 +102,9 @@ class TransferRank:
         }
         transport.start(self._receive, self._peer_lost)
         if rank0_address is not None:
-            self._rank0 = transport.connect(rank0_address)
             message = self.new_message("", 0)
             message.rank_regions.lease.CopyFrom(mine.to_proto())
-            transport.send(self._rank0, message.SerializeToString())
+            self.send(rank0_address, message)
 
     @staticmethod
     def address_of(transport: Transport, tp_rank: int) -> RankAddress:
@@ -281,17 +280,17 @@ class TransferRank:
         if not handoff.cancelled and handoff.error is None:
             report.num_bytes = sum(handoff.lane_bytes(lane) for lane in handoff.lanes.values())
             report.num_blocks = handoff.num_blocks()
-            if self._rank0 is None:
+            if self._rank0_address is None:
                 handoff.report = message
                 return
         self._report(message)
 
     def _report(self, message: transfer_pb2.TransferMessage) -> None:
         """To this worker's rank 0."""
-        if self._rank0 is None:
+        if self._rank0_address is None:
             self.exporter_mail.put(message)
         else:
-            self.transport.send(self._rank0, message.SerializeToString())
+            self.send(self._rank0_address, message)
 
     # --- the progress thread ---------------------------------------------------------------------
 
@@ -370,7 +369,7 @@ class TransferRank:
         """Verify what has arrived here, then let rank 0 decide: this rank, or the one we tell."""
         done, source_rank = message.done, message.sender_rank
         error = why_wrong(done, source_rank, self.region_layout, self._memory)
-        if self._rank0 is None:
+        if self._rank0_address is None:
             self._report_done(message, source_rank, done, error)
             return
         report = transfer_pb2.TransferMessage()
@@ -378,7 +377,7 @@ class TransferRank:
         report.rank_done.source_rank = source_rank
         report.rank_done.done.CopyFrom(done)
         report.rank_done.error = error
-        self.transport.send(self._rank0, report.SerializeToString())
+        self.send(self._rank0_address, report)
 
     def _receive_rank_done(self, message: transfer_pb2.TransferMessage) -> None:
         report = message.rank_done

@@ -65,6 +65,12 @@ class World:
         for group in (0, 1):
             self.sender.push(handoff, group, list(range(len(sources))), sources)
 
+    def break_connection(self, side: Side, rank: int, other: Side) -> None:
+        """Of a rank to another worker's rank 0; both live."""
+        transport = self.network.process(side.transports[rank].address)
+        assert transport is not None
+        transport.schedule_loss(other.transports[0].address)
+
     def messages(self, kind: str) -> list[Operation]:
         return [
             operation
@@ -396,8 +402,7 @@ async def test_nobody_says_drained_while_a_broken_connection_can_still_deliver(
     world.push_all(handoff, [3])
     finishing = begin_finish(world, handoff)
     await world.deliver()
-    broken = world.sender.transports[sender_tp - 1]
-    broken.schedule_loss(world.receiver.transports[0].address)  # which lives
+    world.break_connection(world.sender, sender_tp - 1, world.receiver)
     world.scheduler.run_all(("lost",))
     await world.deliver()
     world.scheduler.run_all(("flush", "message"))  # the bytes are on their way yet
@@ -422,10 +427,33 @@ async def test_a_connection_that_breaks_before_anything_was_pushed_strands_no_bl
     world = World(puts_outlive_connection=True)
     handoff = world.sender.open(world.grant([[1], [1]]))
     await world.settle()
-    world.sender.transports[0].schedule_loss(world.receiver.transports[0].address)
+    world.break_connection(world.sender, 0, world.receiver)
     await world.settle()
     with pytest.raises(PeerLostError):
         await world.sender.finish(handoff)
     await world.settle()
     assert world.receiver.event_names() == ["failed", "quiescent"]
     assert world.receiver.table.num_quarantined_blocks == 0
+
+
+async def test_a_rank_that_has_lost_its_rank_0_once_still_reaches_it() -> None:
+    world = World(sender_tp=2, receiver_tp=2)
+    handoff = world.sender.open(world.grant([[1], [1]]))
+    await world.settle()
+    for side in (world.sender, world.receiver):
+        world.break_connection(side, 1, side)
+    await world.settle()
+    world.push_all(handoff, [3])
+    assert isinstance(await settled(world, begin_finish(world, handoff)), Receipt)
+    assert world.receiver.event_names() == ["admitted"]
+
+
+async def test_an_admitted_lease_is_kept_only_while_its_done_may_be_repeated(world: World) -> None:
+    lease = world.grant([[1], [1]])
+    handoff = world.sender.open(lease)
+    world.push_all(handoff, [3])
+    await settled(world, begin_finish(world, handoff))
+    await world.advance(2 * CONFIG.ack_timeout_s - 1)
+    assert world.receiver.table.state(lease.lease_id) is LeaseState.ADMITTED
+    await world.advance(1)
+    assert world.receiver.table.state(lease.lease_id) is None
