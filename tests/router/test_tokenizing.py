@@ -18,6 +18,7 @@ from router.text import TextModel
 from router.tokenizing import Tokenizing
 from tests.router.deployment import Deployment, ask_for, byte_model, deployment
 from tests.router.scripted_worker import MODEL
+from tests.router.test_clients import left_behind
 from tests.router.test_failures import PROMPT
 from tests.router.test_requests import assert_whole
 
@@ -154,6 +155,28 @@ async def test_an_abort_ends_a_request_that_is_tokenized_or_waits_for_it(
         assert d.worker("d0").num_reserves == len(others) + 1
         assert not len(d.servers[0]._service._arriving)
         await d.check_empty()
+
+
+async def test_an_abort_while_it_is_tokenized_again_ends_a_request_that_another_router_began(
+    slow_model: SlowModel,
+) -> None:
+    async with deployment(slow_model) as d:
+        slow_model.gate.set()
+        await d.add_router()
+        await d.connected(2, d.servers[1].router)
+        request = ask_for(PROMPT, request_id="mine", tenant="a")
+        await left_behind(d, 1, "d0", request)
+        slow_model.gate.clear()
+        request.resume_from_index = 0
+        asked = asyncio.create_task(d.client.ask(request))
+        await d.until(lambda: tokenizing(d).num_requests == 1)
+        assert d.worker("d0").runs
+        await abort(d, "a")
+        await d.until(lambda: not d.worker("d0").runs)
+        answer = await asyncio.wait_for(asked, 5)
+        assert answer.finished is not None
+        assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
+        slow_model.gate.set()
 
 
 async def abort(d: Deployment, tenant: str) -> None:

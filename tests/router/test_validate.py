@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import InvalidRequestError, NotFoundError
+from baton.errors import BatonError, InvalidRequestError, NoCapacityError, NotFoundError
 from baton.v1.common_pb2 import SamplingParams
 from baton.v1.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds
 from router.text import TextModel
@@ -138,6 +138,30 @@ def test_ignoring_the_end_of_sequence_keeps_the_requests_own_stop_ids(model: Tex
 def test_the_longest_prompt_leaves_room_for_one_token(model: TextModel) -> None:
     request = GenerateRequest(token_ids=TokenIds(ids=[5] * 63))
     assert parse_generate(request, model, LIMITS).sampling.max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "sampling", "kind", "field"),
+    [
+        (40, SamplingParams(), NoCapacityError, "prompt"),
+        (64, SamplingParams(), InvalidRequestError, "prompt"),
+        (30, SamplingParams(max_tokens=11), NoCapacityError, "sampling.max_tokens"),
+        (30, SamplingParams(max_tokens=35), InvalidRequestError, "sampling.max_tokens"),
+        (30, SamplingParams(min_tokens=11), NoCapacityError, "sampling.min_tokens"),
+    ],
+)
+def test_what_only_memory_is_too_small_for_is_no_mistake_of_the_caller(
+    model: TextModel,
+    num_prompt_tokens: int,
+    sampling: SamplingParams,
+    kind: type[BatonError],
+    field: str,
+) -> None:
+    limits = RequestLimits(max_model_len=40, model_context=64, model_names=("demo",))
+    ids = TokenIds(ids=[5] * num_prompt_tokens)
+    with pytest.raises(BatonError) as caught:
+        parse_generate(GenerateRequest(token_ids=ids, sampling=sampling), model, limits)
+    assert (type(caught.value), caught.value.field) == (kind, field)
 
 
 def test_the_same_body_is_the_same_request_whatever_a_reconnect_changes(model: TextModel) -> None:
