@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -35,19 +34,12 @@ from router.fleet import WorkerEntry
 from router.output import FinishReason, TokenSink
 from router.patience import Patience
 from router.session import SessionLostError
-from router.worker_link import ATTACH_AGAIN_S, WorkerLink
+from router.worker_link import ATTACH_AGAIN_S, Workers
 
 _FINISHED = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
 }
-
-
-@dataclass(frozen=True)
-class Workers:
-    decode: WorkerLink
-    prefill: WorkerLink | None
-    """None: local prefill, or the request was found running."""
 
 
 class Attempt:
@@ -76,15 +68,11 @@ class Attempt:
         self._adopted = True
         self._first_seen = False
         self._over_at_worker = False
+        self._moved = False
         self._reserved = False
         self._prefill_task: asyncio.Task[None] | None = None
         self._reattach_task: asyncio.Task[None] | None = None
         self._patience = Patience(config.suspect_silence_s, clock, self._on_silence)
-
-    @property
-    def _links(self) -> set[WorkerLink]:
-        prefill = self._workers.prefill
-        return {self._workers.decode} if prefill is None else {self._workers.decode, prefill}
 
     @property
     def _decode(self) -> WorkerEntry:
@@ -139,7 +127,7 @@ class Attempt:
                 self.on_tokens(run)
 
     def _begin(self, what: str, seconds: float) -> None:
-        for link in self._links:
+        for link in self._workers.links:
             link.waiting.add(self)
         self._patience.expect(what, seconds, self._decode)
 
@@ -159,7 +147,7 @@ class Attempt:
 
     def _stop(self) -> None:
         self._workers.decode.session.leave(self)
-        for link in self._links:
+        for link in self._workers.links:
             link.waiting.discard(self)
         self._patience.end()
         for task in (self._prefill_task, self._reattach_task):
@@ -192,6 +180,7 @@ class Attempt:
         self, failure: Failure, worker: WorkerEntry, message: str, retry_after_s: float = 0.0
     ) -> None:
         if not self._done.done():
+            failure = Failure.MOVED if self._moved else failure
             self._done.set_exception(AttemptError(failure, worker, message, retry_after_s))
 
     # --- what the session says -----------------------------------------------------------------
@@ -241,6 +230,15 @@ class Attempt:
             return
         self._deliver(tokens)
         self._deliver_early()
+
+    def on_moved(self) -> None:
+        """Another router follows it. It needs the handoff that may be under way from here."""
+        self._over_at_worker = self._moved = True
+        fail = partial(self._fail, Failure.MOVED, self._decode, "another router attached it")
+        if self._prefill_task is None or self._prefill_task.done():
+            fail()
+        else:
+            self._prefill_task.add_done_callback(lambda _: fail())
 
     def on_session_lost(self, message: str) -> None:
         """A lost answer to Reserve cannot be had again; all else the worker keeps for a while."""

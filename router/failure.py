@@ -19,6 +19,7 @@ class Failure(enum.Enum):
     FINGERPRINT = "another kv_fingerprint"
     REPLACED = "replaced"  # another start of the worker has its address
     INVALID = "invalid"
+    TAKEN = "request id taken"
     STALE = "stale attempt"
     REJECTED = "rejected"
     PREFILL_FAILED = "prefill failed"
@@ -50,6 +51,7 @@ _REJECTIONS = {
     worker_pb2.REJECT_REASON_DRAINING: Failure.DRAINING,
     worker_pb2.REJECT_REASON_FINGERPRINT: Failure.FINGERPRINT,
     worker_pb2.REJECT_REASON_INVALID: Failure.INVALID,
+    worker_pb2.REJECT_REASON_TAKEN: Failure.TAKEN,
     worker_pb2.REJECT_REASON_STALE_ATTEMPT: Failure.STALE,
     worker_pb2.REJECT_REASON_HANDOFF_FAILED: Failure.HANDOFF_FAILED,
 }

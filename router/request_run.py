@@ -30,7 +30,7 @@ from baton.errors import (
 )
 from baton.v1 import common_pb2, worker_pb2
 from router.admission import Placed, Ticket
-from router.attempt import Attempt, Workers
+from router.attempt import Attempt
 from router.failure import AttemptError, Failure
 from router.fleet import Booking, WorkerState
 from router.output import Migrated, OutputLog, Routed
@@ -38,7 +38,7 @@ from router.prompt import PromptBlocks
 from router.request_output import RequestOutput
 from router.resume import find_running
 from router.run_parts import Arrival, RunParts
-from router.worker_link import WorkerLink
+from router.worker_link import WorkerLink, Workers
 
 log = logging.getLogger(__name__)
 
@@ -360,6 +360,8 @@ def _ending(error: AttemptError) -> BatonError | None:
     """Of a failure after which no other attempt makes sense."""
     if error.failure is Failure.INVALID:
         return InvalidRequestError(error.message)
+    if error.failure is Failure.TAKEN:
+        return AlreadyExistsError(error.message, field="request_id")
     if error.failure is Failure.MOVED:
         return UnavailableError("another router goes on with the request", retry_after_s=0.0)
     return None

@@ -17,9 +17,9 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grpc.aio
 
@@ -44,6 +44,16 @@ class SessionLostError(Exception):
     """There is no session with the worker, or it broke."""
 
 
+_Message = TypeVar(
+    "_Message",
+    worker_pb2.Reserved,
+    worker_pb2.Rejected,
+    worker_pb2.RequestTokens,
+    worker_pb2.HandoffAdmitted,
+    worker_pb2.Moved,
+)
+
+
 class AttemptHandler(Protocol):
     """What a session calls for one attempt; all on the event loop, none may block."""
 
@@ -57,6 +67,7 @@ class AttemptHandler(Protocol):
     def on_rejected(self, rejected: worker_pb2.Rejected) -> None: ...
     def on_admitted(self) -> None: ...
     def on_tokens(self, tokens: worker_pb2.RequestTokens) -> None: ...
+    def on_moved(self) -> None: ...
     def on_session_lost(self, message: str) -> None: ...
 
 
@@ -246,18 +257,22 @@ class Session:
             handler.on_session_lost(message)
 
     def _dispatch(self, response: worker_pb2.SessionResponse) -> None:
-        for reserved in response.reserved:
-            if handler := self._handler(reserved.request_id, reserved.attempt):
-                handler.on_reserved(reserved)
-        for admitted in response.admitted:
-            if handler := self._handler(admitted.request_id, admitted.attempt):
-                handler.on_admitted()
-        for tokens in response.tokens:
-            if handler := self._handler(tokens.request_id, tokens.attempt):
-                handler.on_tokens(tokens)
-        for rejected in response.rejected:
-            if handler := self._handler(rejected.request_id, rejected.attempt):
-                handler.on_rejected(rejected)
+        for handler, reserved in self._heard(response.reserved):
+            handler.on_reserved(reserved)
+        for handler, _ in self._heard(response.admitted):
+            handler.on_admitted()
+        for handler, tokens in self._heard(response.tokens):
+            handler.on_tokens(tokens)
+        for handler, rejected in self._heard(response.rejected):
+            handler.on_rejected(rejected)
+        for handler, _ in self._heard(response.moved):
+            handler.on_moved()
+
+    def _heard(self, messages: Iterable[_Message]) -> Iterator[tuple[AttemptHandler, _Message]]:
+        """Each message that is for an attempt of now, with its handler."""
+        for message in messages:
+            if handler := self._handler(message.request_id, message.attempt):
+                yield handler, message
 
     def _handler(self, wire_id: str, attempt: int) -> AttemptHandler | None:
         handler = self._handlers.get(wire_id)

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -213,3 +214,16 @@ class WorkerLink:
                 "%s %s", self.entry.facts.worker_id, "connected" if connected else "disconnected"
             )
             self._on_connected(self.entry, connected)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Where an attempt runs."""
+
+    decode: WorkerLink
+    prefill: WorkerLink | None
+    """None: local prefill, or the request was found running."""
+
+    @property
+    def links(self) -> set[WorkerLink]:
+        return {self.decode} if self.prefill is None else {self.decode, self.prefill}

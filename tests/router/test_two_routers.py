@@ -1,0 +1,90 @@
+"""Two routers that live, over the same real workers, and one request id."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.v1 import router_pb2
+from cluster.registry import Role
+from engine.config import FakeEngineConfig
+from router.text import TextModel
+from tests.cluster.conftest import ENGINE, nothing_held, running_worker
+from tests.router.deployment import QUICK, Client
+from tests.router.test_real_workers import (
+    NUM_TOKENS,
+    Listed,
+    alone,
+    num_decoded,
+    request_of,
+    router_over,
+    until,
+)
+
+SLOW = dataclasses.replace(
+    ENGINE, fake=FakeEngineConfig(window=20, vocab_size=257, decode_step_s=0.02)
+)
+CONFIG = dataclasses.replace(QUICK, resume_window_s=0.2)
+
+
+@pytest.fixture
+async def listed() -> AsyncIterator[list[Listed]]:
+    async with (
+        running_worker("p0", Role.PREFILL, SLOW) as prefill,
+        running_worker("d0", Role.DECODE, SLOW) as decode,
+    ):
+        yield [Listed(prefill, prefill.address), Listed(decode, decode.address)]
+        await nothing_held(prefill, decode)
+
+
+def named(number: int) -> router_pb2.GenerateRequest:
+    request = request_of(number)
+    request.request_id = "named"
+    return request
+
+
+async def test_a_router_that_lost_its_client_does_not_end_the_stream_at_the_next(
+    text_model: TextModel, listed: list[Listed]
+) -> None:
+    worker = Client(listed[1].address)
+    async with (
+        router_over(text_model, *listed, config=CONFIG) as (router_a, client_a),
+        router_over(text_model, *listed, config=CONFIG) as (router_b, client_b),
+    ):
+        seen = await client_a.ask(named(1), until=lambda a: len(a.ids) >= 6)
+        again = named(1)
+        again.resume_from_index = len(seen.ids)
+        rest = await client_b.ask(again)
+        assert not rest.migrated
+        assert seen.ids + rest.ids == alone(1)
+        assert await num_decoded(worker) == NUM_TOKENS - 1
+        await until(lambda: router_a.fleet.num_bookings == 0)
+        for router in (router_a, router_b):
+            failures = {labels[0] for labels in router.metrics.failures._metrics}
+            assert failures <= {"MOVED"}
+    await worker.channel.close()
+
+
+async def test_an_id_that_another_router_runs_with_another_body_is_taken_until_it_is_aborted(
+    text_model: TextModel, listed: list[Listed]
+) -> None:
+    async with (
+        router_over(text_model, *listed, config=CONFIG) as (_, client_a),
+        router_over(text_model, *listed, config=CONFIG) as (router_b, client_b),
+    ):
+        seen = await client_a.ask(named(1), until=lambda a: len(a.ids) >= 6)
+        assert len(seen.ids) < NUM_TOKENS
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client_b.ask(named(2))
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        await client_a.stub.Abort(router_pb2.AbortRequest(request_id="named"))
+        decode = listed[1].worker.decode
+        await until(lambda: decode.is_idle)
+        answer = await client_b.ask(named(2))
+        assert answer.ids == alone(2)
+        assert not answer.migrated
+        assert {labels[0] for labels in router_b.metrics.failures._metrics} == {"TAKEN", "STALE"}
