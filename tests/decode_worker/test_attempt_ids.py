@@ -22,7 +22,6 @@ async def test_an_attempt_that_comes_again_within_a_step_gets_its_own_tokens() -
     forgets = DecodeConfig(finished_ttl_s=0.0)
     async with running_worker("decode-0", Role.DECODE, TIMED_ENGINE, forgets) as worker:
         role = worker.decode
-        assert role is not None
         link = DecodeLink(worker.address, "router-a")
         await link.open()
         former, latter = make_spec("former", 60), make_spec("latter", 60)

@@ -44,7 +44,6 @@ async def grant_twice() -> None:
     async with running_worker("decode-0", Role.DECODE) as worker:
         link = DecodeLink(worker.address, "router-a")
         await link.open()
-        assert worker.leases is not None
         every_block = [BlockId(block) for block in range(1, 768)]
         lease = worker.leases.grant(
             "the engine does not know",

@@ -29,7 +29,6 @@ async def worker() -> AsyncIterator[Worker]:
 async def open_link(worker: Worker, session_id: str) -> DecodeLink:
     link = DecodeLink(worker.address, session_id)
     await link.open()
-    assert worker.decode is not None
     sessions = worker.decode._sessions
     await until(lambda: session_id in sessions)
     return link
