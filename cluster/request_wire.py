@@ -11,7 +11,7 @@ _TOKEN_BYTES = 4
 
 
 def read_spec(message: worker_pb2.RequestSpec) -> RequestSpec:
-    """The engine's request, under an id unique to its attempt. Raises ValueError."""
+    """The engine's request, under its attempt's id. Raises ValueError."""
     if not message.request_id:
         raise ValueError("request_id: empty")
     if len(message.token_ids) % _TOKEN_BYTES:
@@ -32,7 +32,7 @@ def read_spec(message: worker_pb2.RequestSpec) -> RequestSpec:
 
 
 def attempt_key(request_id: str, attempt: int) -> RequestId:
-    """One attempt's id inside a worker, so that two attempts never meet in an engine."""
+    """One attempt's id inside a worker; the roles make it one that no other attempt ever had."""
     return RequestId(f"{request_id}#{attempt}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 
@@ -13,7 +14,7 @@ from baton.v1 import router_pb2
 from cluster.registry import Role
 from engine.config import FakeEngineConfig
 from router.text import TextModel
-from tests.cluster.conftest import ENGINE, nothing_held, running_worker
+from tests.cluster.conftest import ENGINE, HeldStep, nothing_held, running_worker
 from tests.router.deployment import QUICK, Client
 from tests.router.test_real_workers import (
     NUM_TOKENS,
@@ -26,7 +27,8 @@ from tests.router.test_real_workers import (
 )
 
 SLOW = dataclasses.replace(
-    ENGINE, fake=FakeEngineConfig(window=20, vocab_size=257, decode_step_s=0.02)
+    ENGINE,
+    fake=FakeEngineConfig(window=20, vocab_size=257, decode_step_s=0.02, prefill_token_s=1e-6),
 )
 CONFIG = dataclasses.replace(QUICK, resume_window_s=0.2)
 
@@ -67,6 +69,33 @@ async def test_a_router_that_lost_its_client_does_not_end_the_stream_at_the_next
             failures = {labels[0] for labels in router.metrics.failures._metrics}
             assert failures <= {"MOVED"}
     await worker.channel.close()
+
+
+async def test_a_router_whose_request_was_attached_while_it_is_prefilled_sees_the_handoff_through(
+    text_model: TextModel, listed: list[Listed]
+) -> None:
+    step = HeldStep(listed[0].worker)
+    patient = dataclasses.replace(CONFIG, resume_window_s=30.0)
+    async with (
+        router_over(text_model, *listed, config=patient) as (_, client_a),
+        router_over(text_model, *listed, config=patient) as (router_b, client_b),
+    ):
+        former = asyncio.create_task(client_a.ask(named(1)))
+        await asyncio.to_thread(step.begun.wait, 10)
+        again = named(1)
+        again.resume_from_index = 0
+        latter = asyncio.create_task(client_b.ask(again))
+        await until(lambda: router_b.fleet.num_bookings == 1)
+        assert not former.done()
+        step.go_on.set()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await former
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "another router" in str(caught.value.details())
+        answer = await latter
+        assert answer.ids == alone(1)
+        assert not answer.migrated
+        assert not router_b.metrics.failures._metrics
 
 
 async def test_an_id_that_another_router_runs_with_another_body_is_taken_until_it_is_aborted(
