@@ -39,6 +39,7 @@ async def run_chaos(
     async with deployment(text_model, *workers, **PATIENT, local_prefill="auto") as d:
         rng = random.Random(seed)
         incarnations: dict[str, int] = {}
+        over = asyncio.Event()
 
         async def one(number: int) -> None:
             prompt = f"story {number % 7}, told to listener {number}"
@@ -47,7 +48,7 @@ async def run_chaos(
             assert_whole(answer, prompt, 5 + number % 40)
 
         async def chaos() -> None:
-            while True:
+            while not over.is_set():  # never left between a worker's end and its next start
                 await asyncio.sleep(rng.uniform(0.01, 0.06))
                 await break_things(d, rng, incarnations)
 
@@ -57,8 +58,8 @@ async def run_chaos(
                 for number in range(num_requests):
                     group.create_task(one(number))
         finally:
-            breaking.cancel()
-            await asyncio.wait({breaking})
+            over.set()
+            await breaking
         await d.check_empty()
         assert len(d.fabric.workers) == sum(workers)
 
