@@ -91,6 +91,7 @@ class UcxTransport:
         self._thread: threading.Thread | None = None
         self._awake_until_s = 0.0
         self._stopping = False
+        self._asleep = False  # or about to be: whoever enqueues must signal
         self._closed = False
 
     @property
@@ -226,10 +227,12 @@ class UcxTransport:
 
     def _enqueue(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        # A signal that comes before the thread sleeps is not lost: the wait returns at once.
-        if threading.current_thread() is not self._thread:
+        # The thread says that it sleeps, then looks for commands: one that it does not see is told
+        # by a signal, and one that comes before it sleeps is not lost: the wait returns at once.
+        if self._asleep and threading.current_thread() is not self._thread:
             with self._signalling:  # or `close` could free the worker in between
-                if not self._closed:
+                if self._asleep and not self._closed:
+                    self._asleep = False
                     self._ucp.ucp_worker_signal(self._worker)
 
     def _progress(self) -> None:
@@ -238,7 +241,10 @@ class UcxTransport:
                 self._memory.enter_thread()
             while not self._stopping:
                 if not self._turn() and time.monotonic() >= self._awake_until_s:
-                    self._ucp.check(self._ucp.ucp_worker_wait(self._worker), "ucp_worker_wait")
+                    self._asleep = True
+                    if not self._commands and not self._stopping:  # looked at after it was told
+                        self._ucp.check(self._ucp.ucp_worker_wait(self._worker), "ucp_worker_wait")
+                    self._asleep = False
             self._close_endpoints()
         except Exception as error:  # the outermost loop of the progress thread
             log.critical("the transfer thread failed and cannot go on", exc_info=error)

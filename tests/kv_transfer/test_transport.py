@@ -7,7 +7,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadSchedul
 from kv_transfer.rank import TransferRank
 from kv_transfer.transport import FlushResult, PutBatch, Runs, Transport, make_transport
 from kv_transfer.ucx.native import NativePoster, PythonPoster, make_poster
+from kv_transfer.ucx.transport import UcxTransport
 
 CONFIGS = [TransferConfig(transport="memory"), TransferConfig(), TransferConfig(native=False)]
 
@@ -85,6 +86,33 @@ def test_puts_land_before_their_flush_and_messages_come_in_order(
     expected = np.zeros_like(there.buffer)
     expected[16:116] = expected[2 * 8192 + 16 : 2 * 8192 + 66] = 1
     assert (there.buffer == expected).all()
+
+
+class InterruptedTransport(UcxTransport):
+    """Runs these on another thread, one whenever its own has found nothing to do."""
+
+    meanwhile: Sequence[Callable[[], None]] = ()
+
+    def _turn(self) -> bool:
+        worked = super()._turn()
+        if not worked and self.meanwhile:
+            other, self.meanwhile = threading.Thread(target=self.meanwhile[0]), self.meanwhile[1:]
+            other.start()
+            other.join()
+        return worked
+
+
+def test_no_command_is_overlooked_by_a_thread_that_is_about_to_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_KEEPALIVE_INTERVAL", "60s")  # which would wake it
+    transport = InterruptedTransport(TransferConfig())
+    transport.start(lambda _payload: None, lambda _address: None)
+    peer, answered = transport.connect(transport.address), queue.SimpleQueue[FlushResult]()
+    transport.meanwhile = [lambda: transport.flush(peer, answered.put)] * 10
+    for _ in range(10):
+        answered.get(timeout=5)
+    transport.close()
 
 
 def test_the_pool_is_torchs_memory_without_a_copy(two: tuple[Transport, Transport]) -> None:
