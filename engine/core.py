@@ -103,7 +103,7 @@ class EngineCore:
             self._scheduler.has_work()
             or bool(self._sink_messages)
             or self._scheduler.has_events
-            or self._kv.has_events
+            or bool(self._kv.events)
         )
 
     def step(self) -> list[EngineEvent]:
@@ -111,7 +111,7 @@ class EngineCore:
         plan = self._scheduler.plan(messages)
         sampled = self._run(plan)
         events = self._scheduler.commit(plan, sampled)
-        return [*self._scheduler.take_events(), *events, *self._kv.take_events()]
+        return [*self._scheduler.take_events(), *events, *self._kv.events.take()]
 
     def _run(self, plan: StepPlan) -> list[SampledToken]:
         if not plan.seqs and not plan.sink_messages:
@@ -125,7 +125,7 @@ class EngineCore:
     # --- what the outside may know --------------------------------------------------------------
 
     def cached_chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
-        return self._kv.chains()
+        return self._kv.pools[0].chains()
 
     @property
     def capacity(self) -> EngineCapacity:

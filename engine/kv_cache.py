@@ -22,18 +22,16 @@ block, so it does not wait for this one, and the block is free when it leaves in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.block_pool import BlockPool
-from engine.request import BlocksRemovedEvent, BlocksStoredEvent
+from engine.kv_events import KvEventLog
 from kv_transfer.block_hash import BlockHash, TokenIds, block_hash, block_hashes, chain_seed
 from kv_transfer.layout import NULL_BLOCK, BlockId, KvLayout
-
-KvEvent = BlocksStoredEvent | BlocksRemovedEvent
 
 
 def first_live_block(window: int | None, position: int, block_size: int) -> int:
@@ -96,11 +94,13 @@ class KvCache:
         self.num_blocks = num_blocks
         self.windows = [group.window for group in layout.groups]
         self._block_bytes = [layout.rank_block_bytes(g, 0, 1) for g in range(len(layout.groups))]
+        self.events = KvEventLog()
+        """Of the first group."""
         self.pools = [
             BlockPool(
                 num_blocks,
                 leaf_first=group.window is None,
-                on_evicted=self._evicted if index == 0 else None,
+                on_evicted=self.events.removed if index == 0 else None,
             )
             for index, group in enumerate(layout.groups)
         ]
@@ -113,8 +113,6 @@ class KvCache:
         self._prefix_cache = prefix_cache
         self._held: set[RequestBlocks] = set()
         self._parked: dict[RequestBlocks, list[list[BlockId]]] = {}
-        self._events: list[KvEvent] = []
-        self._removed: list[BlockHash] = []
 
     # --- a request's blocks ---------------------------------------------------------------------
 
@@ -312,7 +310,7 @@ class KvCache:
                         self._give_way(blocks, g, index)
                 if g == 0:
                     new.append(stored)
-        self._announce(blocks.hashes, start, new)
+        self.events.stored(blocks.hashes, start, new)
 
     def _give_way(self, blocks: RequestBlocks, group: int, index: int) -> None:
         """Use the cached block of the same content in place of the request's own."""
@@ -351,37 +349,6 @@ class KvCache:
         assert taken is not None
         blocks.tables[group][filled : filled + count] = taken
         blocks.filled[group] = filled + count
-
-    # --- events, of the first group -------------------------------------------------------------
-
-    def take_events(self) -> list[KvEvent]:
-        """What became and ceased to be shareable since the last call, in order."""
-        self._flush_removed()
-        events, self._events = self._events, []
-        return events
-
-    @property
-    def has_events(self) -> bool:
-        return bool(self._events or self._removed)
-
-    def chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
-        return self.pools[0].chains()
-
-    def _evicted(self, block_hash: BlockHash) -> None:
-        self._removed.append(block_hash)
-
-    def _flush_removed(self) -> None:
-        if self._removed:
-            self._events.append(BlocksRemovedEvent(tuple(self._removed)))
-            self._removed = []
-
-    def _announce(self, hashes: list[BlockHash], start: int, new: list[bool]) -> None:
-        self._flush_removed()
-        for begin, end in _runs(new):
-            parent = hashes[start + begin - 1] if start + begin else None
-            self._events.append(
-                BlocksStoredEvent(parent, tuple(hashes[start + begin : start + end]))
-            )
 
     # --- counts and integrity -------------------------------------------------------------------
 
@@ -430,14 +397,3 @@ class KvCache:
                 references.update(block for group, block in blocks.twins if group == g)
             parked = [block for groups in self._parked.values() for block in groups[g]]
             pool.check_integrity(references, parked)
-
-
-def _runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
-    """Ranges [begin, end) of consecutive true flags."""
-    begin = None
-    for index, flag in enumerate([*flags, False]):
-        if flag and begin is None:
-            begin = index
-        elif not flag and begin is not None:
-            yield begin, index
-            begin = None

@@ -71,7 +71,7 @@ def test_without_a_prefix_cache_nothing_is_shared_or_announced() -> None:
     kv.free(placed(kv, tokens(12)))
     again = kv.open(tokens(12), "", 100)
     assert kv.place(again, 12) == 0
-    assert not kv.has_events
+    assert not kv.events
 
 
 def test_a_group_that_is_short_of_blocks_leaves_the_others_untouched() -> None:
