@@ -22,6 +22,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
+from baton.session_wire import ANY_ATTEMPT
 from decode_worker.config import DecodeConfig
 from decode_worker.errors import NoSessionError, OtherBodyError, StaleAttemptError
 from decode_worker.request_log import Record, RequestLog, Submission
@@ -46,8 +47,6 @@ from kv_transfer.lease import FirstToken, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
 
 log = logging.getLogger(__name__)
-
-ANY_ATTEMPT = (1 << 32) - 1
 
 
 class DecodeRole:

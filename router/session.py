@@ -23,12 +23,12 @@ from typing import Protocol, TypeVar
 
 import grpc.aio
 
+from baton.session_wire import ANY_ATTEMPT
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 MAX_KEPT_CANCELS = 10_000
-ANY_ATTEMPT = (1 << 32) - 1  # a cancel goes for all older ones too
 SURELY_RECEIVED_S = 10.0  # a session that lived this long after a cancel has carried it
 
 SessionCall = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]

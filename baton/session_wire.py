@@ -1,0 +1,6 @@
+"""What a router and a decode worker agree on beside the messages of their session."""
+
+from __future__ import annotations
+
+ANY_ATTEMPT = (1 << 32) - 1
+"""As a `Cancel`'s attempt: every attempt at the request, whichever router follows it."""
