@@ -85,7 +85,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
         self._server.start()
 
     def stop(self) -> None:
-        self._server.stop(None).wait()
+        assert self._server.stop(None).wait(10), "an answer did not end when its call did"
 
     def Generate(  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Any
@@ -111,7 +111,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
                 tokens=router_pb2.Tokens(index=index, ids=[token], text=WORDS[token])
             )
         if self._hold is not None:
-            self._hold.wait(30)
+            assert self._hold.wait(30), "the answer was held for ever"
         yield self._finished(num_tokens)
 
     def _die(self, context: Any) -> None:

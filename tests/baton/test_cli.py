@@ -34,11 +34,6 @@ def _fresh_consoles() -> None:
 
 
 @pytest.fixture
-def book() -> Book:
-    return Book()
-
-
-@pytest.fixture
 def router(book: Book) -> Iterator[str]:
     served = SmallRouter(book)
     yield served.address

@@ -1,0 +1,21 @@
+"""What tests of the client and of the command line share."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.client import Client
+from tests.baton.both_clients import Connect, LoopedClient
+from tests.baton.small_router import Book
+
+
+@pytest.fixture(params=[Client, LoopedClient], ids=["Client", "AsyncClient"])
+def connect(request: pytest.FixtureRequest) -> Connect:
+    """Makes a client of the kind under test."""
+    kind: Connect = request.param
+    return kind
+
+
+@pytest.fixture
+def book() -> Book:
+    return Book()

@@ -1,0 +1,120 @@
+"""Both clients before several routers over real gRPC, of which some die, leave or are silent.
+
+Every case runs over `Client` and over `AsyncClient`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import DeadlineError, UnavailableError
+from baton.events import Event, Tokens
+from baton.request_stream import build_request
+from tests.baton.both_clients import (
+    SHORT_CALLS,
+    Connect,
+    free_address,
+    indices_of,
+    routers,
+    text_of,
+)
+from tests.baton.small_router import Book, SmallRouter, answer, silent_address
+
+
+@pytest.mark.parametrize("seed", [None, 11])
+def test_a_request_outlives_its_router_without_losing_or_repeating_a_token(
+    book: Book, connect: Connect, seed: int | None
+) -> None:
+    options = {} if seed is None else {"seed": seed}
+    dying, next_one = SmallRouter(book, die_at=4), SmallRouter(book)
+    with routers(dying, next_one) as addresses, connect(addresses) as client:
+        events = list(client.generate("hello", max_tokens=9, **options))
+    (used,) = book.seeds.values()
+    assert indices_of(events) == list(range(9))
+    assert text_of(events) == answer(used, 9)
+    first, second = book.requests
+    assert (second.request_id, second.seed) == (first.request_id, used)
+    assert second.resume_from_index == 4
+    assert not first.HasField("resume_from_index")
+
+
+def test_a_request_outlives_router_after_router(book: Book, connect: Connect) -> None:
+    dying = [SmallRouter(book, die_at=index) for index in (0, 3, 5)]
+    with routers(*dying, SmallRouter(book)) as addresses, connect(addresses) as client:
+        events = list(client.generate("hello", max_tokens=8))
+    (used,) = book.seeds.values()
+    assert indices_of(events) == list(range(8))
+    assert text_of(events) == answer(used, 8)
+
+
+def test_one_address_may_come_back_under_a_new_router(book: Book, connect: Connect) -> None:
+    dying = SmallRouter(book, die_at=2)
+    port = int(dying.address.rpartition(":")[2])
+    reborn: list[SmallRouter] = []
+    with connect(dying.address) as client:
+        events: list[Event] = []
+        for event in client.generate("hello", max_tokens=5):
+            events.append(event)
+            if isinstance(event, Tokens) and event.index == 1:
+                dying.stop()
+                reborn.append(SmallRouter(book, port=port))
+    reborn[0].stop()
+    assert indices_of(events) == list(range(5))
+
+
+def test_a_router_that_stays_away_is_given_up_within_the_bound(
+    book: Book, connect: Connect
+) -> None:
+    with (
+        routers(SmallRouter(book, die_at=2)) as addresses,
+        connect(addresses, reconnect_within_s=0.3) as client,
+        pytest.raises(UnavailableError, match=r"took request .* over within 0.3 s"),
+    ):
+        list(client.generate("hello"))
+
+
+def test_an_address_without_a_router_is_told_at_once(connect: Connect) -> None:
+    address = free_address()
+    with connect(address) as client, pytest.raises(UnavailableError, match=address):
+        list(client.generate("hello"))
+
+
+def test_every_call_goes_to_the_first_router_that_answers(book: Book, connect: Connect) -> None:
+    with routers(SmallRouter(book)) as addresses:
+        for ask in SHORT_CALLS:
+            with connect([free_address(), *addresses]) as client:
+                ask(client)
+        with connect([free_address(), *addresses]) as client:
+            assert client.text("hello", seed=1) == answer(1, 6)
+            client.abort("mine", tenant="t")
+            assert client.tokenize("the fox") == [0, 1]
+            assert [model.name for model in client.models()] == ["demo"]
+            assert client.explain(build_request("hello"))[0].prefill_worker == "prefill-0"
+            assert client.fleet().pools[0].name == "decode"
+    assert book.aborted == ["any", "mine"]
+
+
+def test_a_router_that_is_silent_or_shuts_down_is_passed_over(book: Book, connect: Connect) -> None:
+    leaving = SmallRouter(book, fail=UnavailableError("shutting down"))
+    with (
+        silent_address() as silent,
+        routers(leaving, SmallRouter(book)) as addresses,
+        connect([silent, *addresses], call_timeout_s=0.3) as client,
+    ):
+        assert client.tokenize("the fox") == [0, 1]
+    with silent_address() as silent, connect(silent, call_timeout_s=0.1) as client:
+        for ask in SHORT_CALLS:
+            with pytest.raises(UnavailableError, match=rf"no answer from {silent} within 0.1 s"):
+                ask(client)
+
+
+def test_a_servers_own_word_that_time_is_over_is_not_taken_for_silence(
+    book: Book, connect: Connect
+) -> None:
+    late = SmallRouter(book, fail=DeadlineError("too late"))
+    with (
+        routers(late, SmallRouter(book)) as addresses,
+        connect(addresses) as client,
+        pytest.raises(DeadlineError, match="too late"),
+    ):
+        client.tokenize("the fox")

@@ -1,0 +1,64 @@
+"""A client's request before it is sent, and the stream of its answers as a value."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import BatonError, InvalidRequestError
+from baton.events import Tokens
+from baton.request_stream import RequestStream, build_request
+from baton.v1.router_pb2 import GenerateResponse
+from baton.v1.router_pb2 import Tokens as TokensMessage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "token_ids": [1]}, "prompt"),
+        ({"token_ids": [-1]}, "prompt"),
+        ({"chat": [{"role": "user"}]}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": "a", "top_k": -1}, "top_k"),
+        ({"prompt": "a", "stop": 3}, "stop"),
+        ({"prompt": "a", "temprature": 1.0}, "temprature"),
+        ({"prompt": "a", "seed": 2**64}, "seed"),
+        ({"prompt": "a", "timeout_s": "5"}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": None}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": True}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": -3}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": 0}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": float("inf")}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": float("nan")}, "timeout_s"),
+        ({"prompt": "a", "timeout_s": 1e9}, "timeout_s"),
+        ({"prompt": "a", "sampling": {}}, "sampling"),
+        ({"prompt": "a", "text": "b"}, "text"),
+        ({"prompt": "a", "resume_from_index": 1}, "resume_from_index"),
+        ({"prompt": "a", "stop": "END"}, "stop"),
+        ({"prompt": "a", "temperature": None}, "temperature"),
+        ({"prompt": "a", "chat": ["x"]}, "prompt"),
+        ({"chat": ["hello"]}, "prompt"),
+        ({"chat": 3}, "prompt"),
+        ({"chat": [{"role": "user", "content": None}]}, "prompt"),
+    ],
+)
+def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent(
+    arguments: dict[str, object], field: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        build_request(**arguments)  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def tokens(index: int, ids: list[int], text: str) -> GenerateResponse:
+    return GenerateResponse(tokens=TokensMessage(index=index, ids=ids, text=text))
+
+
+def test_a_gap_in_the_stream_is_an_error_and_what_was_seen_is_dropped() -> None:
+    stream = RequestStream(build_request("a"), ["nowhere"])
+    assert stream.absorb(tokens(0, [5, 6], "ab")) == Tokens(0, (5, 6), "ab")
+    assert stream.absorb(tokens(0, [5, 6], "ab")) is None
+    assert stream.absorb(tokens(2, [], "tail")) == Tokens(2, (), "tail")
+    assert stream.absorb(tokens(2, [], "tail")) is None
+    with pytest.raises(BatonError, match="tokens 2 to 2 "):
+        stream.absorb(tokens(3, [7], "c"))
