@@ -17,6 +17,7 @@ from baton.errors import (
     BatonError,
     ConfigError,
     InvalidRequestError,
+    NoCapacityError,
     NotFoundError,
     UnavailableError,
 )
@@ -94,6 +95,8 @@ def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
         return "`baton status` lists pools and workers."
     if isinstance(error, InvalidRequestError) and arguments.command == "scale":
         return f"`pools.{arguments.pool}.max_replicas` in the cluster file is the bound."
+    if isinstance(error, NoCapacityError) and arguments.command == "scale":
+        return "Scale another pool in first."
     if error.field == "chat" and arguments.command == "generate":
         return "Send the prompt as it is with `baton generate --raw`."
     if error.retry_after_s is not None:

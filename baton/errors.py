@@ -5,7 +5,7 @@ BatonError
 ├── NotFoundError          unknown model, request or worker
 ├── AlreadyExistsError     a request_id used again with another body
 ├── OverloadedError        refused at admission; retry later
-├── NoCapacityError        no worker can hold the request; retry later
+├── NoCapacityError        no worker can hold the request, no machine the workers; retry later
 ├── DeadlineError          the request's own deadline passed
 ├── KvTransferError        the KV could not be moved, after retries
 ├── WorkerLostError        workers died more often than the retry budget allows

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -54,6 +54,13 @@ _SERVER_OPTIONS = (("grpc.so_reuseport", 0), *accepts_pings())
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+CheckRoom = Callable[[str, Mapping[str, int]], Awaitable[None]]
+"""Told a pool that is to grow and every pool's size then; raises a BatonError for want of room."""
+
+
+async def _any_room(pool: str, replicas: Mapping[str, int]) -> None:
+    """Of a registry by itself: whoever starts its workers finds room for them."""
+
 
 class Changes:
     """Wakes everyone who waits for the registry's version to move on."""
@@ -74,9 +81,12 @@ class Changes:
 class ControlService(control_pb2_grpc.ControlServiceServicer):
     """Serves one registry. `changes` is announced after everything that may have changed it."""
 
-    def __init__(self, registry: Registry, changes: Changes) -> None:
+    def __init__(
+        self, registry: Registry, changes: Changes, check_room: CheckRoom = _any_room
+    ) -> None:
         self._registry = registry
         self._changes = changes
+        self._check_room = check_room
 
     async def Register(  # noqa: N802
         self, request_iterator: AsyncIterator[control_pb2.RegisterRequest], context: Context
@@ -151,8 +161,11 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def SetReplicas(  # noqa: N802
         self, request: control_pb2.SetReplicasRequest, context: Context
     ) -> control_pb2.SetReplicasResponse:
+        pool, replicas = request.pool, request.replicas
         try:
-            previous = self._registry.set_replicas(request.pool, request.replicas)
+            if self._registry.check_size(pool, replicas).desired_replicas < replicas:
+                await self._check_room(pool, self._registry.desired_replicas() | {pool: replicas})
+            previous = self._registry.set_replicas(pool, replicas)
         except BatonError as error:
             await abort(context, error)
         self._changes.announce()
@@ -196,10 +209,13 @@ def _pool_message(pool: Pool) -> control_pb2.PoolStatus:
 
 
 @contextlib.asynccontextmanager
-async def serve(registry: Registry, changes: Changes, listen: str) -> AsyncIterator[str]:
+async def serve(
+    registry: Registry, changes: Changes, listen: str, check_room: CheckRoom = _any_room
+) -> AsyncIterator[str]:
     """Serve the registry with health checks; yields the bound host:port. Raises OSError."""
     server = grpc.aio.server(options=_SERVER_OPTIONS)
-    control_pb2_grpc.add_ControlServiceServicer_to_server(ControlService(registry, changes), server)
+    service = ControlService(registry, changes, check_room)
+    control_pb2_grpc.add_ControlServiceServicer_to_server(service, server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     host = listen.rpartition(":")[0]

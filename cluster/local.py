@@ -31,6 +31,7 @@ from baton.config import ClusterConfig
 from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.process_tree import Process, descendants, wait_until_gone
 from baton.v1 import control_pb2, control_pb2_grpc
+from cluster.model_dtype import DtypeDecision
 from cluster.rank_gpus import num_gpus_wanted
 from cluster.reaper import Reaper, inherited, watched_over
 from cluster.router_process import RouterProcess
@@ -111,11 +112,15 @@ def up(
             run_dir = Path(tempfile.mkdtemp(prefix="baton-"))
             stack.push(partial(_clear_away, run_dir))
         reaper = stack.enter_context(watched_over())
-        config_path = run_dir / "cluster.yaml"
-        config_path.write_text(config.to_yaml())
+        decision = stack.enter_context(DtypeDecision(config, reaper.variables))
         on_progress("starting Ray")
         ray_processes = start_ray(stack, reaper)
         _check_gpus(config)
+        config, dtype = decision.result()
+        if dtype is not None:
+            on_progress(dtype)
+        config_path = run_dir / "cluster.yaml"
+        config_path.write_text(config.to_yaml())
         on_progress("starting the supervisor")
         control = _start_supervisor(config, run_dir, stack)
         _wait_for_pools(control, on_progress)
@@ -158,7 +163,8 @@ def _check_gpus(config: ClusterConfig) -> None:
     import ray
 
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    wanted, found = num_gpus_wanted(config), int(resources.get("GPU", 0))
+    first_sizes = {name: pool.replicas for name, pool in config.pools.items()}
+    wanted, found = num_gpus_wanted(config, first_sizes), int(resources.get("GPU", 0))
     if wanted > found:
         raise ConfigError(
             f"the pools need {wanted} GPUs (one for each rank of each replica on cuda); "

@@ -142,7 +142,14 @@ class Registry:
         self._version += 1
 
     def set_replicas(self, pool: str, replicas: int) -> int:
-        """Change a pool's desired size and return the former one.
+        """Change a pool's desired size and return the former one. Raises what `check_size` does."""
+        known = self.check_size(pool, replicas)
+        self._pools[pool] = replace(known, desired_replicas=replicas)
+        self._version += 1
+        return known.desired_replicas
+
+    def check_size(self, pool: str, replicas: int) -> Pool:
+        """The pool, which may have this size.
 
         Raises NotFoundError, and InvalidRequestError beyond the pool's `max_replicas`.
         """
@@ -156,9 +163,7 @@ class Registry:
                 f"the max_replicas of pool {pool}, not {replicas}",
                 field="replicas",
             )
-        self._pools[pool] = replace(known, desired_replicas=replicas)
-        self._version += 1
-        return known.desired_replicas
+        return known
 
     def desired_replicas(self) -> dict[str, int]:
         return {name: pool.desired_replicas for name, pool in self._pools.items()}

@@ -29,6 +29,7 @@ from cluster.error_text import one_line
 from cluster.process_book import ProcessBook
 from cluster.rank_actor import MAX_CALLS, RankActor, Standing
 from cluster.rank_gpus import needs_gpu
+from cluster.room import num_free
 from cluster.worker_config import RankPlace, WorkerConfig
 from engine.config import EngineConfig
 from kv_transfer.process import ProcessIdentity, is_gone
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 NAMESPACE = "baton"
 _RANK_CPUS = 0.001  # Ray only counts them: cores are divided by thread counts
 _CALL_TIMEOUT_S = 30.0
+_ROOM_BACK_WITHIN_S = 2.0  # what a removed placement group held is free again long before
 _LEAVE_S = 2.0
 _GONE_WITHIN_S = 10.0
 _NAME = re.compile(r"(?P<pool>[A-Za-z0-9-]+)-(?P<index>\d+)\.g(?P<generation>\d+)")
@@ -222,10 +224,21 @@ def _place(name: ReplicaName, num_ranks: int, resources: Mapping[str, float]) ->
     group: PlacementGroup = placement_group(
         [dict(resources)] * num_ranks, strategy="STRICT_PACK", name=str(name), lifetime="detached"
     )
-    if not group.wait(_CALL_TIMEOUT_S):
-        with_gpus = " with a GPU each" if "GPU" in resources else ""
-        raise ReplicaError(f"no room in the Ray cluster for {num_ranks} ranks{with_gpus}")
+    _wait_for_place(group, num_ranks, resources)
     return group
+
+
+def _wait_for_place(group: PlacementGroup, num_ranks: int, resources: Mapping[str, float]) -> None:
+    """Raises ReplicaError: soon when too little is free, late when Ray only is slow."""
+    began_at = time.monotonic()
+    while not group.wait(_ROOM_BACK_WITHIN_S):
+        full = any(num_free(what) < num_ranks * amount for what, amount in resources.items())
+        is_late = time.monotonic() - began_at > _CALL_TIMEOUT_S
+        if (full or is_late) and not group.wait(0):  # it may just have taken what was free
+            text = f"no machine has room for {num_ranks} ranks"
+            if "GPU" in resources:
+                text += f" with a GPU each; free on all together: {num_free('GPU'):g}"
+            raise ReplicaError(text)
 
 
 def _new_actor(

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from cluster.loop_door import LoopDoor
 from cluster.rank_ends import EndWatch
 from cluster.registry import Registry, Role
 from cluster.replica import Replica, ReplicaName, Replicas
+from cluster.room import check_room
 from cluster.worker_config import WorkerConfig, num_threads_of, worker_config
 from cluster.worker_process import set_up_logging
 
@@ -72,7 +73,8 @@ class Supervision:
             self._registry.add_pool(
                 name, Role(pool.role), self._state.desired[name], pool.max_replicas
             )
-        async with serve(self._registry, self._changes, self._state.listen) as address:
+        listen = self._state.listen
+        async with serve(self._registry, self._changes, listen, self._check_room) as address:
             self._control = address
             self._state.keep_address(address)
             await self._adopt()
@@ -86,6 +88,10 @@ class Supervision:
     def stop(self) -> None:
         self._stop.set()
         self._changes.announce()
+
+    async def _check_room(self, pool: str, replicas: Mapping[str, int]) -> None:
+        """Raises NoCapacityError."""
+        await self._ground.ray(partial(check_room, self._cluster, pool, replicas))
 
     def _worker_config(self, name: ReplicaName) -> WorkerConfig:
         config = worker_config(self._cluster, name.pool, name.worker_id, self._control)

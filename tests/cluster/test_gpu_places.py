@@ -16,9 +16,11 @@ import psutil
 import pytest
 import ray
 
+from baton.cli import main
 from baton.config import ClusterConfig
+from baton.control_client import ControlClient
 from baton.errors import ConfigError
-from cluster.local import start_ray
+from cluster.local import _start_supervisor, start_ray
 from cluster.rank_gpus import VISIBLE, rank_environments
 from cluster.reaper import watched_over
 from cluster.replica import ReplicaError, ReplicaName, Replicas, rank_resources
@@ -92,6 +94,41 @@ def test_a_replica_on_more_gpus_than_any_machine_has_is_refused_at_once(
         replicas.start(ReplicaName.new("decode", 0), config)
     assert time.monotonic() - began_at < 15  # not as long as for a place that may come free
     assert replicas.find() == []
+
+
+@pytest.mark.cluster
+def test_a_replica_for_which_too_few_gpus_are_free_is_refused_soon(
+    ray_with_gpus: None, tmp_path: Path
+) -> None:
+    replicas = Replicas({"decode": NUM_GPUS}, tmp_path)
+    taken = ray.util.placement_group([{"GPU": 1}])
+    assert taken.wait(30)
+    began_at = time.monotonic()
+    try:
+        with pytest.raises(ReplicaError, match="2 ranks with a GPU each; free on all together: 1"):
+            replicas.start(ReplicaName.new("decode", 0), ranks_on_gpus(tmp_path, tp_size=NUM_GPUS))
+        assert time.monotonic() - began_at < 15
+    finally:
+        ray.util.remove_placement_group(taken)
+
+
+@pytest.mark.cluster
+def test_scaling_a_pool_beyond_the_gpus_is_refused_at_once_and_changes_nothing(
+    ray_with_gpus: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = on_gpus(tmp_path)
+    empty = {name: dataclasses.replace(p, replicas=0) for name, p in config.pools.items()}
+    with contextlib.ExitStack() as stack:
+        config = dataclasses.replace(config, pools=empty)
+        address = _start_supervisor(config, tmp_path, stack)
+        began_at = time.monotonic()
+        assert main(["scale", "decode", "3", "--control", address]) == 1
+        assert time.monotonic() - began_at < 15
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert "all pools together would need 3 GPUs, one for each rank; there are 2, 2" in told.err
+        with ControlClient(address) as control:
+            assert [pool.desired_replicas for pool in control.fleet().pools] == [0, 0]
 
 
 SEEN = [
