@@ -26,7 +26,7 @@ from baton.session_wire import ANY_ATTEMPT
 from decode_worker.config import DecodeConfig
 from decode_worker.errors import NoSessionError, OtherBodyError, StaleAttemptError
 from decode_worker.request_log import Record, RequestLog, Submission
-from decode_worker.runs import Phase, Run, Runs
+from decode_worker.runs import Phase, Run, Runs, sampled_token
 from decode_worker.session import Admitted, Moved, Refusal, Reserved, RouterSession
 from engine.errors import EngineStoppedError, InvalidRequestError
 from engine.loop import EngineThread
@@ -37,9 +37,7 @@ from engine.request import (
     NoCapacityEvent,
     RequestId,
     ReservedEvent,
-    SampledToken,
     TokenEvent,
-    TokenLogprobs,
 )
 from kv_transfer.clock import Clock
 from kv_transfer.errors import LeaseError
@@ -124,6 +122,8 @@ class DecodeRole:
                 run.tell(Moved(request_id, run.submission.attempt))
             run.session, run.orphaned_at_s = session, None
             session.follow(record, sent=len(record.token_ids))
+            if run.reserved is not None:  # who was told may be gone: the writer may wait in vain
+                run.tell(run.reserved)
         return record
 
     # --- requests in ----------------------------------------------------------------------------
@@ -228,11 +228,7 @@ class DecodeRole:
         lease = self._lease_table.grant(
             run.key, writer, event.block_ids, event.num_cached_tokens, left_s
         )
-        run.phase, run.lease_id = Phase.LEASED, lease.lease_id
-        submission = run.submission
-        run.tell(
-            Reserved(submission.request_id, submission.attempt, lease, event.num_cached_tokens)
-        )
+        run.granted(lease, event.num_cached_tokens)
 
     # --- what the lease table tells (LeaseListener) ---------------------------------------------
 
@@ -241,12 +237,8 @@ class DecodeRole:
         run = self._runs.find(request_id)
         assert run is not None, request_id
         assert run.phase is Phase.LEASED, (request_id, run.phase)
-        run.phase, run.lease_id = Phase.RUNNING, None
-        logprobs = None
-        if first.logprobs is not None:
-            told = first.logprobs
-            logprobs = TokenLogprobs(told.logprob, told.rank, told.top)
-        token = SampledToken(first.token_id, logprobs)
+        run.phase, run.reserved = Phase.RUNNING, None
+        token = sampled_token(first)
         run.record.append(len(run.record.token_ids), token)
         key = run.key
         self._engine.post(lambda engine: engine.admit(key, token))
@@ -260,7 +252,7 @@ class DecodeRole:
         if run is None or run.phase is not Phase.LEASED:
             return
         self._quarantine(run)
-        run.lease_id = None  # the table has let go of it
+        run.reserved = None  # the table has let go of it
         self._refuse(run, Refusal.HANDOFF_FAILED, reason.value)
 
     def quiescent(self, request_id: str) -> None:

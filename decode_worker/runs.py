@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from decode_worker.request_log import Record, Submission
-from decode_worker.session import Notice, RouterSession
-from engine.request import RequestId
-from kv_transfer.lease import LeaseId
+from decode_worker.session import Notice, Reserved, RouterSession
+from engine.request import RequestId, SampledToken, TokenLogprobs
+from kv_transfer.lease import FirstToken, Lease, LeaseId
 
 
 class Phase(enum.Enum):
@@ -28,18 +28,39 @@ class Run:
     session: RouterSession | None
     phase: Phase
     deadline_s: float | None
-    lease_id: LeaseId | None = None
+    reserved: Reserved | None = None
+    """The lease that was told, while nothing has come of it: told again to who attaches."""
     orphaned_at_s: float | None = None
 
     @property
     def key(self) -> RequestId:
         return self.submission.spec.request_id
 
+    @property
+    def lease_id(self) -> LeaseId | None:
+        lease = None if self.reserved is None else self.reserved.lease
+        return None if lease is None else lease.lease_id
+
+    def granted(self, lease: Lease, num_cached_tokens: int) -> None:
+        """Its writer may write now; whoever follows it asks the writer to."""
+        self.phase = Phase.LEASED
+        request_id, attempt = self.submission.request_id, self.submission.attempt
+        self.reserved = Reserved(request_id, attempt, lease, num_cached_tokens)
+        self.tell(self.reserved)
+
     def tell(self, notice: Notice) -> None:
         """To the router that follows it, if one does."""
         if self.session is not None:
             self.session.notice(notice)
             self.session.flush()
+
+
+def sampled_token(first: FirstToken) -> SampledToken:
+    """A writer's first token as the engine and the records know tokens."""
+    told = first.logprobs
+    if told is None:
+        return SampledToken(first.token_id)
+    return SampledToken(first.token_id, TokenLogprobs(told.logprob, told.rank, told.top))
 
 
 class Runs:

@@ -5,6 +5,8 @@
 2. `Prefill` with the lease goes to the prefill worker; its first token is emitted at once.
 3. The decode worker's tokens follow on the session. They may come before the first token does:
    tokens are emitted strictly by index, early ones wait, duplicates are dropped.
+   An attempt that was attached to begins here, or at 2: the worker tells the lease again to who
+   attaches, for whoever was told before may be gone. The writer serves it once, whoever asks.
 4. When the session is lost while the worker lives, the attempt attaches to itself in the next one:
    the worker has gone on, or kept what it had. No token is computed twice.
 5. It ends with the last token, or with an `AttemptError`. What is then still under way on either
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -22,19 +25,15 @@ import grpc.aio
 
 from baton.v1 import common_pb2, worker_pb2
 from router.config import RouterConfig
-from router.failure import (
-    AttemptError,
-    Failure,
-    failure_of,
-    failure_of_call,
-    failure_of_handoff,
-    loss_of,
-)
+from router.failure import AttemptError, Failure, failure_of, loss_of
 from router.fleet import WorkerEntry
 from router.output import FinishReason, TokenSink
 from router.patience import Patience
+from router.prefill_call import follow_prefill
 from router.session import SessionLostError
-from router.worker_link import ATTACH_AGAIN_S, Workers
+from router.worker_link import ATTACH_AGAIN_S, WorkerLink, Workers
+
+FindWorker = Callable[[str, int], WorkerLink | None]  # by id and incarnation
 
 _FINISHED = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -43,7 +42,7 @@ _FINISHED = {
 
 
 class Attempt:
-    """One try; an `AttemptHandler` of the decode worker's session."""
+    """One try; an `AttemptHandler` of the decode worker's session, and the `PrefillListener`."""
 
     def __init__(
         self,
@@ -65,7 +64,9 @@ class Attempt:
         self._first_index = 0  # output index of the first token that is this attempt's own
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._early: list[worker_pb2.RequestTokens] = []
+        self._early_reserved: worker_pb2.Reserved | None = None
         self._adopted = True
+        self._find_worker: FindWorker | None = None  # of an attempt that was attached to
         self._first_seen = False
         self._over_at_worker = False
         self._moved = False
@@ -105,11 +106,13 @@ class Attempt:
         self._adopted = False
         self._workers.decode.session.listen(self)
 
-    async def run_adopted(self, response: worker_pb2.AttachResponse) -> None:
+    async def run_adopted(
+        self, response: worker_pb2.AttachResponse, find_worker: FindWorker
+    ) -> None:
         """Go on with a request that another router started; raises AttemptError."""
         self._take_spec(response.spec)
-        self.running = self._reserved = True
-        self._first_seen = bool(response.tokens.ids)
+        self._reserved, self._find_worker = True, find_worker
+        self.running = self._first_seen = len(response.tokens.ids) > self._first_index
         self._begin("a token", self._config.token_timeout_s)
         self._adopt(response.tokens)
         await self._follow()
@@ -125,6 +128,9 @@ class Attempt:
         for run in (tokens, *early):
             if run.attempt == self.number:
                 self.on_tokens(run)
+        reserved, self._early_reserved = self._early_reserved, None
+        if reserved is not None and reserved.attempt == self.number:
+            self.on_reserved(reserved)
 
     def _begin(self, what: str, seconds: float) -> None:
         for link in self._workers.links:
@@ -186,17 +192,32 @@ class Attempt:
     # --- what the session says -----------------------------------------------------------------
 
     def on_reserved(self, reserved: worker_pb2.Reserved) -> None:
-        if self._done.done() or self._reserved:
+        if not self._adopted:
+            self._early_reserved = reserved
             return
-        self._reserved = True
-        self._sink.reserved()
+        if self._done.done() or self.running or self._prefill_task is not None:
+            return
+        if not self._reserved:
+            self._reserved = True
+            self._sink.reserved()
         limit_s = self._predicted_s + self._config.first_token_timeout_s
-        if reserved.HasField("lease") and self._workers.prefill is not None:
-            self._patience.expect("a first token", limit_s, self._prefill)
-            request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
-            self._prefill_task = asyncio.create_task(self._run_prefill(request))
-        else:
+        if not reserved.HasField("lease"):
             self._patience.expect("a first token", limit_s, self._decode)
+        elif writer := self._writer_of(reserved.lease):
+            self._patience.expect("a first token", limit_s, writer.entry)
+            request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
+            call = follow_prefill(writer, request, limit_s + self._config.token_timeout_s, self)
+            self._prefill_task = asyncio.create_task(call)
+        # Else the first router has to have asked it: how long to wait is the lease's affair.
+
+    def _writer_of(self, lease: worker_pb2.Lease) -> WorkerLink | None:
+        """The prefill worker of the placement; of another router's placement the one it chose."""
+        if self._workers.prefill is None and self._find_worker is not None:
+            writer = self._find_worker(lease.writer.worker_id, lease.writer.incarnation)
+            if writer is not None:
+                self._workers = replace(self._workers, prefill=writer)
+                writer.waiting.add(self)
+        return self._workers.prefill
 
     def on_rejected(self, rejected: worker_pb2.Rejected) -> None:
         self._over_at_worker = True
@@ -290,46 +311,12 @@ class Attempt:
 
     # --- what the prefill worker says ----------------------------------------------------------
 
-    async def _run_prefill(self, request: worker_pb2.PrefillRequest) -> None:
-        link = self._workers.prefill
-        assert link is not None
-        limit_s = self._predicted_s + self._config.first_token_timeout_s
-        call = link.prefill(request, limit_s + self._config.token_timeout_s)
-        handed_off = False
-        try:
-            async for response in call:
-                handed_off |= self._on_prefill(response)
-        except grpc.aio.AioRpcError as error:
-            if not handed_off:
-                message = f"{link.entry.facts.worker_id}: {error.code().name}: {error.details()}"
-                self._prefill_failed(failure_of_call(error, link.entry), message)
-            return
-        finally:
-            call.cancel()
-        if not handed_off and not self._done.done():
-            self._prefill_failed(
-                Failure.PREFILL_FAILED, f"{link.entry.facts.worker_id} ended its answer early"
-            )
+    def on_handed_off(self, done: worker_pb2.HandoffDone) -> None:
+        self._sink.handed_off(done)
+        if not self.running:
+            self._expect("the handed-off request", self._decode)
 
-    def _on_prefill(self, response: worker_pb2.PrefillResponse) -> bool:
-        """True when the handoff is done."""
-        kind = response.WhichOneof("event")
-        if kind == "first_token":
-            self._on_first_token(response.first_token)
-        elif kind == "handoff_done":
-            self._sink.handed_off(response.handoff_done)
-            if not self.running:
-                self._expect("the handed-off request", self._decode)
-            return True
-        elif kind == "handoff_failed":
-            failed = response.handoff_failed
-            message = f"{self._prefill.facts.worker_id}: {failed.reason}: {failed.message}"
-            lost_receiver = failed.reason == "PEER_LOST"
-            worker = self._decode if lost_receiver else self._prefill
-            self._prefill_failed(failure_of_handoff(failed), message, worker)
-        return False
-
-    def _on_first_token(self, first: worker_pb2.FirstToken) -> None:
+    def on_first_token(self, first: worker_pb2.FirstToken) -> None:
         if self._done.done():
             return
         self._see_first(first, first.num_cached_tokens)
@@ -354,12 +341,12 @@ class Attempt:
             self._first_seen = True
             self._sink.first_token(first, num_cached_tokens)
 
-    def _prefill_failed(
-        self, failure: Failure, message: str, worker: WorkerEntry | None = None
+    def on_prefill_failed(
+        self, failure: Failure, message: str, lost_receiver: bool = False
     ) -> None:
         """Of no account once the decode worker has taken over, unless the first token is lost."""
         if not (self.running and self._first_seen):
-            self._fail(failure, worker or self._prefill, message)
+            self._fail(failure, self._decode if lost_receiver else self._prefill, message)
 
     # --- tokens --------------------------------------------------------------------------------
 

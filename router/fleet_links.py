@@ -58,13 +58,12 @@ class FleetLinks:
         link = self._links.get(entry.facts.worker_id)
         return link if link is not None and link.entry is entry else None
 
-    def is_connected(self, worker_id: str, incarnation: int) -> bool:
+    def find(self, worker_id: str, incarnation: int) -> WorkerLink | None:
+        """The link to this start of a worker, while it is connected."""
         link = self._links.get(worker_id)
-        return (
-            link is not None
-            and link.entry.facts.incarnation == incarnation
-            and link.entry.connected
-        )
+        if link is None or link.entry.facts.incarnation != incarnation:
+            return None
+        return link if link.entry.connected else None
 
     def with_open_session(self) -> list[WorkerLink]:
         return [link for link in self._links.values() if link.session.is_open]

@@ -226,7 +226,7 @@ class RequestRun:
         self.log.mark(self._attached(found.link))
         growth = min(ticket.max_new_tokens, parts.config.decode_growth_tokens)
         booking = parts.fleet.book_running(found.link.entry, len(self._prompt) + growth)
-        running = found.attempt.run_adopted(found.response)
+        running = found.attempt.run_adopted(found.response, parts.links.find)
         try:
             return await self._ends_well(self._follow(found.attempt, running, booking), ticket)
         finally:
@@ -290,7 +290,7 @@ class RequestRun:
 
     def _give_up_if_hopeless(self, error: AttemptError) -> None:
         config = self._parts.config
-        dead = [lost for lost in self._lost if not self._parts.links.is_connected(*lost)]
+        dead = [lost for lost in self._lost if not self._parts.links.find(*lost)]
         if len(dead) >= config.max_dead_decode_workers:
             names = ", ".join(worker_id for worker_id, _ in dead)
             raise PoisonError(f"{len(dead)} workers died while they ran this request: {names}")

@@ -243,11 +243,11 @@ async def test_a_worker_replaced_by_one_of_another_fingerprint_costs_nobody_a_to
         await d.until(lambda: len(d.router.admission) == 6)
         port = int(d.worker("d0").address.rpartition(":")[2])
         await d.worker("d0").die()
-        await d.until(lambda: not d.router.links.is_connected("d0", 1))
+        await d.until(lambda: d.router.links.find("d0", 1) is None)
         other = ScriptedWorker("d0", DECODE, d.fabric, incarnation=2)
         other.kv_fingerprint = b"g" * 16
         d.all_workers.append(await other.start(port))  # the registry has not heard of it yet
-        await d.until(lambda: d.router.links.is_connected("d0", 1))
+        await d.until(lambda: d.router.links.find("d0", 1) is not None)
         d.router.fleet.arrays.max_running[:] = 8
         d.router.admission.kick()
         for prompt, answer in zip(prompts, await asyncio.gather(*asking)):
@@ -257,7 +257,7 @@ async def test_a_worker_replaced_by_one_of_another_fingerprint_costs_nobody_a_to
         assert other.num_decode_steps == 0
         d.registry.workers = [w for w in d.registry.workers if w.worker_id != "d0"] + [other]
         await d.registry.publish()
-        await d.until(lambda: d.router.links.is_connected("d0", 2))
+        await d.until(lambda: d.router.links.find("d0", 2) is not None)
         answer = await d.client.ask(ask_for(PROMPT))
         assert answer.routed[0].decode_worker == "d1"  # no prefill worker is of the other's kind
         await d.check_empty()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator
 
 import grpc
@@ -12,6 +13,7 @@ import pytest
 
 from baton.v1 import router_pb2
 from cluster.registry import Role
+from decode_worker.runs import Phase
 from engine.config import FakeEngineConfig
 from router.text import TextModel
 from tests.cluster.conftest import ENGINE, HeldStep, nothing_held, running_worker
@@ -96,6 +98,45 @@ async def test_a_router_whose_request_was_attached_while_it_is_prefilled_sees_th
         assert answer.ids == alone(1)
         assert not answer.migrated
         assert not router_b.metrics.failures._metrics
+
+
+@pytest.mark.parametrize("is_first_gone", [False, True])
+async def test_a_router_that_attaches_before_a_lease_was_told_has_the_prompt_computed_itself(
+    text_model: TextModel, listed: list[Listed], is_first_gone: bool
+) -> None:
+    """Where the first router is gone nobody was told, and the second comes after the lease."""
+    patient = dataclasses.replace(CONFIG, resume_window_s=30.0, attach_timeout_s=10.0)
+    prefill, decode = (one.worker for one in listed)
+    assert decode.decode is not None
+    hold = threading.Event()
+    async with (
+        router_over(text_model, *listed, config=patient) as (router_a, client_a),
+        router_over(text_model, *listed, config=patient) as (router_b, client_b),
+    ):
+        decode.engine.post(lambda _: hold.wait(30))
+        former = asyncio.create_task(client_a.ask(named(1)))
+        runs = decode.decode._runs
+        await until(lambda: len(runs) == 1)
+        if is_first_gone:
+            await router_a.close()
+            await until(lambda: runs.num_orphans() == 1)
+            hold.set()
+            await until(lambda: all(run.phase is Phase.LEASED for run in runs))
+        again = named(1)
+        again.resume_from_index = 0
+        latter = asyncio.create_task(client_b.ask(again))
+        if not is_first_gone:
+            await until(lambda: router_b.fleet.num_bookings == 1)
+            hold.set()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await former
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        answer = await latter
+        assert answer.ids == alone(1)
+        assert [routed.attempt for routed in answer.routed] == [1]
+        assert not router_b.metrics.failures._metrics
+        assert (await prefill.integrity()).num_first_tokens == 1
+        assert (await decode.integrity()).num_later_tokens == NUM_TOKENS - 1
 
 
 async def test_an_id_that_another_router_runs_with_another_body_is_taken_until_it_is_aborted(

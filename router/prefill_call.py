@@ -1,0 +1,75 @@
+"""An attempt's call to its prefill worker: what the answer says, and what its end means.
+
+The worker tells the first token at once and the end of the handoff later; a first token that ends
+the request is all it tells. Cancelling the task that follows the call cancels the prefill.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from baton.v1 import worker_pb2
+from router.failure import Failure, failure_of_call, failure_of_handoff
+from router.worker_link import WorkerLink
+
+log = logging.getLogger(__name__)
+
+
+class PrefillListener(Protocol):
+    """What is called as the prefill goes on; all on the event loop, none may block."""
+
+    def on_first_token(self, first: worker_pb2.FirstToken) -> None: ...
+    def on_handed_off(self, done: worker_pb2.HandoffDone) -> None: ...
+    def on_prefill_failed(
+        self, failure: Failure, message: str, lost_receiver: bool = False
+    ) -> None:
+        """It will not hand off. `lost_receiver`: by the decode worker's fault."""
+
+
+async def follow_prefill(
+    link: WorkerLink,
+    request: worker_pb2.PrefillRequest,
+    timeout_s: float,
+    listener: PrefillListener,
+) -> None:
+    """Ask for a prefill and tell the listener of it, to its end."""
+    call = link.prefill(request, timeout_s)
+    worker_id = link.entry.facts.worker_id
+    is_over = False
+    try:
+        async for response in call:
+            is_over |= _tell(listener, worker_id, response)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+            # Another router had the lease served, or it is over: the session tells how it ends.
+            log.info("%s: %s", worker_id, error.details())
+        elif not is_over:
+            message = f"{worker_id}: {error.code().name}: {error.details()}"
+            listener.on_prefill_failed(failure_of_call(error, link.entry), message)
+        return
+    finally:
+        call.cancel()
+    if not is_over:
+        listener.on_prefill_failed(Failure.PREFILL_FAILED, f"{worker_id} ended its answer early")
+
+
+def _tell(listener: PrefillListener, worker_id: str, response: worker_pb2.PrefillResponse) -> bool:
+    """True when nothing more has to come."""
+    kind = response.WhichOneof("event")
+    if kind == "first_token":
+        listener.on_first_token(response.first_token)
+        return bool(response.first_token.finished)
+    if kind == "handoff_done":
+        listener.on_handed_off(response.handoff_done)
+        return True
+    if kind == "handoff_failed":
+        failed = response.handoff_failed
+        message = f"{worker_id}: {failed.reason}: {failed.message}"
+        lost_receiver = failed.reason == "PEER_LOST"
+        listener.on_prefill_failed(failure_of_handoff(failed), message, lost_receiver)
+        return True
+    return False
