@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from baton import render
 from baton.config import ClusterConfig, load_config, parse_config
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError
 from baton.model_folder import with_model_folder
+from baton.ports import check_ports
 from baton.process_tree import Process, descendants, wait_until_gone
 from baton.progress import Steps
 
@@ -34,37 +35,6 @@ def read_config(file: str | None, model: str | None = None) -> ClusterConfig:
     if not Path(config.model).is_dir() and shipped.is_dir():
         config = dataclasses.replace(config, model=str(shipped))
     return config
-
-
-def _check_ports(config: ClusterConfig) -> None:
-    """Raises ConfigError naming the setting whose port is taken: before minutes of loading."""
-    from router.listening import check_can_listen
-
-    router, control, worker = config.router, config.control, config.worker
-    num_workers = sum(pool.replicas for pool in config.pools.values())
-    if worker.metrics_port and num_workers > 1:
-        raise ConfigError(
-            f"worker.metrics_port: {num_workers} workers on one machine cannot share port "
-            f"{worker.metrics_port}; 0 gives each a free one",
-            field="worker.metrics_port",
-        )
-    wanted = [
-        ("control.port", control.host, control.port, False),
-        ("router.port", router.host, router.port, router.reuse_port),
-        ("router.metrics_port", router.host, router.metrics_port, False),
-        ("worker.metrics_port", "127.0.0.1", worker.metrics_port, False),
-    ]
-    for key, host, port, may_share in wanted:
-        if port is None:
-            continue
-        try:
-            check_can_listen(f"{host}:{port}", may_share)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{error.message}. Is a cluster up already? "
-                f"Otherwise choose another {key}; 0 is any free port",
-                field=key,
-            ) from error
 
 
 class Startup:
@@ -90,7 +60,7 @@ class Startup:
         from cluster.local import up as start_cluster
         from router.text import TextModel
 
-        _check_ports(config)
+        check_ports(config)
         config = with_model_folder(config, self._announce, self._steps.detail)
         self._announce("reading the tokenizer")
         TextModel.load(config.model)  # a wrong folder is told before anything is started

@@ -212,6 +212,47 @@ def test_up_tells_of_any_port_that_is_taken_before_it_starts_anything(
     assert descendants() == before
 
 
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("router: {port: PORT}\ncontrol: {port: PORT}", "control.port and router.port"),
+        (
+            "router: {port: PORT, reuse_port: true, metrics_port: PORT}",
+            "router.port and router.metrics_port",
+        ),
+        (
+            "control: {host: 0.0.0.0, port: PORT}\nworker: {metrics_port: PORT}\nrouter: {port: 0}",
+            "control.port and worker.metrics_port",
+        ),
+        (
+            "control: {host: localhost, port: 0}\nrouter: {port: PORT}\n"
+            "worker: {metrics_port: PORT}",
+            "router.port and worker.metrics_port",
+        ),
+    ],
+)
+def test_up_tells_which_two_settings_name_one_port_before_it_starts_anything(
+    text: str, keys: str, tmp_path: Path, capsys: Capture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    text = text.replace("PORT", str(port)) + "\npools: {only: {role: mixed}}\nmodel: /nowhere\n"
+    (file := tmp_path / "cluster.yaml").write_text(text)
+    assert main(["up", "-f", str(file)]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"{keys} are both {port}: choose another" in shown
+
+
+def test_up_lets_two_hosts_have_the_same_port(tmp_path: Path, capsys: Capture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (file := tmp_path / "cluster.yaml").write_text(
+        f"router: {{port: {port}}}\ncontrol: {{host: 127.0.0.2, port: {port}}}\nmodel: /nowhere\n"
+    )
+    assert main(["up", "-f", str(file)]) == 2
+    assert f"are both {port}" not in capsys.readouterr().err
+
+
 def test_up_tells_that_workers_of_one_machine_cannot_share_a_metrics_port(
     tmp_path: Path, capsys: Capture
 ) -> None:
