@@ -59,6 +59,7 @@ def random_prompt(length: int, seed: int) -> np.ndarray:
 class BatonSide:
     def __init__(self, folder: Path) -> None:
         config = EngineConfig(
+            dtype="bfloat16",  # as the other side
             max_num_batched_tokens=max(PREFILL_LENGTHS),
             max_num_seqs=max(DECODE_BATCHES),
             max_model_len=4096,

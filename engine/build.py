@@ -19,9 +19,13 @@ def load_model_spec(model_path: str, config: EngineConfig) -> ModelSpec:
         from engine.fake_runner import fake_model_spec
 
         return fake_model_spec(config)
+    from engine.dtype import AUTO, choose_dtype
     from engine.models.folder import describe
 
-    return describe(model_path, config.block_size, config.dtype, config.max_model_len)
+    dtype = config.dtype
+    if dtype == AUTO:
+        dtype = choose_dtype(model_path, [config.device]).dtype
+    return describe(model_path, config.block_size, dtype, config.max_model_len)
 
 
 def region_layout(

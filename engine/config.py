@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 _CHOICES = {
-    "dtype": ("bfloat16", "float32"),
+    "dtype": ("auto", "bfloat16", "float16", "float32"),
     "device": ("cpu", "cuda"),
     "backend": ("torch", "fake"),
 }
@@ -56,8 +56,9 @@ class EngineConfig:
     """Token budget of a step; longer prompts are prefilled in chunks."""
     max_model_len: int | None = None
     """Prompt plus output tokens; None: the model's own limit."""
-    dtype: str = "bfloat16"
-    """bfloat16 or float32; of weights, activations and KV."""
+    dtype: str = "auto"
+    """bfloat16, float16 or float32, of weights, activations and KV; auto: the checkpoint's own,
+    but float32 where a device of the cluster has no instructions for it (`engine.dtype`)."""
     device: str = "cpu"
     """cpu or cuda."""
     num_threads: int | None = None

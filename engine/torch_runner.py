@@ -144,10 +144,10 @@ def load_torch_runner(
     folder = resolve(model_path)
     model = read_config(folder)
     shard = shard_of(model, rank, size)
+    dtype = TORCH_DTYPES[spec.layout.groups[0].tensors[0].dtype]  # computing in what KV is kept in
     with Checkpoint(folder) as checkpoint:
-        loader = WeightLoader(checkpoint, model, shard, TORCH_DTYPES[config.dtype], device)
-        weights = loader.load()
-    decoder = Decoder(model, weights, shard, pick_kernels(device, TORCH_DTYPES[config.dtype]), tp)
+        weights = WeightLoader(checkpoint, model, shard, dtype, device).load()
+    decoder = Decoder(model, weights, shard, pick_kernels(device, dtype), tp)
     if tp is not None:
         tp.wait_all()  # steps have a time limit: none may start while a rank still loads
     regions = RegionLayout(spec.layout, rank, size, memory.blocks_per_region)

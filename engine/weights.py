@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,7 @@ from engine.models.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Written by some exporters though they follow from the config.
 _REDUNDANT = re.compile(r"\.rotary_emb\.inv_freq$")
 
@@ -117,6 +120,20 @@ class Checkpoint:
                 part = view[(slice(row, row + 1), slice(0, 1))[: max(1, len(shape) - 1)]]
                 digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+    def dtype(self) -> str:
+        """What most of the weights are in, as safetensors names it; ours for those we compute in.
+
+        Raises CheckpointError when there are no tensors.
+        """
+        sizes: Counter[str] = Counter()
+        for name in self._file_of:
+            view = self._slice(name)
+            sizes[view.get_dtype()] += math.prod(view.get_shape())
+        if not sizes:
+            raise CheckpointError(f"{self._folder}: no tensors")
+        most = sizes.most_common(1)[0][0]
+        return _DTYPES.get(most, most)
 
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(name)

@@ -41,7 +41,7 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
         ({"engine": {"block_size": "3"}}, "engine.block_size: a whole number is expected, not '3'"),
         ({"engine": {"block_size": True}}, "engine.block_size: a whole number is expected"),
         ({"engine": {"block_size": 0}}, "engine.block_size: must be at least 1, not 0"),
-        ({"engine": {"dtype": "fp32"}}, "engine.dtype: must be one of bfloat16, float32"),
+        ({"engine": {"dtype": "fp32"}}, "engine.dtype: must be one of auto, bfloat16, float16, fl"),
         ({"engine": {"prefix_cache": "no"}}, "engine.prefix_cache: true or false is expected"),
         ({"engine": 3}, "engine: a mapping is expected, not 3"),
         ({"router": {"max_queue": 0}}, "router.max_queue: must be at least 1, not 0"),

@@ -155,7 +155,7 @@ def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(
     rounded = copy.deepcopy(exact).bfloat16()
     with torch.inference_mode():
         expected, theirs = (m(torch.tensor([prompt])).logits[0].float() for m in (exact, rounded))
-    setup = set_up(tmp_path, EngineConfig(num_blocks=64, num_threads=1))
+    setup = set_up(tmp_path, EngineConfig(dtype="bfloat16", num_blocks=64, num_threads=1))
     table = np.arange(1, 4, dtype=np.int32)
     tables = (table,) * len(setup.spec.layout.groups)
     ours = []

@@ -56,7 +56,8 @@ def test_sharded_folder_gives_the_same_tokens_and_fingerprint(tmp_path: Path) ->
 
 def test_fingerprint_differs_for_other_weights_dtype_block_size_and_rope(folder: Path) -> None:
     def fingerprint(**changes: Any) -> bytes:
-        return load_model_spec(str(folder), EngineConfig(**changes)).kv_fingerprint
+        config = EngineConfig(**{"dtype": "bfloat16", **changes})
+        return load_model_spec(str(folder), config).kv_fingerprint
 
     seen = {fingerprint(), fingerprint(dtype="float32"), fingerprint(block_size=32)}
     change_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 77.0})

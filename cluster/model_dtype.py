@@ -1,0 +1,91 @@
+"""`engine.dtype: auto` decided once, for all pools: workers of two dtypes would never exchange KV.
+
+A process of its own decides, beside whatever else is being started: it needs torch, seconds to
+import and hundreds of MB that nobody here wants to keep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from baton.config import ClusterConfig
+from baton.errors import ConfigError, UnavailableError
+
+_AUTO = "auto"
+_TIMEOUT_S = 60.0
+
+
+class DtypeDecision:
+    """Begun on entering; `result` waits for it. Leaving ends its process."""
+
+    def __init__(self, config: ClusterConfig, variables: Mapping[str, str]) -> None:
+        self._config = config
+        self._variables = variables  # added to the process's environment
+        engines = [config.pool_engine(pool) for pool in config.pools]
+        self._devices = sorted(
+            {e.device for e in engines if e.dtype == _AUTO and e.backend == "torch"}
+        )
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        if self._devices:
+            # A session of its own: a terminal's interrupt ends it through whoever waits for it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "engine.dtype", self._config.model, *self._devices],
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | dict(self._variables),
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def result(self) -> tuple[ClusterConfig, str | None]:
+        """The configuration without `auto`, and which dtype it was made and why; None where no
+        pool leaves it open.
+
+        Raises ConfigError for a model folder that is wrong, UnavailableError.
+        """
+        if self._process is None:
+            return self._config, None
+        try:
+            said, _ = self._process.communicate(timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise UnavailableError(f"no dtype was chosen within {_TIMEOUT_S:g} s") from None
+        if self._process.returncode:
+            raise UnavailableError(f"choosing a dtype ended with {self._process.returncode}")
+        told: dict[str, str] = json.loads(said)
+        if "error" in told:
+            raise ConfigError(told["error"], field="model")
+        dtype = told["dtype"]
+        return _with_dtype(self._config, dtype), f"computing in {dtype}: {told['reason']}"
+
+
+def _with_dtype(config: ClusterConfig, dtype: str) -> ClusterConfig:
+    def decided(engine: Mapping[str, Any]) -> dict[str, Any]:
+        return {**engine, "dtype": dtype} if engine.get("dtype") == _AUTO else dict(engine)
+
+    pools = {
+        name: dataclasses.replace(pool, engine=decided(pool.engine))
+        for name, pool in config.pools.items()
+    }
+    engine = config.engine
+    if engine.dtype == _AUTO:
+        engine = dataclasses.replace(engine, dtype=dtype)
+    return dataclasses.replace(config, pools=pools, engine=engine)

@@ -1,0 +1,61 @@
+"""`dtype: auto` is decided once for all pools, before any worker is told its settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.config import ClusterConfig, parse_config
+from baton.errors import ConfigError
+from cluster.model_dtype import DtypeDecision
+
+
+def cluster(model: Path, engine: dict[str, Any], prefill: dict[str, Any]) -> ClusterConfig:
+    return parse_config(
+        {
+            "model": str(model),
+            "engine": engine,
+            "pools": {"p": {"role": "prefill", "engine": prefill}, "d": {"role": "decode"}},
+        }
+    )
+
+
+def dtypes(config: ClusterConfig) -> list[str]:
+    return [config.pool_engine(pool).dtype for pool in ("p", "d")]
+
+
+def test_all_pools_get_one_dtype_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
+    with DtypeDecision(cluster(tmp_path, {}, {"dtype": "auto", "max_num_seqs": 3}), {}) as decision:
+        config, told = decision.result()
+    assert dtypes(config) == ["float32", "float32"]
+    assert config.pool_engine("p").max_num_seqs == 3
+    assert told == "computing in float32: the checkpoint's own dtype"
+
+
+def test_what_is_wrong_with_the_model_is_told(tmp_path: Path) -> None:
+    with (
+        DtypeDecision(cluster(tmp_path, {}, {}), {}) as decision,
+        pytest.raises(ConfigError, match=r"config\.json is missing"),
+    ):
+        decision.result()
+
+
+@pytest.mark.parametrize(
+    ("engine", "prefill", "found"),
+    [
+        ({"dtype": "bfloat16"}, {}, ["bfloat16", "bfloat16"]),
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}, ["bfloat16", "float32"]),
+        ({"backend": "fake"}, {}, ["auto", "auto"]),
+    ],
+)
+def test_what_is_said_explicitly_stays_and_starts_nothing(
+    engine: dict[str, Any], prefill: dict[str, Any], found: list[str], tmp_path: Path
+) -> None:
+    with DtypeDecision(cluster(tmp_path / "none", engine, prefill), {}) as decision:
+        config, told = decision.result()
+    assert dtypes(config) == found
+    assert told is None
