@@ -4,7 +4,8 @@
    the services are those of both roles.
 2. It runs until `stop`, until a drain is over, or until a part of it fails.
 3. A drain: no new work, health says NOT_SERVING, what runs finishes, for `drain_timeout_s` at most;
-   then every pool and table is checked. It asks nothing of the registry.
+   routers take the last tokens; then every pool and table is checked. It asks nothing of the
+   registry.
 
 Nothing here may fail unnoticed: an error in a task or a callback of these parts is told to `fail`,
 and ends `serve` as the engine's own does.
@@ -51,6 +52,7 @@ from prefill_worker.service import PrefillService
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.1
+_TAKEN_WITHIN_S = 5.0  # a router that takes nothing for so long is given up by a worker that leaves
 _MAX_MESSAGE_BYTES = 32 << 20
 # Routers ping every few seconds, also while nothing is asked: that is how a dead host is noticed.
 _SERVER_OPTIONS = (
@@ -175,13 +177,24 @@ class Worker:
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
-        # Routers still read the last tokens, and the registry a last heartbeat.
+        # The registry hears of it, and a router that lost its session comes back for the end.
         await asyncio.sleep(2 * self._config.settings.heartbeat_s)
+        if self._idle.is_set():
+            await self._last_tokens_taken()
         # A leak shows here, in the exit status; an engine that does not answer, in `_stop_engine`.
         checked = self.engine.call(lambda engine: engine.check_integrity())
         await asyncio.wait_for(asyncio.wrap_future(checked), self._config.settings.leave_timeout_s)
         self.check_integrity()
         self._stopped.set()
+
+    async def _last_tokens_taken(self) -> None:
+        """Until every router has them, but for one that takes nothing."""
+        give_up_at = self._loop.time() + _TAKEN_WITHIN_S
+        while not self.decode.has_told_all:
+            if self._loop.time() > give_up_at:
+                log.warning("%s: a router does not take its tokens", self._config.worker_id)
+                return
+            await asyncio.sleep(_SWEEP_S)
 
     def _is_idle(self) -> bool:
         return self.prefill.is_idle and self.decode.is_idle

@@ -350,6 +350,11 @@ class DecodeRole:
         """Nothing runs, and no writer may still touch this worker's memory."""
         return not self._runs and not self._fenced and not self._tasks
 
+    @property
+    def has_told_all(self) -> bool:
+        """No session has anything left that its router has not taken."""
+        return all(session.has_told_all for session in self._sessions.values())
+
     def num_orphans(self) -> int:
         return self._runs.num_orphans()
 

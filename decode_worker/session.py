@@ -81,6 +81,7 @@ class RouterSession:
         self.router = router_id.rsplit("/", 1)[0]
         """Whose session this is: a router's ids are `<router>/<n>`."""
         self.closed = False
+        self._telling = False
         self._notices: list[Notice] = []
         self._news: dict[str, Record] = {}
         self._sent: dict[str, int] = {}  # output tokens this router has, by request
@@ -119,6 +120,11 @@ class RouterSession:
     def flush(self) -> None:
         self._wake.set()
 
+    @property
+    def has_told_all(self) -> bool:
+        """Whether the stream has taken everything: a router that reads nothing holds it up."""
+        return not (self._notices or self._news or self._telling)
+
     def close(self) -> None:
         self.closed = True
         self._wake.set()
@@ -132,7 +138,9 @@ class RouterSession:
                 return
             update = self._take()
             if update is not None:
+                self._telling = True
                 yield update
+                self._telling = False
 
     def _take(self) -> Update | None:
         tokens = []

@@ -16,8 +16,15 @@ from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from cluster.registry import Role
 from cluster.request_wire import read_spec
 from decode_worker.config import DecodeConfig
+from decode_worker.request_log import Submission
 from engine.api import Engine
 from kv_transfer.layout import NULL_BLOCK
+
+
+def submission_of(wire: worker_pb2.RequestSpec) -> Submission:
+    ids = (wire.request_id, wire.attempt, wire.tenant)
+    kind = (wire.body_digest, wire.kv_fingerprint)
+    return Submission(read_spec(wire), *ids, *kind, None, wire.SerializeToString())
 
 
 async def test_a_handed_off_request_gives_the_oracles_tokens(pair: Any, kit: Any) -> None:
@@ -281,6 +288,37 @@ async def test_a_draining_worker_refuses_finishes_and_leaves(kit: Any) -> None:
         await worker.left.wait()
         await channel.close()
         await link.close()
+
+
+async def test_a_worker_that_drained_leaves_once_its_routers_have_taken_the_last_tokens(
+    kit: Any,
+) -> None:
+    async with kit.running_worker("decode-9", Role.DECODE) as worker:
+        session = worker.decode.open_session("router-a/1")
+        wire = kit.make_spec("last", 60)
+        worker.decode.submit(session, submission_of(wire), None)
+        worker.drain()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(worker.left.wait(), 1.5)
+        assert worker.decode.is_idle
+        (run,) = (await anext(updates := session.updates())).tokens
+        assert list(run.token_ids) == kit.oracle.tokens(wire)
+        assert not worker.left.is_set()
+        over = asyncio.ensure_future(anext(updates))  # the stream asks for more: it has taken this
+        await asyncio.wait_for(worker.left.wait(), 5)
+        over.cancel()
+
+
+async def test_a_worker_that_drained_gives_a_router_up_that_takes_nothing(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.worker._TAKEN_WITHIN_S", 0.3)
+    async with kit.running_worker("decode-9", Role.DECODE) as worker:
+        session = worker.decode.open_session("router-a/1")
+        worker.decode.submit(session, submission_of(kit.make_spec("last", 60)), None)
+        worker.drain()
+        await asyncio.wait_for(worker.left.wait(), 10)
+        assert not session.has_told_all
 
 
 async def test_kv_events_add_up_to_what_a_later_snapshot_shows(pair: Any, kit: Any) -> None:
