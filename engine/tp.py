@@ -2,7 +2,8 @@
 
 Life of a group:
 1. Every rank joins with `TpGroup.join`; rank 0's address is the meeting point.
-2. Each step rank 0 sends the plan; ranks > 0 wait for it in `follow`, as long as it takes.
+2. Each step rank 0 sends the plan, as what differs from the last (`plan_deltas`); ranks > 0 wait
+   for it in `follow`, as long as it takes.
 3. Inside a step every collective is bounded by `step_timeout_s`; a rank that died or hangs
    makes it raise TpPeerError on the others, and the whole replica is torn down.
 4. Rank 0 sends the stop message with `close`.
@@ -19,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
+from engine.plan_deltas import PlanDelta, PlanListener, PlanTeller
 from engine.request import StepPlan
 
 T = TypeVar("T")
 
-# One broadcast carries a whole plan in the common case; a longer one needs a second.
+# One broadcast carries a plan of running sequences; new long ones need a second.
 _INLINE_BYTES = 16 << 10
 _LENGTH_BYTES = 8
 # An idle replica sends no plans; a dead peer still ends the wait because its connection closes.
@@ -48,6 +50,8 @@ class TpGroup:
         self._compute = dist.group.WORLD
         self._plans = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
         self._inbox = torch.zeros(_INLINE_BYTES, dtype=torch.uint8)
+        self._teller = PlanTeller()
+        self._listener = PlanListener()
 
     @classmethod
     def join(
@@ -75,7 +79,8 @@ class TpGroup:
 
     def send_plan(self, plan: StepPlan | None) -> None:
         """Rank 0: what all ranks run next; None stops them."""
-        payload = pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
+        told = None if plan is None else self._teller.tell(plan)
+        payload = pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
         length = len(payload).to_bytes(_LENGTH_BYTES, "little")
         inline = _INLINE_BYTES - _LENGTH_BYTES
         head = length + payload[:inline].ljust(inline, b"\0")
@@ -84,7 +89,8 @@ class TpGroup:
             self._broadcast(torch.frombuffer(bytearray(payload[inline:]), dtype=torch.uint8))
 
     def receive_plan(self) -> StepPlan | None:
-        """Ranks > 0: wait for the next plan; None is the stop message."""
+        """Ranks > 0: wait for the next plan; None is the stop message. Its block tables are valid
+        until the next call. Raises TpPeerError, LostPlanError."""
         self._broadcast(self._inbox)
         head = self._inbox.numpy().tobytes()
         length = int.from_bytes(head[:_LENGTH_BYTES], "little")
@@ -93,9 +99,9 @@ class TpGroup:
             rest = torch.empty(length - len(payload), dtype=torch.uint8)
             self._broadcast(rest)
             payload += rest.numpy().tobytes()
-        plan = pickle.loads(payload)  # from our own rank 0
-        assert plan is None or isinstance(plan, StepPlan), type(plan)
-        return plan
+        told = pickle.loads(payload)  # from our own rank 0
+        assert told is None or isinstance(told, PlanDelta), type(told)
+        return None if told is None else self._listener.plan(told)
 
     def wait_all(self) -> None:
         """Return when every rank is here, however long it takes them (to load weights)."""

@@ -1,0 +1,176 @@
+"""A step's plan as rank 0 tells it: what differs from the plan before.
+
+Block tables grow by one entry in many steps, but a whole one has an entry for each block of a
+context. So both ends keep the tables of the last plan's sequences; a sequence that was not in it is
+told whole, one that is not in the next is forgotten, finished or not. The two ends stay equal only
+if every plan arrives, in order: each has a number, and a gap is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.request import BlockPush, RequestId, ScheduledSeq, StepPlan
+
+Int32s = npt.NDArray[np.int32]
+
+_NO_ENTRIES: Int32s = np.zeros(0, np.int32)
+
+
+class LostPlanError(Exception):
+    """A plan is missing, came twice or in another order: block tables would be wrong."""
+
+
+@dataclass(frozen=True)
+class PlanDelta:
+    """A plan to whoever has the one before. Per sequence, unless it says otherwise; flat arrays
+    hold one sequence's part after the other's, and in it one layer group's after the other's."""
+
+    number: int
+    """Of the plans told: 1, 2, 3, ..."""
+    step: int
+    num_tokens: int
+    pushes: tuple[BlockPush, ...]
+    sink_messages: tuple[bytes, ...]
+    new_ids: tuple[RequestId, ...]
+    """Of the sequences that the plan before did not have."""
+    which: Int32s
+    """Its position in the plan before, with the new ones counted on from that plan's end."""
+    starts: Int32s
+    samples: npt.NDArray[np.bool_]
+    token_counts: Int32s
+    token_ids: npt.NDArray[np.uint32]
+    """[sum of token_counts]."""
+    table_lens: Int32s
+    """[num_seqs, num_groups]."""
+    changed_counts: Int32s
+    """[num_seqs, num_groups]: entries that the table before did not have, or had otherwise."""
+    changed_at: Int32s
+    """[sum of changed_counts]: their positions in their tables."""
+    changed_to: Int32s
+    """[sum of changed_counts]: the block ids there now."""
+
+
+@dataclass
+class _Known:
+    """A sequence of the last plan, as both ends remember it."""
+
+    request_id: RequestId
+    tables: list[Int32s] = field(default_factory=list)
+
+    def resize(self, lengths: Sequence[int]) -> None:
+        """Tables of these lengths; what they had of them stays."""
+        self.tables += [_NO_ENTRIES] * (len(lengths) - len(self.tables))
+        for group, length in enumerate(lengths):
+            if length != len(self.tables[group]):
+                fresh = np.zeros(length, np.int32)
+                kept = self.tables[group][:length]
+                fresh[: len(kept)] = kept
+                self.tables[group] = fresh
+
+
+class PlanTeller:
+    """Rank 0's end."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._last: dict[RequestId, tuple[int, _Known]] = {}  # with its position in the plan
+
+    def tell(self, plan: StepPlan) -> PlanDelta:
+        """What the others need to know of a plan. Every delta has to be sent, in order."""
+        self._number += 1
+        new_ids: list[RequestId] = []
+        which, changed_at, changed_to, lengths, counts = [], [], [], [], []
+        now: dict[RequestId, tuple[int, _Known]] = {}
+        for position, seq in enumerate(plan.seqs):
+            if seq.request_id in self._last:
+                before, known = self._last[seq.request_id]
+            else:
+                before, known = len(self._last) + len(new_ids), _Known(seq.request_id)
+                new_ids.append(seq.request_id)
+            which.append(before)
+            changed = _take_over(known, seq)
+            lengths.append([len(table) for table in known.tables])
+            counts.append([len(at) for at in changed])
+            changed_at += changed
+            changed_to += [table[at] for table, at in zip(known.tables, changed)]
+            now[seq.request_id] = position, known
+        assert len(now) == len(plan.seqs), [seq.request_id for seq in plan.seqs]
+        self._last = now
+        return PlanDelta(
+            self._number,
+            plan.step,
+            plan.num_tokens,
+            plan.pushes,
+            plan.sink_messages,
+            tuple(new_ids),
+            np.array(which, np.int32),
+            np.array([seq.start for seq in plan.seqs], np.int32),
+            np.array([seq.samples for seq in plan.seqs], np.bool_),
+            np.array([len(seq.token_ids) for seq in plan.seqs], np.int32),
+            _flat([seq.token_ids for seq in plan.seqs], np.uint32),
+            np.array(lengths, np.int32),
+            np.array(counts, np.int32),
+            _flat(changed_at, np.int32),
+            _flat(changed_to, np.int32),
+        )
+
+
+class PlanListener:
+    """The end of a rank > 0."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._last: list[_Known] = []
+
+    def plan(self, delta: PlanDelta) -> StepPlan:
+        """The plan that was told. Its block tables are valid until the next call, as a scheduler's.
+
+        Raises LostPlanError when it is not the one after the last.
+        """
+        if delta.number != self._number + 1:
+            raise LostPlanError(f"plan {delta.number} came after plan {self._number}")
+        self._number = delta.number
+        known = self._last + [_Known(request_id) for request_id in delta.new_ids]
+        self._last = [known[i] for i in delta.which]
+        ends = np.cumsum(delta.token_counts)
+        tokens = np.split(delta.token_ids, ends[:-1]) if len(ends) else []
+        seqs, entry = [], 0
+        for i, each in enumerate(self._last):
+            each.resize(delta.table_lens[i].tolist())
+            for group, count in enumerate(delta.changed_counts[i]):
+                told = slice(entry, entry := entry + int(count))
+                each.tables[group][delta.changed_at[told]] = delta.changed_to[told]
+            tables = tuple(each.tables)
+            start, samples = int(delta.starts[i]), bool(delta.samples[i])
+            seqs.append(ScheduledSeq(each.request_id, tokens[i], start, tables, samples))
+        return StepPlan(
+            delta.step, tuple(seqs), delta.pushes, delta.sink_messages, delta.num_tokens
+        )
+
+
+def _take_over(known: _Known, seq: ScheduledSeq) -> list[Int32s]:
+    """Make the known tables the sequence's; where each was changed or is new."""
+    had = [len(table) for table in known.tables] or [0] * len(seq.block_tables)
+    known.resize([len(table) for table in seq.block_tables])
+    changed = []
+    for table, now, length in zip(known.tables, seq.block_tables, had, strict=True):
+        if length == len(now) and table.tobytes() == now.tobytes():  # most of them, in most steps
+            changed.append(_NO_ENTRIES)
+            continue
+        differs = table != now
+        differs[length:] = True  # a new entry is told even where it is the null block
+        at = np.flatnonzero(differs).astype(np.int32)
+        if len(at):
+            table[at] = now[at]
+        changed.append(at)
+    return changed
+
+
+def _flat(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
