@@ -10,6 +10,8 @@ from engine.request import FinishReason, RequestSpec
 ReadSpec = Callable[[worker_pb2.RequestSpec], RequestSpec]
 """Makes the engine's request of a message, under an id unique to its attempt; raises ValueError."""
 
+_OF_SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
 _FINISHED = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -22,3 +24,8 @@ _FINISHED = {
 def finish_reason_to_proto(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
     """None, for a request that goes on, is UNSPECIFIED."""
     return _FINISHED[reason]
+
+
+def field_on_wire(name: str) -> str:
+    """Of a field that an engine's InvalidRequestError names, as RequestSpec and clients call it."""
+    return f"sampling.{name}" if name in _OF_SAMPLING else name

@@ -189,7 +189,7 @@ class DecodeRole:
         try:
             await asyncio.wrap_future(self._engine.call(lambda engine: engine.add(spec)))
         except InvalidRequestError as error:
-            self._refuse(run, Refusal.INVALID, str(error))
+            self._refuse(run, Refusal.INVALID, error.message, error.field)
             return
         if run.phase is Phase.ENDED:
             self._engine.post(lambda engine: engine.abort(spec.request_id))
@@ -208,10 +208,10 @@ class DecodeRole:
         try:
             event = await asyncio.wrap_future(self._engine.call(lambda e: e.reserve(spec)))
         except InvalidRequestError as error:
-            self._refuse(run, Refusal.INVALID, str(error))
+            self._refuse(run, Refusal.INVALID, error.message, error.field)
             return
         if isinstance(event, NoCapacityEvent):
-            self._refuse(run, Refusal.NO_CAPACITY, event.message, self._config.no_capacity_retry_s)
+            self._refuse(run, Refusal.NO_CAPACITY, event.message)
         elif run.phase is Phase.ENDED:  # nobody was told of the blocks: nobody can write
             self._engine.post(lambda engine: engine.release(spec.request_id))
         else:
@@ -293,13 +293,9 @@ class DecodeRole:
         """Let time pass: deadlines, orphans nobody claimed, records nobody will ask for."""
         now_s = self._clock.now_s()
         for run in self._runs:
-            if run.deadline_s is not None and now_s >= run.deadline_s:
-                self._end(run, FinishReason.ABORTED, "deadline")
-            elif (
-                run.orphaned_at_s is not None
-                and now_s - run.orphaned_at_s >= self._config.orphan_ttl_s
-            ):
-                self._end(run, FinishReason.ABORTED, "its router is gone")
+            why = run.overdue(now_s, self._config.orphan_ttl_s)
+            if why is not None:
+                self._end(run, FinishReason.ABORTED, why)
         self._log.expire(now_s)
 
     def _end(self, run: Run, reason: FinishReason, error: str) -> None:
@@ -323,7 +319,7 @@ class DecodeRole:
         self._runs.remove(run)
         self._log.finish(run.record, reason, error, self._clock.now_s())
 
-    def _refuse(self, run: Run, refusal: Refusal, message: str, retry_after_s: float = 0.0) -> None:
+    def _refuse(self, run: Run, refusal: Refusal, message: str, field: str = "") -> None:
         """End an attempt that never ran. It emitted nothing here, so nobody may attach to it."""
         if run.phase is Phase.ENDED:
             return
@@ -333,7 +329,8 @@ class DecodeRole:
             self._log.use_up(run.submission, self._clock.now_s())
         if run.session is not None:
             run.session.drop(run.submission.request_id)
-            run.session.reject(run.submission, refusal, message, retry_after_s)
+            retry_s = self._config.no_capacity_retry_s if refusal is Refusal.NO_CAPACITY else 0.0
+            run.session.reject(run.submission, refusal, message, retry_s, field)
 
     def _quarantine(self, run: Run) -> None:
         key = run.key

@@ -41,6 +41,14 @@ class Run:
         lease = None if self.reserved is None else self.reserved.lease
         return None if lease is None else lease.lease_id
 
+    def overdue(self, now_s: float, orphan_ttl_s: float) -> str | None:
+        """Why it has to end now; None when it may go on."""
+        if self.deadline_s is not None and now_s >= self.deadline_s:
+            return "deadline"
+        if self.orphaned_at_s is not None and now_s - self.orphaned_at_s >= orphan_ttl_s:
+            return "its router is gone"
+        return None
+
     def granted(self, lease: Lease, num_cached_tokens: int) -> None:
         """Its writer may write now; whoever follows it asks the writer to."""
         self.phase = Phase.LEASED

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from baton.worker_wire import ReadSpec, finish_reason_to_proto
+from baton.worker_wire import ReadSpec, field_on_wire, finish_reason_to_proto
 from decode_worker.errors import NoSessionError, NotHereError, OtherBodyError
 from decode_worker.request_log import Submission, TokenRun
 from decode_worker.role import DecodeRole
@@ -133,6 +133,7 @@ def _update_message(update: Update) -> worker_pb2.SessionResponse:
                 reason=_REFUSALS[r.refusal],
                 message=r.message,
                 retry_after_ms=round(r.retry_after_s * 1000),
+                field=field_on_wire(r.field),
             )
             for r in update.rejected
         ],

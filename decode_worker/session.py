@@ -43,6 +43,8 @@ class Rejected:
     refusal: Refusal
     message: str
     retry_after_s: float = 0.0
+    field: str = ""
+    """Of an INVALID request: the one that is wrong, as the engine names it."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,10 @@ class RouterSession:
         refusal: Refusal,
         message: str,
         retry_after_s: float = 0.0,
+        field: str = "",
     ) -> None:
         request_id, attempt = submission.request_id, submission.attempt
-        self.notice(Rejected(request_id, attempt, refusal, message, retry_after_s))
+        self.notice(Rejected(request_id, attempt, refusal, message, retry_after_s, field))
         self.flush()
 
     def changed(self, record: Record) -> None:

@@ -58,9 +58,10 @@ class HandoffBroken:
 
 @dataclass(frozen=True)
 class Refused:
-    """Nothing was computed: the request could never run here."""
+    """Nothing was computed: the request could never run here, by this field of its."""
 
     message: str
+    field: str
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class PrefillRole:
                 self._engine.call(lambda engine: engine.add_prefill(spec, handoff, num_cached))
             )
         except InvalidRequestError as error:
-            prefill.tell(Refused(str(error)))
+            prefill.tell(Refused(error.message, error.field))
             return
         except EngineStoppedError as error:
             prefill.tell(Stopped(str(error)))

@@ -8,8 +8,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from baton.errors import InvalidRequestError
+from baton.status import abort
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from baton.worker_wire import ReadSpec, finish_reason_to_proto
+from baton.worker_wire import ReadSpec, field_on_wire, finish_reason_to_proto
 from kv_transfer.errors import FingerprintError, LeaseError, WrongWriterError
 from kv_transfer.lease import Lease, logprobs_to_proto
 from prefill_worker.role import (
@@ -55,7 +57,8 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         try:
             while (outcome := await prefill.next()) is not None:
                 if isinstance(outcome, Refused):
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, outcome.message)
+                    field = field_on_wire(outcome.field)
+                    await abort(context, InvalidRequestError(outcome.message, field=field))
                 if isinstance(outcome, Stopped):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, outcome.message)
                 yield _message(outcome)

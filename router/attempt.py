@@ -29,7 +29,7 @@ from router.failure import AttemptError, Failure, failure_of, loss_of
 from router.fleet import WorkerEntry
 from router.output import FinishReason, TokenSink
 from router.patience import Patience
-from router.prefill_call import follow_prefill
+from router.prefill_call import PrefillFailed, follow_prefill
 from router.session import SessionLostError
 from router.worker_link import ATTACH_AGAIN_S, WorkerLink, Workers
 
@@ -183,11 +183,16 @@ class Attempt:
         self._fail(Failure.STUCK, worker, f"{worker.facts.worker_id}: no sign of {what}")
 
     def _fail(
-        self, failure: Failure, worker: WorkerEntry, message: str, retry_after_s: float = 0.0
+        self,
+        failure: Failure,
+        worker: WorkerEntry,
+        message: str,
+        retry_after_s: float = 0.0,
+        field: str | None = None,
     ) -> None:
         if not self._done.done():
             failure = Failure.MOVED if self._moved else failure
-            self._done.set_exception(AttemptError(failure, worker, message, retry_after_s))
+            self._done.set_exception(AttemptError(failure, worker, message, retry_after_s, field))
 
     # --- what the session says -----------------------------------------------------------------
 
@@ -227,7 +232,8 @@ class Attempt:
         if is_of_handoff and self._workers.prefill is None:  # another router chose the writer
             failure = Failure.WRITER_UNKNOWN
         message = f"{self._decode.facts.worker_id}: {failure.value}: {rejected.message}"
-        fail = partial(self._fail, failure, worker, message, rejected.retry_after_ms / 1e3)
+        retry_after_s, field = rejected.retry_after_ms / 1e3, rejected.field or None
+        fail = partial(self._fail, failure, worker, message, retry_after_s, field)
         if is_of_handoff and not self._first_seen:
             # A writer gives up when its first token ends the request: that token may be on its way.
             asyncio.get_running_loop().call_later(self._config.handoff_report_wait_s, fail)
@@ -341,12 +347,11 @@ class Attempt:
             self._first_seen = True
             self._sink.first_token(first, num_cached_tokens)
 
-    def on_prefill_failed(
-        self, failure: Failure, message: str, lost_receiver: bool = False
-    ) -> None:
+    def on_prefill_failed(self, broken: PrefillFailed) -> None:
         """Of no account once the decode worker has taken over, unless the first token is lost."""
         if not (self.running and self._first_seen):
-            self._fail(failure, self._decode if lost_receiver else self._prefill, message)
+            worker = self._decode if broken.lost_receiver else self._prefill
+            self._fail(broken.failure, worker, broken.message, field=broken.field)
 
     # --- tokens --------------------------------------------------------------------------------
 

@@ -40,10 +40,12 @@ class AttemptError(Exception):
         worker: WorkerEntry,
         message: str,
         retry_after_s: float = 0.0,
+        field: str | None = None,
     ) -> None:
+        """`field`: of the request, that an INVALID one's worker names."""
         super().__init__(message)
         self.failure, self.worker, self.message = failure, worker, message
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.field = retry_after_s, field
 
 
 _REJECTIONS = {

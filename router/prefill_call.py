@@ -7,11 +7,13 @@ the request is all it tells. Cancelling the task that follows the call cancels t
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
 import grpc.aio
 
+from baton.status import from_rpc_error
 from baton.v1 import worker_pb2
 from router.failure import Failure, failure_of_call, failure_of_handoff
 from router.worker_link import WorkerLink
@@ -19,15 +21,24 @@ from router.worker_link import WorkerLink
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class PrefillFailed:
+    """Nothing will be handed off."""
+
+    failure: Failure
+    message: str
+    lost_receiver: bool = False
+    """By the decode worker's fault."""
+    field: str | None = None
+    """Of the request, that the worker calls invalid."""
+
+
 class PrefillListener(Protocol):
     """What is called as the prefill goes on; all on the event loop, none may block."""
 
     def on_first_token(self, first: worker_pb2.FirstToken) -> None: ...
     def on_handed_off(self, done: worker_pb2.HandoffDone) -> None: ...
-    def on_prefill_failed(
-        self, failure: Failure, message: str, lost_receiver: bool = False
-    ) -> None:
-        """It will not hand off. `lost_receiver`: by the decode worker's fault."""
+    def on_prefill_failed(self, broken: PrefillFailed) -> None: ...
 
 
 async def follow_prefill(
@@ -49,12 +60,14 @@ async def follow_prefill(
             log.info("%s: %s", worker_id, error.details())
         elif not is_over:
             message = f"{worker_id}: {error.code().name}: {error.details()}"
-            listener.on_prefill_failed(failure_of_call(error, link.entry), message)
+            failure, field = failure_of_call(error, link.entry), from_rpc_error(error).field
+            listener.on_prefill_failed(PrefillFailed(failure, message, field=field))
         return
     finally:
         call.cancel()
     if not is_over:
-        listener.on_prefill_failed(Failure.PREFILL_FAILED, f"{worker_id} ended its answer early")
+        message = f"{worker_id} ended its answer early"
+        listener.on_prefill_failed(PrefillFailed(Failure.PREFILL_FAILED, message))
 
 
 def _tell(listener: PrefillListener, worker_id: str, response: worker_pb2.PrefillResponse) -> bool:
@@ -70,6 +83,8 @@ def _tell(listener: PrefillListener, worker_id: str, response: worker_pb2.Prefil
         failed = response.handoff_failed
         message = f"{worker_id}: {failed.reason}: {failed.message}"
         lost_receiver = failed.reason == "PEER_LOST"
-        listener.on_prefill_failed(failure_of_handoff(failed), message, lost_receiver)
+        listener.on_prefill_failed(
+            PrefillFailed(failure_of_handoff(failed), message, lost_receiver)
+        )
         return True
     return False

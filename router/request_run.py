@@ -359,7 +359,7 @@ class RequestRun:
 def _ending(error: AttemptError) -> BatonError | None:
     """Of a failure after which no other attempt makes sense."""
     if error.failure is Failure.INVALID:
-        return InvalidRequestError(error.message)
+        return InvalidRequestError(error.message, field=error.field)
     if error.failure is Failure.TAKEN:
         return AlreadyExistsError(error.message, field="request_id")
     if error.failure is Failure.MOVED:

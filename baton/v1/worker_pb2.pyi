@@ -336,11 +336,14 @@ class Rejected(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     reason: Global___RejectReason.ValueType
     message: _builtins.str
     retry_after_ms: _builtins.int
+    field: _builtins.str
+    """Of an INVALID one: the field of RequestSpec that is wrong; empty when none is alone."""
     def __init__(
         self,
         *,
@@ -349,10 +352,11 @@ class Rejected(_message.Message):
         reason: Global___RejectReason.ValueType = ...,
         message: _builtins.str = ...,
         retry_after_ms: _builtins.int = ...,
+        field: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "message", b"message", "reason", b"reason", "request_id", b"request_id", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "field", b"field", "message", b"message", "reason", b"reason", "request_id", b"request_id", "retry_after_ms", b"retry_after_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

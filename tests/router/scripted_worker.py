@@ -14,7 +14,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from baton.errors import InvalidRequestError
 from baton.grpc_options import accepts_pings
+from baton.status import abort
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
 from tests.router.scripted_kv import BLOCK_SIZE, ScriptedKv
 from tests.router.scripted_tokens import Running, known_tokens
@@ -165,7 +167,8 @@ class ScriptedWorker(
             if self._use("fail_prefills"):
                 await context.abort(grpc.StatusCode.INTERNAL, "scripted failure")
             if self._use("refuse_prefills"):
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "scripted refusal")
+                refusal = InvalidRequestError("scripted refusal", field="sampling.top_k")
+                await abort(context, refusal)
             if self.faults.not_for_us:
                 refused = worker_pb2.HandoffFailed(reason=self.faults.not_for_us.pop())
                 yield worker_pb2.PrefillResponse(handoff_failed=refused)
@@ -300,6 +303,7 @@ class ScriptedWorker(
             reason=reason,
             message="scripted",
             retry_after_ms=retry_ms,
+            field="token_ids" if reason == worker_pb2.REJECT_REASON_INVALID else "",
         )
         self._tell(router_id, rejected=[rejected])
 

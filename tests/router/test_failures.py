@@ -10,6 +10,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from baton.status import from_rpc_error
 from baton.v1 import worker_pb2
 from router.text import TextModel
 from tests.router.deployment import DECODE, ask_for, deployment
@@ -209,6 +210,7 @@ async def test_what_a_worker_calls_invalid_is_told_and_not_retried(text_model: T
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await d.client.ask(ask_for(PROMPT))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert from_rpc_error(caught.value).field == "token_ids"
         assert d.worker("d0").num_reserves == 1
         await d.check_empty()
 
@@ -341,5 +343,6 @@ async def test_a_prompt_the_prefill_worker_calls_invalid_is_not_retried(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await d.client.ask(ask_for(PROMPT))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert from_rpc_error(caught.value).field == "sampling.top_k"
         assert d.worker("p0").num_prefills == 1
         await d.check_empty()

@@ -1,0 +1,48 @@
+"""What either role calls invalid it calls by its field, as the wire and the client name it."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.status import from_rpc_error
+from baton.v1 import worker_pb2
+from cluster.registry import Role
+from tests.cluster.conftest import DecodeLink, MiniRouter, make_spec, nothing_held, running_worker
+
+
+def wrong(request_id: str, field: str) -> worker_pb2.RequestSpec:
+    spec = make_spec(request_id)
+    if field == "token_ids":
+        spec.token_ids = spec.token_ids[:-4] + b"\xff\xff\x00\x00"  # beyond the vocabulary
+    else:
+        spec.sampling.top_p = 2.0
+    return spec
+
+
+async def test_a_worker_that_refuses_a_request_names_the_field() -> None:
+    async with (
+        running_worker("prefill-0", Role.PREFILL) as prefill,
+        running_worker("decode-0", Role.DECODE) as decode,
+    ):
+        link = DecodeLink(decode.address, "router-a/1")
+        await link.open()
+        router = MiniRouter(prefill.address, link)
+        writer = prefill.info().ref
+        for number, field in enumerate(("token_ids", "sampling.top_p")):
+            for name, named in ((f"local-{number}", None), (f"apart-{number}", writer)):
+                await link.reserve(wrong(name, field), named)
+                heard = link.of(name)
+                await link.until(lambda heard=heard: heard.rejected)  # type: ignore[misc]
+                assert heard.rejected is not None
+                assert heard.rejected.reason == worker_pb2.REJECT_REASON_INVALID
+                assert heard.rejected.field == field
+            lease = await router.reserve(make_spec(f"good-{number}"), writer)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await router.hand_off(wrong(f"good-{number}", field), lease)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert from_rpc_error(caught.value).field == field
+        await nothing_held(prefill, decode)
+        await router.close()
+        await link.close()
