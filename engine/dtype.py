@@ -80,7 +80,7 @@ def own_dtype(folder: Path) -> str:
 def _computed_on(device: str) -> set[str]:
     """What the device has instructions for, as far as torch can tell."""
     if device == "cpu":
-        return {"float32", "bfloat16"} if _cpu_has_bf16() else {"float32"}
+        return {"float32", "bfloat16"} if cpu_has_bf16() else {"float32"}
     # A machine that only decides for others may have no GPU; of theirs nothing is known.
     lacks_bf16 = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(
         including_emulation=False
@@ -88,7 +88,7 @@ def _computed_on(device: str) -> set[str]:
     return {"float32", "float16"} if lacks_bf16 else {"float32", "float16", "bfloat16"}
 
 
-def _cpu_has_bf16() -> bool:
+def cpu_has_bf16() -> bool:
     """False where torch is too old to tell: float32 is right everywhere, if not the fastest."""
     tell = getattr(torch.cpu, "get_capabilities", None)
     return tell is not None and any(tell().get(name) for name in _BF16_INSTRUCTIONS)

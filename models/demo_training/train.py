@@ -2,7 +2,8 @@
 
     python models/demo_training/train.py --out models/demo
 
-The number of steps is fixed, so a slower machine gives the same model later. About the recipe:
+The number of steps is fixed, so a slower machine gives the same model later, up to rounding. About
+the recipe:
 Muon on the matrices with AdamW on embedding and norms learns several times faster here than AdamW
 alone; only answers count in the loss; lengths grow from 128 to 2,048, because looking things up is
 learned among few words and then works among many.
@@ -25,6 +26,8 @@ from llama import Llama, Shape
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from engine.dtype import cpu_has_bf16
+
 
 @dataclass(frozen=True)
 class Source:
@@ -43,6 +46,8 @@ LONG = Source("long", long_document, 2048, 1)
 STUDY = Source("study", study_document, 256, 8)
 SOURCES = (LESSONS, BRIEF, SHORT, LONG, STUDY)
 VALIDATION_SEED = 990_001
+# Where a CPU has no instructions for bf16, fp32 is the faster one.
+COMPUTE_DTYPE = torch.bfloat16 if cpu_has_bf16() else torch.float32
 
 
 @dataclass(frozen=True)
@@ -126,9 +131,9 @@ def batches(rows: Rows, per_step: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def loss_of(model: Llama, ids: Tensor, weights: Tensor) -> Tensor:
-    """The loss in bf16 autocast."""
-    with torch.autocast("cpu", torch.bfloat16):
-        return model.loss(ids, weights, torch.bfloat16)
+    """The loss: in bf16 autocast, or all in fp32."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=COMPUTE_DTYPE is torch.bfloat16):
+        return model.loss(ids, weights, COMPUTE_DTYPE)
 
 
 @torch.no_grad()
@@ -247,7 +252,7 @@ def main() -> None:
         training.load(arguments.state)
         print(f"continuing after step {training.step}", flush=True)
     num_weights = sum(weight.numel() for weight in training.model.parameters())
-    print(f"{num_weights:,} parameters", flush=True)
+    print(f"{num_weights:,} parameters, computed in {COMPUTE_DTYPE}", flush=True)
     started = time.monotonic()
     learn(training, tokenizer, arguments.state)
     print(f"{training.num_tokens:,} tokens, {time.monotonic() - started:.0f} s in this run; "
