@@ -9,7 +9,7 @@ import torch
 from engine.attention.kernels import HeadNorms
 from engine.models.config import ModelConfig, MoeConfig
 from engine.models.linear import Linear
-from engine.models.mlp import DenseMlp, Mlp, MoeMlp
+from engine.models.mlp import DenseMlp, Mlp, MoeMlp, experts_of
 from engine.models.sharding import Shard, part
 from engine.weights import Checkpoint
 
@@ -146,4 +146,4 @@ class WeightLoader:
             for expert in range(moe.num_experts)
         ]
         router = self._read(f"{block}gate.weight", (moe.num_experts, self._config.hidden_size))
-        return MoeMlp(moe, router, experts)
+        return MoeMlp(moe, router, experts_of(experts))

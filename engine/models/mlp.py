@@ -10,7 +10,7 @@ import torch
 
 from engine.attention.kernels import Kernels
 from engine.models.config import MoeConfig
-from engine.models.linear import Linear
+from engine.models.linear import GroupedLinear, Linear
 
 
 class Mlp(Protocol):
@@ -27,29 +27,67 @@ class DenseMlp:
         return self.down(kernels.swiglu(self.gate_up(x)))
 
 
+class Experts(Protocol):
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        """[n, hidden], sorted by expert -> this rank's part of [n, hidden].
+
+        `ends` int32 [num_experts], on x's device: where each expert's rows end.
+        """
+
+
+@dataclass(frozen=True)
+class ExpertLoop:
+    """One expert after the other: the host has to know how many rows each has."""
+
+    experts: Sequence[DenseMlp]
+
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        outputs = torch.empty_like(x)
+        start = 0
+        for expert, end in zip(self.experts, ends.tolist(), strict=True):
+            if end > start:
+                outputs[start:end] = expert(x[start:end], kernels)
+                start = end
+        return outputs
+
+
+@dataclass(frozen=True)
+class GroupedExperts:
+    """All experts in one product: where rows end stays on the device, whose host never waits."""
+
+    gate_up: GroupedLinear
+    down: GroupedLinear
+
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        return self.down(kernels.swiglu(self.gate_up(x, ends)), ends)
+
+
+def experts_of(experts: Sequence[DenseMlp]) -> Experts:
+    """What computes them where their weights are: on a CPU, to wait for counts costs nothing."""
+    gate_up = GroupedLinear.of([expert.gate_up for expert in experts])
+    down = GroupedLinear.of([expert.down for expert in experts])
+    if gate_up is None or down is None:
+        return ExpertLoop(experts)
+    return GroupedExperts(gate_up, down)
+
+
 @dataclass(frozen=True)
 class MoeMlp:
     """Each token goes to its likeliest experts; tokens of one expert are computed together."""
 
     config: MoeConfig
     router: torch.Tensor  # [num_experts, hidden]
-    experts: Sequence[DenseMlp]
+    experts: Experts
 
     def __call__(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        experts, weights = self._route(x)
-        chosen = experts.flatten()
-        order = chosen.argsort(stable=True)  # (token, choice) pairs, grouped by expert
-        tokens = order // experts.shape[1]
-        counts = chosen.bincount(minlength=self.config.num_experts).tolist()
-        outputs = torch.empty_like(x[tokens])
-        start = 0
-        for expert, count in zip(self.experts, counts):
-            if count:
-                rows = slice(start, start + count)
-                outputs[rows] = expert(x[tokens[rows]], kernels)
-                start += count
-        outputs *= weights.flatten()[order, None]
-        return torch.zeros_like(x).index_add_(0, tokens, outputs)
+        chosen, weights = self._route(x)
+        order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs, grouped by expert
+        every_expert = torch.arange(self.config.num_experts, device=x.device)
+        ends = torch.searchsorted(chosen.flatten()[order], every_expert, right=True, out_int32=True)
+        outputs = self.experts(x[order // chosen.shape[1]], ends, kernels)
+        of_pairs = torch.empty_like(outputs)
+        of_pairs[order] = outputs  # no two rows to one place: the sum has one order everywhere
+        return of_pairs.view(*chosen.shape, -1).mul_(weights[..., None]).sum(dim=1)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts int64 and weights, [n, num_experts_per_token] each."""

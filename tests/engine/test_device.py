@@ -5,9 +5,7 @@ An operation that mixes it with the host, or whose result the host would wait fo
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from engine.config import EngineConfig
 from engine.local_memory import LocalDeviceMemory
 from engine.models.decoder import Decoder
 from engine.models.folder import read_config
-from engine.models.linear import Linear
 from engine.models.loading import WeightLoader
 from engine.models.sharding import shard_of
 from engine.request import RequestId, ScheduledSeq
@@ -31,26 +28,9 @@ from tests.engine import checkpoints
 DEVICE = torch.device("meta")
 
 
-def on_device(weights: Any) -> Any:
-    """The same tree of weights with its tensors in bfloat16 on the device."""
-    if isinstance(weights, torch.Tensor):
-        return weights.to(DEVICE, torch.bfloat16)
-    if isinstance(weights, tuple | list):
-        return type(weights)(on_device(part) for part in weights)
-    if isinstance(weights, Linear):
-        moved = object.__new__(Linear)
-        vars(moved).update({name: on_device(part) for name, part in vars(weights).items()})
-        return moved
-    if dataclasses.is_dataclass(weights) and not isinstance(weights, type):
-        parts = {
-            field.name: on_device(getattr(weights, field.name))
-            for field in dataclasses.fields(weights)
-        }
-        return dataclasses.replace(weights, **parts)
-    return weights
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3-windows"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3-windows", "mixtral", "qwen3-moe"]
+)
 def test_a_step_stays_on_its_device_and_never_makes_the_host_wait(
     family: str, tmp_path: Path
 ) -> None:
@@ -60,7 +40,7 @@ def test_a_step_stays_on_its_device_and_never_makes_the_host_wait(
     model = read_config(tmp_path)
     shard = shard_of(model, 0, 1)
     with Checkpoint(tmp_path) as checkpoint:
-        loader = WeightLoader(checkpoint, model, shard, torch.float32, torch.device("cpu"))
+        loader = WeightLoader(checkpoint, model, shard, torch.bfloat16, DEVICE)
         weights = loader.load()
     table = np.arange(1, 9, dtype=np.int32)
     tables = tuple(table for _ in spec.layout.groups)
@@ -69,7 +49,7 @@ def test_a_step_stays_on_its_device_and_never_makes_the_host_wait(
         for n, (start, count) in enumerate([(5, 1), (100, 1), (40, 7), (90, 1), (0, 30)])
     ]
     regions = region_layout(spec, config, 0, 1)
-    decoder = Decoder(model, on_device(weights), shard, TorchKernels(), None)
+    decoder = Decoder(model, weights, shard, TorchKernels(), None)
     memory = LocalDeviceMemory(regions, config.num_regions, str(DEVICE))
     kv = PagedKv(memory, regions, DEVICE)
     batch = pack(seqs, config.block_size, DEVICE)
