@@ -61,8 +61,8 @@ class PutBatch:
 
 @dataclass(frozen=True)
 class FlushResult:
-    """`error` is None when every put before the flush is done; `busy_s` is what the peer's puts and
-    flushes have cost this process since the last flush's result. Unless `is_over`, what was put
+    """`error` is None when every put before the flush is done; `busy_s` is what the flush, and the
+    peer's puts since the last one, have cost this process. Unless `is_over`, what was put
     before a flush that failed may still land, though it has left this process's hands: the kernel
     delivers what it has taken of a TCP connection that broke."""
 

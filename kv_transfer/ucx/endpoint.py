@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from kv_transfer.errors import TransportError
-from kv_transfer.transport import FlushResult, OnFlushed, PutBatch
+from kv_transfer.transport import FlushResult, OnFlushed
 from kv_transfer.ucx.binding import (
     AM_SEND_EAGER,
     EP_CLOSE_FORCE,
@@ -23,7 +23,7 @@ from kv_transfer.ucx.binding import (
     pointer_status,
 )
 from kv_transfer.ucx.lanes import lanes_of
-from kv_transfer.ucx.native import Poster, PostTarget
+from kv_transfer.ucx.native import PutTarget
 
 _PLAIN = RequestParams()
 _EAGER = RequestParams(op_attr_mask=OP_ATTR_FLAGS, flags=AM_SEND_EAGER)
@@ -79,7 +79,22 @@ class UcxPeer:
         """The transports its endpoint goes over, or went; none before it was made."""
         self.is_closed = False
         """Its endpoint is gone: nothing can be written through it, nor read for it, any more."""
+        self._targets: dict[tuple[bytes, ...], PutTarget] = {}  # by the regions' rkeys
         self._waiting: list[Callable[[], None]] = []
+
+    def target(self, rkeys: tuple[bytes, ...]) -> PutTarget:
+        """Where puts under these keys go. Any thread."""
+        found = self._targets.get(rkeys)
+        return found if found is not None else self._targets.setdefault(rkeys, PutTarget())
+
+    def take_busy_s(self) -> float:
+        """Seconds that posting to it has cost since the last call."""
+        return sum(target.take_busy_s() for target in list(self._targets.values()))
+
+    def close_targets(self) -> None:
+        """Nothing is posted to it any more."""
+        for target in list(self._targets.values()):
+            target.close()
 
     def when_closed(self, callback: Callable[[], None]) -> None:
         """Now, or once it is closed."""
@@ -99,10 +114,8 @@ class Endpoint:
     """A UCX endpoint in PEER error mode. Progress thread only. Raises TransportError when made."""
 
     def __init__(self, ucp: Ucp, worker: int, address: bytes, key: int, on_error: Any) -> None:
-        self._ucp, self._worker = ucp, worker
+        self._ucp = ucp
         self._rkeys: dict[bytes, int] = {}
-        self._targets: dict[tuple[bytes, ...], PostTarget] = {}
-        self._busy_s = 0.0
         handle = c_void_p()
         params = EndpointParams(
             field_mask=1 | 2 | 4,
@@ -116,20 +129,16 @@ class Endpoint:
         self._handle = handle.value
         self.lanes = lanes_of(ucp, self._handle)
 
-    def put(self, poster: Poster, batch: PutBatch, memory_handles: Sequence[int]) -> str | None:
-        """Post a batch; why a put was refused, and those after it never posted, if one was."""
-        start_s = time.perf_counter()
-        target = self._targets.get(batch.runs.rkeys)
-        if target is None:
-            try:
-                rkeys = [self._rkey(packed) for packed in batch.runs.rkeys]
-            except TransportError as error:
-                return str(error)
-            target = PostTarget(self._worker, self._handle, memory_handles, rkeys)
-            self._targets[batch.runs.rkeys] = target
-        status = poster.post(target, batch)
-        self._busy_s += time.perf_counter() - start_s
-        return None if status >= 0 else f"ucp_put_nbx: {self._ucp.text(status)}"
+    def open(
+        self, target: PutTarget, memory_handles: Sequence[int], rkeys: Sequence[bytes]
+    ) -> str | None:
+        """Let puts under these keys of the peer be posted; why a key is refused, if one is."""
+        try:
+            unpacked = [self._rkey(packed) for packed in rkeys]
+        except TransportError as error:
+            return str(error)
+        target.open(self._handle, memory_handles, unpacked)
+        return None
 
     def mapping(self, packed_rkey: bytes, address: int) -> int | None:
         """Where the peer's memory is mapped here; None: it is not, or was asked before, or its key
@@ -154,14 +163,13 @@ class Endpoint:
         self._rkeys[packed] = rkey.value
         return rkey.value
 
-    def flush(self, requests: Requests, on_flushed: OnFlushed) -> None:
-        """Even after a refused put: those before it may still be under way."""
+    def flush(self, requests: Requests, posting_s: float, on_flushed: OnFlushed) -> None:
+        """Even after a refused put: those before it may still be under way. `posting_s`: what the
+        puts have cost already."""
         start_s = time.perf_counter()
 
         def complete(flush_error: str | None) -> None:
-            busy_s = self._busy_s + time.perf_counter() - start_s
-            self._busy_s = 0.0
-            on_flushed(FlushResult(flush_error, busy_s))
+            on_flushed(FlushResult(flush_error, posting_s + time.perf_counter() - start_s))
 
         requests.track(self._ucp.ucp_ep_flush_nbx(self._handle, byref(_PLAIN)), complete)
 

@@ -1,49 +1,174 @@
-"""Two posters of a batch of puts: compiled C, and its twin in Python for where no compiler is."""
+"""What other threads ask of the progress thread, in order, and how the puts among it are posted.
+
+Two queues: one that compiled C reads and posts from without Python's lock, so that whoever holds
+the lock for long keeps no bytes waiting, and its twin in Python for where no compiler is.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, addressof, byref, c_int, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from baton.native_build import NativeBuildError, Recipe, build
-from kv_transfer.transport import PutBatch
-from kv_transfer.ucx.binding import IN_PROGRESS, OP_ATTR_MEMH, RequestParams, Ucp, pointer_status
+from kv_transfer.transport import OnFailed, PutBatch
+from kv_transfer.ucx.binding import (
+    IN_PROGRESS,
+    OP_ATTR_MEMH,
+    RequestParams,
+    Status,
+    Ucp,
+    pointer_status,
+)
 
 log = logging.getLogger(__name__)
 
 
-class PostTarget:
-    """Where batches go: libucp handles, in the form that both posters read."""
+class _Target(ctypes.Structure):
+    _fields_ = (
+        ("endpoint", c_void_p),
+        ("memory_handles", c_void_p),
+        ("rkeys", c_void_p),
+        ("busy_ns", c_uint64),
+    )
 
-    def __init__(
-        self, worker: int, endpoint: int, memory_handles: Sequence[int], rkeys: Sequence[int]
-    ) -> None:
+
+class PutTarget:
+    """Where puts go: libucp handles, in the form that both queues read. The progress thread opens
+    and closes it; nothing is posted before and after."""
+
+    def __init__(self) -> None:
+        self.native = _Target()
+
+    def open(self, endpoint: int, memory_handles: Sequence[int], rkeys: Sequence[int]) -> None:
         """`memory_handles` by source region, `rkeys` by target region."""
-        self.worker, self.endpoint = worker, endpoint
         self.memory_handles = (c_void_p * len(memory_handles))(*memory_handles)
         self.rkeys = (c_void_p * len(rkeys))(*rkeys)
+        self.native.memory_handles = addressof(self.memory_handles)
+        self.native.rkeys = addressof(self.rkeys)
+        self.native.endpoint = endpoint
+
+    def close(self) -> None:
+        self.native.endpoint = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.native.endpoint is not None
+
+    def take_busy_s(self) -> float:
+        """Seconds that posting has cost since the last call."""
+        busy_ns: int = self.native.busy_ns
+        self.native.busy_ns = 0
+        return busy_ns / 1e9
 
 
-class Poster(Protocol):
-    def post(self, target: PostTarget, batch: PutBatch) -> int:
-        """Post all puts of a batch: 0, or the negative status of the one that failed."""
+@dataclass(frozen=True, eq=False)
+class Call:
+    run: Callable[[], None]
 
 
-class PythonPoster:
-    """The loop in Python: about 1 us a put, with the GIL held between puts."""
+@dataclass(frozen=True, eq=False)
+class Put:
+    target: PutTarget
+    batch: PutBatch
+    on_failed: OnFailed
+    open_target: Callable[[], str | None]
+    """Open the target if that is possible; why its keys are refused, if they are."""
 
-    def __init__(self, ucp: Ucp) -> None:
-        self._put, self._free = ucp.ucp_put_nbx, ucp.ucp_request_free
 
-    def post(self, target: PostTarget, batch: PutBatch) -> int:
+Command = Call | Put
+
+
+class CommandQueue(Protocol):
+    """Any thread adds; the rest is the progress thread's."""
+
+    num_taken: int
+    """Commands that are no longer here: taken, or posted."""
+
+    def __len__(self) -> int: ...
+
+    def add(self, command: Command) -> bool:
+        """True: the progress thread sleeps, and this caller has to signal it."""
+
+    @property
+    def first(self) -> Command:
+        """Of one or more."""
+
+    def take(self) -> Command:
+        """Remove the first."""
+
+    def post(self) -> int:
+        """Post and remove the puts that stand first, as far as their targets are open: 0, or the
+        negative status of one that failed, which then stands first."""
+
+    def sleep(self) -> int:
+        """Wait for a peer's event or a signal, unless there is a command. Then post: `post`
+        tells what failed. The wait's status."""
+
+
+class PythonQueue:
+    """Posts from Python: about 1 us a put, with the GIL held between puts."""
+
+    def __init__(self, ucp: Ucp, worker: int) -> None:
+        self._put, self._free, self._wait = (
+            ucp.ucp_put_nbx,
+            ucp.ucp_request_free,
+            ucp.ucp_worker_wait,
+        )
+        self._worker = worker
+        self._commands: deque[Command] = deque()
+        self._asleep = False
+        self.num_taken = 0
+
+    def __len__(self) -> int:
+        return len(self._commands)
+
+    def add(self, command: Command) -> bool:
+        self._commands.append(command)
+        was_asleep, self._asleep = self._asleep, False
+        return was_asleep
+
+    @property
+    def first(self) -> Command:
+        return self._commands[0]
+
+    def take(self) -> Command:
+        self.num_taken += 1
+        return self._commands.popleft()
+
+    def post(self) -> int:
+        while self._commands:
+            first = self._commands[0]
+            if not isinstance(first, Put) or not first.target.is_open:
+                break
+            start_ns = time.perf_counter_ns()
+            status = self._post(first)
+            first.target.native.busy_ns += time.perf_counter_ns() - start_ns
+            if status < 0:
+                return status
+            self.take()
+        return 0
+
+    def sleep(self) -> int:
+        status = 0
+        self._asleep = True
+        if not self._commands:  # looked at after it was told
+            status = self._wait(self._worker)
+        self._asleep = False
+        return status
+
+    def _post(self, put: Put) -> int:
+        target, batch, runs = put.target, put.batch, put.batch.runs
         params = RequestParams(op_attr_mask=OP_ATTR_MEMH)
-        runs = batch.runs
         columns = (
             runs.sources + np.uint64(batch.source_offset),
             runs.targets + np.uint64(batch.target_offset),
@@ -54,7 +179,7 @@ class PythonPoster:
         for source, remote, length, here, there in zip(*(c.tolist() for c in columns), strict=True):
             params.memory_handle = target.memory_handles[here]
             request = self._put(
-                target.endpoint, source, length, remote, target.rkeys[there], byref(params)
+                target.native.endpoint, source, length, remote, target.rkeys[there], byref(params)
             )
             status = pointer_status(request)
             if status < 0:
@@ -65,58 +190,118 @@ class PythonPoster:
 
 
 class _Api(ctypes.Structure):
-    _fields_ = (("put", c_void_p), ("progress", c_void_p), ("release", c_void_p))
-
-
-class _Batch(ctypes.Structure):
     _fields_ = (
+        ("put", c_void_p),
+        ("progress", c_void_p),
+        ("release", c_void_p),
+        ("wait", c_void_p),
+        ("worker", c_void_p),
+    )
+
+
+class _Entry(ctypes.Structure):
+    _fields_ = (
+        ("next", c_void_p),
+        ("target", c_void_p),
         ("sources", c_void_p),
         ("targets", c_void_p),
         ("lengths", c_void_p),
         ("source_regions", c_void_p),
         ("target_regions", c_void_p),
-        ("memory_handles", c_void_p),
-        ("rkeys", c_void_p),
         ("source_offset", c_uint64),
         ("target_offset", c_uint64),
+        ("count", c_size_t),
     )
 
 
-class NativePoster:
-    """The loop in C, with the GIL released."""
+class _Queue(ctypes.Structure):
+    _fields_ = (
+        ("before", c_void_p),
+        ("last", c_void_p),
+        ("asleep", c_int),
+        ("status", c_int),
+        ("num_posted", c_uint64),
+    )
 
-    def __init__(self, ucp: Ucp, library: Path) -> None:
-        self._post = ctypes.CDLL(str(library)).baton_post_puts
-        self._post.restype = c_int
-        self._post.argtypes = [POINTER(_Api), c_void_p, c_void_p, POINTER(_Batch), c_size_t]
-        self._api = _Api(
-            ucp.address_of("ucp_put_nbx"),
-            ucp.address_of("ucp_worker_progress"),
-            ucp.address_of("ucp_request_free"),
-        )
 
-    def post(self, target: PostTarget, batch: PutBatch) -> int:
-        arrays = _Batch(
-            *batch.runs.pointers,
-            addressof(target.memory_handles),
-            addressof(target.rkeys),
-            batch.source_offset,
-            batch.target_offset,
-        )
-        status: int = self._post(
-            byref(self._api), target.worker, target.endpoint, byref(arrays), len(batch.runs.lengths)
-        )
+class NativeQueue:
+    """The commands twice, in one order: here, and as a list that C reads without the GIL."""
+
+    def __init__(self, ucp: Ucp, worker: int, library: Path) -> None:
+        # Adding keeps the GIL (PyDLL), for it never waits; what posts or waits gives it up.
+        quick, slow = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
+        self._add, self._take = quick.baton_add, quick.baton_take
+        self._post, self._sleep = slow.baton_post, slow.baton_sleep
+        self._add.argtypes = [POINTER(_Queue), POINTER(_Entry)]
+        self._take.restype, self._take.argtypes = None, [POINTER(_Queue)]
+        self._post.restype, self._post.argtypes = None, [POINTER(_Queue), POINTER(_Api)]
+        self._sleep.restype, self._sleep.argtypes = Status, [POINTER(_Queue), POINTER(_Api)]
+        names = ("ucp_put_nbx", "ucp_worker_progress", "ucp_request_free", "ucp_worker_wait")
+        self._api = _Api(*map(ucp.address_of, names), worker)
+        self._before = _Entry()  # the one taken last: C follows its `next`
+        address = addressof(self._before)
+        self._queue = _Queue(before=address, last=address)
+        self._commands: deque[tuple[Command, _Entry]] = deque()
+        self.num_taken = 0
+        self._lock = threading.Lock()  # what is here is in C's list too, in the same order
+
+    def __len__(self) -> int:
+        return len(self._commands)
+
+    def add(self, command: Command) -> bool:
+        entry = _entry(command.target, command.batch) if isinstance(command, Put) else _Entry()
+        with self._lock:
+            self._commands.append((command, entry))
+            return bool(self._add(byref(self._queue), byref(entry)))
+
+    @property
+    def first(self) -> Command:
+        return self._commands[0][0]
+
+    def take(self) -> Command:
+        with self._lock:
+            self._take(byref(self._queue))
+            command, self._before = self._commands.popleft()
+        self.num_taken += 1
+        return command
+
+    def post(self) -> int:
+        self._post(byref(self._queue), byref(self._api))
+        return self._posted()
+
+    def sleep(self) -> int:
+        status: int = self._sleep(byref(self._queue), byref(self._api))
+        self._posted()
+        return status
+
+    def _posted(self) -> int:
+        for _ in range(self._queue.num_posted):
+            _, self._before = self._commands.popleft()
+            self.num_taken += 1
+        self._queue.num_posted = 0
+        status: int = self._queue.status
         return status
 
 
-def make_poster(ucp: Ucp, native: bool) -> Poster:
-    """The compiled poster when it is wanted and can be had, else the one in Python."""
+def _entry(target: PutTarget, batch: PutBatch) -> _Entry:
+    return _Entry(
+        None,
+        addressof(target.native),
+        *batch.runs.pointers,
+        batch.source_offset,
+        batch.target_offset,
+        len(batch.runs.lengths),
+    )
+
+
+def make_queue(ucp: Ucp, worker: int, native: bool) -> CommandQueue:
+    """The compiled queue when it is wanted and can be had, else the one in Python."""
     if native:
         try:
-            return NativePoster(ucp, compiled(Path(__file__).with_name("post_loop.c")))
+            return NativeQueue(ucp, worker, compiled(Path(__file__).with_name("post_loop.c")))
         except (NativeBuildError, OSError) as error:
             log.warning("puts are posted from Python, for the C loop cannot be built: %s", error)
-    return PythonPoster(ucp)
+    return PythonQueue(ucp, worker)
 
 
 def compiled(source: Path) -> Path:

@@ -1,6 +1,11 @@
-/* Posts a batch of one-sided puts. libucp's functions come as addresses: no UCX header is needed. */
+/* The progress thread's queue, and the posting of the one-sided puts in it: nothing here needs
+ * Python's lock, so that a thread which holds it for long keeps no bytes waiting. libucp's functions
+ * come as addresses: no UCX header is needed. */
+#define _POSIX_C_SOURCE 199309L
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 #define IS_ERROR(pointer) ((uintptr_t)(pointer) >= (uintptr_t)-100)
 #define OP_ATTR_MEMH (1u << 8)
@@ -18,33 +23,96 @@ struct api {
                  const struct request_params *params);
     unsigned (*progress)(void *worker);
     void (*release)(void *request);
+    int8_t (*wait)(void *worker);
+    void *worker;
 };
 
-struct batch {
-    const uint64_t *sources, *targets, *lengths;
-    const int64_t *source_regions, *target_regions;
+struct target { /* where puts go; the endpoint is NULL before it is known and after its end */
+    void *endpoint;
     void *const *memory_handles; /* by source region */
     void *const *rkeys;          /* by target region */
-    uint64_t source_offset, target_offset;
+    uint64_t busy_ns;
 };
 
-/* 0, or the negative status of the put that failed: those before it are posted. A put that is still
- * in progress is released: the endpoint's next flush waits for it all the same. */
-int baton_post_puts(const struct api *api, void *worker, void *endpoint, const struct batch *batch,
-                    size_t count) {
+struct entry {
+    _Atomic(struct entry *) next;
+    struct target *target; /* NULL: no put, but something that Python has to do */
+    const uint64_t *sources, *targets, *lengths;
+    const int64_t *source_regions, *target_regions;
+    uint64_t source_offset, target_offset;
+    size_t count;
+};
+
+/* Many threads add, one takes. `before` is the entry that was taken last: its `next` stands first,
+ * and it must live until another was taken. */
+struct queue {
+    struct entry *before;
+    _Atomic(struct entry *) last;
+    atomic_int asleep; /* or about to be: whoever adds must signal */
+    int status;        /* of the put that failed, whose entry stands first; 0: none */
+    uint64_t num_posted;
+};
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* A put that is still in progress is released: the endpoint's next flush waits for it all the same. */
+static int post_entry(const struct api *api, const struct entry *entry) {
+    const struct target *target = entry->target;
     struct request_params params = {.op_attr_mask = OP_ATTR_MEMH};
     size_t in_progress = 0;
-    for (size_t i = 0; i < count; i++) {
-        params.memory_handle = batch->memory_handles[batch->source_regions[i]];
-        void *request =
-            api->put(endpoint, (const void *)(uintptr_t)(batch->sources[i] + batch->source_offset),
-                     batch->lengths[i], batch->targets[i] + batch->target_offset,
-                     batch->rkeys[batch->target_regions[i]], &params);
+    for (size_t i = 0; i < entry->count; i++) {
+        params.memory_handle = target->memory_handles[entry->source_regions[i]];
+        void *request = api->put(
+            target->endpoint, (const void *)(uintptr_t)(entry->sources[i] + entry->source_offset),
+            entry->lengths[i], entry->targets[i] + entry->target_offset,
+            target->rkeys[entry->target_regions[i]], &params);
         if (IS_ERROR(request)) return (int)(intptr_t)request;
         if (request) {
             api->release(request);
-            if (++in_progress % PROGRESS_EVERY == 0) api->progress(worker);
+            if (++in_progress % PROGRESS_EVERY == 0) api->progress(api->worker);
         }
     }
     return 0;
+}
+
+/* Whether the thread sleeps, and this caller is the one to wake it. */
+int baton_add(struct queue *queue, struct entry *entry) {
+    struct entry *previous = atomic_exchange(&queue->last, entry);
+    atomic_store(&previous->next, entry);
+    return atomic_load(&queue->asleep) && atomic_exchange(&queue->asleep, 0);
+}
+
+void baton_take(struct queue *queue) {
+    queue->before = atomic_load(&queue->before->next);
+    queue->status = 0;
+}
+
+/* Post the puts that stand first, up to one that fails or whose target is not open. */
+void baton_post(struct queue *queue, const struct api *api) {
+    struct entry *first;
+    while (!queue->status && (first = atomic_load(&queue->before->next)) && first->target &&
+           first->target->endpoint) {
+        uint64_t start_ns = now_ns();
+        queue->status = post_entry(api, first);
+        first->target->busy_ns += now_ns() - start_ns;
+        if (queue->status) return;
+        queue->before = first;
+        queue->num_posted++;
+    }
+}
+
+/* Wait for a peer's event or a signal, unless there is something to do, and post what has come: the
+ * wait's status. The thread says that it sleeps, then looks: an entry that it does not see is told by
+ * a signal, and one that comes before it sleeps is not lost, for the wait returns at once. */
+int8_t baton_sleep(struct queue *queue, const struct api *api) {
+    int8_t status = 0;
+    atomic_store(&queue->asleep, 1);
+    if (!atomic_load(&queue->before->next)) status = api->wait(api->worker);
+    atomic_store(&queue->asleep, 0);
+    baton_post(queue, api);
+    return status;
 }

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import byref, c_size_t, c_void_p
 from dataclasses import replace
 from functools import partial
@@ -57,7 +57,7 @@ from kv_transfer.ucx.binding import (
 from kv_transfer.ucx.endpoint import Endpoint, Requests, UcxPeer
 from kv_transfer.ucx.lanes import SHARED_MEMORY, end_with_their_process
 from kv_transfer.ucx.memory import AllocatedMemory, RegisteredMemory, UcxMemory, populate
-from kv_transfer.ucx.native import Poster, make_poster
+from kv_transfer.ucx.native import Call, Command, CommandQueue, Put, make_queue
 
 log = logging.getLogger(__name__)
 
@@ -72,14 +72,13 @@ class UcxTransport:
     def __init__(self, config: TransferConfig) -> None:
         self.on_fatal: OnFatal | None = None
         self._ucp = load(config)
-        self._poster: Poster = make_poster(self._ucp, config.native)
         # Callbacks live as long as the worker: UCX keeps only their raw addresses.
         self._message_callback = MessageCallback(self._receive)
         self._error_callback = ErrorCallback(self._endpoint_failed)
         self._context, self._worker = _create_worker(self._ucp, self._message_callback)
         self._address = _worker_address(self._ucp, self._worker)
         self._memory: UcxMemory | None = None
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: CommandQueue = make_queue(self._ucp, self._worker, config.native)
         self._requests = Requests(self._ucp)
         self._lock = threading.Lock()  # of the peers' map
         self._signalling = threading.Lock()  # of `_closed`
@@ -91,7 +90,6 @@ class UcxTransport:
         self._thread: threading.Thread | None = None
         self._awake_until_s = 0.0
         self._stopping = False
-        self._asleep = False  # or about to be: whoever enqueues must signal
         self._closed = False
 
     @property
@@ -137,7 +135,7 @@ class UcxTransport:
             if peer is None:
                 peer = self._peers[address] = UcxPeer(address)
                 self._keys[id(peer)] = peer
-                self._enqueue(lambda: self._open(peer))
+                self._enqueue(Call(lambda: self._open(peer)))
             return peer
 
     def puts_end_with_process(self, address: bytes) -> bool:
@@ -159,23 +157,21 @@ class UcxTransport:
             populate(address, min(num_bytes, _POPULATE_BYTES))
             if num_bytes > _POPULATE_BYTES:
                 left = num_bytes - _POPULATE_BYTES
-                self._enqueue(partial(fault_in, address + _POPULATE_BYTES, left))
+                self._enqueue(Call(partial(fault_in, address + _POPULATE_BYTES, left)))
 
         for region in regions:
-            self._enqueue(partial(map_region, region))
+            self._enqueue(Call(partial(map_region, region)))
 
     def put(self, peer: Peer, batch: PutBatch, on_failed: OnFailed) -> None:
         assert isinstance(peer, UcxPeer)
         assert self._memory is not None
-        handles = self._memory.handles
+        handles, rkeys = self._memory.handles, batch.runs.rkeys
+        target = peer.target(rkeys)
 
-        def run() -> None:
-            if peer.endpoint is not None:
-                error = peer.endpoint.put(self._poster, batch, handles)
-                if error is not None:
-                    on_failed(error)
+        def open_target() -> str | None:
+            return None if peer.endpoint is None else peer.endpoint.open(target, handles, rkeys)
 
-        self._enqueue(run)
+        self._enqueue(Put(target, batch, on_failed, open_target))
 
     def flush(self, peer: Peer, on_flushed: OnFlushed) -> None:
         assert isinstance(peer, UcxPeer)
@@ -194,9 +190,9 @@ class UcxTransport:
             if peer.endpoint is None:
                 answer(FlushResult("the peer is lost", 0.0))
             else:
-                peer.endpoint.flush(self._requests, answer)
+                peer.endpoint.flush(self._requests, peer.take_busy_s(), answer)
 
-        self._enqueue(run)
+        self._enqueue(Call(run))
 
     def send(self, peer: Peer, payload: bytes, expects_answer: bool = False) -> None:
         assert isinstance(peer, UcxPeer)
@@ -207,7 +203,7 @@ class UcxTransport:
                 if expects_answer:
                     self._awake_until_s = time.monotonic() + _LOOK_OUT_S
 
-        self._enqueue(run)
+        self._enqueue(Call(run))
 
     def close(self) -> None:
         with self._signalling:
@@ -225,14 +221,10 @@ class UcxTransport:
 
     # --- the progress thread -------------------------------------------------------------------
 
-    def _enqueue(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        # The thread says that it sleeps, then looks for commands: one that it does not see is told
-        # by a signal, and one that comes before it sleeps is not lost: the wait returns at once.
-        if self._asleep and threading.current_thread() is not self._thread:
+    def _enqueue(self, command: Command) -> None:
+        if self._commands.add(command):
             with self._signalling:  # or `close` could free the worker in between
-                if self._asleep and not self._closed:
-                    self._asleep = False
+                if not self._closed:
                     self._ucp.ucp_worker_signal(self._worker)
 
     def _progress(self) -> None:
@@ -241,10 +233,7 @@ class UcxTransport:
                 self._memory.enter_thread()
             while not self._stopping:
                 if not self._turn() and time.monotonic() >= self._awake_until_s:
-                    self._asleep = True
-                    if not self._commands and not self._stopping:  # looked at after it was told
-                        self._ucp.check(self._ucp.ucp_worker_wait(self._worker), "ucp_worker_wait")
-                    self._asleep = False
+                    self._ucp.check(self._commands.sleep(), "ucp_worker_wait")
             self._close_endpoints()
         except Exception as error:  # the outermost loop of the progress thread
             log.critical("the transfer thread failed and cannot go on", exc_info=error)
@@ -254,16 +243,43 @@ class UcxTransport:
 
     def _turn(self) -> bool:
         """Do what there is to do; False when nothing was."""
-        worked = bool(self._commands)
-        for _ in range(len(self._commands)):  # what they enqueue in their turn comes next time
-            self._commands.popleft()()
+        worked = self._run_commands()
         worked = bool(self._ucp.ucp_worker_progress(self._worker)) or worked
         if self._message_error is not None:
             raise self._message_error
         self._requests.poll()
         while self._failed:
             self._lose(self._failed.popleft())
-        return worked or bool(self._commands)
+        return worked or len(self._commands) > 0
+
+    def _run_commands(self) -> bool:
+        """Run what was asked for until now; what comes meanwhile waits for the next turn, but for
+        puts behind puts."""
+        commands = self._commands
+        begun_at = commands.num_taken
+        until = begun_at + len(commands)
+        while commands.num_taken < until:
+            first = commands.first
+            if isinstance(first, Call):
+                commands.take()
+                first.run()
+            else:
+                self._post(first)
+        return until > begun_at
+
+    def _post(self, first: Put) -> None:
+        """The put that stands first, and those behind it that can be posted; nothing of one to a
+        peer that is lost."""
+        error = None if first.target.is_open else first.open_target()
+        if first.target.is_open:
+            status = self._commands.post()
+            if status == 0:
+                return
+            error = f"ucp_put_nbx: {self._ucp.text(status)}"
+        failed = self._commands.take()
+        assert isinstance(failed, Put), failed
+        if error is not None:
+            failed.on_failed(error)
 
     def _open(self, peer: UcxPeer) -> None:
         try:
@@ -309,6 +325,7 @@ class UcxTransport:
             if self._peers.get(peer.address) is peer:
                 del self._peers[peer.address]
         endpoint, peer.endpoint = peer.endpoint, None
+        peer.close_targets()
         if endpoint is None:
             self._forget(peer)
         else:

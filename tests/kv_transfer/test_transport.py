@@ -7,6 +7,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from kv_transfer.lease import FirstTokenLogprobs, Lease, LeaseId, RankLease, Wor
 from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler
 from kv_transfer.rank import TransferRank
 from kv_transfer.transport import FlushResult, PutBatch, Runs, Transport, make_transport
-from kv_transfer.ucx.native import NativePoster, PythonPoster, make_poster
+from kv_transfer.ucx.native import NativeQueue, PythonQueue, make_queue
 from kv_transfer.ucx.transport import UcxTransport
 
 CONFIGS = [TransferConfig(transport="memory"), TransferConfig(), TransferConfig(native=False)]
@@ -86,6 +87,45 @@ def test_puts_land_before_their_flush_and_messages_come_in_order(
     expected = np.zeros_like(there.buffer)
     expected[16:116] = expected[2 * 8192 + 16 : 2 * 8192 + 66] = 1
     assert (there.buffer == expected).all()
+
+
+def becomes(byte: np.ndarray, value: int, bound_s: float) -> bool:
+    end_s = time.monotonic() + bound_s
+    while byte[0] != value and time.monotonic() < end_s:
+        pass
+    return bool(byte[0] == value)
+
+
+def test_a_put_behind_another_needs_no_turn_of_the_interpreter() -> None:
+    num_bytes = 64 << 20  # so long that the next is asked for in the meantime
+    a, b = UcxTransport(TransferConfig()), UcxTransport(TransferConfig())
+    here, there = a.allocate(1, num_bytes, 1), b.allocate(1, num_bytes, 1)
+    for transport in (a, b):
+        transport.start(lambda _payload: None, lambda _address: None)
+    peer, flushed = a.connect(b.address), queue.SimpleQueue[FlushResult]()
+    (source,), (target,) = here.regions, there.regions
+    one, region = np.ones(1, np.uint64), np.zeros(1, np.int64)
+    first = Runs(
+        source.base_address * one, target.base_address * one, one, region, region, (target.rkey,)
+    )
+    whole = replace(first, lengths=one * num_bytes)
+    interval_s, landed = sys.getswitchinterval(), []
+    for value in range(1, 6):
+        here.buffer[0] = 255
+        a.put(peer, PutBatch(whole), pytest.fail)
+        assert becomes(there.buffer, 255, 10)
+        here.buffer[0] = value
+        sys.setswitchinterval(1000)  # this thread keeps the interpreter
+        try:
+            a.put(peer, PutBatch(first), pytest.fail)
+            landed.append(becomes(there.buffer, value, 1.0))
+        finally:
+            sys.setswitchinterval(interval_s)
+        a.flush(peer, flushed.put)
+        assert flushed.get(timeout=10).error is None
+    a.close()
+    b.close()
+    assert sum(landed) > 2, landed
 
 
 class InterruptedTransport(UcxTransport):
@@ -245,9 +285,9 @@ def test_the_loop_is_compiled_where_it_can_be_and_else_in_python(
     from kv_transfer.ucx.binding import load
 
     ucp = load(TransferConfig())
-    assert isinstance(make_poster(ucp, native=True), NativePoster)
+    assert isinstance(make_queue(ucp, 0, native=True), NativeQueue)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert isinstance(make_poster(ucp, native=True), PythonPoster)
+    assert isinstance(make_queue(ucp, 0, native=True), PythonQueue)
 
 
 def test_a_lease_survives_the_wire() -> None:
