@@ -21,6 +21,7 @@ from tests.path.whole_path import Answer, Pool, Shape, WholePath, ask, whole_pat
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_TOKENS = 12
+FEW_LENGTHS = (1, 16, 17, 70, 600)
 LENGTHS = (1, 2, 16, 17, 70, 333, 1500)
 ALL_LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 128, 200, 511, 512, 513, 900, 1500)
 
@@ -140,9 +141,21 @@ async def path(
 CHUNKS = (16, 64, 512)
 BLOCK_SIZES = (8, 16, 32)
 CHECKSUMS = ("off", "sampled", "always")
-all_widths = pytest.mark.parametrize(
-    "widths", [(1, 1), (1, 2), (2, 1), (2, 2)], ids=lambda w: f"tp{w[0]}{w[1]}"
-)
+WIDTHS = ((1, 1), (1, 2), (2, 1), (2, 2))
+
+
+def over_widths(*quick: tuple[int, int]) -> pytest.MarkDecorator:
+    """Every width of a prefill worker with every one of a decode worker; all but `quick` are full.
+
+    Unequal widths show the most: each role in both, and heads that are divided or put together.
+    """
+    full = (
+        pytest.param(widths, marks=pytest.mark.full) for widths in WIDTHS if widths not in quick
+    )
+    return pytest.mark.parametrize("widths", [*quick, *full], ids=lambda w: f"tp{w[0]}{w[1]}")
+
+
+all_widths = over_widths()  # of tests that are full anyway
 
 
 def rotated(number: int) -> Shape:
@@ -157,12 +170,11 @@ def rotated(number: int) -> Shape:
     )
 
 
-# --- quick: every family and width, their chunks in pairs ---------------------------------------
+# --- quick: every family with each width and chunk of either role, in pairs ----------------------
 
 VARIANTS = ("llama-tied-linear", "qwen3-windows")
 
-
-@pytest.mark.parametrize(
+rotating = pytest.mark.parametrize(
     "path",
     [
         pytest.param(rotated(number), id=family)
@@ -172,15 +184,46 @@ VARIANTS = ("llama-tied-linear", "qwen3-windows")
     indirect=True,
     scope="module",
 )
-@all_widths
-async def test_tokens_are_those_of_transformers_alone_local_and_handed_over(
+few_or_more = pytest.mark.parametrize(
+    "lengths",
+    [FEW_LENGTHS, pytest.param(LENGTHS, marks=pytest.mark.full)],
+    ids=["few", "more"],
+)
+
+
+@rotating
+@few_or_more
+async def test_an_engine_alone_gives_the_tokens_of_transformers(
+    path: WholePath, lengths: tuple[int, ...]
+) -> None:
+    check_alone(path, lengths)
+
+
+@rotating
+@over_widths((1, 2), (2, 1))
+@few_or_more
+async def test_tokens_local_and_handed_over_are_those_of_transformers(
+    path: WholePath, widths: tuple[int, int], lengths: tuple[int, ...]
+) -> None:
+    await path.use_widths(*widths)
+    await check_tokens(path, lengths, f"{len(lengths)} lengths {widths}")
+
+
+@rotating
+@over_widths((1, 2))
+async def test_turns_of_a_conversation_go_on_from_the_blocks_of_either_worker(
     path: WholePath, widths: tuple[int, int]
 ) -> None:
     await path.use_widths(*widths)
-    if widths == (1, 1):
-        check_alone(path, LENGTHS)
-    await check_tokens(path, LENGTHS, str(widths))
     await check_conversation(path, 75, f"talk {widths}")
+
+
+@rotating
+@over_widths((2, 1))
+async def test_sampled_tokens_follow_from_the_seed_on_one_worker_and_on_two(
+    path: WholePath, widths: tuple[int, int]
+) -> None:
+    await path.use_widths(*widths)
     await check_seeds(path, f"seeds {widths}")
 
 
