@@ -108,6 +108,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
         return await self.tokenizing.run(
             lambda: parse_generate(request, router.text_model, limits),
+            request.tenant,
             request.ByteSize(),
             router.config.timeout_s(named_s),
         )
@@ -145,6 +146,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             check_model_name(request.model, limits)
             ids = await self.tokenizing.run(
                 lambda: encode_prompt(request, model, limits),
+                "",
                 request.ByteSize(),
                 self._router.config.default_timeout_s,
             )

@@ -14,6 +14,7 @@ import pytest
 
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, router_pb2
+from router.config import RouterConfig
 from router.text import TextModel
 from router.tokenizing import Tokenizing
 from tests.router.deployment import Deployment, ask_for, byte_model, deployment
@@ -102,6 +103,63 @@ async def test_bytes_beyond_the_line_s_are_shed_but_a_message_alone_is_taken(
         slow_model.gate.set()
         await asyncio.gather(first, small)
         await whole(d, large)
+
+
+async def test_a_tenant_s_flood_sheds_its_own_newest_and_nobody_else(
+    slow_model: SlowModel,
+) -> None:
+    prompt = "x" * 100
+    size = ask_for(prompt, tenant="flood").ByteSize()
+    async with one_in_hand(slow_model, max_tokenizing_bytes=6 * size) as (d, first):
+        room = (6 * size - tokenizing(d).num_bytes) // size
+        flood = [
+            asyncio.create_task(d.client.ask(ask_for(prompt, tenant="flood"))) for _ in range(room)
+        ]
+        await d.until(lambda: tokenizing(d).num_requests == 1 + room)
+        error = await refused(d, ask_for(prompt, tenant="flood"))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        others = [
+            asyncio.create_task(d.client.ask(ask_for(prompt, tenant=f"other-{n}")))
+            for n in range(2)
+        ]
+        await d.until(lambda: sum(task.done() for task in flood) == 2)
+        shed, kept = [t for t in flood if t.done()], [t for t in flood if not t.done()]
+        for task in shed:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await task
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert from_rpc_error(caught.value).retry_after_s == 1.0
+        assert tokenizing(d).num_bytes <= 6 * size
+        slow_model.gate.set()
+        for answer in await asyncio.gather(*kept, *others):
+            assert_whole(answer, prompt)
+        await first
+
+
+async def tokenized_order(requests: list[tuple[str, int]]) -> list[str]:
+    """Tenants in the order their (tenant, bytes) requests, all in line at once, are worked on."""
+    tokenizing = Tokenizing(RouterConfig())
+    gate = threading.Event()
+    order: list[str] = []
+    begun = asyncio.create_task(tokenizing.run(lambda: gate.wait(30), "", 1, 30.0))
+    waiting = [
+        asyncio.create_task(tokenizing.run(lambda t=tenant: order.append(t), tenant, size, 30.0))  # type: ignore[misc]
+        for tenant, size in requests
+    ]
+    await asyncio.sleep(0)  # all are in line before the first leaves it
+    gate.set()
+    await asyncio.gather(begun, *waiting)
+    assert tokenizing.num_requests == tokenizing.num_bytes == 0
+    tokenizing.close()
+    return order
+
+
+async def test_tenants_are_tokenized_by_turns_in_equal_parts_of_bytes() -> None:
+    order = await tokenized_order([("many", 1000)] * 8 + [("few", 1000)] * 2)
+    assert order[:4].count("few") == 2
+    order = await tokenized_order([("huge", 10_000)] * 3 + [("small", 1000)] * 12)
+    assert order[:12].count("small") >= 10
+    assert order.count("huge") == 3
 
 
 async def test_a_request_s_deadline_holds_while_it_waits_to_be_tokenized(
