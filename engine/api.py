@@ -71,7 +71,11 @@ class EngineLoad:
 
 
 class KvSink(Protocol):
-    """Receives finished KV on one rank, on the engine's thread. Must not block: it enqueues."""
+    """Receives finished KV on one rank. Must not block: it enqueues.
+
+    One call after the other, on the engine's thread; `layer_done` may come on another one, while
+    the engine's computes the step.
+    """
 
     def message(self, payload: bytes) -> None:
         """A sink message of the plan: opens, closes or fences a handoff on this rank."""

@@ -13,12 +13,12 @@ from engine.api import KvMemory, KvSink, ModelSpec
 from engine.attention.choice import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES, PagedKv
 from engine.config import EngineConfig
+from engine.layer_pushes import LayerPushes
 from engine.models.decoder import Decoder
 from engine.models.folder import read_config, resolve
 from engine.models.loading import WeightLoader
 from engine.models.sharding import shard_of
 from engine.request import (
-    BlockPush,
     RequestId,
     RequestSpec,
     SampledToken,
@@ -57,6 +57,7 @@ class TorchRunner:
         self._sample = sample
         self._tp = tp
         self._device = kv.layers[0].keys.device
+        self._pushes = LayerPushes.on(self._device, sink, kv.layout)
 
     @property
     def model(self) -> ModelSpec:
@@ -87,6 +88,7 @@ class TorchRunner:
         for message in plan.sink_messages:
             self._sink.message(message)
         logits = self._forward(plan) if plan.seqs else None
+        self._pushes.finish()
         self._sink.step_done(plan)
         return logits
 
@@ -101,28 +103,13 @@ class TorchRunner:
     def _forward(self, plan: StepPlan) -> torch.Tensor | None:
         batch = pack(plan.seqs, self._kv.layout.block_size, self._device)
 
-        hidden = self._decoder.forward(batch, self._kv, self._layer_callback(plan.pushes))
+        hidden = self._decoder.forward(batch, self._kv, self._pushes.of_step(plan.pushes))
         if not len(batch.sample_rows):
             return None
         return self._decoder.logits(hidden[batch.sample_rows])
 
-    def _layer_callback(self, pushes: Sequence[BlockPush]) -> Callable[[int], None]:
-        """What tells the sink that a layer is done: nothing in a step that pushes nothing."""
-        if not pushes:
-            return lambda layer: None
-        layout = self._kv.layout
-        of_group = [
-            [push for push in pushes if push.group == group] for group in range(len(layout.groups))
-        ]
-
-        def layer_done(layer: int) -> None:
-            if self._device.type == "cuda":
-                torch.cuda.current_stream().synchronize()  # puts read the memory itself
-            self._sink.layer_done(layer, of_group[layout.group_of_layer(layer)])
-
-        return layer_done
-
     def close(self) -> None:
+        self._pushes.close()
         if self._tp is not None:
             self._tp.close()
 
@@ -145,6 +132,7 @@ def load_torch_runner(
     model = read_config(folder)
     shard = shard_of(model, rank, size)
     dtype = TORCH_DTYPES[spec.layout.groups[0].tensors[0].dtype]  # computing in what KV is kept in
+    log.info("weights, activations and KV are in %s", dtype)
     with Checkpoint(folder) as checkpoint:
         weights = WeightLoader(checkpoint, model, shard, dtype, device).load()
     decoder = Decoder(model, weights, shard, pick_kernels(device, dtype), tp)

@@ -43,10 +43,12 @@ class GroupedLinear:
 
     @classmethod
     def of(cls, linears: Sequence[Linear]) -> GroupedLinear | None:
-        """The same products as one; None on a CPU, where each is faster alone, with biases, and
-        before torch 2.10, which has no such product."""
+        """The same products as one; None on a CPU, where each is faster alone, and where torch has
+        none: before 2.10, with biases, of rows that are no multiple of 16 bytes."""
         first = linears[0]
         if first.device.type == "cpu" or first._bias is not None or not hasattr(F, "grouped_mm"):
+            return None
+        if any(width * first._weight.element_size() % 16 for width in first._weight.shape):
             return None
         return cls(torch.stack([linear._weight for linear in linears]))
 

@@ -1,0 +1,91 @@
+"""Tells a sink of each layer that a step has written, without the step's thread waiting for it.
+
+A device computes behind the host's back: that a layer was asked for does not mean that it is
+written, and what is put from its memory is read at once. So on a device an event is recorded after
+each layer; a thread of its own waits for one event after the other and tells the sink. The step
+ends when the sink has heard all: a sink's calls never overlap, and its errors are the step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from engine.api import KvSink
+from engine.request import BlockPush
+from kv_transfer.layout import KvLayout
+
+
+class DeviceEvent(Protocol):
+    """As torch.cuda.Event."""
+
+    def record(self) -> None:
+        """On the step's thread: it comes to pass when all that was asked for until now is done."""
+
+    def synchronize(self) -> None:
+        """On any thread: wait for it."""
+
+
+NewEvent = Callable[[], DeviceEvent]
+
+
+def _new_cuda_event() -> DeviceEvent:
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+
+class LayerPushes:
+    """One step at a time: `layer_done` for each layer, on one thread, then `finish`."""
+
+    def __init__(self, sink: KvSink, layout: KvLayout, new_event: NewEvent | None) -> None:
+        """`new_event` is None where a layer is written when its call returns."""
+        self._sink = sink
+        self._layout = layout
+        self._new_event = new_event
+        self._told: list[Future[None]] = []
+        self._thread = ThreadPoolExecutor(1, "layer-pushes") if new_event is not None else None
+
+    @classmethod
+    def on(cls, device: torch.device, sink: KvSink, layout: KvLayout) -> LayerPushes:
+        """Whoever waits for a CUDA event sleeps: to look at it all the time would take a core."""
+        return cls(sink, layout, _new_cuda_event if device.type == "cuda" else None)
+
+    def of_step(self, pushes: Sequence[BlockPush]) -> Callable[[int], None]:
+        """What to call when a layer was asked for: nothing in a step that pushes nothing."""
+        assert not self._told, "the step before has not finished"
+        if not pushes:
+            return lambda layer: None
+        of_group = [
+            [push for push in pushes if push.group == group]
+            for group in range(len(self._layout.groups))
+        ]
+
+        def layer_done(layer: int) -> None:
+            self._layer_done(layer, of_group[self._layout.group_of_layer(layer)])
+
+        return layer_done
+
+    def finish(self) -> None:
+        """Wait until the sink has heard of every layer. Raises what it raised first."""
+        told, self._told = self._told, []
+        for each in told:
+            each.result()
+
+    def close(self) -> None:
+        """Without waiting: a device that hangs comes to no event."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
+        if self._new_event is None or self._thread is None:
+            self._sink.layer_done(layer, pushes)
+            return
+        event = self._new_event()
+        event.record()
+        self._told.append(self._thread.submit(self._tell, event, layer, pushes))
+
+    def _tell(self, event: DeviceEvent, layer: int, pushes: Sequence[BlockPush]) -> None:
+        event.synchronize()
+        self._sink.layer_done(layer, pushes)

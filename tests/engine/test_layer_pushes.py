@@ -1,0 +1,149 @@
+"""A sink hears of a layer when the device has written it, and the step does not wait for that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from engine.layer_pushes import LayerPushes
+from engine.request import BlockPush, HandoffId
+from kv_transfer.layout import BlockId, KvLayout, LayerGroup, TensorSpec
+from tests.engine.driving import RecordingSink
+
+TENSORS = (TensorSpec("k", 1, 8, "float32"),)
+LAYOUT = KvLayout(16, (LayerGroup(0, 1, TENSORS), LayerGroup(1, 2, TENSORS, 64)))
+PUSHES = tuple(BlockPush(HandoffId("h"), group, (0,), (BlockId(3),)) for group in (0, 1))
+WAIT_S = 10.0
+
+
+class Device:
+    """Computes when it is let: as many layers as were asked for, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def new_event(self) -> Event:
+        return Event(self)
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.reached = threading.Event()
+
+    def record(self) -> None:
+        self._device.events.append(self)
+
+    def synchronize(self) -> None:
+        assert self.reached.wait(WAIT_S), "nobody computes"
+
+
+class Sink(RecordingSink):
+    """Tells when it has heard of a layer; fails at one."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.heard = threading.Semaphore(0)
+        self._fails_at = fails_at
+
+    def layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
+        if layer == self._fails_at:
+            raise ValueError(f"layer {layer}")
+        super().layer_done(layer, pushes)
+        self.heard.release()
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    device = Device()
+    yield device
+    for event in device.events:
+        event.reached.set()  # a thread that waits would outlive its test
+
+
+def test_a_step_asks_for_all_layers_while_the_sink_hears_of_each_that_is_written(
+    device: Device,
+) -> None:
+    sink = Sink()
+    pushes = LayerPushes(sink, LAYOUT, device.new_event)
+    layer_done = pushes.of_step(PUSHES)
+    for layer in range(3):
+        layer_done(layer)  # waits for none of them
+    assert sink.calls == []
+    expected = [("layer_done", layer, PUSHES[min(layer, 1) :][:1]) for layer in range(3)]
+    for layer, event in enumerate(device.events):
+        event.reached.set()
+        assert sink.heard.acquire(timeout=WAIT_S)
+        assert sink.calls == expected[: layer + 1]
+    pushes.finish()
+    pushes.close()
+
+
+def test_a_step_finishes_when_the_sink_has_heard_of_every_layer(device: Device) -> None:
+    sink = Sink()
+    pushes = LayerPushes(sink, LAYOUT, device.new_event)
+    layer_done = pushes.of_step(PUSHES)
+    for layer in range(3):
+        layer_done(layer)
+
+    def finish() -> None:
+        pushes.finish()
+        sink.calls.append(("finished",))
+
+    finishing = threading.Thread(target=finish)
+    finishing.start()
+    for event in device.events:
+        event.reached.set()
+    finishing.join(WAIT_S)
+    assert [call[0] for call in sink.calls] == ["layer_done"] * 3 + ["finished"]
+    pushes.close()
+
+
+def test_what_a_sink_raises_is_the_steps_error(device: Device) -> None:
+    pushes = LayerPushes(Sink(fails_at=1), LAYOUT, device.new_event)
+    layer_done = pushes.of_step(PUSHES)
+    for layer in range(3):
+        layer_done(layer)
+    for event in device.events:
+        event.reached.set()
+    with pytest.raises(ValueError, match="layer 1"):
+        pushes.finish()
+    pushes.close()
+
+
+def test_a_step_without_pushes_records_nothing(device: Device) -> None:
+    sink = Sink()
+    pushes = LayerPushes(sink, LAYOUT, device.new_event)
+    pushes.of_step(())(0)
+    pushes.finish()
+    pushes.close()
+    assert (device.events, sink.calls) == ([], [])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_layer_is_written_when_the_sink_hears_of_it_and_the_host_waits_for_none() -> (
+    None
+):
+    kv, large = torch.zeros(3, device="cuda"), torch.ones(8192, 8192, device="cuda")
+    written = []
+
+    class Reader(RecordingSink):
+        def layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
+            with torch.cuda.stream(torch.cuda.Stream()):  # as a put: not behind the step's work
+                written.append(kv[layer].cpu().item())
+
+    pushes = LayerPushes.on(kv.device, Reader(), LAYOUT)
+    layer_done = pushes.of_step(PUSHES)
+    for layer in range(3):
+        for _ in range(8):
+            torch.mm(large, large)
+        kv[layer].fill_(1)
+        layer_done(layer)
+    still_computes = not torch.cuda.current_stream().query()
+    pushes.finish()
+    pushes.close()
+    assert still_computes
+    assert written == [1, 1, 1]
