@@ -53,8 +53,10 @@ class Fleet:
                 assert process.returncode in (None, 0, -signal.SIGKILL), worker_id
             await asyncio.sleep(0.05)
 
-    def kill(self, worker_id: str) -> None:
+    async def kill(self, worker_id: str) -> None:
+        """Returns once its process is over."""
         self.processes[worker_id].send_signal(signal.SIGKILL)
+        await asyncio.wait_for(self.processes[worker_id].wait(), 15)
 
     async def end(self) -> None:
         """SIGINT, so that rank 0 takes its other ranks along; whoever lingers is killed."""

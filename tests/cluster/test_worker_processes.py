@@ -13,12 +13,15 @@ from typing import Any
 import grpc.aio
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from baton.v1 import control_pb2, worker_pb2
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, fleet_message, serve
 from cluster.registry import Registry
 from tests.cluster.fleet_processes import Fleet, started
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CONFIG = """
 model: fake
@@ -37,12 +40,30 @@ transfer: {renew_within_s: 2.0, ack_timeout_s: 3.0}
 """
 
 
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    config = tmp_path / "cluster.yaml"
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    config = tmp_path_factory.mktemp("fleet") / "cluster.yaml"
     config.write_text(CONFIG)
     async with started(config) as fleet:
         yield fleet
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fleet(running: Fleet) -> Fleet:
+    """Two and two workers, live; who left or was killed in the test before is started again."""
+    over = {name for name, process in running.processes.items() if process.returncode is not None}
+    before = fleet_message(running.registry.snapshot()).workers
+    old = {w.info.ref.incarnation for w in before if w.info.ref.worker_id in over}
+    for worker_id in over:
+        pool, _, index = worker_id.rpartition("-")
+        await running.start(pool, int(index))
+    await running.until(
+        lambda seen: (
+            _states(seen) == [control_pb2.WORKER_STATE_LIVE] * 4
+            and all(w.info.ref.incarnation not in old for w in seen.workers)
+        )
+    )
+    return running
 
 
 async def test_two_and_two_workers_hand_off_over_ucx_with_the_oracles_tokens(
@@ -77,7 +98,7 @@ async def test_a_prefill_worker_killed_mid_push_leaves_nothing_behind_and_anothe
     lease = await doomed.reserve(spec, fleet.ref("prefill-0"))
     call = asyncio.create_task(doomed.hand_off(spec, lease))
     await fleet.until(lambda seen: _load(seen, "prefill-0").num_queued_tokens > 0)
-    fleet.kill("prefill-0")
+    await fleet.kill("prefill-0")
     with pytest.raises(grpc.aio.AioRpcError):
         await call
     await link.until(lambda: link.of("killed").rejected)
@@ -109,7 +130,7 @@ async def test_a_decode_worker_killed_mid_stream_is_continued_elsewhere_from_its
     await router.hand_off(spec, await router.reserve(spec, fleet.ref("prefill-0")))
     heard = doomed.of("moved")
     await doomed.until(lambda: len(heard.tokens) > 20)
-    fleet.kill("decode-0")
+    await fleet.kill("decode-0")
     emitted = heard.in_order()
     assert emitted == expected[: len(emitted)]
 
@@ -187,6 +208,7 @@ async def test_a_drain_needs_no_registry_what_runs_finishes_and_the_worker_leave
     config = tmp_path / "cluster.yaml"
     config.write_text(CONFIG + "worker: {drain_timeout_s: 55}\n")
     draining = [control_pb2.WORKER_STATE_DRAINING]
+    starting = [control_pb2.WORKER_STATE_STARTING]  # registered, and not yet heard
     registry = Registry(RegistryConfig(), time.monotonic)
     async with contextlib.AsyncExitStack() as stack:
         async with serve(registry, Changes(), "127.0.0.1:0") as control:
@@ -207,7 +229,7 @@ async def test_a_drain_needs_no_registry_what_runs_finishes_and_the_worker_leave
         if registry_is == "restarted":
             fleet.registry = Registry(RegistryConfig(), time.monotonic)
             await stack.enter_async_context(serve(fleet.registry, Changes(), control))
-            await fleet.until(lambda seen: bool(seen.workers))
+            await fleet.until(lambda seen: _states(seen) not in ([], starting))
             assert _states(fleet_message(fleet.registry.snapshot())) == draining
             assert not link.of("last").finished
         else:
