@@ -75,6 +75,7 @@ def test_a_cluster_whose_workers_cannot_start_fails_soon_with_their_own_words(
     assert wait_until_gone(descendants() - before, 5.0) == set()
 
 
+@pytest.mark.full
 def test_a_cluster_on_more_gpus_than_the_machine_has_is_refused_before_anything_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
