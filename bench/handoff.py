@@ -97,6 +97,9 @@ class Worker:
     def failed(self, request_id: str, reason: LeaseFailure) -> None:
         raise RuntimeError(f"{request_id}: {reason}")
 
+    def ended(self, request_id: str, first: FirstToken) -> None:
+        raise RuntimeError(f"{request_id}: ended by {first}")
+
     def quiescent(self, request_id: str) -> None:
         pass
 
@@ -189,15 +192,12 @@ class Memcpy:
         route = Route(self._layout, self._regions, 0, 1, self._targets)
         runs = route.runs(0, sources, targets)
         assert runs is not None
+        columns = [np.array(c, np.uint64) for c in zip(*runs.first.coalesced(), strict=True)][:3]
+        pointers = [column.ctypes.data for column in columns]
         start = time.perf_counter()
         for layer in range(NUM_LAYERS):
             batch = runs.at(layer)
-            self._copy(
-                len(runs.first.lengths),
-                *runs.first.pointers[:3],
-                batch.source_offset,
-                batch.target_offset,
-            )
+            self._copy(len(columns[0]), *pointers, batch.source_offset, batch.target_offset)
         return time.perf_counter() - start
 
 

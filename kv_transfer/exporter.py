@@ -66,6 +66,7 @@ class _Export:
     error: HandoffError | None = None
     acked_at_s: float | None = None
     finishing_at_s: float | None = None
+    ended_by: FirstToken | None = None  # so nothing has to move
     owner_told: bool = False  # that it failed and has drained
     collected: bool = False  # the caller of `finish` or `cancel` has its outcome
     timers: list[Timer] = field(default_factory=list)
@@ -177,8 +178,10 @@ class Exporter:
                 )
             )
 
-    async def cancel(self, handoff: HandoffId) -> bool:
+    async def cancel(self, handoff: HandoffId, ended_by: FirstToken | None = None) -> bool:
         """Stop a handoff; returns when it has drained on every rank, or after `ack_timeout_s`.
+
+        `ended_by`: the first token, where it ends the request; the receiver is told it.
 
         False: it has not drained, and its blocks may still be read until `wait_drained` returns.
         One that is over or unknown is drained already.
@@ -186,6 +189,8 @@ class Exporter:
         export = self._exports.get(handoff)
         if export is None:
             return True
+        if export.error is None:
+            export.ended_by = ended_by
         self._break(handoff, CancelledHandoffError(f"handoff {handoff} was cancelled"))
         await asyncio.wait([export.outcome])
         self._close(handoff, export)
@@ -346,6 +351,8 @@ class Exporter:
         message = self._rank.new_message(lease.lease_id, lease.lease_epoch)
         assert export.error is not None
         message.failed.reason = f"{export.error.reason}: {export.error}"
+        if export.ended_by is not None:
+            message.failed.ended_by.CopyFrom(export.ended_by.to_proto())
         self._rank.send(lease.owner.rank0_address, message)
         self._tell_drained(lease.owner.rank0_address, message)
 

@@ -203,10 +203,23 @@ class FirstTokenLogprobs:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """The prompt's first output token, sampled by the writer."""
+    """The prompt's first output token, sampled by the writer.
+
+    `finished` says why when it ends the request; UNSPECIFIED: it goes on.
+    """
 
     token_id: int
     logprobs: FirstTokenLogprobs | None = None
+    finished: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
+
+    def to_proto(self) -> worker_pb2.FirstToken:
+        logprobs = None if self.logprobs is None else logprobs_to_proto(self.logprobs)
+        return worker_pb2.FirstToken(id=self.token_id, logprobs=logprobs, finished=self.finished)
+
+    @staticmethod
+    def from_proto(message: worker_pb2.FirstToken) -> FirstToken:
+        logprobs = logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None
+        return FirstToken(message.id, logprobs, message.finished)
 
 
 def logprobs_to_proto(logprobs: LogprobsLike) -> common_pb2.Logprobs:

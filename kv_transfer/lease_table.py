@@ -72,6 +72,9 @@ class LeaseListener(Protocol):
     def failed(self, request_id: str, reason: LeaseFailure) -> None:
         """It will not be admitted: quarantine the blocks until `quiescent`."""
 
+    def ended(self, request_id: str, first: FirstToken) -> None:
+        """As `failed`, but nothing has: the first token ends the request."""
+
     def quiescent(self, request_id: str) -> None:
         """The writer has provably stopped: quarantined blocks may be freed."""
 
@@ -220,7 +223,9 @@ class LeaseTable:
             self._drained(entry)
         elif entry.state is LeaseState.GRANTED and kind == "failed":
             log.info("lease %s: the writer gave up: %s", message.lease_id, message.failed.reason)
-            self._fail(entry, LeaseFailure.WRITER_FAILED)
+            has_token = message.failed.HasField("ended_by")
+            first = FirstToken.from_proto(message.failed.ended_by) if has_token else None
+            self._fail(entry, LeaseFailure.WRITER_FAILED, first)
 
     def _decided(self, decision: Decision) -> None:
         """What `Admission` has decided and answered since this loop last looked."""
@@ -276,13 +281,18 @@ class LeaseTable:
         self._set_timer(entry, _ADMITTED_ACK_TIMEOUTS * self._config.ack_timeout_s)
         self._listener.admitted(entry.request_id, first)
 
-    def _fail(self, entry: _Entry, reason: LeaseFailure) -> None:
+    def _fail(
+        self, entry: _Entry, reason: LeaseFailure, ended_by: FirstToken | None = None
+    ) -> None:
         if not self._admission.withdraw(entry.lease.lease_id):
             return  # admitted a moment ago, of which `_decided` is about to hear
         # The listener first: the blocks are in quarantine before they can be found quiescent.
         log.info("lease %s of %s failed: %s", entry.lease.lease_id, entry.request_id, reason.value)
         entry.state = LeaseState.QUARANTINED
-        self._listener.failed(entry.request_id, reason)
+        if ended_by is None:
+            self._listener.failed(entry.request_id, reason)
+        else:
+            self._listener.ended(entry.request_id, ended_by)
         self._quarantine(entry)
 
     def _quarantine(self, entry: _Entry) -> None:

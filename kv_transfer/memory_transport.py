@@ -347,18 +347,11 @@ class MemoryTransport:
         assert receiver._memory is not None
         start_s = time.perf_counter()
         by_rkey = {region.rkey: region for region in receiver._memory.regions}
-        runs = batch.runs
-        rows = (
-            runs.sources + np.uint64(batch.source_offset),
-            runs.targets + np.uint64(batch.target_offset),
-            runs.lengths,
-            runs.source_regions,
-            runs.target_regions,
-        )
-        for source, target, length, here, there in zip(*(r.tolist() for r in rows), strict=True):
-            region = by_rkey.get(runs.rkeys[there])
+        for source, target, length, here, there in batch.runs.coalesced():
+            source, target = source + batch.source_offset, target + batch.target_offset
+            region = by_rkey.get(batch.runs.rkeys[there])
             if region is None:
-                return f"no region with rkey {runs.rkeys[there]!r}"
+                return f"no region with rkey {batch.runs.rkeys[there]!r}"
             self._memory.check_within(self._memory.regions[here], source, length)
             receiver._memory.check_within(region, target, length)
             ctypes.memmove(target, source, length)

@@ -17,7 +17,9 @@ import numpy.typing as npt
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import BlockId, KvLayout, RegionLayout, TensorSpec
 from kv_transfer.lease import Region
-from kv_transfer.transport import PutBatch, Runs, TransferMemory
+from kv_transfer.transport import PutBatch, Runs, TransferMemory, Words
+
+Column = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,17 @@ class GroupRuns:
         )
 
 
-@dataclass(frozen=True)
-class _Share:
-    """What goes of one tensor, in bytes: where its first layer's lies in a region of either side,
-    how far apart blocks are, how much of each goes."""
+@dataclass(frozen=True, eq=False)
+class _Shares:
+    """What goes of a group's tensors, in bytes, each int64 [num_tensors, 1] but `lengths`
+    [num_tensors]: where the first layer's lies in a region of either side, how far apart blocks
+    are, how much of each goes."""
 
-    source_offset: int
-    target_offset: int
-    source_stride: int
-    target_stride: int
-    length: int
+    source_offsets: Column
+    target_offsets: Column
+    source_strides: Column
+    target_strides: Column
+    lengths: Words
 
 
 class Route:
@@ -129,68 +132,53 @@ class Route:
     def runs(
         self, group: int, source_blocks: Sequence[BlockId], target_blocks: Sequence[BlockId]
     ) -> GroupRuns | None:
-        """The puts of these blocks, coalesced; None when nothing of them goes this way.
+        """The puts of these blocks; None when nothing of them goes this way.
 
         Raises LeaseError for a target block outside the offered regions.
         """
-        source_regions, source_rows = np.divmod(
-            np.asarray(source_blocks, np.int64), self._source.num_blocks
-        )
-        target_regions, target_rows = np.divmod(
-            np.asarray(target_blocks, np.int64), self._target.num_blocks
-        )
-        if target_regions.size and int(target_regions.max()) >= len(self._target_bases):
-            raise LeaseError(f"block {max(target_blocks)} is in none of the offered regions")
-        source_bases = self._source_bases[source_regions]
-        target_bases = self._target_bases[target_regions]
-        parts = []
-        for share in self._shares[group]:
-            sources = source_bases + share.source_offset + source_rows * share.source_stride
-            targets = target_bases + share.target_offset + target_rows * share.target_stride
-            parts.append(coalesced(sources, targets, share.length, source_regions, target_regions))
-        if not parts or not len(source_blocks):
+        shares = self._shares[group]
+        if shares is None or not len(source_blocks):
             return None
-        columns = parts[0]
-        if len(parts) > 1:
-            columns = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
-        sources, targets, lengths = (column.view(np.uint64) for column in columns[:3])
-        first = Runs(sources, targets, lengths, columns[3], columns[4], self._rkeys)
+        # Few operations: each costs microseconds here, where the first layer's bytes wait for them.
+        here, source_rows = np.divmod(np.array(source_blocks, np.int64), self._source.num_blocks)
+        there, target_rows = np.divmod(np.array(target_blocks, np.int64), self._target.num_blocks)
+        try:
+            target_bases = self._target_bases[there]
+        except IndexError:
+            raise LeaseError(
+                f"block {max(target_blocks)} is in none of the offered regions"
+            ) from None
+        sources = source_rows * shares.source_strides + shares.source_offsets
+        sources += self._source_bases[here]
+        targets = target_rows * shares.target_strides + shares.target_offsets
+        targets += target_bases
+        first = Runs(
+            sources.view(np.uint64),
+            targets.view(np.uint64),
+            shares.lengths,
+            here,
+            there,
+            self._rkeys,
+        )
         return GroupRuns(first, *self._layer_strides[group])
 
-    def _shares_of(self, group: int) -> list[_Share]:
+    def _shares_of(self, group: int) -> _Shares | None:
         spec, layouts = self._source.layout.groups[group], (self._source, self._target)
-        shares = []
+        rows = []
         for tensor in spec.tensors:
             heads = self.pair.heads(tensor)
             if heads:
                 offsets = [_offset(side, spec.first_layer, tensor, heads) for side in layouts]
                 strides = [side.tensor_block_bytes(tensor) for side in layouts]
-                length = len(heads) * self._source.layout.head_bytes(tensor)
-                shares.append(_Share(offsets[0], offsets[1], strides[0], strides[1], length))
-        return shares
-
-
-def coalesced(
-    sources: npt.NDArray[np.int64],
-    targets: npt.NDArray[np.int64],
-    length: int,
-    source_regions: npt.NDArray[np.int64],
-    target_regions: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int64], ...]:
-    """Merge neighbours that follow on at both ends: (sources, targets, lengths, regions, regions).
-
-    Runs of `length` bytes each, in order; regions are registered apart and never merged.
-    """
-    starts = np.ones(len(sources), dtype=bool)
-    starts[1:] = (
-        (sources[1:] != sources[:-1] + length)
-        | (targets[1:] != targets[:-1] + length)
-        | (source_regions[1:] != source_regions[:-1])
-        | (target_regions[1:] != target_regions[:-1])
-    )
-    first = np.flatnonzero(starts)
-    lengths = np.diff(first, append=len(sources)) * length
-    return sources[first], targets[first], lengths, source_regions[first], target_regions[first]
+                rows.append([*offsets, *strides, len(heads) * layouts[0].layout.head_bytes(tensor)])
+        if not rows:
+            return None
+        columns = np.array(rows, dtype=np.int64)  # [num_tensors, 5]
+        lengths = np.ascontiguousarray(columns[:, 4]).view(np.uint64)
+        source_offsets, target_offsets, source_strides, target_strides = (
+            columns[:, i : i + 1] for i in range(4)
+        )
+        return _Shares(source_offsets, target_offsets, source_strides, target_strides, lengths)
 
 
 def layer_stride_bytes(layout: RegionLayout, group: int) -> int:

@@ -12,7 +12,7 @@ proof that the peer lives, nor that it has seen anything: only the peer's own me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -28,11 +28,11 @@ Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Contiguous runs to copy into a peer's memory; all arrays are [num_runs].
+    """Runs of bytes to copy into a peer's memory: of each block one for each tensor.
 
-    `sources` and `targets` are addresses here and there, `lengths` bytes; `source_regions` and
-    `target_regions` (int64) say in which of this process's regions and under which of `rkeys` each
-    run lies.
+    `sources` and `targets`: addresses here and there, [num_tensors, num_blocks]; `lengths`: bytes
+    of each, [num_tensors]; `source_regions` and `target_regions` (int64 [num_blocks]): in which of
+    this process's regions and under which of `rkeys` a block lies.
     """
 
     sources: Words
@@ -48,6 +48,25 @@ class Runs:
         arrays = (self.sources, self.targets, self.lengths)
         regions = (self.source_regions, self.target_regions)
         return tuple(array.ctypes.data for array in (*arrays, *regions))
+
+    def coalesced(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """(source, target, length, region here, region there), in order: neighbours that follow on
+        at both ends are one. Regions are registered apart and never merged."""
+        here, there = self.source_regions.tolist(), self.target_regions.tolist()
+        rows = zip(self.sources.tolist(), self.targets.tolist(), self.lengths.tolist(), strict=True)
+        for sources, targets, length in rows:
+            first = 0
+            for i in range(1, len(here) + 1):
+                gone = (i - first) * length
+                if i < len(here) and (sources[i], targets[i], here[i], there[i]) == (
+                    sources[first] + gone,
+                    targets[first] + gone,
+                    here[first],
+                    there[first],
+                ):
+                    continue
+                yield sources[first], targets[first], gone, here[first], there[first]
+                first = i
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from baton.native_build import NativeBuildError, Recipe, build
 from kv_transfer.transport import OnFailed, PutBatch
 from kv_transfer.ucx.binding import (
@@ -167,19 +165,17 @@ class PythonQueue:
         return status
 
     def _post(self, put: Put) -> int:
-        target, batch, runs = put.target, put.batch, put.batch.runs
+        target, batch = put.target, put.batch
         params = RequestParams(op_attr_mask=OP_ATTR_MEMH)
-        columns = (
-            runs.sources + np.uint64(batch.source_offset),
-            runs.targets + np.uint64(batch.target_offset),
-            runs.lengths,
-            runs.source_regions,
-            runs.target_regions,
-        )
-        for source, remote, length, here, there in zip(*(c.tolist() for c in columns), strict=True):
+        for source, remote, length, here, there in batch.runs.coalesced():
             params.memory_handle = target.memory_handles[here]
             request = self._put(
-                target.native.endpoint, source, length, remote, target.rkeys[there], byref(params)
+                target.native.endpoint,
+                source + batch.source_offset,
+                length,
+                remote + batch.target_offset,
+                target.rkeys[there],
+                byref(params),
             )
             status = pointer_status(request)
             if status < 0:
@@ -210,7 +206,8 @@ class _Entry(ctypes.Structure):
         ("target_regions", c_void_p),
         ("source_offset", c_uint64),
         ("target_offset", c_uint64),
-        ("count", c_size_t),
+        ("num_tensors", c_size_t),
+        ("num_blocks", c_size_t),
     )
 
 
@@ -290,7 +287,7 @@ def _entry(target: PutTarget, batch: PutBatch) -> _Entry:
         *batch.runs.pointers,
         batch.source_offset,
         batch.target_offset,
-        len(batch.runs.lengths),
+        *batch.runs.sources.shape,
     )
 
 

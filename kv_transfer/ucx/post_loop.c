@@ -37,10 +37,11 @@ struct target { /* where puts go; the endpoint is NULL before it is known and af
 struct entry {
     _Atomic(struct entry *) next;
     struct target *target; /* NULL: no put, but something that Python has to do */
-    const uint64_t *sources, *targets, *lengths;
-    const int64_t *source_regions, *target_regions;
+    const uint64_t *sources, *targets; /* [num_tensors, num_blocks] */
+    const uint64_t *lengths;           /* [num_tensors] */
+    const int64_t *source_regions, *target_regions; /* [num_blocks] */
     uint64_t source_offset, target_offset;
-    size_t count;
+    size_t num_tensors, num_blocks;
 };
 
 /* Many threads add, one takes. `before` is the entry that was taken last: its `next` stands first,
@@ -59,21 +60,39 @@ static uint64_t now_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
+/* How many blocks from the first on follow on at both ends, in one region each. */
+static size_t neighbours(const struct entry *entry, const uint64_t *sources, const uint64_t *targets,
+                         uint64_t length, size_t first) {
+    size_t i = first + 1;
+    while (i < entry->num_blocks && sources[i] == sources[i - 1] + length &&
+           targets[i] == targets[i - 1] + length &&
+           entry->source_regions[i] == entry->source_regions[first] &&
+           entry->target_regions[i] == entry->target_regions[first])
+        i++;
+    return i - first;
+}
+
 /* A put that is still in progress is released: the endpoint's next flush waits for it all the same. */
 static int post_entry(const struct api *api, const struct entry *entry) {
     const struct target *target = entry->target;
     struct request_params params = {.op_attr_mask = OP_ATTR_MEMH};
     size_t in_progress = 0;
-    for (size_t i = 0; i < entry->count; i++) {
-        params.memory_handle = target->memory_handles[entry->source_regions[i]];
-        void *request = api->put(
-            target->endpoint, (const void *)(uintptr_t)(entry->sources[i] + entry->source_offset),
-            entry->lengths[i], entry->targets[i] + entry->target_offset,
-            target->rkeys[entry->target_regions[i]], &params);
-        if (IS_ERROR(request)) return (int)(intptr_t)request;
-        if (request) {
-            api->release(request);
-            if (++in_progress % PROGRESS_EVERY == 0) api->progress(api->worker);
+    for (size_t tensor = 0; tensor < entry->num_tensors; tensor++) {
+        const uint64_t *sources = entry->sources + tensor * entry->num_blocks;
+        const uint64_t *targets = entry->targets + tensor * entry->num_blocks;
+        uint64_t length = entry->lengths[tensor];
+        for (size_t i = 0, count; i < entry->num_blocks; i += count) {
+            count = neighbours(entry, sources, targets, length, i);
+            params.memory_handle = target->memory_handles[entry->source_regions[i]];
+            void *request = api->put(
+                target->endpoint, (const void *)(uintptr_t)(sources[i] + entry->source_offset),
+                count * length, targets[i] + entry->target_offset,
+                target->rkeys[entry->target_regions[i]], &params);
+            if (IS_ERROR(request)) return (int)(intptr_t)request;
+            if (request) {
+                api->release(request);
+                if (++in_progress % PROGRESS_EVERY == 0) api->progress(api->worker);
+            }
         }
     }
     return 0;

@@ -66,8 +66,8 @@ def flushes_of_a_lost_peer() -> dict[str, Any]:
         flushed.put((peer.is_closed, result.error))
 
     runs = Runs(
-        sources=np.array([memory.regions[0].base_address], np.uint64),
-        targets=np.array([regions[0].base_address], np.uint64),
+        sources=np.array([[memory.regions[0].base_address]], np.uint64),
+        targets=np.array([[regions[0].base_address]], np.uint64),
         lengths=np.array([CHUNK], np.uint64),
         source_regions=np.zeros(1, np.int64),
         target_regions=np.zeros(1, np.int64),

@@ -13,7 +13,8 @@ from transfer_sides import LAYOUT, ONE_HEAD
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import KvLayout, LayerGroup, RegionLayout, TensorSpec, kv_fingerprint
 from kv_transfer.lease import Region
-from kv_transfer.routes import RankPair, Route, coalesced, pairs
+from kv_transfer.routes import RankPair, Route, pairs
+from kv_transfer.transport import Runs
 
 WIDTHS = [1, 2, 4]
 
@@ -66,12 +67,10 @@ def test_coalescing_keeps_every_byte_and_crosses_no_region(
     length = 10
     here, source, there, target = (np.array(c, dtype=np.int64) for c in zip(*runs))
     sources, targets = (here * 8 + source) * length, (there * 8 + target) * length
-    merged = coalesced(sources, targets, length, here, there)
-    expanded = [
-        (int(s) + i, int(t) + i, int(h), int(r))
-        for s, t, n, h, r in zip(*merged)
-        for i in range(int(n))
-    ]
+    lengths = np.array([length], np.uint64)
+    columns = sources[None].view(np.uint64), targets[None].view(np.uint64)
+    merged = Runs(columns[0], columns[1], lengths, here, there, ()).coalesced()
+    expanded = [(s + i, t + i, h, r) for s, t, n, h, r in merged for i in range(n)]
     assert expanded == [
         (int(s) + i, int(t) + i, int(h), int(r))
         for s, t, h, r in zip(sources, targets, here, there)
@@ -85,7 +84,7 @@ def test_a_run_of_neighbouring_blocks_is_one_put_for_each_tensor() -> None:
     route = Route(layout, regions, 0, 1, regions)
     runs = route.runs(0, [3, 4, 5, 6], [8, 9, 10, 11])  # type: ignore[list-item]
     assert runs is not None
-    assert len(runs.first.lengths) == 2
+    assert len(list(runs.first.coalesced())) == 2
     assert runs.at(0).source_offset == 0
     assert runs.at(1).source_offset == layout.tensor_offset(1, "k")
 

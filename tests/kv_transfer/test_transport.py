@@ -66,9 +66,9 @@ def test_puts_land_before_their_flush_and_messages_come_in_order(
     assert a.connect(b.address) is peer
     a.prepare(peer, there.regions)
     runs = Runs(
-        sources=np.array([here.regions[r].base_address for r in (1, 0)], np.uint64),
-        targets=np.array([there.regions[r].base_address for r in (0, 2)], np.uint64),
-        lengths=np.array([100, 50], np.uint64),
+        sources=np.array([[here.regions[r].base_address for r in (1, 0)]], np.uint64),
+        targets=np.array([[there.regions[r].base_address for r in (0, 2)]], np.uint64),
+        lengths=np.array([100], np.uint64),
         source_regions=np.array([1, 0], np.int64),
         target_regions=np.array([0, 2], np.int64),
         rkeys=tuple(region.rkey for region in there.regions),
@@ -85,7 +85,7 @@ def test_puts_land_before_their_flush_and_messages_come_in_order(
         a.send(peer, payload)
     assert [len(arrived.get(timeout=10)) for _ in range(3)] == [0, 3, 500_000]
     expected = np.zeros_like(there.buffer)
-    expected[16:116] = expected[2 * 8192 + 16 : 2 * 8192 + 66] = 1
+    expected[16:116] = expected[2 * 8192 + 16 : 2 * 8192 + 116] = 1
     assert (there.buffer == expected).all()
 
 
@@ -105,9 +105,8 @@ def test_a_put_behind_another_needs_no_turn_of_the_interpreter() -> None:
     peer, flushed = a.connect(b.address), queue.SimpleQueue[FlushResult]()
     (source,), (target,) = here.regions, there.regions
     one, region = np.ones(1, np.uint64), np.zeros(1, np.int64)
-    first = Runs(
-        source.base_address * one, target.base_address * one, one, region, region, (target.rkey,)
-    )
+    here_at, there_at = (one[None] * side.base_address for side in (source, target))
+    first = Runs(here_at, there_at, one, region, region, (target.rkey,))
     whole = replace(first, lengths=one * num_bytes)
     interval_s, landed = sys.getswitchinterval(), []
     for value in range(1, 6):

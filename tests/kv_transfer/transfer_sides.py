@@ -163,6 +163,9 @@ class Side:
     def failed(self, request_id: str, reason: LeaseFailure) -> None:
         self._record(("failed", request_id, reason))
 
+    def ended(self, request_id: str, first: FirstToken) -> None:
+        self._record(("ended", request_id, first))
+
     def quiescent(self, request_id: str) -> None:
         self._record(("quiescent", request_id))
 
