@@ -53,6 +53,8 @@ from kv_transfer.transport import FlushResult, TransferMemory, Transport
 
 log = logging.getLogger(__name__)
 
+_TELL_AFTER = 0.1  # of the time within which a lease must be renewed
+
 
 class TransferRank:
     """Own what one rank sends and receives. Starts the transport."""
@@ -78,6 +80,7 @@ class TransferRank:
         self.exporter_mail, self.lease_mail = Mailbox(), Mailbox()
         self.admission: Admission | None = None
         """On the rank 0 of a worker that gives leases: what a `done` is reported to."""
+        self.now_s: Callable[[], float] = time.monotonic
         self._memory, self._config = memory, config
         self._lock = threading.Lock()
         self._handoffs: dict[HandoffId, RankHandoff] = {}
@@ -125,13 +128,13 @@ class TransferRank:
         """A lease to serve, as `open_payload` made it."""
         opened = transfer_pb2.OpenHandoff.FromString(payload)
         lease = Lease.from_proto(opened.lease)
-        handoff = RankHandoff(lease, self.region_layout.layout, {})
+        handoff = RankHandoff(lease, self.region_layout.layout, {}, told_at_s=self.now_s())
         try:
             handoff.lanes.update(self._lanes(lease))
         except LeaseError as error:
             handoff.error = str(error)
         with self._lock:
-            if self._tombstones.holds(lease.handoff_id, time.monotonic()):
+            if self._tombstones.holds(lease.handoff_id, self.now_s()):
                 return  # cancelled before it began
             assert lease.handoff_id not in self._handoffs, lease.handoff_id
             self._handoffs[lease.handoff_id] = handoff
@@ -152,14 +155,16 @@ class TransferRank:
                 self._settle(handoff)
 
     def step_done(self, plan: object) -> None:
-        """Renew the leases that this step has pushed to."""
+        """Renew the leases that this step has pushed to, where the owner has heard nothing for a
+        part of the time after which it would take the writer for dead: each message wakes it."""
+        now_s = self.now_s()
         with self._lock:
-            pushed = [h for h in self._handoffs.values() if h.pushed_since_progress]
-            for handoff in pushed:
-                handoff.pushed_since_progress = False
-                handoff.step_done()
+            pushed = [h for h in self._handoffs.values() if h.step_done()]
+            due = [h for h in pushed if now_s - h.told_at_s >= h.lease.renew_within_s * _TELL_AFTER]
+            for handoff in due:
+                handoff.told_at_s = now_s
         if self.tp_rank == 0:
-            for handoff in pushed:
+            for handoff in due:
                 self.send_progress(handoff.lease)
 
     # --- rank 0's event loop: the exporter and the lease table -----------------------------------
@@ -209,8 +214,15 @@ class TransferRank:
         message.progress.SetInParent()
         self.send(lease.owner.rank0_address, message)
 
-    def send(self, address: bytes, message: transfer_pb2.TransferMessage) -> None:
-        self.transport.send(self.transport.connect(address), message.SerializeToString())
+    def send(
+        self,
+        address: bytes,
+        message: transfer_pb2.TransferMessage,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """`then`: as `Transport.send` has it."""
+        peer = self.transport.connect(address)
+        self.transport.send(peer, message.SerializeToString(), then=then)
 
     def new_message(self, lease_id: str, lease_epoch: int) -> transfer_pb2.TransferMessage:
         """A message of this rank about a lease, without its content."""
@@ -268,7 +280,7 @@ class TransferRank:
         handoff.phase = Phase.DRAINED
         if self.tp_rank > 0 or handoff.cancelled or handoff.error is not None:
             self._handoffs.pop(handoff.lease.handoff_id, None)
-            self._tombstones.bury(handoff.lease.handoff_id, time.monotonic())
+            self._tombstones.bury(handoff.lease.handoff_id, self.now_s())
         message = self.new_message(handoff.lease.lease_id, handoff.lease.lease_epoch)
         report = message.rank_drained
         report.error = handoff.error or ""
@@ -330,7 +342,7 @@ class TransferRank:
                 self._settle(found)
                 return
             self._handoffs.pop(handoff, None)
-            self._tombstones.bury(handoff, time.monotonic())
+            self._tombstones.bury(handoff, self.now_s())
             can_still_land = handoff in self._can_still_land
         message = self.new_message(*split_handoff_id(handoff))
         message.rank_drained.can_still_land = can_still_land

@@ -60,6 +60,7 @@ class RankHandoff:
     lease: Lease
     layout: KvLayout
     lanes: dict[int, Lane]  # target rank ->
+    told_at_s: float  # when the lease's owner was last told that it is served
     phase: Phase = Phase.PUSHING
     first: FirstToken | None = None
     cancelled: bool = False
@@ -69,7 +70,7 @@ class RankHandoff:
     put_s: float = 0.0
     num_flushing: int = 0
     report: transfer_pb2.TransferMessage | None = None  # rank 0's that it has drained, until `Ack`
-    pushed_since_progress: bool = False
+    _has_pushed_in_step: bool = False
     source_blocks: list[dict[int, BlockId]] = field(init=False)  # per group: ordinal -> block here
     _missing: list[np.ndarray] = field(init=False)  # per group: bool [num_layers, num_ordinals]
     _num_missing: int = field(init=False)
@@ -101,15 +102,18 @@ class RankHandoff:
             (self.lanes[target], runs.at(layer_in_group)) for target, runs in prepared.runs.items()
         ]
 
-    def step_done(self) -> None:
+    def step_done(self) -> bool:
+        """Whether the step has pushed anything."""
         self._runs.clear()
+        pushed, self._has_pushed_in_step = self._has_pushed_in_step, False
+        return pushed
 
     def _mark(self, group: int, layer_in_group: int, ordinals: tuple[int, ...]) -> None:
         row = self._missing[group][layer_in_group]
         chosen = list(ordinals)
         self._num_missing -= int(row[chosen].sum())
         row[chosen] = False
-        self.pushed_since_progress = True
+        self._has_pushed_in_step = True
 
     def _prepare(self, push: Push) -> _PushRuns:
         """Work out once a step what every layer of the step repeats."""

@@ -242,6 +242,21 @@ async def test_a_chunk_renews_the_lease_and_silence_ends_it(world: World) -> Non
         await world.sender.finish(handoff)
 
 
+async def test_chunks_in_quick_succession_wake_the_owner_of_the_lease_once(world: World) -> None:
+    handoff = world.sender.open(world.grant([[1, 2, 3], [1, 2, 3]]))
+    await world.settle()
+    for ordinal in range(3):
+        world.sender.push(handoff, 0, [ordinal], [5])
+        assert world.messages("progress") == []
+    await world.advance(0.5)  # a tenth of the time within which it has to be heard of
+    for ordinal in range(3):
+        world.sender.push(handoff, 1, [ordinal], [5])
+        assert len(world.messages("progress")) == 1
+    finishing = begin_finish(world, handoff)
+    await world.settle()
+    assert (await finishing).num_blocks == 6
+
+
 async def test_progress_does_not_carry_a_lease_past_its_deadline(world: World) -> None:
     tables = [[1, 2], [1, 2]]
     lease = world.receiver.table.grant("r", world.sender.identity, tables, 0, 8.0)  # type: ignore[arg-type]

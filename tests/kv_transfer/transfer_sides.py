@@ -139,6 +139,9 @@ class Side:
             )
             for rank, transport in enumerate(transports)
         ]
+        if clock is not None:
+            for rank in self.ranks:
+                rank.now_s = clock.now_s
         self.events: list[tuple[Any, ...]] = []
         self.changed = asyncio.Event()
         self.sink_delay: list[bytes] | None = None
