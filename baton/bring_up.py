@@ -120,7 +120,8 @@ def up(arguments: argparse.Namespace) -> int:
                 signal.pause()
             processes = descendants()
             drain_s = config.router.drain_timeout_s
-            steps(f"stopping: requests have {drain_s:g} s to finish, ctrl-C again ends them now")
+            steps("stopping")
+            steps.detail(f"requests have {drain_s:g} s to finish, ctrl-C again ends them now")
         check_all_gone(processes)
         if startup.was_cut_short:
             raise KeyboardInterrupt

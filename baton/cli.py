@@ -47,7 +47,11 @@ _PACKAGES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
     try:
         command = getattr(importlib.import_module(_COMMANDS[arguments.command]), arguments.command)
         code: int = command(arguments)
@@ -109,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="baton",
         description="Serve large language models with prefill and decode on separate pools.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_cluster_commands(commands)
     _add_request_commands(commands)
     _add_operator_commands(commands)
@@ -192,10 +196,9 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("must not be negative")
-    return value
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers: 0, 1, 2 ...")
+    return int(text)
 
 
 def _address(text: str) -> str:

@@ -165,6 +165,9 @@ def load_config(path: str | Path) -> ClusterConfig:
         raise ConfigError(f"{source}: cannot be read: {error.strerror}") from error
     except yaml_file.RepeatedKeyError as error:
         raise ConfigError(f"{source}: {error}", field=error.key) from error
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError(f"{source}: not valid YAML: {line}{error.problem}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         problem = " ".join(str(error).split())
         raise ConfigError(f"{source}: not valid YAML: {problem}") from error

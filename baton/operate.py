@@ -94,9 +94,14 @@ def _scaled(fleet: Fleet, pool: str, replicas: int) -> _Progress:
     now = next((entry for entry in fleet.pools if entry.name == pool), control_pb2.PoolStatus())
     if now.live_replicas < replicas and now.num_failed_starts >= _FAILED_STARTS:
         raise BatonError(f"the {pool} pool does not start: {now.last_error}")
-    return _Progress(
-        f"{pool}: {now.live_replicas} live, {replicas} wanted", now.live_replicas == replicas
+    leaving = sum(
+        worker.info.pool == pool and worker.state == control_pb2.WORKER_STATE_DRAINING
+        for worker in fleet.workers
     )
+    message = f"{pool}: {now.live_replicas} live, {replicas} wanted"
+    if leaving:
+        message += f", {leaving} leaving"
+    return _Progress(message, now.live_replicas == replicas and not leaving)
 
 
 def drain(arguments: argparse.Namespace) -> int:

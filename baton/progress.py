@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 _SHOW_SECONDS_AFTER_S = 1.0
+_SHOW_TENTHS_AFTER_S = 0.05
 
 
 class _Waiting:
@@ -66,7 +67,8 @@ class Steps:
         if self._message is None:
             return
         message, self._message = self._message, None
-        elapsed = f"{time.monotonic() - self._started:.1f} s"
+        took_s = time.monotonic() - self._started
+        elapsed = f"{took_s:.1f} s" if took_s >= _SHOW_TENTHS_AFTER_S else ""
         if self._live is None:
             return
         self._live.stop()

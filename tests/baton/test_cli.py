@@ -212,6 +212,20 @@ def test_up_tells_of_any_port_that_is_taken_before_it_starts_anything(
     assert descendants() == before
 
 
+@pytest.mark.parametrize("number", ["-1", "two", "1.5"])
+def test_a_size_that_is_no_number_is_told_in_words(number: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["scale", "decode", number])
+    assert f"argument N: {number!r} is not a number of workers" in capsys.readouterr().err
+
+
+def test_baton_alone_says_what_it_can_do(capsys: Capture) -> None:
+    assert main([]) == 2
+    told = capsys.readouterr().err
+    assert "start a cluster on this machine" in told
+    assert "let a worker finish what it runs" in told
+
+
 @pytest.mark.parametrize(
     ("text", "keys"),
     [
@@ -293,7 +307,6 @@ def test_wrong_usage_is_told_by_the_parser(capsys: Capture) -> None:
         ["status", "--control", "localhost"],
         ["generate", "hi", "--router", "127.0.0.1:7100,localhost"],
         ["nonsense"],
-        [],
     ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)

@@ -236,7 +236,13 @@ def test_a_relative_model_folder_is_the_one_beside_its_file(
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"), [("a: [", "not valid YAML"), (None, "cannot be read: No such file")]
+    ("content", "problem"),
+    [
+        ("a: 1\nb: [\n", "not valid YAML: line 3: expected the node content"),
+        ("a: 1\n\tb: 2", "not valid YAML: line 2: found character '\\\\t' that cannot start"),
+        ("a: \x00", "not valid YAML: unacceptable character"),
+        (None, "cannot be read: No such file"),
+    ],
 )
 def test_an_unreadable_file_is_named(tmp_path: Path, content: str | None, problem: str) -> None:
     file = tmp_path / "cluster.yaml"

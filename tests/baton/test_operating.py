@@ -173,6 +173,8 @@ def test_a_pool_is_scaled_out_drained_and_scaled_in(cluster: Cluster) -> None:
 
     done = cluster.run("scale", "decode", "1")
     assert (done.returncode, done.stdout) == (0, "decode: 2 → 1\n")
+    assert ", 1 leaving ...\n" in done.stderr
+    assert "draining" not in cluster.run("status").stdout
     assert cluster.run("generate", BAKER[0]).stdout == BAKER[1]
 
 
