@@ -26,6 +26,11 @@ def finish_reason_to_proto(reason: FinishReason | None) -> common_pb2.FinishReas
     return _FINISHED[reason]
 
 
+def finish_reason_from_proto(reason: common_pb2.FinishReason.ValueType) -> FinishReason | None:
+    """None for a request that goes on, and for a reason that is not known here."""
+    return {wire: own for own, wire in _FINISHED.items()}.get(reason)
+
+
 def field_on_wire(name: str) -> str:
     """Of a field that an engine's InvalidRequestError names, as RequestSpec and clients call it."""
     return f"sampling.{name}" if name in _OF_SAMPLING else name

@@ -23,11 +23,12 @@ from dataclasses import replace
 from typing import Any
 
 from baton.session_wire import ANY_ATTEMPT
+from baton.worker_wire import finish_reason_from_proto
 from decode_worker.config import DecodeConfig
 from decode_worker.errors import NoSessionError, OtherBodyError, StaleAttemptError
 from decode_worker.request_log import Record, RequestLog, Submission
 from decode_worker.runs import Phase, Run, Runs, sampled_token
-from decode_worker.session import Admitted, Moved, Refusal, Reserved, RouterSession
+from decode_worker.session import Admitted, Refusal, Reserved, RouterSession
 from engine.errors import EngineStoppedError, InvalidRequestError
 from engine.loop import EngineThread
 from engine.request import (
@@ -92,10 +93,7 @@ class DecodeRole:
         session.close()
         if self._sessions.get(session.router_id) is session:
             del self._sessions[session.router_id]
-        for run in self._runs:
-            if run.session is session:
-                run.session = None
-                run.orphaned_at_s = self._clock.now_s()
+        self._runs.orphan(session, self._clock.now_s())
 
     def attach(
         self,
@@ -116,14 +114,8 @@ class DecodeRole:
         if session is None:
             raise NoSessionError(f"router {router_id!r} has no session here")
         run = self._runs.of_request(request_id)
-        if run is not None and run.phase is not Phase.ENDED:
-            if run.session is not None and run.session is not session:
-                run.session.drop(request_id)
-                run.tell(Moved(request_id, run.submission.attempt))
-            run.session, run.orphaned_at_s = session, None
-            session.follow(record, sent=len(record.token_ids))
-            if run.reserved is not None:  # who was told may be gone: the writer may wait in vain
-                run.tell(run.reserved)
+        if run is not None:
+            run.move_to(session)
         return record
 
     # --- requests in ----------------------------------------------------------------------------
@@ -242,18 +234,35 @@ class DecodeRole:
         run.record.append(len(run.record.token_ids), token)
         key = run.key
         self._engine.post(lambda engine: engine.admit(key, token))
-        if run.session is not None:
-            run.session.changed(run.record)
+        run.tell_output()
         run.tell(Admitted(run.submission.request_id, run.submission.attempt))
 
     def failed(self, request_id: str, reason: LeaseFailure) -> None:
         """A handoff will not finish; its blocks wait for the writer's silence."""
+        run = self._without_lease(request_id)
+        if run is not None:
+            self._refuse(run, Refusal.HANDOFF_FAILED, reason.value)
+
+    def ended(self, request_id: str, first: FirstToken) -> None:
+        """As `failed`; but the writer's token is all of the output, whoever follows the request."""
+        reason = finish_reason_from_proto(first.finished)
+        if reason is None:  # a later release's
+            self.failed(request_id, LeaseFailure.WRITER_FAILED)
+            return
+        run = self._without_lease(request_id)
+        if run is not None:
+            run.record.append(len(run.record.token_ids), sampled_token(first))
+            self._close(run, reason, "")
+            run.tell_output()
+
+    def _without_lease(self, request_id: str) -> Run | None:
+        """The attempt whose lease the table has let go of, if it has not ended before."""
         run = self._runs.find(request_id)
         if run is None or run.phase is not Phase.LEASED:
-            return
+            return None
         self._quarantine(run)
-        run.reserved = None  # the table has let go of it
-        self._refuse(run, Refusal.HANDOFF_FAILED, reason.value)
+        run.reserved = None
+        return run
 
     def quiescent(self, request_id: str) -> None:
         """The writer of an ended lease has provably stopped."""
@@ -310,9 +319,7 @@ class DecodeRole:
         self._close(run, reason, error)
         if lease_id is not None:
             self._lease_table.release(lease_id)
-        if run.session is not None:
-            run.session.changed(run.record)
-            run.session.flush()
+        run.tell_output()
 
     def _close(self, run: Run, reason: FinishReason, error: str) -> None:
         run.phase = Phase.ENDED

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from decode_worker.request_log import Record, Submission
-from decode_worker.session import Notice, Reserved, RouterSession
+from decode_worker.session import Moved, Notice, Reserved, RouterSession
 from engine.request import RequestId, SampledToken, TokenLogprobs
 from kv_transfer.lease import FirstToken, Lease, LeaseId
 
@@ -41,6 +41,17 @@ class Run:
         lease = None if self.reserved is None else self.reserved.lease
         return None if lease is None else lease.lease_id
 
+    def move_to(self, session: RouterSession) -> None:
+        """Its later tokens flow there, and who followed it is told so."""
+        request_id = self.submission.request_id
+        if self.session is not None and self.session is not session:
+            self.session.drop(request_id)
+            self.tell(Moved(request_id, self.submission.attempt))
+        self.session, self.orphaned_at_s = session, None
+        session.follow(self.record, sent=len(self.record.token_ids))
+        if self.reserved is not None:  # who was told may be gone: the writer may wait in vain
+            self.tell(self.reserved)
+
     def overdue(self, now_s: float, orphan_ttl_s: float) -> str | None:
         """Why it has to end now; None when it may go on."""
         if self.deadline_s is not None and now_s >= self.deadline_s:
@@ -60,6 +71,12 @@ class Run:
         """To the router that follows it, if one does."""
         if self.session is not None:
             self.session.notice(notice)
+            self.session.flush()
+
+    def tell_output(self) -> None:
+        """What is new of it, and its end."""
+        if self.session is not None:
+            self.session.changed(self.record)
             self.session.flush()
 
 
@@ -100,6 +117,12 @@ class Runs:
     def of_request(self, request_id: str) -> Run | None:
         """By the router's name for the request."""
         return self._by_request.get(request_id)
+
+    def orphan(self, session: RouterSession, now_s: float) -> None:
+        """The session is lost, and who it was with may be."""
+        for run in self:
+            if run.session is session:
+                run.session, run.orphaned_at_s = None, now_s
 
     def num_orphans(self) -> int:
         return sum(run.orphaned_at_s is not None for run in self._by_key.values())

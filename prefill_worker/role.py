@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from baton.worker_wire import finish_reason_to_proto
 from engine.errors import EngineStoppedError, InvalidRequestError
 from engine.loop import EngineThread
 from engine.request import (
@@ -31,7 +32,7 @@ from engine.request import (
 )
 from kv_transfer.errors import HandoffError
 from kv_transfer.exporter import Exporter
-from kv_transfer.lease import FirstTokenLogprobs, Lease, Receipt
+from kv_transfer.lease import FirstToken, FirstTokenLogprobs, Lease, Receipt
 
 log = logging.getLogger(__name__)
 
@@ -244,15 +245,14 @@ class PrefillRole:
         )
         if event.finished is None:
             prefill.tell(await self._hand_off(handoff, event.token))
+        else:  # no router has to be there to tell the receiver
+            ended_by = replace(_first(event.token), finished=finish_reason_to_proto(event.finished))
+            await self._exporter.cancel(handoff, ended_by)
 
     async def _hand_off(self, handoff: HandoffId, token: SampledToken) -> Outcome:
-        logprobs = None
-        if token.logprobs is not None:
-            logprobs = FirstTokenLogprobs(
-                token.logprobs.logprob, token.logprobs.rank, token.logprobs.top
-            )
+        first = _first(token)
         try:
-            receipt = await self._exporter.finish(handoff, token.token_id, logprobs, None)
+            receipt = await self._exporter.finish(handoff, first.token_id, first.logprobs, None)
         except HandoffError as error:
             log.warning("handoff %s: %s: %s", handoff, error.reason, error)
             return HandoffBroken(error.reason, str(error))
@@ -278,3 +278,11 @@ class PrefillRole:
         """Raise AssertionError when a prefill is watched by nobody."""
         assert len(self._waiting) <= len(self._tasks), (len(self._waiting), len(self._tasks))
         assert set(self._computing.values()) <= set(self._waiting), self._computing
+
+
+def _first(token: SampledToken) -> FirstToken:
+    """An engine's first token as a receiver is told of it."""
+    told = token.logprobs
+    if told is None:
+        return FirstToken(token.token_id)
+    return FirstToken(token.token_id, FirstTokenLogprobs(told.logprob, told.rank, told.top))

@@ -326,6 +326,7 @@ class Attempt:
         if self._done.done():
             return
         self._see_first(first, first.num_cached_tokens)
+        self._over_at_worker |= first.finished != 0  # its writer tells the decode worker
         if self.running:
             self._expect("a token", self._decode)
         else:  # it hangs at the writer, or at the receiver that does not acknowledge

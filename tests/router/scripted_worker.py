@@ -187,11 +187,12 @@ class ScriptedWorker(
         finished = run.next()
         first = worker_pb2.FirstToken(id=run.tokens[-1], prefill_ms=1.0, finished=finished)
         late = self._use("late_first_tokens")
+        owner = self.fabric.workers.get(request.lease.owner.worker_id)
+        if finished and owner is not None:  # whether or not its caller is there to hear of it
+            asyncio.get_running_loop().call_soon(owner.give_up, request.lease)
         if not late:
             yield worker_pb2.PrefillResponse(first_token=first)
-        owner = self.fabric.workers.get(request.lease.owner.worker_id)
-        if finished and late and owner is not None:
-            owner.give_up(request.lease)
+        elif finished:
             await asyncio.sleep(0.05)
             yield worker_pb2.PrefillResponse(first_token=first)
         if finished or self._use("end_early"):

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.v1 import router_pb2
+from baton.v1 import common_pb2, router_pb2
 from cluster.registry import Role
 from decode_worker.runs import Phase
 from engine.config import FakeEngineConfig
@@ -137,6 +137,35 @@ async def test_a_router_that_attaches_before_a_lease_was_told_has_the_prompt_com
         assert not router_b.metrics.failures._metrics
         assert (await prefill.integrity()).num_first_tokens == 1
         assert (await decode.integrity()).num_later_tokens == NUM_TOKENS - 1
+
+
+async def test_a_first_token_that_ends_a_request_that_has_moved_ends_it_at_the_router_of_now(
+    text_model: TextModel, listed: list[Listed]
+) -> None:
+    step = HeldStep(listed[0].worker)
+    patient = dataclasses.replace(CONFIG, resume_window_s=30.0)
+    request = named(1)
+    request.sampling.max_tokens = 1
+    async with (
+        router_over(text_model, *listed, config=patient) as (_, client_a),
+        router_over(text_model, *listed, config=patient) as (router_b, client_b),
+        router_over(text_model, *listed, config=patient) as (_, client_c),
+    ):
+        former = asyncio.create_task(client_a.ask(request))
+        await asyncio.to_thread(step.begun.wait, 10)
+        request.resume_from_index = 0
+        latter = asyncio.create_task(client_b.ask(request))
+        await until(lambda: router_b.fleet.num_bookings == 1)
+        step.go_on.set()
+        later = client_c.ask(request)  # after the end, where it is not known
+        for answer in (await former, await latter, await later):
+            assert answer.ids == alone(1)[:1]
+            assert [routed.attempt for routed in answer.routed] == [1]
+            assert answer.finished is not None
+            assert answer.finished.reason == common_pb2.FINISH_REASON_LENGTH
+        assert not router_b.metrics.failures._metrics
+        assert (await listed[0].worker.integrity()).num_first_tokens == 1
+        assert (await listed[1].worker.integrity()).num_later_tokens == 0
 
 
 async def test_an_id_that_another_router_runs_with_another_body_is_taken_until_it_is_aborted(
