@@ -636,7 +636,7 @@ class FirstToken(_message.Message):
     queue_ms: _builtins.float
     prefill_ms: _builtins.float
     finished: _common_pb2.FinishReason.ValueType
-    """Set when the first token ends the request: the router releases the lease, nothing is admitted."""
+    """Set when the first token ends the request: nothing is admitted, the receiver is told the token."""
     @_builtins.property
     def logprobs(self) -> _common_pb2.Logprobs: ...
     def __init__(
