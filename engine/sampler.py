@@ -8,38 +8,28 @@ Rows never influence each other: a request gets the same token alone and in any 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from engine.request import (
-    RequestId,
-    RequestSpec,
-    SampledToken,
-    SamplingParams,
-    ScheduledSeq,
-    TokenLogprobs,
-)
+from engine.request import RequestId, RequestSpec, SampledToken, ScheduledSeq, TokenLogprobs
 from engine.sampling_check import check
 from engine.sampling_noise import gumbel_noise, noise_of_tokens
+from engine.sampling_rows import (
+    Draws,
+    Forbidden,
+    Penalties,
+    Row,
+    SamplingRows,
+    draws_of,
+    is_limited,
+)
+from engine.step_batch import to_device
 
 __all__ = ["Sampler", "check"]
 
-_GREEDY_BELOW = 1e-5  # a temperature that leaves nothing to chance in float32
-_FEW_TOKENS = 256  # a top k up to this is looked at alone, without the rest of its row
-_CHUNK_ELEMENTS = 1 << 17  # logits whose noise is drawn at once: what stays in a core's cache
-
-
-@dataclass(frozen=True)
-class _Row:
-    spec: RequestSpec
-    index: int  # of the output token to sample
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.spec.sampling
+_CHUNK_ELEMENTS = 1 << 17  # logits whose noise a CPU draws at once: what stays in a core's cache
 
 
 class Sampler:
@@ -60,166 +50,135 @@ class Sampler:
         """
         rows = [_row(seq, specs[seq.request_id]) for seq in seqs]
         forbidden = [self._forbidden(row) for row in rows]
-        adjusted = _penalise(_forbid(logits.float(), forbidden), rows)
-        token_ids = _choose(adjusted, rows)
+        if any(forbidden) or not all(row.takes_likeliest for row in rows):
+            wanted = SamplingRows.of(rows, forbidden, logits.shape[1], logits.device)
+            adjusted = _penalise(_forbid(logits.float(), wanted.forbidden), wanted.penalties)
+            token_ids = _choose(adjusted, rows, wanted)
+        else:
+            token_ids = logits.argmax(dim=-1).tolist()
         logprobs = _logprobs(logits, rows, token_ids)
         return [SampledToken(token, logprobs.get(i)) for i, token in enumerate(token_ids)]
 
-    def _forbidden(self, row: _Row) -> frozenset[int]:
+    def _forbidden(self, row: Row) -> frozenset[int]:
         params = row.params
         if row.index >= params.min_tokens:
             return frozenset()
         return params.stop_token_ids | (frozenset() if params.ignore_eos else self._eos_token_ids)
 
 
-def _row(seq: ScheduledSeq, spec: RequestSpec) -> _Row:
-    return _Row(spec, seq.start + len(seq.token_ids) - spec.num_prompt_tokens)
-
-
-def _is_greedy(params: SamplingParams) -> bool:
-    return params.temperature < _GREEDY_BELOW or params.top_k == 1
+def _row(seq: ScheduledSeq, spec: RequestSpec) -> Row:
+    return Row(spec, seq.start + len(seq.token_ids) - spec.num_prompt_tokens)
 
 
 # --- changed logits -----------------------------------------------------------------------------
 
 
-def _forbid(logits: torch.Tensor, forbidden: list[frozenset[int]]) -> torch.Tensor:
-    """Give ids a probability of 0; a row's tokens are never all forbidden."""
-    if not any(forbidden):
+def _forbid(logits: torch.Tensor, forbidden: Forbidden) -> torch.Tensor:
+    """Give ids a probability of 0."""
+    if not len(forbidden.rows):
         return logits
     logits = logits.clone()
-    vocab_size = logits.shape[1]
-    for row, ids in enumerate(forbidden):
-        inside = [token for token in ids if token < vocab_size]
-        if len(inside) < vocab_size:
-            logits[row, inside] = -torch.inf
+    logits[forbidden.rows, forbidden.token_ids] = -torch.inf
     return logits
 
 
-def _penalise(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
-    where = [i for i, row in enumerate(rows) if row.params.has_penalties]
-    if not where:
+def _penalise(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
+    where = penalties.where
+    if not len(where):
         return logits
-    picked = [rows[i] for i in where]
-    params = [row.params for row in picked]
-    device = logits.device
-    seen = _counts([row.spec.token_ids for row in picked], logits.shape[1], device)
-    generated = _counts(
-        [row.spec.token_ids[row.spec.num_prompt_tokens :] for row in picked],
-        logits.shape[1],
-        device,
-    )
-    part = logits[where]
-    repetition = _column([p.repetition_penalty for p in params], device)
+    seen = _counts(penalties, torch.ones_like(penalties.is_output), logits.shape[1])
+    generated = _counts(penalties, penalties.is_output, logits.shape[1])
+    part, repetition = logits[where], penalties.repetition
     part = torch.where(seen > 0, torch.where(part > 0, part / repetition, part * repetition), part)
-    part -= _column([p.frequency_penalty for p in params], device) * generated
-    part -= _column([p.presence_penalty for p in params], device) * (generated > 0)
-    logits = logits.clone()
-    logits[where] = part
-    return logits
+    part -= penalties.frequency * generated
+    part -= penalties.presence * (generated > 0)
+    return logits.index_copy(0, where, part)
 
 
-def _counts(token_ids: Sequence[np.ndarray], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """How often each id occurs: float32 [n, vocab_size]."""
-    lengths = torch.tensor([len(ids) for ids in token_ids])
-    rows = torch.repeat_interleave(torch.arange(len(token_ids)), lengths).to(device)
-    columns = torch.from_numpy(np.concatenate(token_ids).astype(np.int64)).to(device)
-    counts = torch.zeros(len(token_ids), vocab_size, device=device)
-    return counts.index_put_((rows, columns), torch.ones((), device=device), accumulate=True)
-
-
-def _column(
-    values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)[:, None]
+def _counts(penalties: Penalties, weights: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The sum of each id's weights: float32 [n, vocab_size]."""
+    counts = torch.zeros(len(penalties.where), vocab_size, device=weights.device)
+    where = penalties.token_rows, penalties.token_ids
+    return counts.index_put_(where, weights, accumulate=True)
 
 
 # --- choice -------------------------------------------------------------------------------------
 
 
-def _choose(logits: torch.Tensor, rows: list[_Row]) -> list[int]:
-    chosen: list[int] = logits.argmax(dim=-1).tolist()
-    where = [i for i, row in enumerate(rows) if not _is_greedy(row.params)]
-    vocab_size = logits.shape[1]
-    step = max(1, _CHUNK_ELEMENTS // vocab_size)
-    few = [i for i in where if 0 < rows[i].params.top_k <= min(_FEW_TOKENS, vocab_size)]
-    many = sorted(set(where) - set(few))
-    for some in _parts(few, step):
-        drawn = _draw_few(_scaled(logits, rows, some), [rows[i] for i in some])
-        many += [i for i, token in zip(some, drawn) if token is None]
-        for i, token in zip(some, drawn):
-            chosen[i] = chosen[i] if token is None else token
-    for some in _parts(many, step):
-        for i, token in zip(some, _draw(_scaled(logits, rows, some), [rows[i] for i in some])):
-            chosen[i] = token
-    return chosen
+def _choose(logits: torch.Tensor, rows: list[Row], wanted: SamplingRows) -> list[int]:
+    """One answer is read back, unless a filter has the rest of a row looked at."""
+    chosen = logits.argmax(dim=-1)
+    few = [_draw_few(_scaled(logits, some), some) for some in _parts(wanted.few, logits)]
+    many = [_draw(_scaled(logits, some), some) for some in _parts(wanted.many, logits)]
+    if few or many:
+        where = torch.cat([wanted.few.where, wanted.many.where])
+        chosen[where] = torch.cat([*(token_ids for token_ids, _ in few), *many])
+    found: list[int] = torch.cat([chosen, *(tied for _, tied in few)]).tolist()
+    tied = [i for i, tie in zip(wanted.few.rows, found[len(rows) :], strict=True) if tie]
+    again = draws_of(rows, tied, logits.shape[1], logits.device) if tied else wanted.few.part(0, 0)
+    for some in _parts(again, logits):
+        for i, token in zip(some.rows, _draw(_scaled(logits, some), some).tolist()):
+            found[i] = token
+    return found[: len(rows)]
 
 
-def _parts(where: list[int], length: int) -> Iterator[list[int]]:
-    return (where[start : start + length] for start in range(0, len(where), length))
+def _parts(draws: Draws, logits: torch.Tensor) -> Iterator[Draws]:
+    """On a device all at once: each part would have the host wait."""
+    on_cpu = logits.device.type == "cpu"
+    length = max(1, _CHUNK_ELEMENTS // logits.shape[1] if on_cpu else len(draws))
+    return (draws.part(start, start + length) for start in range(0, len(draws), length))
 
 
-def _scaled(logits: torch.Tensor, rows: list[_Row], where: list[int]) -> torch.Tensor:
-    return logits[where] / _column([rows[i].params.temperature for i in where], logits.device)
+def _scaled(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    return logits[draws.where] / draws.temperature
 
 
-def _positions(rows: list[_Row]) -> list[tuple[int, int]]:
-    return [(row.params.seed, row.index) for row in rows]
-
-
-def _draw_few(logits: torch.Tensor, rows: list[_Row]) -> list[int | None]:
-    """Draw among each row's top k alone; None where others are as likely as the k-th.
+def _draw_few(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw among each row's top k alone: ids [n], and where others are as likely as the k-th.
 
     They would stay or go together: such a row has more than k tokens to draw from.
     """
-    params = [row.params for row in rows]
-    top_k = _column([p.top_k for p in params], logits.device, torch.int64)
-    top_p = _column([p.top_p for p in params], logits.device, torch.float64)
-    likeliest, token_ids = logits.topk(max(p.top_k for p in params), dim=-1)
-    in_top_k = torch.arange(likeliest.shape[1], device=logits.device) < top_k
-    tied = (logits >= likeliest.gather(-1, top_k - 1)).sum(-1) > top_k[:, 0]
+    likeliest, token_ids = logits.topk(max(p.top_k for p in draws.params), dim=-1)
+    in_top_k = torch.arange(likeliest.shape[1], device=logits.device) < draws.top_k
+    tied = (logits >= likeliest.gather(-1, draws.top_k - 1)).sum(-1) > draws.top_k[:, 0]
     total = likeliest.masked_fill(~in_top_k, -torch.inf).logsumexp(-1, keepdim=True)
     probabilities = (likeliest - total).double().exp()
     before = probabilities.cumsum(-1) - probabilities
-    num_kept = (in_top_k & ((before < top_p) | (top_p >= 1))).sum(-1, keepdim=True)
+    in_top_p = (before < draws.top_p) | (draws.top_p >= 1)
+    num_kept = (in_top_k & in_top_p).sum(-1, keepdim=True)
     least = likeliest.gather(-1, num_kept.clamp_(min=1) - 1)
-    least = torch.maximum(least, likeliest[:, :1] + _log_min_p(params, logits.device))
-    scores = noise_of_tokens(_positions(rows), token_ids) + likeliest
+    least = torch.maximum(least, likeliest[:, :1] + draws.log_min_p)
+    scores = noise_of_tokens(draws.keys, token_ids) + likeliest
     scores.masked_fill_(~in_top_k | (likeliest < least), -torch.inf)
     # Of equal scores the lowest id, as where all tokens are looked at in their order.
     best = token_ids.masked_fill(scores < scores.amax(-1, keepdim=True), logits.shape[1]).amin(-1)
-    return [None if tie else token for token, tie in zip(best.tolist(), tied.tolist())]
+    return best, tied
 
 
-def _draw(logits: torch.Tensor, rows: list[_Row]) -> list[int]:
+def _draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """Draw among all tokens; where a filter drops the drawn one, draw among the likelier ones.
 
     The largest of all scores is the largest of those kept, if it is kept. If it is not, nothing
     less likely is kept either. So no row has to be sorted.
     """
-    scores = gumbel_noise(_positions(rows), logits.shape[1], logits.device).add_(logits)
-    if any(row.params.min_p for row in rows):
-        least = _log_min_p([row.params for row in rows], logits.device)
-        scores.masked_fill_(logits < logits.amax(-1, keepdim=True) + least, -torch.inf)
+    scores = gumbel_noise(draws.keys, logits.shape[1]).add_(logits)
+    if any(params.min_p for params in draws.params):
+        scores.masked_fill_(logits < logits.amax(-1, keepdim=True) + draws.log_min_p, -torch.inf)
     sampled = scores.argmax(dim=-1)
-    open_rows = [i for i, row in enumerate(rows) if row.params.top_k or row.params.top_p < 1]
-    if open_rows:
-        limits = _limits(logits[open_rows], [rows[i].params for i in open_rows])
-    while open_rows:
-        where = torch.tensor(open_rows, device=logits.device)
-        part = logits if len(open_rows) == len(rows) else logits[where]
+    num_limited = sum(map(is_limited, draws.params))  # they come first
+    where = torch.arange(num_limited, device=logits.device)
+    part = logits[:num_limited]
+    limits = _limits(part, draws.part(0, num_limited))
+    while len(where):
         drawn = part.gather(-1, sampled[where, None])
-        dropped = ~_are_kept(part, drawn, limits)
-        left = torch.nonzero(dropped)[:, 0]
+        left = torch.nonzero(~_are_kept(part, drawn, limits))[:, 0]
         if not len(left):
             break
-        where = where[left]
-        scores[where] = scores[where].masked_fill_(part[left] <= drawn[left], -torch.inf)
+        where, part = where[left], part[left]
+        scores[where] = scores[where].masked_fill_(part <= drawn[left], -torch.inf)
         sampled[where] = scores[where].argmax(dim=-1)
-        open_rows = where.tolist()
         limits = _Limits(*(column[left] for column in limits))
-    chosen: list[int] = sampled.tolist()
-    return chosen
+    return sampled
 
 
 class _Limits(NamedTuple):
@@ -230,18 +189,12 @@ class _Limits(NamedTuple):
     total: torch.Tensor  # log of the sum of the exponentials of the top k
 
 
-def _limits(logits: torch.Tensor, params: list[SamplingParams]) -> _Limits:
-    device, vocab_size = logits.device, logits.shape[1]
-    top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
+def _limits(logits: torch.Tensor, draws: Draws) -> _Limits:
     total = logits.logsumexp(-1, keepdim=True)
-    for i, k in enumerate(top_k):
-        if k < vocab_size and params[i].top_p < 1:
-            total[i] = logits[i].topk(k).values.logsumexp(-1)
-    return _Limits(
-        _column(top_k, device, torch.int64),
-        _column([p.top_p for p in params], device, torch.float64),
-        total,
-    )
+    for i, params in enumerate(draws.params):
+        if 0 < params.top_k < logits.shape[1] and params.top_p < 1:
+            total[i] = logits[i].topk(params.top_k).values.logsumexp(-1)
+    return _Limits(draws.top_k, draws.top_p, total)
 
 
 def _are_kept(logits: torch.Tensor, drawn: torch.Tensor, limits: _Limits) -> torch.Tensor:
@@ -255,33 +208,31 @@ def _are_kept(logits: torch.Tensor, drawn: torch.Tensor, limits: _Limits) -> tor
     return ((num_above < limits.top_k[:, 0]) & in_top_p) | (num_above == 0)
 
 
-def _log_min_p(params: list[SamplingParams], device: torch.device) -> torch.Tensor:
-    """float32 [n, 1]; -inf where there is no minimum."""
-    return _column([p.min_p for p in params], device, torch.float64).log_().float()
-
-
 # --- log-probabilities --------------------------------------------------------------------------
 
 
 def _logprobs(
-    logits: torch.Tensor, rows: list[_Row], token_ids: list[int]
+    logits: torch.Tensor, rows: list[Row], token_ids: list[int]
 ) -> dict[int, TokenLogprobs]:
     """By row, for those that ask; of the logits as the model gave them."""
-    where = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    if not where:
+    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    if not asked:
         return {}
+    pairs = np.array([asked, [token_ids[i] for i in asked]], np.int64)
+    where, sampled = to_device(pairs, logits.device)
     logprobs = logits[where].float().log_softmax(-1)
-    sampled = torch.tensor([token_ids[i] for i in where], device=logits.device)
     of_sampled = logprobs.gather(-1, sampled[:, None])
-    ranks = (logprobs > of_sampled).sum(-1).add(1).tolist()
-    most = max(rows[i].params.logprobs or 0 for i in where)
+    ranks = (logprobs > of_sampled).sum(-1, keepdim=True).add(1)
+    most = max(rows[i].params.logprobs or 0 for i in asked)
     top = logprobs.topk(most, dim=-1)
-    top_values, top_ids = top.values.tolist(), top.indices.tolist()
-    return {
-        i: TokenLogprobs(
-            float(of_sampled[j, 0]),
-            int(ranks[j]),
-            tuple(zip(top_ids[j], top_values[j]))[: rows[i].params.logprobs],
-        )
-        for j, i in enumerate(where)
-    }
+    # Read back at once: float64 holds logprobs, ranks and ids alike.
+    told = torch.cat([part.double() for part in (of_sampled, ranks, top.values, top.indices)], 1)
+    return {i: _told(row, rows[i].params.logprobs or 0) for i, row in zip(asked, told.tolist())}
+
+
+def _told(row: list[float], num_top: int) -> TokenLogprobs:
+    """From the sampled token's logprob and rank, then the values and ids of the likeliest."""
+    logprob, rank, *top = row
+    values, ids = top[: len(top) // 2], top[len(top) // 2 :]
+    likeliest = tuple((int(token), value) for token, value in zip(ids, values))
+    return TokenLogprobs(logprob, int(rank), likeliest[:num_top])

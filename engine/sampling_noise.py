@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.mixing import mix
@@ -23,20 +25,22 @@ def row_keys(seed: int, index: int) -> tuple[int, int]:
     return low - (low >> 31) * _INT32, high - (high >> 31) * _INT32
 
 
-def gumbel_noise(
-    positions: Sequence[tuple[int, int]], vocab_size: int, device: torch.device
-) -> torch.Tensor:
-    """Standard Gumbel noise, float32 [n, vocab_size], for n positions (seed, output index)."""
-    return noise_of_tokens(positions, torch.arange(vocab_size, dtype=torch.int32, device=device))
+def position_keys(positions: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
+    """`row_keys` of n positions (seed, output index): [n, 2]."""
+    return np.array([row_keys(*position) for position in positions], np.int32).reshape(-1, 2)
 
 
-def noise_of_tokens(positions: Sequence[tuple[int, int]], token_ids: torch.Tensor) -> torch.Tensor:
+def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Standard Gumbel noise, float32 [n, vocab_size], for `position_keys` int32 [n, 2]."""
+    return noise_of_tokens(keys, torch.arange(vocab_size, dtype=torch.int32, device=keys.device))
+
+
+def noise_of_tokens(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """`gumbel_noise` of these tokens alone: float32 [n, m] for ids [m], or [n, m] to each its own.
 
     Bit for bit what `gumbel_noise` has at those ids.
     """
-    keys = [row_keys(*position) for position in positions]
-    first, second = torch.tensor(keys, dtype=torch.int32, device=token_ids.device).unbind(1)
+    first, second = keys.unbind(1)
     # Rounds of xor-shift and multiply, as in MurmurHash3's finaliser; int32 products wrap around,
     # and masks make the arithmetic shifts logical ones. In place: the arrays are large.
     h = token_ids.to(torch.int32).mul(-1640531527)

@@ -12,6 +12,14 @@ import torch
 
 from engine.request import ScheduledSeq
 
+_ALIGNED_BYTES = 8  # the largest of the dtypes below
+_TORCH_DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
+
 
 @dataclass(frozen=True)
 class GroupBatch:
@@ -88,6 +96,27 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def to_device_together(
+    arrays: Sequence[npt.NDArray[Any]], device: torch.device
+) -> list[torch.Tensor]:
+    """Tensors of the arrays' contents, moved as one; where all are empty, nothing is."""
+    if not any(array.size for array in arrays):
+        return [
+            torch.empty(array.shape, dtype=_TORCH_DTYPES[array.dtype], device=device)
+            for array in arrays
+        ]
+    ends = np.cumsum([-(-array.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for array in arrays])
+    content = np.empty(ends[-1], np.uint8)
+    starts = [0, *ends[:-1].tolist()]
+    for start, array in zip(starts, arrays):
+        content[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    moved = to_device(content, device)
+    return [
+        moved[start : start + array.nbytes].view(_TORCH_DTYPES[array.dtype]).view(array.shape)
+        for start, array in zip(starts, arrays)
+    ]
 
 
 def _starts(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

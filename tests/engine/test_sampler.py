@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from engine.errors import InvalidRequestError
 from engine.request import (
@@ -22,10 +24,9 @@ from engine.request import (
 )
 from engine.sampler import Sampler
 from engine.sampling_check import check
-from engine.sampling_noise import gumbel_noise, noise_of_tokens, row_keys
+from engine.sampling_noise import gumbel_noise, noise_of_tokens, position_keys, row_keys
 
 EOS = 3
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,6 +48,10 @@ def sample(
         seqs.append(ScheduledSeq(request_id, ids[-1:], len(ids) - 1, (), True))
         specs[request_id] = RequestSpec(request_id, ids, len(given_ids), sampling)
     return Sampler(frozenset({EOS})).sample(logits, seqs, specs)
+
+
+def keys_of(positions: Sequence[tuple[int, int]]) -> torch.Tensor:
+    return torch.from_numpy(position_keys(positions))
 
 
 def ids(sampled: list[SampledToken]) -> list[int]:
@@ -129,7 +134,7 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_softmax(temperature: flo
 
 def test_noise_does_not_repeat_over_positions_seeds_or_tokens() -> None:
     positions = [(seed, index) for seed in (0, 1, 2**63, 2**64 - 1) for index in range(40)]
-    noise = gumbel_noise(positions, 500, CPU).double()
+    noise = gumbel_noise(keys_of(positions), 500).double()
     # In float32 about one of 700 of so many values equals another by chance.
     assert len(torch.unique(noise)) > 0.997 * noise.numel()
     # Standard Gumbel: mean 0.5772, variance pi^2 / 6.
@@ -156,7 +161,7 @@ def test_noise_is_that_of_plain_integer_arithmetic() -> None:
         uniform = min(((h & 0x7FFFFFFF) + 0.5) * 2.0**-31, 1 - 2.0**-24)
         return -math.log(-math.log1p(-uniform))
 
-    noise = gumbel_noise([(7, 0), (2**64 - 1, 5)], 300, CPU)
+    noise = gumbel_noise(keys_of([(7, 0), (2**64 - 1, 5)]), 300)
     for row, (seed, index) in enumerate([(7, 0), (2**64 - 1, 5)]):
         expected = [twin(seed, index, token) for token in range(300)]
         assert noise[row].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
@@ -197,7 +202,7 @@ def naive_draws(logits: list[float], params: SamplingParams) -> set[int]:
     sizes = {len(kept)}
     if params.top_p < 1 or params.min_p:
         sizes |= {max(1, len(kept) - 1), min(len(kept) + 1, len(logits))}
-    noise = gumbel_noise([(params.seed, 0)], len(logits), CPU)[0].tolist()
+    noise = gumbel_noise(keys_of([(params.seed, 0)]), len(logits))[0].tolist()
     scaled = (torch.tensor(logits) / params.temperature).tolist()
     return {max(order[:size], key=lambda t: scaled[t] + noise[t]) for size in sizes}
 
@@ -237,8 +242,8 @@ def test_noise_of_some_tokens_is_bit_for_bit_that_of_all(seed: int, index: int, 
     positions = [(seed, index), (1, 2)]
     generator = torch.Generator().manual_seed(count)
     token_ids = torch.randint(0, 30_000, (2, count), generator=generator)
-    every = gumbel_noise(positions, 30_000, CPU)
-    assert torch.equal(noise_of_tokens(positions, token_ids), every.gather(1, token_ids))
+    every = gumbel_noise(keys_of(positions), 30_000)
+    assert torch.equal(noise_of_tokens(keys_of(positions), token_ids), every.gather(1, token_ids))
 
 
 def test_tokens_outside_the_filters_are_never_drawn() -> None:
@@ -351,6 +356,56 @@ def test_an_impossible_value_is_refused_by_its_field(field: str, value: object) 
     with pytest.raises(InvalidRequestError) as caught:
         check(replace(SamplingParams(), **{field: value}), 100)  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+class Copies(TorchFunctionMode):
+    """Notes what would go between a GPU and its host, each time with the host waiting for it."""
+
+    def __init__(self) -> None:
+        self.to_device: list[str] = []
+        self.to_host: list[str] = []
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = func.__name__
+        if name in ("tensor", "as_tensor") or (name == "to" and isinstance(args[1], torch.device)):
+            self.to_device.append(name)
+        if name in ("__getitem__", "__setitem__") and _has_list(args[1]):
+            self.to_device.append(name)
+        if name in ("tolist", "item", "nonzero", "__float__", "__int__", "__bool__", "bincount"):
+            self.to_host.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _has_list(index: object) -> bool:
+    return isinstance(index, list) or (isinstance(index, tuple) and any(map(_has_list, index)))
+
+
+def test_a_steps_rows_go_to_the_device_in_one_copy_and_come_back_in_one() -> None:
+    params = [
+        GREEDY,
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, top_k=40, temperature=0.7),
+        SamplingParams(seed=3, top_k=9, top_p=0.9, min_p=0.01),
+        SamplingParams(seed=4, min_p=0.05),
+        SamplingParams(seed=5, repetition_penalty=1.3, frequency_penalty=0.5),
+        SamplingParams(seed=6, min_tokens=9, stop_token_ids=frozenset({7, 8})),
+    ]
+    logits, histories = random_logits(len(params), 5000), [([1, 2, 3], [4, 4, 5])] * len(params)
+    with Copies() as copies:
+        sample(logits, params, histories)
+    assert (copies.to_device, copies.to_host) == (["to"], ["tolist"])
+    with Copies() as copies:
+        sample(logits, [GREEDY] * len(params), histories)
+    assert (copies.to_device, copies.to_host) == ([], ["tolist"])
+    with Copies() as copies:  # log-probabilities follow on the tokens
+        sample(logits, [replace(GREEDY, logprobs=n) for n in range(len(params))], histories)
+    assert (copies.to_device, copies.to_host) == (["to"], ["tolist", "tolist"])
 
 
 @pytest.mark.gpu

@@ -1,0 +1,194 @@
+"""What a step's rows say about sampling, on the device of their logits: moved there all at once.
+
+On a GPU every list that is copied by itself has the host wait for what is under way there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.request import RequestSpec, SamplingParams
+from engine.sampling_noise import position_keys
+from engine.step_batch import to_device_together
+
+Array = npt.NDArray[Any]
+
+_GREEDY_BELOW = 1e-5  # a temperature that leaves nothing to chance in float32
+_FEW_TOKENS = 256  # a top k up to this is looked at alone, without the rest of its row
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence that samples."""
+
+    spec: RequestSpec
+    index: int  # of the output token to sample
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.spec.sampling
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature < _GREEDY_BELOW or self.params.top_k == 1
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Of the logits as they are, but for what may be forbidden."""
+        return self.is_greedy and not self.params.has_penalties
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Rows whose token is drawn, in host memory and, columns [n, 1], on the device."""
+
+    params: Sequence[SamplingParams]
+    rows: Sequence[int]
+    where: torch.Tensor
+    """int64 [n]: the same as `rows`."""
+    keys: torch.Tensor
+    """int32 [n, 2]: of their noise."""
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    """int64, at most the vocabulary."""
+    top_p: torch.Tensor
+    """float64."""
+    log_min_p: torch.Tensor
+    """float32; -inf where there is no minimum."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def part(self, start: int, stop: int) -> Draws:
+        some = slice(start, stop)
+        columns = self.where, self.keys, self.temperature, self.top_k, self.top_p, self.log_min_p
+        return Draws(self.params[some], self.rows[some], *(column[some] for column in columns))
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Rows with penalties: columns [n, 1], and all their tokens, one row's after the other's."""
+
+    where: torch.Tensor
+    """int64 [n]: among the logits."""
+    repetition: torch.Tensor
+    frequency: torch.Tensor
+    presence: torch.Tensor
+    token_rows: torch.Tensor
+    """int64 [num_tokens]: among these n."""
+    token_ids: torch.Tensor
+    """int64 [num_tokens]."""
+    is_output: torch.Tensor
+    """float32 [num_tokens]: 1 for tokens that were generated, 0 for those of the prompt."""
+
+
+@dataclass(frozen=True)
+class Forbidden:
+    """Tokens that must not be sampled: int64 [n] each."""
+
+    rows: torch.Tensor
+    token_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """Every row of a step that is more than the likeliest token of its logits."""
+
+    few: Draws
+    """With a top k so small that only those tokens are looked at."""
+    many: Draws
+    """Those that top-k or top-p limit come first."""
+    penalties: Penalties
+    forbidden: Forbidden
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Row],
+        forbidden: Sequence[frozenset[int]],
+        vocab_size: int,
+        device: torch.device,
+    ) -> SamplingRows:
+        """`forbidden`: by row."""
+        drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
+        most = min(_FEW_TOKENS, vocab_size)
+        few = [i for i in drawn if 0 < rows[i].params.top_k <= most]
+        many = sorted(set(drawn) - set(few), key=lambda i: not is_limited(rows[i].params))
+        draws = _draw_columns(rows, few + many, vocab_size)
+        penalties = _penalty_columns(rows)
+        pairs = _forbidden_pairs(forbidden, vocab_size)
+        moved = to_device_together([*draws, *penalties, *pairs], device)
+        every = Draws([rows[i].params for i in few + many], few + many, *moved[: len(draws)])
+        return cls(
+            every.part(0, len(few)),
+            every.part(len(few), len(every)),
+            Penalties(*moved[len(draws) : -len(pairs)]),
+            Forbidden(*moved[-len(pairs) :]),
+        )
+
+
+def draws_of(
+    rows: Sequence[Row], where: Sequence[int], vocab_size: int, device: torch.device
+) -> Draws:
+    """Some rows, as `SamplingRows.many`."""
+    where = sorted(where, key=lambda i: not is_limited(rows[i].params))
+    moved = to_device_together(_draw_columns(rows, where, vocab_size), device)
+    return Draws([rows[i].params for i in where], where, *moved)
+
+
+def is_limited(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1
+
+
+def _draw_columns(rows: Sequence[Row], where: Sequence[int], vocab_size: int) -> list[Array]:
+    params = [rows[i].params for i in where]
+    top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
+    with np.errstate(divide="ignore"):
+        log_min_p = np.log(np.array([p.min_p for p in params], np.float64))
+    return [
+        np.array(where, np.int64),
+        position_keys([(rows[i].params.seed, rows[i].index) for i in where]),
+        _column([p.temperature for p in params]),
+        _column(top_k, np.int64),
+        _column([p.top_p for p in params], np.float64),
+        _column(log_min_p),
+    ]
+
+
+def _penalty_columns(rows: Sequence[Row]) -> list[Array]:
+    where = [i for i, row in enumerate(rows) if row.params.has_penalties]
+    params = [rows[i].params for i in where]
+    specs = [rows[i].spec for i in where]
+    counts = [len(spec.token_ids) for spec in specs]
+    ids: list[Array] = [np.zeros(0, np.int64), *(spec.token_ids for spec in specs)]
+    is_output: list[Array] = [np.zeros(0, bool)]
+    is_output += [np.arange(len(s.token_ids)) >= s.num_prompt_tokens for s in specs]
+    return [
+        np.array(where, np.int64),
+        _column([p.repetition_penalty for p in params]),
+        _column([p.frequency_penalty for p in params]),
+        _column([p.presence_penalty for p in params]),
+        np.repeat(np.arange(len(where)), counts),
+        np.concatenate(ids).astype(np.int64),
+        np.concatenate(is_output).astype(np.float32),
+    ]
+
+
+def _forbidden_pairs(forbidden: Sequence[frozenset[int]], vocab_size: int) -> list[Array]:
+    """A row's tokens are never all forbidden."""
+    pairs = []
+    for row, ids in enumerate(forbidden):
+        inside = [token for token in ids if token < vocab_size]
+        if len(inside) < vocab_size:
+            pairs += [(row, token) for token in inside]
+    return list(np.array(pairs, np.int64).reshape(-1, 2).T)
+
+
+def _column(values: Sequence[float] | Array, dtype: npt.DTypeLike = np.float32) -> Array:
+    return np.array(values, dtype)[:, None]
