@@ -4,6 +4,9 @@ A device computes behind the host's back: that a layer was asked for does not me
 written, and what is put from its memory is read at once. So on a device an event is recorded after
 each layer; a thread of its own waits for one event after the other and tells the sink. The step
 ends when the sink has heard all: a sink's calls never overlap, and its errors are the step's.
+
+A step also ends when all its KV is written, whether or not any is pushed: its blocks may be freed
+then, and leased to a writer that nothing orders behind this device's work.
 """
 
 from __future__ import annotations
@@ -67,8 +70,15 @@ class LayerPushes:
 
         return layer_done
 
-    def finish(self) -> None:
-        """Wait until the sink has heard of every layer. Raises what it raised first."""
+    def finish(self, *, is_read_back: bool) -> None:
+        """Wait until the sink has heard of every layer. Raises what it raised first.
+
+        `is_read_back`: whoever runs the step reads its logits, and so waits for the device itself.
+        """
+        if self._new_event is not None and not is_read_back:
+            event = self._new_event()
+            event.record()
+            event.synchronize()
         told, self._told = self._told, []
         for each in told:
             each.result()

@@ -88,7 +88,8 @@ class TorchRunner:
         for message in plan.sink_messages:
             self._sink.message(message)
         logits = self._forward(plan) if plan.seqs else None
-        self._pushes.finish()
+        is_read_back = any(seq.samples for seq in plan.seqs) or not plan.seqs
+        self._pushes.finish(is_read_back=is_read_back)
         self._sink.step_done(plan)
         return logits
 

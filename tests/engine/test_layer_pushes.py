@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -78,7 +79,7 @@ def test_a_step_asks_for_all_layers_while_the_sink_hears_of_each_that_is_written
         event.reached.set()
         assert sink.heard.acquire(timeout=WAIT_S)
         assert sink.calls == expected[: layer + 1]
-    pushes.finish()
+    pushes.finish(is_read_back=True)
     pushes.close()
 
 
@@ -90,7 +91,7 @@ def test_a_step_finishes_when_the_sink_has_heard_of_every_layer(device: Device) 
         layer_done(layer)
 
     def finish() -> None:
-        pushes.finish()
+        pushes.finish(is_read_back=True)
         sink.calls.append(("finished",))
 
     finishing = threading.Thread(target=finish)
@@ -110,7 +111,7 @@ def test_what_a_sink_raises_is_the_steps_error(device: Device) -> None:
     for event in device.events:
         event.reached.set()
     with pytest.raises(ValueError, match="layer 1"):
-        pushes.finish()
+        pushes.finish(is_read_back=True)
     pushes.close()
 
 
@@ -118,9 +119,31 @@ def test_a_step_without_pushes_records_nothing(device: Device) -> None:
     sink = Sink()
     pushes = LayerPushes(sink, LAYOUT, device.new_event)
     pushes.of_step(())(0)
-    pushes.finish()
+    pushes.finish(is_read_back=True)
     pushes.close()
     assert (device.events, sink.calls) == ([], [])
+
+
+def test_a_step_that_nobody_reads_back_ends_when_the_device_has_written_all(device: Device) -> None:
+    pushes = LayerPushes(Sink(), LAYOUT, device.new_event)
+    ended = threading.Event()
+
+    def step() -> None:
+        pushes.of_step(())(0)
+        pushes.finish(is_read_back=False)
+        ended.set()
+
+    stepping = threading.Thread(target=step)
+    stepping.start()
+    give_up_at = time.monotonic() + WAIT_S
+    while not device.events and time.monotonic() < give_up_at:
+        ended.wait(0.001)
+    assert len(device.events) == 1
+    assert not ended.is_set()
+    device.events[0].reached.set()
+    assert ended.wait(WAIT_S)
+    stepping.join()
+    pushes.close()
 
 
 @pytest.mark.gpu
@@ -143,7 +166,7 @@ def test_on_a_gpu_a_layer_is_written_when_the_sink_hears_of_it_and_the_host_wait
         kv[layer].fill_(1)
         layer_done(layer)
     still_computes = not torch.cuda.current_stream().query()
-    pushes.finish()
+    pushes.finish(is_read_back=True)
     pushes.close()
     assert still_computes
     assert written == [1, 1, 1]
