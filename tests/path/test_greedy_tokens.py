@@ -133,7 +133,7 @@ async def check_seeds(path: WholePath, salt: str) -> None:
 async def path(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[WholePath]:
-    """A fleet with both roles in both widths; each test chooses a pair."""
+    """A fleet with both roles; where it has both widths, each test chooses a pair."""
     async with whole_path(request.param, tmp_path_factory.mktemp("path")) as path:
         yield path
 
@@ -141,21 +141,62 @@ async def path(
 CHUNKS = (16, 64, 512)
 BLOCK_SIZES = (8, 16, 32)
 CHECKSUMS = ("off", "sampled", "always")
-WIDTHS = ((1, 1), (1, 2), (2, 1), (2, 2))
+all_widths = pytest.mark.parametrize(
+    "widths", [(1, 1), (1, 2), (2, 1), (2, 2)], ids=lambda w: f"tp{w[0]}{w[1]}"
+)
 
 
-def over_widths(*quick: tuple[int, int]) -> pytest.MarkDecorator:
-    """Every width of a prefill worker with every one of a decode worker; all but `quick` are full.
+# --- quick: every family in both widths, each role in each width with each chunk ------------------
 
-    Unequal widths show the most: each role in both, and heads that are divided or put together.
-    """
-    full = (
-        pytest.param(widths, marks=pytest.mark.full) for widths in WIDTHS if widths not in quick
+VARIANTS = ("llama-tied-linear", "qwen3-windows")
+QUICK_FAMILIES = [family for family in checkpoints.FAMILIES if family not in VARIANTS]
+
+
+def in_pairs(number: int) -> Shape:
+    """Of six: unequal widths, which show the most, both ways round; the rest goes round too."""
+    prefill_tp, decode_tp = ((1, 2), (2, 1))[number % 2]
+    return Shape(
+        QUICK_FAMILIES[number],
+        prefill=(Pool(prefill_tp, CHUNKS[number % 3]),),
+        decode=(Pool(decode_tp, CHUNKS[(number + 1) % 3]),),
+        block_size=BLOCK_SIZES[number // 2],
+        checksum=CHECKSUMS[number % 3],
     )
-    return pytest.mark.parametrize("widths", [*quick, *full], ids=lambda w: f"tp{w[0]}{w[1]}")
 
 
-all_widths = over_widths()  # of tests that are full anyway
+quick_fleets = pytest.mark.parametrize(
+    "path",
+    [pytest.param(in_pairs(number), id=family) for number, family in enumerate(QUICK_FAMILIES)],
+    indirect=True,
+    scope="module",
+)
+
+
+@quick_fleets
+async def test_an_engine_alone_gives_the_tokens_of_transformers(path: WholePath) -> None:
+    check_alone(path, FEW_LENGTHS)
+
+
+@quick_fleets
+async def test_tokens_local_and_handed_over_are_those_of_transformers(path: WholePath) -> None:
+    await check_tokens(path, FEW_LENGTHS, "tokens")
+
+
+@quick_fleets
+async def test_turns_of_a_conversation_go_on_from_the_blocks_of_either_worker(
+    path: WholePath,
+) -> None:
+    await check_conversation(path, 75, "talk")
+
+
+@quick_fleets
+async def test_sampled_tokens_follow_from_the_seed_on_one_worker_and_on_two(
+    path: WholePath,
+) -> None:
+    await check_seeds(path, "seeds")
+
+
+# --- full: every combination --------------------------------------------------------------------
 
 
 def rotated(number: int) -> Shape:
@@ -170,11 +211,8 @@ def rotated(number: int) -> Shape:
     )
 
 
-# --- quick: every family with each width and chunk of either role, in pairs ----------------------
-
-VARIANTS = ("llama-tied-linear", "qwen3-windows")
-
-rotating = pytest.mark.parametrize(
+@pytest.mark.full
+@pytest.mark.parametrize(
     "path",
     [
         pytest.param(rotated(number), id=family)
@@ -184,50 +222,16 @@ rotating = pytest.mark.parametrize(
     indirect=True,
     scope="module",
 )
-few_or_more = pytest.mark.parametrize(
-    "lengths",
-    [FEW_LENGTHS, pytest.param(LENGTHS, marks=pytest.mark.full)],
-    ids=["few", "more"],
-)
-
-
-@rotating
-@few_or_more
-async def test_an_engine_alone_gives_the_tokens_of_transformers(
-    path: WholePath, lengths: tuple[int, ...]
-) -> None:
-    check_alone(path, lengths)
-
-
-@rotating
-@over_widths((1, 2), (2, 1))
-@few_or_more
-async def test_tokens_local_and_handed_over_are_those_of_transformers(
-    path: WholePath, widths: tuple[int, int], lengths: tuple[int, ...]
-) -> None:
-    await path.use_widths(*widths)
-    await check_tokens(path, lengths, f"{len(lengths)} lengths {widths}")
-
-
-@rotating
-@over_widths((1, 2))
-async def test_turns_of_a_conversation_go_on_from_the_blocks_of_either_worker(
+@all_widths
+async def test_every_family_and_width_gives_the_tokens_of_transformers_whatever_the_chunks(
     path: WholePath, widths: tuple[int, int]
 ) -> None:
     await path.use_widths(*widths)
+    if widths == (1, 1):
+        check_alone(path, LENGTHS)
+    await check_tokens(path, LENGTHS, str(widths))
     await check_conversation(path, 75, f"talk {widths}")
-
-
-@rotating
-@over_widths((2, 1))
-async def test_sampled_tokens_follow_from_the_seed_on_one_worker_and_on_two(
-    path: WholePath, widths: tuple[int, int]
-) -> None:
-    await path.use_widths(*widths)
     await check_seeds(path, f"seeds {widths}")
-
-
-# --- full: every combination --------------------------------------------------------------------
 
 
 def combined(family: str, chunk: int) -> Shape:
