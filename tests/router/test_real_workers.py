@@ -9,7 +9,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import grpc
+import grpc.aio
 import numpy as np
+import pytest
 
 from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2, worker_pb2_grpc
 from cluster.registry import Role
@@ -177,3 +180,23 @@ async def test_a_request_that_names_no_length_runs_to_the_end_of_its_worker_s_me
             assert answer.finished.reason == common_pb2.FINISH_REASON_LENGTH
             assert not answer.migrated
             router.check_integrity()
+
+
+async def test_a_prefill_worker_s_memory_bounds_the_prompt_alone_not_the_output(
+    text_model: TextModel,
+) -> None:
+    small = dataclasses.replace(SMALL_VOCABULARY, num_blocks=6)  # of which one is the null block
+    async with (
+        running_worker("p0", Role.PREFILL, small) as prefill,
+        running_worker("d0", Role.DECODE, SMALL_VOCABULARY) as decode,
+    ):
+        listed = Listed(prefill, prefill.address), Listed(decode, decode.address)
+        async with router_over(text_model, *listed) as (_, client):
+            answer = await client.ask(request_of(20))
+            assert answer.ids == alone(20)
+            assert [routed.prefill_worker for routed in answer.routed] == ["p0"]
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await client.ask(request_of(21))
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "every prefill worker" in str(caught.value.details())
+        await nothing_held(prefill, decode)
