@@ -119,6 +119,11 @@ class KvCache:
     def num_blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_blocks_held_at_once(self, num_tokens: int) -> int:
+        """Of a group, at most: a windowed one holds a window and a step's."""
+        total = self.num_blocks_of(num_tokens)
+        return max(self._span_end(g, 0, total) for g in range(len(self.pools)))
+
     def open(self, tokens: TokenIds, cache_salt: str, max_tokens: int) -> RequestBlocks:
         """`max_tokens` is the most the request can ever hold, prompt and output."""
         seed = chain_seed(self._fingerprint, cache_salt)

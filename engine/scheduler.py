@@ -89,17 +89,19 @@ class Scheduler:
 
     def reserve(self, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
         request = self._take(spec)
-        num_seqs = len(self._running) + self.num_reserved
+        num_seqs, headroom = len(self._running) + self.num_reserved, len(self._running)
+        if self._waiting:  # the first goes before this one, or newcomers would keep it out for ever
+            num_seqs += 1
+            headroom += self._num_blocks_kept_for(self._waiting[0])
         if num_seqs >= self._limits.max_num_seqs:
-            return NoCapacityEvent(spec.request_id, f"{num_seqs} requests run here already")
-        cached = self._kv.place(
-            request.blocks, request.num_tokens, headroom=len(self._running), computed_here=False
-        )
+            return NoCapacityEvent(spec.request_id, f"{num_seqs} requests run here or wait")
+        cached = self._kv.place(request.blocks, request.num_tokens, headroom, computed_here=False)
         if cached is None:
             free = self._kv.num_free_blocks
             needed = self._kv.num_blocks_of(request.num_tokens)
             return NoCapacityEvent(
-                spec.request_id, f"{free} blocks are free, the prompt needs up to {needed}"
+                spec.request_id,
+                f"{free} blocks are free, the prompt needs up to {needed} and {headroom} are kept",
             )
         request.status = Status.RESERVED
         request.num_cached_tokens = cached
@@ -109,6 +111,12 @@ class Scheduler:
             tuple(BlockId(b) for b in table[first:].tolist()) for table in request.blocks.views
         )
         return ReservedEvent(spec.request_id, cached, tables)
+
+    def _num_blocks_kept_for(self, waiting: LiveRequest) -> int:
+        """None where it could not be placed either if all others ended now."""
+        needed = self._kv.num_blocks_held_at_once(waiting.num_tokens)
+        usable = self._kv.num_blocks - 1 - self._kv.num_quarantined_blocks
+        return needed if needed <= usable else 0
 
     def admit(self, request_id: RequestId, first: SampledToken) -> None:
         request = self._requests.get(request_id)

@@ -369,3 +369,33 @@ def test_a_receiver_finds_every_whole_block_of_a_prompt_that_was_handed_to_it(
     again = receiver.core.reserve(spec)
     assert isinstance(again, ReservedEvent)
     assert again.num_cached_tokens == (length - 1) // 16 * 16
+
+
+def test_reservations_leave_the_place_and_the_blocks_that_the_first_waiting_request_needs() -> None:
+    core, _ = watched(64, max_num_batched_tokens=512, max_num_seqs=8)
+    streams, reserved, step, num_done = Streams(), 0, 0, 0
+    ready: list[tuple[int, RequestSpec]] = []  # reserved, and in which step they are admitted
+
+    def reserve_what_goes() -> None:
+        nonlocal reserved
+        spec = spec_of(
+            f"small-{reserved}", prompt(64, 100 + reserved), replace(GREEDY, max_tokens=40)
+        )
+        if isinstance(core.reserve(spec), ReservedEvent):
+            ready.append((step + 3, spec))
+            reserved += 1
+
+    for step in range(600):
+        if step == 50:
+            core.add(spec_of("long", prompt(700, 9)))
+            core.add(spec_of("short", prompt(20, 10)))
+        reserve_what_goes()
+        while ready and ready[0][0] <= step:
+            core.admit(ready.pop(0)[1].request_id, SampledToken(5))
+        if core.has_work():
+            for event in core.step():
+                if isinstance(event, TokenEvent) and event.finished is not None:
+                    num_done += 1
+                    streams.finished[event.request_id] = event.finished
+    assert {"long", "short"} <= set(streams.finished)
+    assert num_done > 30  # the others go on
