@@ -142,7 +142,9 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         progress = None
         if message.HasField("progress"):
             told = message.progress
-            progress = Progress(told.num_steps, told.runnable, told.idle_s, told.predicted_step_s)
+            is_predicted = told.HasField("predicted_step_s")
+            predicted_step_s = told.predicted_step_s if is_predicted else None
+            progress = Progress(told.runnable, told.idle_s, predicted_step_s)
         load = message.load.SerializeToString() if message.HasField("load") else b""
         return self._registry.heartbeat(stream, progress, load, message.draining)
 

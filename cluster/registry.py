@@ -9,7 +9,8 @@ A worker's life here:
 2. The first heartbeat with step progress makes it LIVE; asked to drain, or draining by itself, it
    is DRAINING for good.
 3. Silent for `silent_after_s` or stuck (runnable work and no step for `stuck_factor` times the
-   predicted time): SUSPECT, until it is heard of and steps again.
+   predicted time, or `first_step_s` where no step yet predicts it): SUSPECT, until it is heard of
+   and steps again.
 4. Silent for `gone_after_s`, or its process is known to be over (`gone`): GONE, and forgotten
    `forget_after_s` later.
 """
@@ -40,12 +41,14 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class Progress:
-    """What a heartbeat says of the engine: seconds since the last step ended, and so on."""
+    """What a heartbeat says of the engine."""
 
-    num_steps: int
     runnable: bool
+    """Whether a step is under way, or there is work for one."""
     idle_s: float
-    predicted_step_s: float
+    """Since the last step ended."""
+    predicted_step_s: float | None
+    """Of the step under way; None: it has work of a kind that the worker has never done."""
 
 
 @dataclass(frozen=True)
@@ -318,9 +321,7 @@ class Registry:
         progress = worker.progress
         if progress is None or not progress.runnable:
             return False
-        if progress.num_steps == 0:  # nothing is known yet of how long its steps take
-            return progress.idle_s >= self._config.first_step_s
-        patience_s = max(
-            self._config.stuck_after_s, self._config.stuck_factor * progress.predicted_step_s
-        )
-        return progress.idle_s >= patience_s
+        predicted_s, config = progress.predicted_step_s, self._config
+        if predicted_s is None:
+            return progress.idle_s >= config.first_step_s
+        return progress.idle_s >= max(config.stuck_after_s, config.stuck_factor * predicted_s)

@@ -298,15 +298,13 @@ class Worker:
         return Beat(self._progress(), self._load, self._drain is not None)
 
     def _progress(self) -> control_pb2.StepProgress:
-        load = self._load
-        prefill_s = 0.0
-        if load.prefill_tokens_per_s > 0:
-            prefill_s = self._config.engine.max_num_batched_tokens / load.prefill_tokens_per_s
+        # The engine goes on meanwhile: a prediction read after the time could be the next step's.
+        predicted_step_s = self.engine.predicted_step_s
         return control_pb2.StepProgress(
             num_steps=self.engine.num_steps,
             runnable=self.engine.runnable,
             idle_s=max(0.0, time.monotonic() - self.engine.last_step_at),
-            predicted_step_s=max(load.decode_step_s, prefill_s),
+            predicted_step_s=predicted_step_s,
         )
 
     def _ask_load(self) -> None:

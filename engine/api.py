@@ -196,6 +196,11 @@ class Engine(Protocol):
     def capacity(self) -> EngineCapacity:
         """May be asked on any thread."""
 
+    @property
+    def predicted_step_s(self) -> float | None:
+        """What the step under way, or the last one, was predicted to take by earlier ones. None:
+        it has work of a kind that was never done here. May be asked on any thread."""
+
     def load(self) -> EngineLoad: ...
 
     def check_integrity(self) -> None:

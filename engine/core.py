@@ -63,6 +63,7 @@ class EngineCore:
         self._sink_messages: list[bytes] = []
         self._rates = LearnedRates()
         self._num_steps = 0
+        self._predicted_step_s: float | None = None
 
     @property
     def model(self) -> ModelSpec:
@@ -116,6 +117,7 @@ class EngineCore:
     def _run(self, plan: StepPlan) -> list[SampledToken]:
         if not plan.seqs and not plan.sink_messages:
             return []
+        self._predicted_step_s = self._rates.predict(plan)
         started_at = self._clock()
         sampled = self._runner.run(plan, self._scheduler.specs(plan))
         self._rates.learn(plan, self._clock() - started_at)
@@ -140,6 +142,10 @@ class EngineCore:
             max_request_tokens=kv.max_tokens,
             max_held_tokens=kv.max_held_tokens,
         )
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        return self._predicted_step_s
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -175,8 +181,7 @@ class LearnedRates:
         """A step with prompts in it took what its decodes take alone, the rest is prefill."""
         if not plan.seqs or elapsed_s <= 0:
             return
-        num_decodes = sum(len(seq.token_ids) == 1 for seq in plan.seqs)
-        num_prefill_tokens = plan.num_tokens - num_decodes
+        num_decodes, num_prefill_tokens = _kinds(plan)
         if not num_prefill_tokens:
             self.decode_step_s = _blend(self.decode_step_s, elapsed_s)
             return
@@ -185,6 +190,23 @@ class LearnedRates:
         self.prefill_tokens_per_s = _blend(
             self.prefill_tokens_per_s, num_prefill_tokens / prefill_s
         )
+
+    def predict(self, plan: StepPlan) -> float | None:
+        """How long the step will take; None when a kind of work in it was never measured."""
+        num_decodes, num_prefill_tokens = _kinds(plan)
+        if (num_decodes and not self.decode_step_s) or (
+            num_prefill_tokens and not self.prefill_tokens_per_s
+        ):
+            return None
+        decode_s = self.decode_step_s if num_decodes else 0.0
+        prefill_s = num_prefill_tokens / self.prefill_tokens_per_s if num_prefill_tokens else 0.0
+        return decode_s + prefill_s
+
+
+def _kinds(plan: StepPlan) -> tuple[int, int]:
+    """Decodes in a step, and tokens of prompts: a prompt's single last one counts as a decode."""
+    num_decodes = sum(len(seq.token_ids) == 1 for seq in plan.seqs)
+    return num_decodes, plan.num_tokens - num_decodes
 
 
 def _blend(known: float, new: float) -> float:

@@ -65,6 +65,11 @@ class EngineThread:
         return self._last_step_at
 
     @property
+    def predicted_step_s(self) -> float | None:
+        """What the step under way was predicted to take; None: nothing predicts it."""
+        return self._engine.predicted_step_s
+
+    @property
     def runnable(self) -> bool:
         """Whether a step is under way or the engine has work that a step would advance."""
         return self._runnable

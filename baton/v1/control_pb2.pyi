@@ -134,21 +134,26 @@ class StepProgress(_message.Message):
     runnable: _builtins.bool
     """Whether there was work that a step could have advanced."""
     idle_s: _builtins.float
-    """Seconds since the last step ended, and what the step under way was predicted to take."""
+    """Seconds since the last step ended."""
     predicted_step_s: _builtins.float
+    """What the step under way was predicted to take. Unset: it has work of a kind (prefill, decode)
+    that this worker has never done, and nothing predicts it.
+    """
     def __init__(
         self,
         *,
         num_steps: _builtins.int = ...,
         runnable: _builtins.bool = ...,
         idle_s: _builtins.float = ...,
-        predicted_step_s: _builtins.float = ...,
+        predicted_step_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_step_s", b"_predicted_step_s", "predicted_step_s", b"predicted_step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_s", b"idle_s", "num_steps", b"num_steps", "predicted_step_s", b"predicted_step_s", "runnable", b"runnable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_step_s", b"_predicted_step_s", "idle_s", b"idle_s", "num_steps", b"num_steps", "predicted_step_s", b"predicted_step_s", "runnable", b"runnable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__predicted_step_s: _TypeAlias = _typing.Literal["predicted_step_s"]  # noqa: Y015
+    _WhichOneofArgType__predicted_step_s: _TypeAlias = _typing.Literal["_predicted_step_s", b"_predicted_step_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_step_s) -> _WhichOneofReturnType__predicted_step_s | None: ...
 
 Global___StepProgress: _TypeAlias = StepProgress  # noqa: Y015
 

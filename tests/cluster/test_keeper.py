@@ -86,7 +86,7 @@ async def test_a_drain_goes_on_when_the_supervisor_is_back_before_its_worker_reg
 
         stream = registry.register(Registration("decode-1", 7, "decode", b""))
         assert stream is not None
-        registry.heartbeat(stream, Progress(5, True, 0.0, 0.01), b"", draining=False)
+        registry.heartbeat(stream, Progress(True, 0.0, 0.01), b"", draining=False)
         await until(lambda: registry.drain_asked(stream))
         assert replicas.destroyed == []
 

@@ -48,11 +48,10 @@ def beat(
     stream: Stream,
     idle_s: float = 0.0,
     runnable: bool = True,
-    predicted_step_s: float = 0.01,
+    predicted_step_s: float | None = 0.01,
     draining: bool = False,
-    num_steps: int = 5,
 ) -> bool:
-    progress = Progress(num_steps, runnable, idle_s, predicted_step_s)
+    progress = Progress(runnable, idle_s, predicted_step_s)
     return registry.heartbeat(stream, progress, b"load", draining)
 
 
@@ -131,12 +130,13 @@ def test_runnable_work_without_a_step_is_stuck_although_heartbeats_come() -> Non
     assert state(registry) is WorkerState.LIVE
 
 
-def test_the_first_step_of_all_is_given_a_long_time_for_nothing_predicts_it() -> None:
+def test_a_step_that_nothing_predicts_is_given_a_long_time_whichever_it_is() -> None:
     registry, _ = make()
     stream = register(registry)
-    beat(registry, stream, idle_s=100.0, predicted_step_s=0.0, num_steps=0)
+    beat(registry, stream, predicted_step_s=0.01)  # of work that was measured
+    beat(registry, stream, idle_s=100.0, predicted_step_s=None)
     assert state(registry) is WorkerState.LIVE
-    beat(registry, stream, idle_s=121.0, predicted_step_s=0.0, num_steps=0)
+    beat(registry, stream, idle_s=121.0, predicted_step_s=None)
     assert state(registry) is WorkerState.SUSPECT
 
 

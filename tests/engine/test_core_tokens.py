@@ -229,6 +229,31 @@ def test_learned_rates_follow_the_clock() -> None:
     assert load.prefill_tokens_per_s == pytest.approx(400)
 
 
+def test_a_step_is_predicted_by_its_own_work_and_not_at_all_before_such_work_was_measured() -> None:
+    predicted: list[float | None] = []
+
+    def clock() -> float:
+        predicted.append(core.predicted_step_s)
+        return 0.25 * len(predicted)
+
+    engine = FakeEngine(fake_config(max_num_batched_tokens=64))
+    core = EngineCore(engine.config, engine.core._runner, engine.sink, clock=clock)
+
+    def of_next_step() -> float | None:
+        core.step()
+        return predicted[-1]
+
+    assert core._rates.predict(StepPlan(step=1, seqs=())) == 0  # messages alone
+    core.add(spec_of("a", prompt(64 + 16)))
+    assert of_next_step() is None  # 64 tokens, in 0.25 s
+    assert of_next_step() == pytest.approx(0.25 * 16 / 64)
+    assert of_next_step() is None  # the first decode
+    assert of_next_step() == pytest.approx(0.25)
+    core.add(spec_of("b", prompt(33, seed=1)))
+    in_step = 0.25 + 33 / core.load().prefill_tokens_per_s
+    assert of_next_step() == pytest.approx(in_step)
+
+
 def test_tokens_are_announced_once_per_step_for_all_requests() -> None:
     engine = FakeEngine(fake_config()).core
     for seed in range(3):
