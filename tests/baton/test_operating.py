@@ -84,12 +84,14 @@ def test_generate_answers_an_argument_and_standard_input_alike(cluster: Cluster)
 
 def test_generate_streams(cluster: Cluster) -> None:
     with subprocess.Popen(
-        [*BATON, "generate", *ENDLESS, "Tell me a story"], env=cluster.env, stdout=subprocess.PIPE
+        [*BATON, "generate", *ENDLESS, "--max-tokens", "500", "Tell me a story"],
+        env=cluster.env,
+        stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None
         pieces = list(iter(lambda: os.read(process.stdout.fileno(), 1 << 16), b""))
     assert process.returncode == 0
-    assert sum(map(len, pieces)) > 3000
+    assert sum(map(len, pieces)) > 1000
     assert len(pieces) > 5
 
 
