@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import re
 from collections import Counter
@@ -20,6 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.models.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -139,10 +142,12 @@ class Checkpoint:
         return self._files[self._file_of[name]].get_slice(name)
 
     def _file_names(self) -> list[str]:
-        if (self._folder / INDEX_FILE).exists():
-            files = sorted(set(self._index().values()))
-        else:
-            files = [SINGLE_FILE]
+        """As transformers chooses: a single file is the whole model, whatever an index says."""
+        has_single, has_index = ((self._folder / f).exists() for f in (SINGLE_FILE, INDEX_FILE))
+        if has_single and has_index:
+            log.warning("%s: %s is read, %s is not", self._folder, SINGLE_FILE, INDEX_FILE)
+        self._is_sharded = has_index and not has_single
+        files = sorted(set(self._index().values())) if self._is_sharded else [SINGLE_FILE]
         for name in files:
             if not (self._folder / name).is_file():
                 raise CheckpointError(f"{self._folder / name} is missing")
@@ -168,7 +173,7 @@ class Checkpoint:
             self._file_of[name] = file
 
     def _check_index(self) -> None:
-        if not (self._folder / INDEX_FILE).exists():
+        if not self._is_sharded:
             return
         for name, file in self._index().items():
             if self._file_of.get(name) != file:

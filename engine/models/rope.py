@@ -36,6 +36,7 @@ def rope_from_hf(hf: HfConfig, head_dim: int) -> RopeConfig:
     """Read `rope_parameters`, or `rope_theta` with `rope_scaling`. Raises UnsupportedModelError."""
     key = "rope_parameters" if hf.raw("rope_parameters") else "rope_scaling"
     scaling = hf.section(key)
+    _refuse_two_meanings(hf, key)
     kind = scaling.raw("rope_type", scaling.raw("type", "default"))
     own_theta = scaling.raw("rope_theta") is not None
     theta = (scaling if own_theta else hf).positive("rope_theta")
@@ -64,6 +65,19 @@ def rope_from_hf(hf: HfConfig, head_dim: int) -> RopeConfig:
         truncate=scaling.flag("truncate", True),
         attention_factor=_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
     )
+
+
+def _refuse_two_meanings(hf: HfConfig, key: str) -> None:
+    """Both keys with unlike scalings, of which readers of such files take one or the other; and
+    parameters for each kind of layer."""
+    sections = [hf.raw(name) for name in ("rope_parameters", "rope_scaling")]
+    if all(isinstance(section, dict) and section for section in sections):
+        one, other = ({**s, "type": s.get("rope_type", s.get("type"))} for s in sections)
+        if any(one.get(k) != other.get(k) for k in {*one, *other} - {"rope_type", "rope_theta"}):
+            hf.wrong(key, "rope_scaling says otherwise; leave one of them out")
+    chosen = hf.raw(key)
+    if isinstance(chosen, dict) and any(isinstance(value, dict) for value in chosen.values()):
+        hf.wrong(key, "parameters for each kind of layer are not supported")
 
 
 def _attention_factor(scaling: HfConfig, factor: float) -> float:

@@ -127,10 +127,21 @@ def test_missing_files_are_named(folder: Path) -> None:
 
 
 def test_tensor_that_the_index_promises_is_missed_by_name(folder: Path) -> None:
-    index = {"weight_map": {"model.nowhere.weight": SINGLE_FILE}}
+    (folder / SINGLE_FILE).rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"model.nowhere.weight": "model-1.safetensors"}}
     (folder / INDEX_FILE).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"model\.nowhere\.weight is missing"):
         load(folder)
+
+
+def test_a_single_file_is_the_model_whatever_an_index_beside_it_says(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = load_model_spec(str(folder), CONFIG)
+    stale = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / INDEX_FILE).write_text(json.dumps(stale))
+    assert load_model_spec(str(folder), CONFIG) == whole
+    assert f"{INDEX_FILE} is not" in caplog.text
 
 
 def test_broken_json_is_named(folder: Path) -> None:
@@ -147,6 +158,14 @@ def test_broken_json_is_named(folder: Path) -> None:
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+            },
+            "rope_parameters: rope_scaling says otherwise",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "each kind of layer"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"quantization_config": "gptq"}, r"quantization_config: .*\(gptq\)"),
         ({"num_key_value_heads": 3}, "no multiple of 3"),
