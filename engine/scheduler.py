@@ -112,12 +112,6 @@ class Scheduler:
         )
         return ReservedEvent(spec.request_id, cached, tables)
 
-    def _num_blocks_kept_for(self, waiting: LiveRequest) -> int:
-        """None where it could not be placed either if all others ended now."""
-        needed = self._kv.num_blocks_held_at_once(waiting.num_tokens)
-        usable = self._kv.num_blocks - 1 - self._kv.num_quarantined_blocks
-        return needed if needed <= usable else 0
-
     def admit(self, request_id: RequestId, first: SampledToken) -> None:
         request = self._requests.get(request_id)
         if request is None or request.status is not Status.RESERVED:
@@ -266,6 +260,12 @@ class Scheduler:
             self._run(request)
             self._schedule(request, draft)
             num_seqs += 1
+
+    def _num_blocks_kept_for(self, waiting: LiveRequest) -> int:
+        """What a reservation leaves it; 0 where it could not be placed if all others ended now."""
+        needed = self._kv.num_blocks_held_at_once(waiting.num_tokens)
+        usable = self._kv.num_blocks - 1 - self._kv.num_quarantined_blocks
+        return needed if needed <= usable else 0
 
     def _schedule(self, request: LiveRequest, draft: _Draft) -> None:
         start = request.num_computed_tokens
