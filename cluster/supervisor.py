@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import uvloop
 
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 NAME = "baton-supervisor"
 
+T = TypeVar("T")
+
 _Key = tuple[str, int]
 
 
@@ -49,7 +52,7 @@ class Supervision:
     def __init__(self, cluster: ClusterConfig, run_dir: Path) -> None:
         self._cluster = cluster
         self._run_dir = run_dir
-        self._state = _State(run_dir / "supervisor.json", cluster)
+        self._state = _State(_state_file(run_dir), cluster)
         self._registry = Registry(cluster.registry, time.monotonic)
         self._changes = Changes()
         self._keepers: dict[_Key, Keeper] = {}
@@ -58,6 +61,8 @@ class Supervision:
         self._adopted: dict[_Key, Replica] = {}
         self._stop = asyncio.Event()
         self._control = ""
+        # Starts and ends take up the ground's threads for as long as they last.
+        self._soon = ThreadPoolExecutor(4, thread_name_prefix="soon-ray-calls")
         self._ground = Ground(
             cluster.supervisor,
             self._registry,
@@ -91,7 +96,11 @@ class Supervision:
 
     async def _check_room(self, pool: str, replicas: Mapping[str, int]) -> None:
         """Raises NoCapacityError."""
-        await self._ground.ray(partial(check_room, self._cluster, pool, replicas))
+        await self._ray_soon(partial(check_room, self._cluster, pool, replicas))
+
+    async def _ray_soon(self, call: Callable[[], T]) -> T:
+        """A call of Ray that returns soon, and so must not wait for others that do not."""
+        return await asyncio.get_running_loop().run_in_executor(self._soon, call)
 
     def _worker_config(self, name: ReplicaName) -> WorkerConfig:
         config = worker_config(self._cluster, name.pool, name.worker_id, self._control)
@@ -110,7 +119,7 @@ class Supervision:
             num_threads = share[replica.name.pool]
             if self._num_threads.get(replica.name) != num_threads:
                 tell = partial(self._ground.replicas.set_num_threads, replica, num_threads)
-                await self._ground.ray(tell)
+                await self._ray_soon(tell)
         self._num_threads = {replica.name: share[replica.name.pool] for replica in running}
 
     async def _adopt(self) -> None:
@@ -155,7 +164,7 @@ class Supervision:
         watch = EndWatch()
         while True:
             watched = [k.watched for k in self._keepers.values() if k.watched is not None]
-            for end in await self._ground.ray(partial(watch.wait, watched, LOOK_S)):
+            for end in await self._ray_soon(partial(watch.wait, watched, LOOK_S)):
                 for keeper in self._keepers.values():
                     keeper.ended(end)
 
@@ -165,9 +174,17 @@ class Supervision:
             keeper.end_now()
         if self._tasks:
             await asyncio.wait(self._tasks.values())
-        for keeper in self._keepers.values():
-            if keeper.replica is not None:  # its keeper failed over it
-                await self._ground.ray(partial(self._ground.replicas.destroy, keeper.replica))
+        failed_over = [k.replica for k in self._keepers.values() if k.replica is not None]
+        unkept = self._adopted.values()  # stopped before they were given keepers
+        destroy = self._ground.replicas.destroy
+        await asyncio.gather(
+            *(self._ground.ray(partial(destroy, replica)) for replica in (*failed_over, *unkept))
+        )
+
+
+def _state_file(run_dir: Path) -> Path:
+    """Written as soon as a supervisor listens: where it is, this one is not the first."""
+    return run_dir / "supervisor.json"
 
 
 class _State:
@@ -204,6 +221,7 @@ class SupervisorActor:
         set_up_logging(cluster.log_level, Path(run_dir) / "supervisor.log")
         self._address: Future[str] = Future()
         self._supervision: Supervision | None = None
+        self._is_successor = _state_file(Path(run_dir)).exists()
         self._door = LoopDoor()
         self._thread = threading.Thread(
             target=self._run, args=(cluster, Path(run_dir)), name="supervisor", daemon=True
@@ -228,7 +246,7 @@ class SupervisorActor:
             uvloop.run(self._supervise(cluster, run_dir))
         except Exception as error:
             log.exception("the supervisor ends")
-            if not self._address.done():
+            if not self._address.done() and not self._is_successor:
                 self._address.set_exception(error)  # it never served: tell who started it
                 return
             logging.shutdown()

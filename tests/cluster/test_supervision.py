@@ -1,0 +1,137 @@
+"""The supervisor without Ray: what it would have Ray do is written down instead."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from baton.config import ClusterConfig, parse_config
+from cluster.replica import Replica, ReplicaName, Replicas
+from cluster.supervisor import Supervision
+
+
+def cluster_of(replicas: int = 1) -> ClusterConfig:
+    pool = {"role": "mixed", "replicas": replicas, "max_replicas": 32}
+    return parse_config({"model": "models/demo", "pools": {"all": pool}, "control": {"port": 0}})
+
+
+def supervision_over(replicas: Any, cluster: ClusterConfig, run_dir: Path) -> Supervision:
+    supervision = Supervision(cluster, run_dir)
+    ground = dataclasses.replace(supervision._ground, replicas=cast(Replicas, replicas))
+    supervision._ground = ground
+    return supervision
+
+
+class SlowStarts:
+    """Starts that last until they are let go."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Semaphore(0)
+        self.num_begun = 0
+        self.told: list[str] = []
+
+    def find(self) -> list[Replica]:
+        return []
+
+    def start(self, name: ReplicaName, config: object) -> Replica:
+        self.num_begun += 1
+        assert self.let_go.acquire(timeout=30)
+        return Replica(name, {}, ())
+
+    def destroy(self, replica: Replica) -> bool:
+        return True
+
+    def set_num_threads(self, replica: Replica, num_threads: int) -> None:
+        self.told.append(replica.name.worker_id)
+
+
+class Found:
+    """What a former supervisor left; `find` waits until it may return."""
+
+    def __init__(self) -> None:
+        self.looking, self.go_on = threading.Event(), threading.Event()
+        self.destroyed: list[str] = []
+
+    def find(self) -> list[Replica]:
+        self.looking.set()
+        assert self.go_on.wait(30)
+        return [Replica(ReplicaName("all", index, 1), {}, (), serves=True) for index in (0, 1)]
+
+    def destroy(self, replica: Replica) -> bool:
+        self.destroyed.append(replica.name.worker_id)
+        return True
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  what is written down has no event
+            await asyncio.sleep(0.01)
+
+
+async def test_stopped_while_it_adopts_the_supervisor_ends_what_it_found(tmp_path: Path) -> None:
+    found = Found()
+    supervision = supervision_over(found, cluster_of(), tmp_path)
+    running = asyncio.create_task(supervision.run(lambda address: None))
+    await until(found.looking.is_set)
+    supervision.stop()
+    found.go_on.set()
+    await asyncio.wait_for(running, 10)
+    assert sorted(found.destroyed) == ["all-0", "all-1"]
+
+
+async def test_starts_that_take_long_keep_a_replica_that_runs_from_nothing(tmp_path: Path) -> None:
+    slow = SlowStarts()
+    supervision = supervision_over(slow, cluster_of(replicas=20), tmp_path)
+    running = asyncio.create_task(supervision.run(lambda address: None))
+    try:
+        await until(lambda: slow.num_begun >= 10)
+        slow.let_go.release()
+        await until(lambda: len(slow.told) == 1)
+    finally:
+        supervision.stop()
+        slow.let_go.release(100)
+        await asyncio.wait_for(running, 10)
+
+
+SUPERVISOR = """
+import pickle, sys
+from cluster.supervisor import SupervisorActor
+actor = SupervisorActor(pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2])
+print(repr(actor._address.exception(20)))
+"""
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_supervisor_without_its_port_tells_who_started_it_or_ends_for_ray_to_try_again(
+    tmp_path: Path, restarted: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        cluster = cluster_of()
+        if restarted:
+            kept = {"listen": listen, "desired": {"all": 1}}
+            (tmp_path / "supervisor.json").write_text(json.dumps(kept))
+        else:
+            control = dataclasses.replace(cluster.control, port=taken.getsockname()[1])
+            cluster = dataclasses.replace(cluster, control=control)
+        arguments = [pickle.dumps(cluster).hex(), str(tmp_path)]
+        ended = subprocess.run(
+            [sys.executable, "-c", SUPERVISOR, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert f"cannot listen on {listen}" in (tmp_path / "supervisor.log").read_text()
+    assert ended.returncode == (1 if restarted else 0), ended.stderr
+    assert (f"cannot listen on {listen}" in ended.stdout) == (not restarted)
