@@ -2,9 +2,11 @@
 
 A request goes on only when a decode worker has room and the prefill it is best off with can start
 within `lease_lead_s`, so that queued prompts strand no decode memory. Order: priority, then a fair
-share for every tenant, then arrival; a request may be overtaken by one that can start now, but not
-for longer than `max_bypass_s`. A full line sheds its last request: the newest of the tenant that
-asked for most. A request whose first token would come after its own deadline is refused at once.
+share for every tenant, then arrival; a request may be overtaken by one that can start now. After
+`max_bypass_s` the decode workers that it could itself use are kept for it; others serve whom they
+can. One that no usable worker takes is refused after `fleet_wait_s`. A full line sheds its last
+request: the newest of the tenant that asked for most. A request whose first token would come after
+its own deadline is refused at once.
 """
 
 from __future__ import annotations
@@ -22,13 +24,23 @@ from baton.errors import NoCapacityError, OverloadedError, UnavailableError
 from router.config import RouterConfig
 from router.fair_share import FairShare
 from router.fleet import Booking, Fleet
-from router.placement import Placement, PlacementQuery, choose, ranked
+from router.placement import (
+    Bools,
+    Placement,
+    PlacementQuery,
+    Reach,
+    choose,
+    longest_open,
+    ranked,
+    reach,
+)
 from router.prediction import earliest_first_token_s
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
 
-SCAN_AHEAD = 32  # requests tried per round
+SCAN_AHEAD = 32  # requests tried per round, of those that some open worker is long enough for
 POLL_S = 0.25  # longest time between rounds while requests wait
+ROUND_PAUSE = 4.0  # times a round's own length: rounds leave the event loop to the streams
 
 
 @dataclass(order=True)
@@ -48,7 +60,14 @@ class Ticket:
     uncached_tokens: int = field(compare=False, default=0)
     """Prompt tokens to compute at the worker that holds most of it, when it came in."""
     since_s: float = field(compare=False, default=0.0)
+    stranded_since_s: float | None = field(compare=False, default=None)
+    """Since when no usable worker takes it; None while one does."""
     placed: asyncio.Future[Placed] | None = field(compare=False, default=None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output, all that must fit where it runs."""
+        return len(self.prompt) + self.least_new_tokens
 
 
 @dataclass(frozen=True)
@@ -75,7 +94,7 @@ class Admission:
         self._shares = FairShare()
         self._waiting: list[Ticket] = []
         self._round: asyncio.TimerHandle | asyncio.Handle | None = None
-        self._round_at_s = 0.0
+        self._round_at_s = self._pause_until_s = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -115,13 +134,13 @@ class Admission:
         """Wait in line, then return a booked placement: the caller releases the booking.
 
         Raises NoCapacityError when the request is too large for any worker, UnavailableError when
-        no worker could run it for `fleet_wait_s`, OverloadedError when it would come too late.
+        no usable worker took it for `fleet_wait_s`, OverloadedError when it would come too late.
         """
         if too_large := self._too_large(ticket):
             raise too_large
         if not ticket.was_placed:
             self._refuse_too_late(ticket)
-        ticket.since_s = self._clock()
+        ticket.since_s, ticket.stranded_since_s = self._clock(), None
         ticket.placed = asyncio.get_running_loop().create_future()
         bisect.insort(self._waiting, ticket)
         self.kick()
@@ -159,7 +178,8 @@ class Admission:
     # --- rounds --------------------------------------------------------------------------------
 
     def _schedule(self, delay_s: float) -> None:
-        at_s = self._clock() + delay_s
+        now = self._clock()
+        at_s = max(now + delay_s, self._pause_until_s)
         if self._round is not None:
             if self._round_at_s <= at_s:
                 return
@@ -167,55 +187,71 @@ class Admission:
         loop = asyncio.get_running_loop()
         self._round_at_s = at_s
         self._round = (
-            loop.call_later(delay_s, self._run_round)
-            if delay_s
+            loop.call_later(at_s - now, self._run_round)
+            if at_s > now
             else loop.call_soon(self._run_round)
         )
 
     def _run_round(self) -> None:
         self._round = None
         now = self._clock()
-        next_s = POLL_S
-        for ticket in self._waiting[:SCAN_AHEAD]:
-            assert ticket.placed is not None
-            if ticket.placed.done():
-                continue
-            wait_s = self._try(ticket, now)
-            if wait_s is None:
-                continue
-            next_s = min(next_s, wait_s)
-            if now - ticket.since_s > self._config.max_bypass_s:
-                break
+        within_reach = reach(self._fleet.arrays, self._config)
+        self._refuse_stranded(within_reach, now)
+        next_s = self._try_in_order(within_reach, now)
         self._waiting = [t for t in self._waiting if t.placed is not None and not t.placed.done()]
+        ended_s = self._clock()
+        self._pause_until_s = ended_s + ROUND_PAUSE * (ended_s - now)
         if self._waiting:
-            self._refuse_without_fleet(now)
             self._schedule(max(next_s, 0.002))
         else:
             self._shares.idle()
 
-    def _try(self, ticket: Ticket, now: float) -> float | None:
-        """Place or refuse a request; or say after how many seconds trying again may help."""
-        assert ticket.placed is not None
-        if too_large := self._too_large(ticket):  # those that could take it have left
-            ticket.placed.set_exception(too_large)
-            return None
-        best: tuple[Placement, PlacementQuery] | None = None
-        for query in self._queries(ticket, now):
-            placement = choose(query, self._fleet.arrays, self._config, now, self._rng)
-            if placement and (best is None or placement.cost_s < best[0].cost_s):
-                best = placement, query
-        if best is None:
-            return self._next_release_s(now)
-        placement, _ = best
-        if placement.queue_s > self._config.lease_lead_s:
-            return placement.queue_s - self._config.lease_lead_s
-        ticket.placed.set_result(self._book(ticket, placement, now))
-        return None
+    def _try_in_order(self, within_reach: Reach, now: float) -> float:
+        """Place who can start; return after how many seconds trying again may help."""
+        config, arrays = self._config, self._fleet.arrays
+        next_s, tries = self._next_release_s(now), 0
+        reserved = np.zeros(self._fleet.num_slots, dtype=np.bool_)
+        longest = longest_open(arrays, reserved, now)
+        for ticket in self._waiting:
+            if not longest or tries == SCAN_AHEAD:
+                break
+            assert ticket.placed is not None
+            if ticket.placed.done() or ticket.num_tokens > longest:
+                continue
+            tries += 1
+            best = self._best(ticket, reserved, now)
+            if best is not None and best.queue_s <= config.lease_lead_s:
+                ticket.placed.set_result(self._book(ticket, best, now))
+            else:
+                if best is not None:
+                    next_s = min(next_s, best.queue_s - config.lease_lead_s)
+                if now - ticket.since_s <= config.max_bypass_s:
+                    continue
+                self._reserve(reserved, ticket, best, within_reach)
+            longest = longest_open(arrays, reserved, now)
+        return next_s
+
+    def _best(self, ticket: Ticket, reserved: Bools, now: float) -> Placement | None:
+        """The cheapest placement where there is room, over all classes of workers."""
+        found = (
+            choose(query, self._fleet.arrays, self._config, now, self._rng)
+            for query in self._queries(ticket, now, reserved)
+        )
+        return min((p for p in found if p is not None), key=lambda p: p.cost_s, default=None)
+
+    @staticmethod
+    def _reserve(reserved: Bools, ticket: Ticket, best: Placement | None, limits: Reach) -> None:
+        """Keep room for a request that has been overtaken for long enough: where it goes once its
+        prefill can start, or wherever it could."""
+        if best is not None:
+            reserved[best.decode_slot] = True
+        else:
+            reserved |= limits.takes(len(ticket.prompt), ticket.least_new_tokens)
 
     def _next_release_s(self, now: float) -> float:
         """Until a held worker may be asked again; other changes come as kicks."""
         holds = self._fleet.arrays.hold_until_s - now
-        return float(min(holds[holds > 0], default=POLL_S))
+        return min(POLL_S, float(min(holds[holds > 0], default=POLL_S)))
 
     def _book(self, ticket: Ticket, placement: Placement, now: float) -> Placed:
         ticket.was_placed = True
@@ -229,7 +265,9 @@ class Admission:
             self._index.predict(entry, hashes, now, expires_s)
         return Placed(placement, booking, facts.kv_fingerprint)
 
-    def _queries(self, ticket: Ticket, now: float) -> Sequence[PlacementQuery]:
+    def _queries(
+        self, ticket: Ticket, now: float, reserved: Bools | None = None
+    ) -> Sequence[PlacementQuery]:
         """One per class of workers that exchange KV."""
         prompt, num_slots = ticket.prompt, self._fleet.num_slots
         growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
@@ -241,7 +279,13 @@ class Admission:
             cached = np.minimum(blocks * block_size, max(0, len(prompt) - 1))
             queries.append(
                 PlacementQuery(
-                    len(prompt), growth, kv_class, cached, ticket.least_new_tokens, failed
+                    num_tokens=len(prompt),
+                    max_new_tokens=growth,
+                    kv_class=kv_class,
+                    cached_tokens=cached,
+                    least_new_tokens=ticket.least_new_tokens,
+                    failed=failed,
+                    reserved=reserved,
                 )
             )
         return queries
@@ -285,24 +329,33 @@ class Admission:
                 retry_after_s=max(self._config.overload_retry_s, min(known) - left_s),
             )
 
-    def _missing_role(self) -> str | None:
-        """The role without which no prompt can be placed; None when all that is needed is here."""
-        usable = [entry for entry in self._fleet if entry.usable]
-        decodes = {entry.facts.worker_id for entry in usable if entry.facts.can_decode}
-        if not decodes:
-            return "decode"
-        if self._config.local_prefill != "never":
-            return None
-        prefills = {entry.facts.worker_id for entry in usable if entry.facts.can_prefill}
-        return None if prefills and len(prefills | decodes) > 1 else "prefill"
-
-    def _refuse_without_fleet(self, now: float) -> None:
-        missing = self._missing_role()
-        if missing is None:
-            return
+    def _refuse_stranded(self, within_reach: Reach, now: float) -> None:
+        """What counts is for how long nobody took the request, not for how long it has waited: a
+        worker that is away for a moment costs nobody a place in line."""
+        kinds = within_reach.kinds()
         for ticket in self._waiting:
-            if now - ticket.since_s >= self._config.fleet_wait_s:
-                assert ticket.placed is not None
+            assert ticket.placed is not None
+            total, num_tokens = ticket.num_tokens, len(ticket.prompt)
+            if ticket.placed.done():
+                continue
+            if any(total <= longest and num_tokens <= prompt for longest, prompt in kinds):
+                ticket.stranded_since_s = None
+            elif too_large := self._too_large(ticket):  # those that could take it have left
+                ticket.placed.set_exception(too_large)
+            elif ticket.stranded_since_s is None:
+                ticket.stranded_since_s = now
+            elif now - ticket.stranded_since_s >= self._config.fleet_wait_s:
                 ticket.placed.set_exception(
-                    UnavailableError(f"no {missing} worker is live", retry_after_s=1.0)
+                    UnavailableError(_what_is_missing(ticket, within_reach), retry_after_s=1.0)
                 )
+
+
+def _what_is_missing(ticket: Ticket, within_reach: Reach) -> str:
+    longest = int(within_reach.request_tokens.max(initial=0.0))
+    if not longest:
+        return "no decode worker is live"
+    if ticket.num_tokens > longest:
+        return f"no decode worker that takes {ticket.num_tokens} tokens is live"
+    if not within_reach.prompt_tokens.any():
+        return "no prefill worker is live"
+    return f"no prefill worker that takes {len(ticket.prompt)} tokens is live"

@@ -100,6 +100,8 @@ class PlacementQuery:
     """Output tokens that must fit after the prompt."""
     failed: frozenset[int] = frozenset()
     """Slots on which this request failed before."""
+    reserved: Bools | None = None
+    """[slots] Decode workers that are kept for a request before this one."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,8 @@ def evaluate(
     room = (fleet.running < fleet.max_running) & (
         (fleet.free_tokens >= np.minimum(needed, fleet.max_held_tokens)) | (fleet.running == 0)
     )
+    if query.reserved is not None:
+        room &= ~query.reserved
     fits = fleet.longest_request >= query.num_tokens + query.least_new_tokens
     takes_prompt = fleet.longest_request > query.num_tokens
     p = np.flatnonzero(open_ & fleet.can_prefill & takes_prompt)
@@ -208,6 +212,49 @@ def _exclude(total: Floats, p: Ints, d: Ints, policy: RouterConfig) -> None:
         total[-1] = np.inf
     if policy.local_prefill == "always":
         total[:-1] = np.inf
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How long a request each decode worker could take, had it and a prefill worker room.
+
+    Tokens, float64 [slots]; 0: it takes none. The prompt is bounded apart, by who prefills it.
+    """
+
+    request_tokens: Floats
+    prompt_tokens: Floats
+
+    def takes(self, num_tokens: int, least_new_tokens: int) -> Bools:
+        """[slots] Decode workers with which such a request can run."""
+        fits: Bools = num_tokens + least_new_tokens <= self.request_tokens
+        return fits & (num_tokens <= self.prompt_tokens)
+
+    def kinds(self) -> set[tuple[float, float]]:
+        """(request tokens, prompt tokens), each once: there are few, of however many workers."""
+        return set(zip(self.request_tokens.tolist(), self.prompt_tokens.tolist()))
+
+
+def reach(fleet: FleetArrays, policy: RouterConfig) -> Reach:
+    """Of the workers that are usable now, held or not. Pure."""
+    request = np.where(fleet.usable & fleet.can_decode, fleet.longest_request, 0.0)
+    if policy.local_prefill != "never":
+        return Reach(request, request)
+    prompt = np.zeros_like(request)
+    prefills = fleet.usable & fleet.can_prefill
+    for kv_class in np.unique(fleet.kv_class[prefills]):
+        peers = np.flatnonzero(prefills & (fleet.kv_class == kv_class))
+        peers = peers[np.argsort(-fleet.longest_request[peers], kind="stable")]
+        longest = fleet.longest_request[peers] - 1
+        prompt[fleet.kv_class == kv_class] = longest[0]
+        prompt[peers[0]] = longest[1] if len(peers) > 1 else 0  # none is its own partner
+    return Reach(request, prompt)
+
+
+def longest_open(fleet: FleetArrays, reserved: Bools, now_s: float) -> float:
+    """The longest request that a decode worker takes which has a place free; 0: none has."""
+    is_open = fleet.usable & fleet.can_decode & (fleet.hold_until_s <= now_s) & ~reserved
+    is_open &= fleet.running < fleet.max_running
+    return float(fleet.longest_request[is_open].max(initial=0.0))
 
 
 def choose(

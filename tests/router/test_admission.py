@@ -9,10 +9,10 @@ import random
 import numpy as np
 import pytest
 
-from baton.errors import NoCapacityError, OverloadedError
-from router.admission import Admission, Placed
+from baton.errors import NoCapacityError, OverloadedError, UnavailableError
+from router.admission import SCAN_AHEAD, Admission, Placed
 from router.config import RouterConfig
-from router.fleet import Fleet, ReportedLoad
+from router.fleet import Fleet, ReportedLoad, WorkerEntry, WorkerState
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
 from tests.router.test_placement import Clock, facts, fleet_of, two_and_two
@@ -171,3 +171,128 @@ async def test_a_request_in_line_is_refused_once_nobody_is_left_who_could_take_i
     with pytest.raises(NoCapacityError):
         await long
     fleet.release((await short).booking)
+
+
+# --- requests that cannot start --------------------------------------------------------------------
+
+
+def unequal_fleet(clock: Clock) -> Fleet:
+    """A large and a small decode worker: 200 tokens, 100 tokens."""
+    return fleet_of(
+        facts("p0", True, False),
+        facts("large", False, True, max_model_len=200),
+        facts("small", False, True, max_model_len=100),
+        clock=clock,
+    )
+
+
+def entry_of(fleet: Fleet, worker_id: str) -> WorkerEntry:
+    entry = fleet.get(worker_id)
+    assert entry is not None
+    return entry
+
+
+async def rounds(admission: Admission, clock: Clock, seconds: float) -> None:
+    """Let a time pass in which rounds are held, as they would be."""
+    for _ in range(round(seconds / 0.25)):
+        admission.kick()
+        clock.now_s += 0.25
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # who was placed has been told
+
+
+@pytest.mark.parametrize("state", [WorkerState.SUSPECT, WorkerState.DRAINING])
+async def test_requests_that_only_an_unusable_worker_takes_hold_nobody_back(
+    state: WorkerState,
+) -> None:
+    clock = Clock()
+    fleet = unequal_fleet(clock)
+    fleet.set_state(entry_of(fleet, "large"), state)
+    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    tickets = [admission.ticket(prompt(150, n * 200), 4) for n in range(2 * SCAN_AHEAD)]
+    long = [asyncio.create_task(admission.place(ticket)) for ticket in tickets]
+    await rounds(admission, clock, 5.0)
+    short = asyncio.create_task(admission.place(admission.ticket(prompt(50), 4)))
+    await rounds(admission, clock, 0.5)
+    assert short.done()
+    fleet.release(short.result().booking)
+    assert not any(task.done() for task in long)
+    await rounds(admission, clock, 6.0)
+    for task in long:
+        with pytest.raises(UnavailableError, match="no decode worker that takes 154 tokens"):
+            await task
+    fleet.check_integrity()
+
+
+async def test_a_request_that_no_prefill_worker_can_compute_holds_nobody_back() -> None:
+    clock = Clock()
+    fleet = fleet_of(
+        facts("large", True, False, max_model_len=200),
+        facts("small", True, False, max_model_len=100),
+        facts("d0", False, True),
+        clock=clock,
+    )
+    fleet.set_connected(entry_of(fleet, "large"), False)
+    admission = admission_of(fleet, clock)
+    long = asyncio.create_task(admission.place(admission.ticket(prompt(150), 4)))
+    await rounds(admission, clock, 2.0)
+    short = asyncio.create_task(admission.place(admission.ticket(prompt(50), 4)))
+    await rounds(admission, clock, 0.5)
+    assert short.done()
+    fleet.set_connected(entry_of(fleet, "large"), True)
+    await rounds(admission, clock, 0.25)
+    assert (await long).placement.prefill_worker == "large"
+
+
+async def test_a_request_that_waits_for_the_large_worker_gets_it_and_leaves_the_small_one() -> None:
+    clock = Clock()
+    fleet = unequal_fleet(clock)
+    fleet.arrays.max_running[:] = 2
+    admission = admission_of(fleet, clock)
+    large = [await admission.place(admission.ticket(prompt(120, n * 200), 4)) for n in range(2)]
+    waiting = asyncio.create_task(admission.place(admission.ticket(prompt(150, 900), 4)))
+    await rounds(admission, clock, 2.0)
+    shorts = [
+        asyncio.create_task(admission.place(admission.ticket(prompt(50, 1000 * n), 4)))
+        for n in range(3)
+    ]
+    await rounds(admission, clock, 0.5)
+    assert [task.done() for task in shorts] == [True, True, False]
+    assert all(task.result().placement.decode_worker == "small" for task in shorts[:2])
+    fleet.release(large[0].booking)
+    await rounds(admission, clock, 0.25)
+    assert (await waiting).placement.decode_worker == "large"  # not given to the third short one
+    fleet.release(large[1].booking)
+    await rounds(admission, clock, 0.25)
+    assert (await shorts[2]).placement.decode_worker == "large"
+
+
+async def test_requests_that_have_waited_long_outlive_a_blink_of_the_last_worker() -> None:
+    clock = Clock()
+    fleet = two_and_two(clock)
+    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    fleet.arrays.max_running[:] = 0
+    waiting = [
+        asyncio.create_task(admission.place(admission.ticket(prompt(10, n * 10), 4)))
+        for n in range(3)
+    ]
+    await rounds(admission, clock, 15.0)
+    for _ in range(2):
+        for name in ("d0", "d1"):
+            fleet.set_connected(entry_of(fleet, name), False)
+        await rounds(admission, clock, 6.0)
+        assert not any(task.done() for task in waiting)
+        for name in ("d0", "d1"):
+            fleet.set_connected(entry_of(fleet, name), True)
+        await rounds(admission, clock, 0.5)
+    fleet.arrays.max_running[:] = 8
+    await rounds(admission, clock, 0.5)
+    assert all(task.done() for task in waiting)
+    for task in waiting:
+        fleet.release(task.result().booking)
+    late = asyncio.create_task(admission.place(admission.ticket(prompt(10), 4)))
+    for name in ("d0", "d1"):
+        fleet.set_connected(entry_of(fleet, name), False)
+    await rounds(admission, clock, 11.0)
+    with pytest.raises(UnavailableError, match="no decode worker is live"):
+        await late
