@@ -10,7 +10,7 @@ from baton import render
 from baton.control_client import ControlClient
 from baton.errors import BatonError, DeadlineError, NotFoundError
 from baton.progress import Steps
-from baton.v1 import common_pb2, control_pb2
+from baton.v1 import common_pb2, control_pb2, worker_pb2
 
 Fleet = control_pb2.WatchFleetResponse
 
@@ -48,7 +48,8 @@ def print_fleet(fleet: Fleet) -> None:
 
 
 def _worker_row(worker: control_pb2.FleetWorker) -> list[str]:
-    info, load = worker.info, worker.load
+    is_gone = worker.state == control_pb2.WORKER_STATE_GONE  # what it last told is history
+    info, load = worker.info, worker_pb2.WorkerLoad() if is_gone else worker.load
     used = load.num_blocks - load.num_free_blocks - load.num_quarantined_blocks
     share = f"{used / load.num_blocks:.0%}" if load.num_blocks else "-"
     return [

@@ -176,7 +176,10 @@ def test_a_pool_is_scaled_out_drained_and_scaled_in(cluster: Cluster) -> None:
     done = cluster.run("scale", "decode", "1")
     assert (done.returncode, done.stdout) == (0, "decode: 2 → 1\n")
     assert ", 1 leaving ...\n" in done.stderr
-    assert "draining" not in cluster.run("status").stdout
+    shown = cluster.run("status").stdout
+    assert "draining" not in shown
+    (gone,) = [row for row in rows_under("Workers", shown)[1] if row.startswith("decode-1")]
+    assert re.search(r" gone +0 +0 +0 +0 tok +- +- +- +- ", gone), gone
     assert cluster.run("generate", BAKER[0]).stdout == BAKER[1]
 
 
