@@ -23,12 +23,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from baton.v1 import control_pb2
 from cluster.config import SupervisorConfig
 from cluster.control_service import Changes
 from cluster.rank_ends import RankEnd
-from cluster.registry import FleetEntry, Registry, WorkerState
+from cluster.registry import FleetEntry, Registration, Registry, WorkerState
 from cluster.replica import Replica, ReplicaError, ReplicaName, Replicas
 from cluster.worker_config import WorkerConfig
+from kv_transfer.process import ProcessIdentity
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +69,9 @@ class Keeper:
         self._leaving = asyncio.Event()
         self._ended = asyncio.Event()
         self._failure: str | None = None  # why the present replica is over, if it is by a failure
-        self._served = adopted is not None
+        self._served = adopted is not None and adopted.serves
         self._left_behind = False  # whether a process of the last replica may still be there
         self._backoff_s = 0.0
-        self._last_gone = 0  # newest incarnation known to be over: what is told of it is history
 
     async def run(self) -> None:
         """Fill the place for as long as it is wanted."""
@@ -171,11 +172,10 @@ class Keeper:
         if problems:
             log_file = self._ground.worker_config(replica.name).log_file(0)
             self.report("; ".join(problems), log_file)
+        entry = self._entry()
+        if entry is not None:
+            self._ground.registry.gone(self.worker_id, entry.registration.incarnation)
         self.replica = None
-        for entry in self._ground.registry.snapshot().workers:
-            if entry.registration.worker_id == self.worker_id:
-                self._last_gone = entry.registration.incarnation
-                self._ground.registry.gone(self.worker_id, self._last_gone)
         self._ground.changes.announce()
 
     async def _until_over(self) -> str:
@@ -216,7 +216,14 @@ class Keeper:
     def _entry(self) -> FleetEntry | None:
         """The present replica's standing in the registry; None: not registered."""
         for entry in self._ground.registry.snapshot().workers:
-            incarnation = entry.registration.incarnation
-            if entry.registration.worker_id == self.worker_id and incarnation > self._last_gone:
+            registration = entry.registration
+            if registration.worker_id == self.worker_id and self._is_mine(registration):
                 return entry
         return None
+
+    def _is_mine(self, registration: Registration) -> bool:
+        """Whether the present replica registered, by its processes: one left behind may still tell
+        of itself, and incarnations are times of clocks that can be set back."""
+        processes = () if self.replica is None else self.replica.processes
+        ranks = control_pb2.WorkerInfo.FromString(registration.info).ref.ranks
+        return any(ProcessIdentity.from_proto(rank.process) in processes for rank in ranks)

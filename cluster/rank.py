@@ -42,7 +42,8 @@ class Rank:
 
 
 def new_incarnation() -> int:
-    """Milliseconds since 1970 and random bits: later starts are larger, no two are equal."""
+    """Milliseconds since 1970 and random bits: no two are equal, and later starts are larger
+    unless the clock was set back in between."""
     milliseconds = time.time_ns() // 1_000_000
     return milliseconds << _INCARNATION_RANDOM_BITS | secrets.randbits(_INCARNATION_RANDOM_BITS)
 

@@ -190,15 +190,16 @@ class Registry:
     # --- workers --------------------------------------------------------------------------------
 
     def register(self, registration: Registration) -> Stream | None:
-        """Take in a worker, to be heard on a stream; None: a newer incarnation of it is known."""
+        """Take in a worker, to be heard on a stream; None: a newer incarnation of it is there."""
         worker_id, now = registration.worker_id, self._clock()
         known = self._workers.get(worker_id)
+        if known is not None and known.state is WorkerState.GONE:
+            known = None  # nor does it refuse a smaller incarnation: clocks can be set back
         if known is not None and known.registration.incarnation > registration.incarnation:
             return None
         self._num_streams += 1
         stream = Stream(worker_id, self._num_streams)
-        same = known is not None and known.registration.incarnation == registration.incarnation
-        if known is not None and same and known.state is not WorkerState.GONE:
+        if known is not None and known.registration.incarnation == registration.incarnation:
             known.registration, known.stream, known.heard_at = registration, stream, now
             self._settle(known)
         else:

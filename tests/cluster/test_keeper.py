@@ -12,15 +12,18 @@ from typing import cast
 
 import pytest
 
+from baton.v1 import common_pb2, control_pb2
 from cluster.config import RegistryConfig, SupervisorConfig
 from cluster.control_service import Changes
 from cluster.keeper import LOOK_S, Ground, Keeper
 from cluster.rank_ends import RankEnd
-from cluster.registry import Progress, Registration, Registry, Role
+from cluster.registry import Progress, Registration, Registry, Role, Stream
 from cluster.replica import Replica, ReplicaName, Replicas
 from cluster.worker_config import WorkerConfig
+from kv_transfer.process import ProcessIdentity
 
-ADOPTED = Replica(ReplicaName("decode", 1, generation=1), {}, (), serves=True)
+PROCESS = ProcessIdentity("boot", 1, pid=1, start_time_ticks=1)
+ADOPTED = Replica(ReplicaName("decode", 1, generation=1), {}, (PROCESS,), serves=True)
 
 
 class WrittenDown:
@@ -33,7 +36,10 @@ class WrittenDown:
 
     def start(self, name: ReplicaName, config: object) -> Replica:
         self.started.append(name)
-        return Replica(name, {}, ())
+        return Replica(name, {}, (self.process_of(name),))
+
+    def process_of(self, name: ReplicaName) -> ProcessIdentity:
+        return dataclasses.replace(PROCESS, pid=2 + self.started.index(name))
 
     def destroy(self, replica: Replica) -> bool:
         self.destroyed.append(replica.name)
@@ -63,6 +69,21 @@ def ground_over(replicas: WrittenDown, **settings: float) -> Iterator[Ground]:
         )
 
 
+def registration(incarnation: int, process: ProcessIdentity) -> Registration:
+    rank = common_pb2.RankAddress(process=process.to_proto())
+    ref = common_pb2.WorkerRef(worker_id="decode-1", incarnation=incarnation, ranks=[rank])
+    info = control_pb2.WorkerInfo(ref=ref).SerializeToString()
+    return Registration("decode-1", incarnation, "decode", info)
+
+
+def serve(registry: Registry, incarnation: int, process: ProcessIdentity) -> Stream:
+    """Register and be live."""
+    stream = registry.register(registration(incarnation, process))
+    assert stream is not None
+    registry.heartbeat(stream, Progress(True, 0.0, 0.01), b"", draining=False)
+    return stream
+
+
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110  what is written down has no event
@@ -84,9 +105,7 @@ async def test_a_drain_goes_on_when_the_supervisor_is_back_before_its_worker_reg
         await asyncio.wait({running}, timeout=0.1)
         assert replicas.destroyed == []  # it drains: only the registry has not heard of it yet
 
-        stream = registry.register(Registration("decode-1", 7, "decode", b""))
-        assert stream is not None
-        registry.heartbeat(stream, Progress(True, 0.0, 0.01), b"", draining=False)
+        stream = serve(registry, 7, PROCESS)
         await until(lambda: registry.drain_asked(stream))
         assert replicas.destroyed == []
 
@@ -117,7 +136,7 @@ async def test_a_replica_that_the_registry_gives_up_for_gone_has_failed_and_that
         registry = ground.registry
         keeper = Keeper("decode", 1, ground, ADOPTED)
         running = asyncio.create_task(keeper.run())
-        assert registry.register(Registration("decode-1", 7, "decode", b"")) is not None
+        assert registry.register(registration(7, PROCESS)) is not None
         registry.gone("decode-1", 7)
         await until(lambda: replicas.destroyed)
         await until(lambda: last_error(ground))
@@ -138,3 +157,56 @@ async def test_a_replica_whose_end_cannot_be_proved_is_told_and_its_place_filled
         keeper.end_now()  # nobody wants it, but what it holds is still held
         await asyncio.wait_for(running, 10)
         assert "not every process is known to be over" in last_error(ground)
+
+
+async def test_a_successor_whose_clock_was_set_back_is_known_by_its_processes() -> None:
+    replicas = WrittenDown()
+    with ground_over(replicas, start_timeout_s=2.5 * LOOK_S) as ground:
+        keeper = Keeper("decode", 1, ground, ADOPTED)
+        running = asyncio.create_task(keeper.run())
+        serve(ground.registry, 1000, PROCESS)
+        keeper.ended(RankEnd(ADOPTED.name, 0, "killed"))
+        await until(lambda: replicas.started)
+        (successor,) = replicas.started
+        serve(ground.registry, 10, replicas.process_of(successor))  # an hour smaller: taken in
+        await asyncio.wait({running}, timeout=5 * LOOK_S)
+        assert replicas.destroyed == [ADOPTED.name]
+        assert last_error(ground) == ""
+        keeper.end_now()
+        await asyncio.wait_for(running, 10)
+
+
+async def test_what_is_left_of_a_former_replica_does_not_stand_for_the_one_that_follows() -> None:
+    replicas = WrittenDown(proves=False)
+    with ground_over(replicas, start_timeout_s=2.5 * LOOK_S) as ground:
+        keeper = Keeper("decode", 1, ground, ADOPTED)
+        running = asyncio.create_task(keeper.run())
+        keeper.ended(RankEnd(ADOPTED.name, 0, "boom"))
+        await until(lambda: replicas.started)
+        serve(ground.registry, 1000, PROCESS)  # it is heard of again, the one that follows is not
+        await until(lambda: "did not register" in last_error(ground))
+        assert replicas.destroyed == [ADOPTED.name, replicas.started[0]]
+        keeper.end_now()
+        await asyncio.wait_for(running, 10)
+
+
+async def test_an_adopted_replica_that_never_served_has_failed_to_start() -> None:
+    replicas, found = WrittenDown(), dataclasses.replace(ADOPTED, serves=False)
+    with ground_over(replicas) as ground:
+        keeper = Keeper("decode", 1, ground, found)
+        running = asyncio.create_task(keeper.run())
+        keeper.ended(RankEnd(ADOPTED.name, 0, "no such model"))
+        await until(lambda: last_error(ground))
+        assert ground.registry.snapshot().pools[0].num_failed_starts == 1
+        keeper.end_now()
+        await asyncio.wait_for(running, 10)
+
+
+async def test_an_adopted_replica_that_still_loads_is_let_go_at_once() -> None:
+    replicas, found = WrittenDown(), dataclasses.replace(ADOPTED, serves=False)
+    with ground_over(replicas) as ground:
+        keeper = Keeper("decode", 1, ground, found)
+        running = asyncio.create_task(keeper.run())
+        keeper.let_go()
+        await asyncio.wait_for(running, 5)
+        assert replicas.destroyed == [ADOPTED.name]

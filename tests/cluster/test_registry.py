@@ -195,6 +195,15 @@ def test_a_newer_incarnation_replaces_the_older_and_the_older_is_refused() -> No
     assert registry.snapshot().workers[0].registration.incarnation == 8
 
 
+def test_a_smaller_incarnation_is_taken_in_where_the_larger_one_is_gone() -> None:
+    """The clock was set back between the two starts."""
+    registry, _ = make()
+    register(registry, incarnation=8)
+    registry.gone("decode-0", 8)
+    beat(registry, register(registry, incarnation=7))
+    assert state(registry) is WorkerState.LIVE
+
+
 def test_a_draining_worker_is_given_the_silence_of_any_other_and_is_draining_when_back() -> None:
     registry, clock = make()
     stream = register(registry)
