@@ -19,6 +19,7 @@ What is reserved or exported is never preempted: another process reads or writes
 from __future__ import annotations
 
 import bisect
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,8 @@ class Scheduler:
         self._events: list[EngineEvent] = []
         self._num_arrived = 0
         self._num_steps = 0
+        self._short: LiveRequest | None = None  # the last that found too few blocks, and how many
+        self._free_when_short: list[int] = []
         self._blocked = False  # all were seen to wait for blocks, and nothing was freed since
 
     # --- requests in ----------------------------------------------------------------------------
@@ -90,9 +93,9 @@ class Scheduler:
     def reserve(self, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
         request = self._take(spec)
         num_seqs, headroom = len(self._running) + self.num_reserved, len(self._running)
-        if self._waiting:  # the first goes before this one, or newcomers would keep it out for ever
-            num_seqs += 1
-            headroom += self._num_blocks_kept_for(self._waiting[0])
+        if (next_one := self._first_waiting()) is not None:
+            num_seqs += 1  # it goes before this one, or newcomers would keep it out for ever
+            headroom += self._kv.num_blocks_held_at_once(next_one.num_tokens)
         if num_seqs >= self._limits.max_num_seqs:
             return NoCapacityEvent(spec.request_id, f"{num_seqs} requests run here or wait")
         cached = self._kv.place(request.blocks, request.num_tokens, headroom, computed_here=False)
@@ -118,6 +121,7 @@ class Scheduler:
             raise UnknownRequestError(request_id)
         request.num_computed_tokens = request.num_tokens
         self._kv.computed(request.blocks, request.tokens, request.num_computed_tokens)
+        self._short = None
         finished = request.append(first.token_id, self._limits.eos_token_ids)
         if finished is not None:
             self._forget(request)
@@ -195,6 +199,8 @@ class Scheduler:
             num_new = len(seq.token_ids)
             request.num_computed_tokens += num_new
             became_full = request.num_computed_tokens % block_size < num_new
+            if num_new > 1:
+                self._short = None  # a prompt's blocks may be the ones that it lacks
             if became_full or self._kv.has_windows:
                 self._kv.computed(request.blocks, request.tokens, request.num_computed_tokens)
             if seq.samples:
@@ -246,13 +252,12 @@ class Scheduler:
 
     def _plan_waiting(self, draft: _Draft) -> None:
         num_seqs = len(self._running) + self.num_reserved
-        while self._waiting and draft.budget and num_seqs < self._limits.max_num_seqs:
-            request = self._waiting[0]
-            # A free block for each running request, so that the newcomer is not preempted at once.
-            cached = self._kv.place(request.blocks, request.num_tokens, len(self._running))
-            if cached is None:
+        while draft.budget and num_seqs < self._limits.max_num_seqs:
+            request = self._first_waiting()
+            cached = None if request is None else self._place(request)
+            if request is None or cached is None:
                 return
-            self._waiting.pop(0)
+            self._waiting.remove(request)
             request.num_computed_tokens = cached
             if request.started_at is None:
                 request.started_at = self._clock()
@@ -261,11 +266,23 @@ class Scheduler:
             self._schedule(request, draft)
             num_seqs += 1
 
-    def _num_blocks_kept_for(self, waiting: LiveRequest) -> int:
-        """What a reservation leaves it; 0 where it could not be placed if all others ended now."""
-        needed = self._kv.num_blocks_held_at_once(waiting.num_tokens)
+    def _first_waiting(self) -> LiveRequest | None:
+        """Who starts next; one for which quarantine leaves too few blocks holds up nobody."""
         usable = self._kv.num_blocks - 1 - self._kv.num_quarantined_blocks
-        return needed if needed <= usable else 0
+        held_at_once = self._kv.num_blocks_held_at_once
+        return next((r for r in self._waiting if held_at_once(r.num_tokens) <= usable), None)
+
+    def _place(self, request: LiveRequest) -> int | None:
+        """Its cached tokens, or None while blocks are short. To look costs what its prompt is long:
+        not again before more are free or a prompt's are cached."""
+        # A free block for each running request, so that the newcomer is not preempted at once.
+        headroom = len(self._running)
+        free = [pool.num_free - headroom for pool in self._kv.pools]
+        if request is self._short and all(map(operator.le, free, self._free_when_short)):
+            return None
+        cached = self._kv.place(request.blocks, request.num_tokens, headroom)
+        self._short, self._free_when_short = (request, free) if cached is None else (None, [])
+        return cached
 
     def _schedule(self, request: LiveRequest, draft: _Draft) -> None:
         start = request.num_computed_tokens

@@ -399,3 +399,52 @@ def test_reservations_leave_the_place_and_the_blocks_that_the_first_waiting_requ
                     streams.finished[event.request_id] = event.finished
     assert {"long", "short"} <= set(streams.finished)
     assert num_done > 30  # the others go on
+
+
+def test_a_prompt_that_quarantine_leaves_no_room_for_holds_up_nobody() -> None:
+    core, _ = watched(num_blocks=64)
+    core.reserve(spec_of("lost", prompt(320)))
+    core.abort(RequestId("lost"))  # 20 blocks until its writer has stopped
+    core.add(spec_of("large", prompt(800, 1)))
+    core.add(spec_of("small", prompt(10, 2)))
+    streams = drain(core)
+    assert set(streams.finished) == {"small"}
+    assert isinstance(core.reserve(spec_of("handed over", prompt(10, 3))), ReservedEvent)
+    core.release(RequestId("handed over"))
+    core.unquarantine(RequestId("lost"))
+    drain(core, streams)
+    assert set(streams.finished) == {"small", "large"}
+    pool_is_whole(core)
+
+
+def test_a_prompt_that_waits_for_blocks_is_tried_again_only_when_more_are_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core, seen = watched(num_blocks=64)
+    tried = []
+    place = core._kv.place
+
+    def watched_place(*args: object, **kwargs: object) -> int | None:
+        tried.append(args)
+        return place(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(core._kv, "place", watched_place)
+    for n in range(2):
+        core.add(spec_of(f"runs-{n}", prompt(200, n), replace(GREEDY, max_tokens=100 + 50 * n)))
+    core.add(spec_of("waits", prompt(700, 9)))
+    streams = drain(core)
+    assert len(streams.finished) == 3
+    assert len(seen.plans) > 150
+    assert len(tried) < 8
+    pool_is_whole(core)
+
+
+def test_a_prompt_that_waits_for_blocks_starts_when_another_has_computed_what_it_lacks() -> None:
+    core, seen = watched(num_blocks=64, max_num_batched_tokens=700)
+    core.add(spec_of("first", prompt(640, 1, shared=620)))
+    core.add(spec_of("second", prompt(640, 2, shared=620)))
+    streams = drain(core)
+    assert len(streams.finished) == 2
+    together = [plan for plan in seen.plans if len(plan.seqs) == 2]
+    assert len(together) > 10
+    pool_is_whole(core)
