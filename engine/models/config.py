@@ -53,6 +53,14 @@ class ModelConfig:
     qk_norm: bool = False
     moe: MoeConfig | None = None
 
+    @property
+    def longest_context(self) -> int:
+        """Tokens; YaRN reaches beyond the positions that the config says."""
+        if self.rope.kind != "yarn":
+            return self.max_position_embeddings
+        stretched = int(self.rope.original_max_positions * self.rope.factor)
+        return max(self.max_position_embeddings, stretched)
+
 
 @dataclass(frozen=True)
 class Family:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,8 @@ from engine.models.errors import CheckpointError
 from engine.models.hub import snapshot
 from engine.weights import Checkpoint, read_json
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec, kv_fingerprint
+
+log = logging.getLogger(__name__)
 
 
 def resolve(model_path: str) -> Path:
@@ -35,7 +38,9 @@ def describe(model_path: str, block_size: int, dtype: str, max_model_len: int | 
     layout = kv_layout(config, block_size, dtype)
     with Checkpoint(folder) as checkpoint:
         digest = checkpoint.digest()
-    longest = config.max_position_embeddings
+    longest = config.longest_context
+    if max_model_len is not None and max_model_len > longest:
+        log.warning("max_model_len is %d: %s has no more", longest, folder)
     return ModelSpec(
         name=folder.name if Path(model_path).is_dir() else model_path,
         layout=layout,

@@ -105,3 +105,14 @@ def test_qwen3_moe_says_which_layers_are_sparse() -> None:
     assert config.moe is not None
     assert config.moe.layers == (1, 5)
     assert not config.moe.normalise
+
+
+def test_yarn_reaches_as_far_as_it_stretches_the_positions_of_the_config() -> None:
+    published = {"max_position_embeddings": 40960, "rope_parameters": None, "rope_theta": 1e6}
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert read("Llama", **published, rope_scaling=scaling).longest_context == 131072
+    assert read("Llama", **published).longest_context == 40960
+    extended = {**published, "max_position_embeddings": 131072}
+    assert read("Llama", **extended, rope_scaling=scaling).longest_context == 131072
+    linear = {**scaling, "rope_type": "linear"}
+    assert read("Llama", **published, rope_scaling=linear).longest_context == 40960
