@@ -34,8 +34,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def serve(config: ClusterConfig, control: str, listen: str) -> None:
-    """Run a router until SIGTERM or SIGINT, then drain it; a second signal cuts the drain short."""
+async def serve(config: ClusterConfig, control: str, listen: str) -> int:
+    """Run a router until SIGTERM or SIGINT, or a fault of its own; then drain it.
+
+    A second signal cuts the drain short. Returns the exit status: 1 after a fault.
+    """
     text_model = await asyncio.to_thread(TextModel.load, config.model)
     router = Router(config.router, control, config.model_name, text_model)
     metrics = _serve_metrics(config.router, router.metrics)
@@ -46,6 +49,7 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> None:
         loop.add_signal_handler(number, signals.put_nowait, number)
     await server.start()
     print(f"router listening on {server.address}", flush=True)
+    router.fault.add_done_callback(lambda _: signals.put_nowait(signal.SIGTERM))
     await signals.get()
     log.info("draining %d requests", router.num_active)
     stopping = asyncio.create_task(server.stop(config.router.drain_timeout_s))
@@ -58,6 +62,7 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> None:
     again.cancel()
     if metrics is not None:
         metrics.shutdown()
+    return 1 if router.fault.done() else 0
 
 
 def _serve_metrics(config: RouterConfig, metrics: RouterMetrics) -> WSGIServer | None:
@@ -81,11 +86,10 @@ def main() -> int:
         config = load_config(arguments.config) if arguments.config else ClusterConfig()
         listen = arguments.listen or f"{config.router.host}:{config.router.port}"
         split_address(arguments.control)
-        uvloop.run(serve(config, arguments.control, listen))
+        return uvloop.run(serve(config, arguments.control, listen))
     except ConfigError as error:
         print(f"router: {' '.join(error.message.split())}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

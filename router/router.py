@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import time
 import uuid
@@ -34,6 +35,8 @@ from router.session import RouterIdentity
 from router.text import TextModel
 from router.validate import ParsedRequest, RequestLimits
 from router.worker_facts import NO_BOUND, WorkerFacts
+
+log = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
 
@@ -78,12 +81,22 @@ class Router:
         self._timers: dict[RequestRun, asyncio.TimerHandle] = {}
         self._stack = AsyncExitStack()
         self._closing = False
+        self.fault: asyncio.Future[None]
+        """Done once the router, which goes on with what runs, cannot serve any longer."""
 
     async def start(self) -> None:
         """Begin to follow the fleet."""
+        self.fault = asyncio.get_running_loop().create_future()
         for work in (self.watch.run(), self._measure()):
             task = asyncio.create_task(work)
+            task.add_done_callback(self._tell_fault)
             self._stack.push_async_callback(_stop, task)
+
+    def _tell_fault(self, ended: asyncio.Task[None]) -> None:
+        if not self._closing and not self.fault.done():
+            error = None if ended.cancelled() else ended.exception()
+            log.critical("%s ended: %r", ended.get_coro(), error, exc_info=error)
+            self.fault.set_result(None)
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Take nothing new, give what runs `drain_s` to end, then leave the rest to its decode

@@ -192,7 +192,10 @@ class Session:
     async def run(
         self, stub: worker_pb2_grpc.DecodeServiceStub, on_open: Callable[[], None]
     ) -> None:
-        """Open a session and serve it until it ends; raises grpc.aio.AioRpcError when it breaks."""
+        """Open a session and serve it until it ends, or is given up here for its backlog.
+
+        Raises grpc.aio.AioRpcError when it breaks.
+        """
         outbox: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue(self._max_backlog)
         now = asyncio.get_running_loop().time()
         self._forget_received(now)
@@ -219,7 +222,10 @@ class Session:
             raise
         except asyncio.CancelledError:
             message = "the session was given up"
-            raise
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Else it is the call alone that was cancelled here: its worker takes no messages.
         finally:
             writer.cancel()
             call.cancel()

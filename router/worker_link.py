@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,7 +81,8 @@ class WorkerLink:
         self.session = Session(facts.worker_id, identity, config.max_session_backlog)
         self.waiting: set[Waiting] = set()
         self._kv = KvFollower(index, entry.slot, facts.incarnation)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._is_stopped = False
         self.tried = asyncio.Event()
         """Set when the first try to connect has ended, well or not."""
 
@@ -95,19 +96,35 @@ class WorkerLink:
 
     def start(self) -> None:
         name = self.entry.facts.worker_id
-        self._tasks.append(asyncio.create_task(self._follow_kv(), name=f"kv:{name}"))
+        self._begin(f"kv:{name}", self._follow_kv)
         if self.entry.facts.can_decode:
-            self._tasks.append(asyncio.create_task(self._hold_session(), name=f"session:{name}"))
+            self._begin(f"session:{name}", self._hold_session)
+
+    def _begin(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Begin what ends only with the link; a fault that ends it must not lose the worker."""
+        if self._is_stopped:
+            return
+        task = self._tasks[name] = asyncio.create_task(work(), name=name)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            if not self._is_stopped:
+                error = None if task.cancelled() else task.exception()
+                log.error("%s ended and is begun anew: %r", name, error, exc_info=error)
+                again_s = self._config.reconnect_max_s
+                asyncio.get_running_loop().call_later(again_s, self._begin, name, work)
+
+        task.add_done_callback(ended)
 
     def stop(self) -> None:
         """From now on nothing is taken in from the worker: its slot may be given to another."""
+        self._is_stopped = True
         self.tried.set()
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
 
     async def close(self) -> None:
         self.stop()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self._channel.close()
 
     def prefill(self, request: worker_pb2.PrefillRequest, timeout_s: float) -> PrefillCall:

@@ -173,7 +173,7 @@ async def test_a_request_in_line_is_refused_once_nobody_is_left_who_could_take_i
     fleet.release((await short).booking)
 
 
-# --- requests that cannot start --------------------------------------------------------------------
+# --- requests that cannot start -------------------------------------------------------------------
 
 
 def unequal_fleet(clock: Clock) -> Fleet:

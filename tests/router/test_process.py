@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,7 +16,12 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.config import ClusterConfig
 from baton.errors import ConfigError
+from router.__main__ import serve
+from router.config import RouterConfig
+from router.fleet_links import FleetLinks, WorkerReport
+from router.server import RouterServer
 from router.text import TextModel
 from tests.router.deployment import Answer, Client, ask_for, byte_model, deployment
 from tests.router.proxy import Proxy
@@ -109,6 +114,46 @@ async def test_sigterm_drains_and_ends_the_process(text_model: TextModel, tmp_pa
         d.worker("d0").may_decode.set()
         assert_whole(await asking, PROMPT)
         assert await process.wait() == 0
+
+
+async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_streams(
+    text_model: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    byte_model(tmp_path)
+    told: list[FleetLinks] = []
+    update = FleetLinks.update
+
+    def fail_when_told(links: FleetLinks, reports: Sequence[WorkerReport]) -> None:
+        if links in told:
+            raise AssertionError("a fault of ours")
+        update(links, reports)
+
+    monkeypatch.setattr(FleetLinks, "update", fail_when_told)
+    servers: list[RouterServer] = []
+    start = RouterServer.start
+
+    async def keep(server: RouterServer) -> None:
+        servers.append(server)
+        await start(server)
+
+    monkeypatch.setattr(RouterServer, "start", keep)
+    async with deployment(text_model) as d:
+        d.worker("d0").may_decode.clear()
+        routing = RouterConfig(local_prefill="never")
+        config = ClusterConfig(str(tmp_path), served_model_name=MODEL, router=routing)
+        serving = asyncio.create_task(serve(config, d.registry.address, "127.0.0.1:0"))
+        await d.until(lambda: len(servers) == 2)
+        router, client = servers[1].router, Client(servers[1].address)
+        await d.connected(2, router)
+        asking = asyncio.create_task(client.ask(ask_for(PROMPT)))
+        await d.until(lambda: bool(d.worker("d0").runs))
+        told.append(router.links)
+        await d.registry.publish()
+        await asyncio.wait_for(router.fault, 10)
+        d.worker("d0").may_decode.set()
+        assert_whole(await asking, PROMPT)
+        assert await asyncio.wait_for(serving, 20) == 1
+        await client.channel.close()
 
 
 async def test_a_second_sigterm_leaves_every_request_to_its_worker_for_another_router(
