@@ -107,7 +107,8 @@ def check_all_gone(processes: set[Process]) -> None:
 
 
 def up(arguments: argparse.Namespace) -> int:
-    """Raises KeyboardInterrupt when it was interrupted more often than once: requests were lost."""
+    """Raises KeyboardInterrupt when it was interrupted more often than once: requests were lost;
+    UnavailableError when Ray has ended under the cluster."""
     config = read_config(arguments.file, arguments.model)
     out = render.out()
     with Steps(render.err()) as steps, Startup(steps) as startup:
@@ -117,7 +118,7 @@ def up(arguments: argparse.Namespace) -> int:
                 out.print(f"[bold]{config.model_name}[/bold] is served at {cluster.router_address}")
                 out.print(f"control service at {cluster.control_address}; ctrl-C ends the cluster")
                 out.print("try: baton generate 'Tell me a story.'", style="dim")
-                signal.pause()
+                cluster.wait()
             processes = descendants()
             drain_s = config.router.drain_timeout_s
             steps("stopping")

@@ -2,7 +2,8 @@
 
 1. `up` starts a Ray of its own, the supervisor in it, waits until every pool is live, then starts
    the router as a child process.
-2. `RunningCluster` tells the addresses and stays until `close`.
+2. `RunningCluster` tells the addresses and stays until `close`; `wait` tells when Ray has ended
+   under it, after which only the router is left.
 3. `close` ends router, replicas, supervisor and Ray, in this order, and waits until none of their
    processes is left. The router lets its streams finish first, for its `drain_timeout_s` at most,
    unless it is `cut_short`.
@@ -29,7 +30,7 @@ import grpc
 
 from baton.config import ClusterConfig
 from baton.errors import BatonError, ConfigError, UnavailableError
-from baton.process_tree import Process, descendants, wait_until_gone
+from baton.process_tree import Process, descendants, still_alive, wait_until_gone
 from baton.v1 import control_pb2, control_pb2_grpc
 from cluster.model_dtype import DtypeDecision
 from cluster.rank_gpus import num_gpus_wanted
@@ -45,14 +46,23 @@ _FAILED_STARTS = 2  # a first one may be bad luck
 _ROUTER_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 30.0
 _RAY_GONE_S = 8.0
+_RAY_HEART = ("gcs_server", "raylet")  # without either of them Ray ends the rest
+_LOOK_S = 1.0
 _OBJECT_STORE_BYTES = 80 << 20  # the data plane never uses it
 
 
 class RunningCluster:
     """A cluster that `up` started; a context manager that closes it."""
 
-    def __init__(self, router: RouterProcess, control_address: str, stack: contextlib.ExitStack):
+    def __init__(
+        self,
+        router: RouterProcess,
+        control_address: str,
+        stack: contextlib.ExitStack,
+        ray_heart: frozenset[Process],
+    ) -> None:
         self._router = router
+        self._ray_heart = ray_heart
         self.control_address = control_address
         """host:port of the control service."""
         self._stack = stack
@@ -75,6 +85,13 @@ class RunningCluster:
         supervisor: Any = ray.get_actor(NAME, namespace="baton")
         pid: int = ray.get(supervisor.pid.remote(), timeout=_STOP_TIMEOUT_S)
         return pid
+
+    def wait(self) -> None:
+        """Stay for as long as Ray runs. Raises UnavailableError when it does not any more."""
+        while not (lost := self._ray_heart - still_alive(self._ray_heart)):
+            time.sleep(_LOOK_S)
+        named = ", ".join(f"{process.name} ({process.pid})" for process in lost)
+        raise UnavailableError(f"Ray's {named} has ended, and with it every worker")
 
     def cut_short(self) -> None:
         """`close`, under way or to come, does not wait for streams. For signal handlers too."""
@@ -138,7 +155,8 @@ def up(
         )
         stack.callback(router.close)
         router.start(_ROUTER_TIMEOUT_S)
-        return RunningCluster(router, control, stack.pop_all())
+        heart = frozenset(process for process in ray_processes if process.name in _RAY_HEART)
+        return RunningCluster(router, control, stack.pop_all(), heart)
     raise AssertionError("unreachable")
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton.cli import EXIT_UNAVAILABLE
 from baton.client import Client
 from baton.config import ClusterConfig
 from baton.errors import UnavailableError
@@ -141,6 +142,19 @@ def test_ctrl_c_lets_streams_finish_and_leaves_no_process_even_where_sigint_was_
             answer = running.result(90)
             assert answer.ids == expected(config, PROMPT[number : number + 60], 600)
         assert up.status(60) == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", ["raylet", "gcs_server"])
+def test_a_cluster_whose_ray_has_ended_is_closed_and_says_so(tmp_path: Path, part: str) -> None:
+    with brought_up(cluster(tmp_path, drain_timeout_s=1.0), tmp_path) as up:
+        up.until_told("is served at")
+        up.processes = descendants(up.process.pid)
+        (lost,) = (process for process in up.processes if process.name == part)
+        os.kill(lost.pid, signal.SIGKILL)
+        up.until_told(f"Ray's {part} ({lost.pid}) has ended")
+        assert up.status(60) == EXIT_UNAVAILABLE
+        assert "Traceback" not in "".join(up.told)
 
 
 @pytest.mark.full
