@@ -16,6 +16,7 @@ Pools of windowed groups are not leaf-first: their requests let go of ancestors 
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -63,6 +64,19 @@ class BlockPool:
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
         return self._by_hash.get(block_hash)
+
+    def num_resident(self, chain: Sequence[BlockHash]) -> int:
+        """Leading hashes of a chain that are resident; of a leaf-first pool, where none is behind
+        one that is not."""
+        assert self._leaf_first
+        return bisect.bisect_left(chain, True, key=lambda h: h not in self._by_hash)
+
+    def num_unused(self, chain: Sequence[BlockHash]) -> int:
+        """Resident blocks of a chain that nobody uses: those are counted free until pinned."""
+        refs, by_hash = self._refs, self._by_hash
+        if self._leaf_first:  # what is used comes first
+            return len(chain) - bisect.bisect_left(chain, True, key=lambda h: not refs[by_hash[h]])
+        return sum(not refs[by_hash[h]] for h in chain)
 
     def is_cached(self, block: BlockId) -> bool:
         """Whether the block is one of those counted free for being used by nobody."""

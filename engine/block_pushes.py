@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.kv_cache import first_kept_block
 from engine.live_request import Export, LiveRequest
 from engine.request import BlockPush
+from engine.windows import first_kept_block
 from kv_transfer.layout import BlockId
 
 

@@ -30,29 +30,10 @@ import numpy.typing as npt
 
 from engine.block_pool import BlockPool
 from engine.kv_events import KvEventLog
+from engine.prefix_match import longest_match
+from engine.windows import first_kept_block, first_live_block, span_blocks
 from kv_transfer.block_hash import BlockHash, TokenIds, block_hash, block_hashes, chain_seed
 from kv_transfer.layout import NULL_BLOCK, BlockId, KvLayout
-
-
-def first_live_block(window: int | None, position: int, block_size: int) -> int:
-    """Index of the first block that a token at `position`, or any later one, still looks at."""
-    if window is None:
-        return 0
-    return max(0, position - window + 1) // block_size
-
-
-def first_kept_block(window: int | None, num_tokens: int, block_size: int) -> int:
-    """Index of the first block that a worker needs of a prompt computed elsewhere.
-
-    The next token looks at some; the same prompt, when it comes again, is computed from its last
-    whole block on, and may look at one block more.
-    """
-    return first_live_block(window, (num_tokens - 1) // block_size * block_size, block_size)
-
-
-def span_blocks(window: int, num_step_tokens: int, block_size: int) -> int:
-    """Most blocks that `num_step_tokens` tokens in a row and their windows lie in."""
-    return (window + num_step_tokens - 2) // block_size + 2
 
 
 @dataclass(eq=False)
@@ -69,6 +50,7 @@ class RequestBlocks:
     views: tuple[npt.NDArray[np.int32], ...] = ()  # per group, tables[:num_blocks]
     pushed_from: list[int] | None = None  # per group, entries that a push may still read
     twins: list[tuple[int, BlockId]] = field(default_factory=list)  # (group, block), given way
+    awaits: bool = False  # was once refused for want of blocks
 
     def blocks(self, group: int, start: int = 0) -> list[BlockId]:
         """Blocks held from the table's entry `start` on, without the null block."""
@@ -149,20 +131,25 @@ class KvCache:
         assert not blocks.num_blocks, "blocks are held already"
         bound = (num_tokens - 1) // self.block_size
         live = None if computed_here else bound * self.block_size
-        num_cached = self._match(blocks.hashes[:bound], live)
+        num_cached = longest_match(
+            blocks.hashes[:bound], self.pools, self.windows, self.block_size, live
+        )
         total = self.num_blocks_of(num_tokens)
         # Tokens from `position` on will be computed here, and look no further back than that.
         position = num_cached * self.block_size if live is None else live
         starts = [first_live_block(w, position, self.block_size) for w in self.windows]
         ends = [self._span_end(g, start, total) for g, start in enumerate(starts)]
-        pinned = self._pin_cached(blocks.hashes, starts, num_cached)
-        fresh = [range(max(start, num_cached), end) for start, end in zip(starts, ends)]
-        if any(len(f) + headroom > pool.num_free for f, pool in zip(fresh, self.pools)):
-            for pool, prefix in zip(self.pools, pinned):
-                pool.release(prefix)
+        cached = [blocks.hashes[start:num_cached] for start in starts]
+        num_fresh = [end - max(start, num_cached) for start, end in zip(starts, ends)]
+        if any(
+            count + pool.num_unused(prefix) + headroom > pool.num_free
+            for count, pool, prefix in zip(num_fresh, self.pools, cached)
+        ):
+            self._keep_cached(blocks, cached)
             return None
+        pinned = self._pin_cached(cached)
         for g, pool in enumerate(self.pools):
-            taken = pool.acquire(len(fresh[g]))
+            taken = pool.acquire(num_fresh[g])
             assert taken is not None
             entries = pinned[g] + taken
             blocks.tables[g][:total] = NULL_BLOCK
@@ -173,12 +160,17 @@ class KvCache:
         self._set_length(blocks, total)
         return num_cached * self.block_size
 
-    def _pin_cached(
-        self, hashes: list[BlockHash], starts: list[int], num_cached: int
-    ) -> list[list[BlockId]]:
+    def _keep_cached(self, blocks: RequestBlocks, cached: list[list[BlockHash]]) -> None:
+        """Have a prefix that waits for blocks evicted last; done once, for it may wait long."""
+        if not blocks.awaits:
+            blocks.awaits = True
+            for pool, prefix in zip(self.pools, self._pin_cached(cached)):
+                pool.release(prefix)
+
+    def _pin_cached(self, cached: list[list[BlockHash]]) -> list[list[BlockId]]:
         pinned = []
-        for pool, start in zip(self.pools, starts):
-            found = [pool.find(h) for h in hashes[start:num_cached]]
+        for pool, hashes in zip(self.pools, cached):
+            found = [pool.find(h) for h in hashes]
             prefix = [block for block in found if block is not None]
             assert len(prefix) == len(found), "a matched block is not resident"
             pool.pin(prefix)
@@ -258,40 +250,6 @@ class KvCache:
         blocks.views = tuple(table[:num_blocks] for table in blocks.tables)
 
     # --- prefix cache ---------------------------------------------------------------------------
-
-    def _match(self, hashes: list[BlockHash], live_position: int | None) -> int:
-        """Most leading blocks that are cached in every group.
-
-        A windowed group needs those alone that a token at `live_position` looks at (None: the
-        first token after the prefix).
-        """
-        longest = self._match_full(hashes)
-        if not self._windowed:
-            return longest
-        resident = [[self.pools[g].find(h) is not None for h in hashes] for g in self._windowed]
-        runs = [0] * len(self._windowed)  # resident blocks in a row, up to the one looked at
-        best = 0
-        for num_blocks in range(1, longest + 1):
-            fits = True
-            for i, g in enumerate(self._windowed):
-                runs[i] = runs[i] + 1 if resident[i][num_blocks - 1] else 0
-                position = live_position or num_blocks * self.block_size
-                live = first_live_block(self.windows[g], position, self.block_size)
-                fits &= runs[i] >= num_blocks - live
-            if fits:
-                best = num_blocks
-        return best
-
-    def _match_full(self, hashes: list[BlockHash]) -> int:
-        longest = len(hashes)
-        for pool, window in zip(self.pools, self.windows):
-            if window is not None:
-                continue
-            for index in range(longest):
-                if pool.find(hashes[index]) is None:
-                    longest = index
-                    break
-        return longest
 
     def _extend_hashes(self, blocks: RequestBlocks, tokens: TokenIds, num_full: int) -> None:
         for index in range(len(blocks.hashes), num_full):

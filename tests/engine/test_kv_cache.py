@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from engine.kv_cache import KvCache, RequestBlocks, first_live_block, span_blocks
+from engine.kv_cache import KvCache, RequestBlocks
+from engine.windows import first_live_block, span_blocks
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 
 TENSORS = (TensorSpec("k", 1, 1, "int64"),)
@@ -87,6 +91,53 @@ def test_a_group_that_is_short_of_blocks_leaves_the_others_untouched() -> None:
     assert not kv.grow(blocks, 33)
     assert kv.grow(blocks, 28)
     kv.check_integrity([blocks])
+
+
+def num_calls(function: Callable[[], object]) -> int:
+    """Calls, of Python and of C, that a function makes."""
+    count = 0
+
+    def called(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    sys.setprofile(called)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_prompt_that_waits_for_blocks_is_tried_as_fast_however_long_its_cached_prefix(
+    window: int | None,
+) -> None:
+    kv = cache(1000, None, window)
+    ids = tokens(2400)
+    first = kv.open(ids[:2000], "", 2000)
+    assert kv.place(first, 2000) == 0
+    for end in range(100, 2001, 100):
+        kv.computed(first, ids, end)
+    kv.free(first)
+    held = kv.pools[0].acquire(450)
+    assert held is not None
+    waits = kv.open(ids, "", 2400)
+    assert kv.place(waits, 2400) is None
+    assert num_calls(lambda: kv.place(waits, 2400)) < 300  # of 500 blocks
+    kv.pools[0].release(held)
+    assert kv.place(waits, 2400) == 2000
+    kv.check_integrity([waits])
+
+
+def test_the_cached_prefix_of_a_prompt_that_waits_is_evicted_last() -> None:
+    kv = cache(20)
+    kv.free(placed(kv, tokens(32)))
+    kv.free(placed(kv, tokens(32, start=100)))
+    waits = kv.open(tokens(72), "", 100)
+    assert kv.place(waits, 72, headroom=2) is None
+    assert kv.pools[0].acquire(3 + 8) is not None
+    assert kv.pools[0].num_resident(waits.hashes) == 8
 
 
 def test_a_window_leaves_the_null_block_behind_and_frees_what_it_left() -> None:
