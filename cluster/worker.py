@@ -168,12 +168,13 @@ class Worker:
         """Take no new work, finish what runs, then leave."""
         if self._drain is None:
             log.info("%s drains", self._config.worker_id)
+            # Now, not with the task's first turn: a worker that is idle until then is not later.
+            self.prefill.begin_drain()
+            self.decode.begin_drain()
             limit_s = self._config.settings.drain_timeout_s if timeout_s is None else timeout_s
             self._drain = self._begin("drain", self._drain_and_stop(limit_s))
 
     async def _drain_and_stop(self, timeout_s: float) -> None:
-        self.prefill.begin_drain()
-        self.decode.begin_drain()
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)

@@ -17,8 +17,10 @@ from cluster.registry import Role
 from cluster.request_wire import read_spec
 from decode_worker.config import DecodeConfig
 from decode_worker.request_log import Submission
+from decode_worker.session import Refusal
 from engine.api import Engine
 from kv_transfer.layout import NULL_BLOCK
+from prefill_worker.role import DrainingError
 
 
 def submission_of(wire: worker_pb2.RequestSpec) -> Submission:
@@ -288,6 +290,19 @@ async def test_a_draining_worker_refuses_finishes_and_leaves(kit: Any) -> None:
         await worker.left.wait()
         await channel.close()
         await link.close()
+
+
+async def test_a_worker_told_to_drain_takes_no_call_that_is_read_in_the_same_turn(
+    kit: Any,
+) -> None:
+    """It might be idle just now, and so be taken for drained with that call on it."""
+    async with kit.running_worker("decode-0", Role.DECODE) as worker:
+        worker.drain(0.0)
+        with pytest.raises(DrainingError):
+            worker.prefill.start(kit.make_spec("late"), None, None)
+        refusal = worker.decode._refusal(submission_of(kit.make_spec("late")))
+        assert refusal is not None
+        assert refusal[0] is Refusal.DRAINING
 
 
 async def test_a_worker_that_drained_leaves_once_its_routers_have_taken_the_last_tokens(
