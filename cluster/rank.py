@@ -56,6 +56,11 @@ def free_port(host: str) -> int:
         return port
 
 
+def listen(host: str) -> socket.socket:
+    """Any free port of this host, held: the ranks of a replica meet there."""
+    return socket.create_server((host, 0))
+
+
 def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None = None) -> Rank:
     """Load this rank's part of the model and join the other ranks.
 
@@ -76,7 +81,12 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
         from engine.tp import TpGroup  # torch, which a fake worker does without
 
         group = TpGroup.join(
-            place.rank, place.size, place.meeting, config.engine.device, _MEETING_TIMEOUT_S
+            place.rank,
+            place.size,
+            place.meeting,
+            place.listen_fd,
+            config.engine.device,
+            _MEETING_TIMEOUT_S,
         )
     identity = _meet(config.worker_id, place, TransferRank.address_of(transport, place.rank))
     transfer = TransferRank(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 from dataclasses import dataclass
 
-from cluster.rank import free_port
+from cluster.rank import listen
 from cluster.worker_config import RankPlace, WorkerConfig
 from cluster.worker_process import WorkerThread, set_up_logging
 from engine import compute_threads
@@ -39,17 +41,23 @@ class RankActor:
 
     def __init__(self) -> None:
         self._worker: WorkerThread | None = None
+        self._meeting: socket.socket | None = None
 
     def standing(self) -> Standing:
         worker = self._worker
         return Standing(own_identity(), worker is not None, worker is not None and worker.serves)
 
-    def free_port(self, host: str) -> int:
-        return free_port(host)
+    def listen(self, host: str) -> int:
+        """Of rank 0, before any launch: have the other ranks meet here. Returns the port."""
+        self._meeting = listen(host)
+        port: int = self._meeting.getsockname()[1]
+        return port
 
     def launch(self, config: WorkerConfig, place: RankPlace) -> None:
         """Start the rank; it registers by itself. A rank that fails ends this process."""
         set_up_logging(config.log_level, config.log_file(place.rank))
+        if self._meeting is not None:
+            place = dataclasses.replace(place, listen_fd=self._meeting.detach())
         self._worker = WorkerThread(config, place)
         self._worker.start()
 

@@ -115,8 +115,10 @@ class Replicas:
         told = ray.get([actor.standing.remote() for actor in actors], timeout=_CALL_TIMEOUT_S)
         begun.processes = tuple(standing.process for standing in told)
         self._book.enter(str(name), begun.processes)
-        port = ray.get(begun.actors[0].free_port.remote(config.host), timeout=_CALL_TIMEOUT_S)
-        meeting = f"{config.host}:{port}"
+        meeting = ""
+        if config.tp_size > 1:
+            port = ray.get(begun.actors[0].listen.remote(config.host), timeout=_CALL_TIMEOUT_S)
+            meeting = f"{config.host}:{port}"
         places = [RankPlace(rank, config.tp_size, meeting) for rank in begun.actors]
         launches = [actor.launch.remote(config, place) for actor, place in zip(actors, places)]
         ray.get(launches, timeout=_CALL_TIMEOUT_S)

@@ -23,6 +23,8 @@ class RankPlace:
     rank: int = 0
     size: int = 1
     meeting: str = ""
+    listen_fd: int | None = None
+    """In rank 0's own process, where there are others: the socket that listens there."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -29,7 +30,7 @@ import uvloop
 from baton.config import load_config
 from cluster.error_text import one_line
 from cluster.loop_door import LoopDoor
-from cluster.rank import OnFatal, build_rank, follow_rank0, free_port
+from cluster.rank import OnFatal, build_rank, follow_rank0, listen
 from cluster.rank_gpus import VISIBLE, rank_environments
 from cluster.worker import EngineStuckError, Worker
 from cluster.worker_config import RankPlace, WorkerConfig, worker_config
@@ -175,10 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     worker_id = options.worker_id or f"{options.pool}-0"
     config = worker_config(cluster, options.pool, worker_id, options.control)
     set_up_logging(config.log_level)
-    meeting = options.meet
-    if config.tp_size > 1 and not meeting:
-        meeting = f"{config.host}:{free_port(config.host)}"
-    place = RankPlace(options.rank, config.tp_size, meeting)
+    place = RankPlace(options.rank, config.tp_size, options.meet)
+    if place.size > 1 and place.rank == 0:
+        listening = listen(config.host)
+        meeting = f"{config.host}:{listening.getsockname()[1]}"
+        place = dataclasses.replace(place, meeting=meeting, listen_fd=listening.detach())
     try:
         if place.rank > 0:
             follow_rank0(config, place, _end_process)

@@ -1,10 +1,11 @@
 """Tensor-parallel ranks: one process each, rank 0 plans and tells the others.
 
 Life of a group:
-1. Every rank joins with `TpGroup.join`; rank 0's address is the meeting point.
+1. Every rank joins with `TpGroup.join`; rank 0 listens since before the others know where: a port
+   that nobody held in between could be another replica's by then.
 2. Each step rank 0 sends the plan, as what differs from the last (`plan_deltas`); ranks > 0 wait
    for it in `follow`, as long as it takes.
-3. Inside a step every collective is bounded by `step_timeout_s`; a rank that died or hangs
+3. Inside a step every collective is bounded by `_STEP_TIMEOUT`; a rank that died or hangs
    makes it raise TpPeerError on the others, and the whole replica is torn down.
 4. Rank 0 sends the stop message with `close`.
 """
@@ -30,6 +31,7 @@ _INLINE_BYTES = 16 << 10
 _LENGTH_BYTES = 8
 # An idle replica sends no plans; a dead peer still ends the wait because its connection closes.
 _IDLE_TIMEOUT = timedelta(days=365)
+_STEP_TIMEOUT = timedelta(seconds=30)
 
 
 class TpPeerError(RuntimeError):
@@ -39,14 +41,13 @@ class TpPeerError(RuntimeError):
 class TpGroup:
     """This process's membership in a replica's group of ranks."""
 
-    def __init__(
-        self, rank: int, size: int, device: torch.device, step_timeout_s: float, store: Store
-    ) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, store: Store) -> None:
         self.rank = rank
         self.size = size
-        timeout = timedelta(seconds=step_timeout_s)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=_STEP_TIMEOUT
+        )
         self._compute = dist.group.WORLD
         self._plans = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
         self._inbox = torch.zeros(_INLINE_BYTES, dtype=torch.uint8)
@@ -59,21 +60,21 @@ class TpGroup:
         rank: int,
         size: int,
         address: str,
+        listen_fd: int | None = None,
         device: str = "cpu",
         meeting_timeout_s: float = 120.0,
-        step_timeout_s: float = 30.0,
     ) -> TpGroup:
-        """Meet the other ranks at `address`, host:port, where rank 0 listens.
+        """Meet the other ranks at `address`, host:port, where rank 0 listens: on the socket
+        `listen_fd`, which is the group's from here on.
 
-        Raises TpPeerError when not all of them come within `meeting_timeout_s`. Later a collective
-        of a step waits for the other ranks for at most `step_timeout_s`.
+        Raises TpPeerError when not all of them come within `meeting_timeout_s`.
         """
         host, _, port = address.rpartition(":")
 
         def meet() -> TpGroup:
             timeout = timedelta(seconds=meeting_timeout_s)
-            store = TCPStore(host, int(port), size, rank == 0, timeout)
-            return cls(rank, size, torch.device(device), step_timeout_s, store)
+            store = TCPStore(host, int(port), size, rank == 0, timeout, master_listen_fd=listen_fd)
+            return cls(rank, size, torch.device(device), store)
 
         return _with_peers(meet, f"joining {address} as rank {rank} of {size}")
 

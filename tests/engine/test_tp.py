@@ -26,17 +26,12 @@ from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
 CONFIG = EngineConfig(dtype="float32", num_blocks=200, num_threads=1)
 
 
-def free_address() -> str:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{bound.getsockname()[1]}"
-
-
 @contextmanager
 def replica(folder: Path, size: int) -> Iterator[tuple[Setup, list[BaseProcess]]]:
     """Rank 0 here, the others as processes; all have ended at exit."""
     torch.set_num_threads(1)
-    address = free_address()
+    listening = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listening.getsockname()[1]}"
     spawn = multiprocessing.get_context("spawn")
     others = [
         spawn.Process(target=tp_rank.main, args=(str(folder), address, rank, size, CONFIG))
@@ -45,7 +40,7 @@ def replica(folder: Path, size: int) -> Iterator[tuple[Setup, list[BaseProcess]]
     for other in others:
         other.start()
     try:
-        setup = set_up(folder, CONFIG, TpGroup.join(0, size, address))
+        setup = set_up(folder, CONFIG, TpGroup.join(0, size, address, listening.detach()))
         try:
             yield setup, others
         finally:
