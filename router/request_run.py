@@ -59,7 +59,8 @@ class RequestRun:
         self._deadline_s = arrival.arrived_s + config.timeout_s(parsed.timeout_s)
         self._attempt_number = 0
         self._num_failures = self._num_stale = 0
-        self._lost: list[tuple[str, int]] = []  # (worker id, incarnation) lost while it ran there
+        self._failed: set[tuple[str, int]] = set()  # (worker id, incarnation)
+        self._lost: list[tuple[str, int]] = []  # the same, lost while it ran there
         self._aborted = self._orphaned = False
         self._is_sought = parsed.resume_from_index is not None  # at the decode workers
         self._task: asyncio.Task[None] | None = None
@@ -125,30 +126,39 @@ class RequestRun:
 
     async def _drive(self) -> None:
         parsed, parts = self.arrival.parsed, self._parts
-        max_new = parsed.sampling.max_tokens
-        deadline_s = None if parsed.timeout_s is None else self._deadline_s
-        ticket = parts.admission.ticket(
-            self._prompt, max_new, parsed.priority, parsed.tenant, deadline_s
-        )
-        if parsed.resume_from_index is not None and await self._resume(ticket):
+        if parsed.resume_from_index is not None and await self._resume():
             return
+        ticket = self._ticket()
         while True:
             self._prompt.extend_to(self.log.ids)
-            ticket.max_new_tokens = max(1, max_new - len(self.log.ids))
+            ticket.max_new_tokens = max(1, parsed.sampling.max_tokens - len(self.log.ids))
             ticket.least_new_tokens = max(1, parsed.least_tokens - len(self.log.ids))
             queued_at_s = parts.clock()
             placed = await parts.admission.place(ticket)
             self._output.queue_s += parts.clock() - queued_at_s
-            if await self._ends_well(self._try_placed(placed), ticket):
+            if await self._ends_well(self._try_placed(placed)):
                 return
 
-    async def _ends_well(self, trying: Coroutine[None, None, None], ticket: Ticket) -> bool:
+    def _ticket(self) -> Ticket:
+        """A place in line, which a request that runs already does not need.
+
+        Raises OverloadedError.
+        """
+        parsed = self.arrival.parsed
+        deadline_s = None if parsed.timeout_s is None else self._deadline_s
+        ticket = self._parts.admission.ticket(
+            self._prompt, parsed.sampling.max_tokens, parsed.priority, parsed.tenant, deadline_s
+        )
+        ticket.failed = self._failed
+        return ticket
+
+    async def _ends_well(self, trying: Coroutine[None, None, None]) -> bool:
         """Whether an attempt finished the request; raises BatonError when no other may follow."""
         try:
             await trying
             return True
         except AttemptError as error:
-            wait_s = self._judge(error, ticket)
+            wait_s = self._judge(error)
         if wait_s:
             await asyncio.sleep(wait_s)
         return False
@@ -197,7 +207,7 @@ class RequestRun:
 
     # --- taking over from another router -------------------------------------------------------
 
-    async def _resume(self, ticket: Ticket) -> bool:
+    async def _resume(self) -> bool:
         """Attach to the request where it runs; True when it finished there.
 
         Raises NotResumableError when it runs nowhere and its seed is not known.
@@ -224,11 +234,11 @@ class RequestRun:
             raise AlreadyExistsError(f"the request runs with seed {spec.seed}", field="seed")
         self.seed, self._attempt_number = spec.seed, spec.attempt
         self.log.mark(self._attached(found.link))
-        growth = min(ticket.max_new_tokens, parts.config.decode_growth_tokens)
+        growth = min(parsed.sampling.max_tokens, parts.config.decode_growth_tokens)
         booking = parts.fleet.book_running(found.link.entry, len(self._prompt) + growth)
         running = found.attempt.run_adopted(found.response, parts.links.find)
         try:
-            return await self._ends_well(self._follow(found.attempt, running, booking), ticket)
+            return await self._ends_well(self._follow(found.attempt, running, booking))
         finally:
             parts.fleet.release(booking)
 
@@ -248,7 +258,7 @@ class RequestRun:
 
     # --- failures ------------------------------------------------------------------------------
 
-    def _judge(self, error: AttemptError, ticket: Ticket) -> float:
+    def _judge(self, error: AttemptError) -> float:
         """What a failed attempt means: seconds until the next one, or a BatonError."""
         parts, failure = self._parts, error.failure
         parts.metrics.failures.labels(failure.name).inc()
@@ -277,7 +287,7 @@ class RequestRun:
         self._num_failures += 1
         self._give_up_if_hopeless(error)
         if failure is not Failure.WRITER_UNKNOWN:
-            ticket.failed.add(error.worker.facts.identity)
+            self._failed.add(error.worker.facts.identity)
             parts.fleet.eject(error.worker, parts.config.eject_s)
         return parts.config.retry_backoff_s if self._num_failures > 1 else 0.0
 
@@ -327,7 +337,6 @@ class RequestRun:
             timeout_ms=max(1, int(left_s * 1e3)),
             traceparent=arrival.traceparent,
             kv_fingerprint=placed.kv_fingerprint,
-            client_request=arrival.client_request,
         )
 
     def _sampling(self, placed: Placed) -> common_pb2.SamplingParams:

@@ -36,7 +36,6 @@ class Arrival:
 
     request_id: str  # the client's, or drawn
     parsed: ParsedRequest
-    client_request: bytes  # a serialised GenerateRequest
     traceparent: str
     arrived_s: float
     tokenize_s: float

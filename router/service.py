@@ -97,7 +97,6 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return Arrival(
             request_id=parsed.request_id or uuid.uuid4().hex,
             parsed=parsed,
-            client_request=request.SerializeToString(),
             traceparent=request.traceparent,
             arrived_s=arrived_s,
             tokenize_s=time.perf_counter() - started_s,

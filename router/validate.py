@@ -58,7 +58,7 @@ class RequestLimits:
     max_stop_token_ids: int = 64
     max_logprobs: int = 20
     max_chat_messages: int = 4096
-    max_tenant_chars: int = 128
+    max_name_chars: int = 128
     max_bytes_per_token: int = 64
     """Of a whole message, for every token of the context: no text in use comes near it."""
 
@@ -227,11 +227,11 @@ def _check_names(request: router_pb2.GenerateRequest, limits: RequestLimits) -> 
             "request_id: 1 to 128 characters, letters, digits and . _ : @ / + = - only",
             field="request_id",
         )
-    for name in ("tenant", "session_id", "cache_salt"):
+    for name in ("tenant", "session_id", "cache_salt", "traceparent"):
         value = getattr(request, name)
-        if len(value) > limits.max_tenant_chars:
+        if len(value) > limits.max_name_chars:
             raise InvalidRequestError(
-                f"{name}: longer than {limits.max_tenant_chars} characters", field=name
+                f"{name}: longer than {limits.max_name_chars} characters", field=name
             )
         if any(ord(char) < 0x20 for char in value):
             raise InvalidRequestError(f"{name}: control characters are not allowed", field=name)

@@ -80,7 +80,6 @@ def make_spec(
         sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=12),
         seed=7,
         kv_fingerprint=FINGERPRINT,
-        client_request=b"as the client said it",
     )
     for name, value in changes.items():
         setattr(spec, name, value)

@@ -233,6 +233,22 @@ async def test_abort_ends_a_request_that_is_still_looked_for_wherever_it_runs(
         await d.until(lambda: not d.worker("d0").runs)
 
 
+async def test_a_request_that_runs_is_resumed_where_the_line_is_full(text_model: TextModel) -> None:
+    async with deployment(text_model, max_queue=1) as d:
+        second = await d.add_router()
+        await d.connected(2, d.servers[1].router)
+        request = ask_for(PROMPT, request_id="mine")
+        await left_behind(d, 0, "d0", request)
+        router = d.servers[1].router
+        router.fleet.arrays.max_running[:] = 0
+        waiting = asyncio.create_task(second.ask(ask_for("another")))
+        await d.until(lambda: len(router.admission) == 1)
+        d.worker("d0").may_decode.set()
+        request.resume_from_index = 0
+        assert_whole(await second.ask(request), PROMPT)
+        waiting.cancel()
+
+
 async def test_a_request_goes_on_though_another_body_runs_under_its_id_elsewhere(
     text_model: TextModel,
 ) -> None:

@@ -77,6 +77,7 @@ def chat(*messages: tuple[str, str]) -> ChatMessages:
         (changed(request_id="x" * 129), "request_id"),
         (changed(tenant="x" * 129), "tenant"),
         (changed(tenant="a\nb"), "tenant"),
+        (changed(traceparent="0" * 129), "traceparent"),
         (changed(timeout_ms=0), "timeout_ms"),
         (changed(resume_from_index=3), "request_id"),
     ],
