@@ -5,7 +5,8 @@
             if isinstance(event, Tokens):
                 print(event.text, end="")
 
-A request survives its router: when the connection is lost the client goes on at the next address
+A request survives its router: when the connection is lost, or nothing answers on it for seconds,
+the client goes on at the next address
 with the request's id, seed and first unseen index, so that no token is seen twice and none is
 missing. A short call goes to the next address when one does not answer. Errors are those of
 `baton.errors`. Leaving a stream early aborts its request.
@@ -26,6 +27,7 @@ import grpc.aio
 from baton import router_calls, status
 from baton.errors import BatonError
 from baton.events import Event, Tokens
+from baton.grpc_options import DIRECT, sends_pings
 from baton.request_stream import Chat, GenerateOptions, RequestStream, build_request
 from baton.router_calls import Call, Routers, Tries
 from baton.v1 import control_pb2, router_pb2, router_pb2_grpc
@@ -36,12 +38,14 @@ DEFAULT_ADDRESS = "127.0.0.1:7100"
 _RECONNECT_WITHIN_S = 10.0
 _CALL_TIMEOUT_S = 10.0
 _MAX_MESSAGE_BYTES = 64 << 20
+_KEEPALIVE_S = 5.0  # a router whose host hangs is left within twice this
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    *sends_pings(_KEEPALIVE_S, when_idle=False),
+    *DIRECT,
 )
 
 

@@ -11,6 +11,7 @@ import grpc.aio
 
 from baton import status
 from baton.errors import DeadlineError, UnavailableError
+from baton.grpc_options import DIRECT
 from baton.v1 import control_pb2, control_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:7101"
@@ -24,7 +25,7 @@ class ControlClient:
         self, address: str = DEFAULT_ADDRESS, *, call_timeout_s: float = _CALL_TIMEOUT_S
     ) -> None:
         self._address = address
-        self._channel = grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),))
+        self._channel = grpc.insecure_channel(address, options=DIRECT)
         # The generated stub serves both kinds of channel; its types speak of asyncio alone.
         self._stub: Any = control_pb2_grpc.ControlServiceStub(cast(grpc.aio.Channel, self._channel))
         self._call_timeout_s = call_timeout_s

@@ -5,8 +5,13 @@ from __future__ import annotations
 Options = tuple[tuple[str, int], ...]
 
 
-def sends_pings(keepalive_s: float) -> Options:
-    """A peer that answers no ping for twice `keepalive_s` is lost, also while it is asked nothing.
+DIRECT: Options = (("grpc.enable_http_proxy", 0),)
+"""For a channel: the environment's http_proxy is not for Baton's own connections."""
+
+
+def sends_pings(keepalive_s: float, when_idle: bool = True) -> Options:
+    """A peer that answers no ping for twice `keepalive_s` is lost; `when_idle`: also while it is
+    asked nothing.
 
     The peer has to `accept_pings`. Without `ping_timeout_ms` an unanswered ping is given a minute,
     whatever the keepalive timeout.
@@ -16,7 +21,7 @@ def sends_pings(keepalive_s: float) -> Options:
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", keepalive_ms),
         ("grpc.http2.ping_timeout_ms", keepalive_ms),
-        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_permit_without_calls", int(when_idle)),
         ("grpc.http2.max_pings_without_data", 0),
     )
 

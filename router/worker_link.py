@@ -18,7 +18,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from baton.grpc_options import sends_pings
+from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.backoff import Backoff
 from router.config import RouterConfig
@@ -43,6 +43,7 @@ def reconnect_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.use_local_subchannel_pool", 1),
+        *DIRECT,
     )
 
 

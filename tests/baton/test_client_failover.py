@@ -5,8 +5,14 @@ Every case runs over `Client` and over `AsyncClient`.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
 import pytest
 
+import baton.client as client_module
 from baton.errors import DeadlineError, UnavailableError
 from baton.events import Event, Tokens
 from baton.request_stream import build_request
@@ -19,6 +25,7 @@ from tests.baton.both_clients import (
     text_of,
 )
 from tests.baton.small_router import Book, SmallRouter, answer, silent_address
+from tests.router.proxy import Proxy
 
 
 @pytest.mark.parametrize("seed", [None, 11])
@@ -45,6 +52,45 @@ def test_a_request_outlives_router_after_router(book: Book, connect: Connect) ->
     (used,) = book.seeds.values()
     assert indices_of(events) == list(range(8))
     assert text_of(events) == answer(used, 8)
+
+
+@contextlib.contextmanager
+def hanging_host(router: SmallRouter) -> Iterator[tuple[str, Callable[[], object]]]:
+    """An address of the router, and what makes its host hang: no connection ends, none answers."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    proxy = asyncio.run_coroutine_threadsafe(Proxy.to(router.address), loop).result(10)
+    try:
+        yield proxy.address, lambda: loop.call_soon_threadsafe(proxy.freeze)
+    finally:
+        asyncio.run_coroutine_threadsafe(proxy.close(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+def test_a_request_leaves_a_router_whose_host_hangs(
+    book: Book, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = {"grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"}
+    options = [(name, 200 if name in quick else n) for name, n in client_module._CHANNEL_OPTIONS]
+    monkeypatch.setattr(client_module, "_CHANNEL_OPTIONS", options)
+    until_its_end = threading.Event()
+    hung, next_one = SmallRouter(book, hold=until_its_end), SmallRouter(book)
+    with (
+        routers(hung, next_one) as (_, second),
+        hanging_host(hung) as (first, hang),
+        connect([first, second]) as client,
+    ):
+        events: list[Event] = []
+        for event in client.generate("hello", max_tokens=5, timeout_s=20):
+            events.append(event)
+            if isinstance(event, Tokens) and event.index == 4:
+                hang()
+        until_its_end.set()
+    assert indices_of(events) == list(range(5))
+    assert [request.resume_from_index for request in book.requests] == [0, 5]
 
 
 def test_one_address_may_come_back_under_a_new_router(book: Book, connect: Connect) -> None:

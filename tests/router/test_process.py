@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.client import AsyncClient
 from baton.config import ClusterConfig
 from baton.errors import ConfigError
 from router.__main__ import serve
@@ -154,6 +155,18 @@ async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_st
         assert_whole(await asking, PROMPT)
         assert await asyncio.wait_for(serving, 20) == 1
         await client.channel.close()
+
+
+async def test_a_router_finds_registry_and_workers_past_the_environment_s_http_proxy(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    async with deployment(text_model) as d, AsyncClient(d.servers[0].address) as client:
+        assert [model.name for model in await client.models()] == [MODEL]
+        await d.check_empty()
 
 
 async def test_a_second_sigterm_leaves_every_request_to_its_worker_for_another_router(
