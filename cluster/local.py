@@ -30,6 +30,7 @@ import grpc
 
 from baton.config import ClusterConfig
 from baton.errors import BatonError, ConfigError, UnavailableError
+from baton.grpc_options import DIRECT
 from baton.process_tree import Process, descendants, still_alive, wait_until_gone
 from baton.v1 import control_pb2, control_pb2_grpc
 from cluster.model_dtype import DtypeDecision
@@ -279,7 +280,7 @@ def _wait_for_pools(control: str, on_progress: OnProgress) -> None:
     """Until every pool has its replicas live; tells which are missing as that changes."""
     give_up_at = time.monotonic() + _POOLS_TIMEOUT_S
     told = ""
-    with grpc.insecure_channel(control) as channel:
+    with grpc.insecure_channel(control, options=DIRECT) as channel:
         # The generated types know grpc.aio only.
         stub: Any = control_pb2_grpc.ControlServiceStub(cast(Any, channel))
         watch = stub.WatchFleet(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from baton.grpc_options import sends_pings
+from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ _LONGEST_WAIT_S = 2.0
 _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     *sends_pings(5.0),
+    *DIRECT,
 )
 
 

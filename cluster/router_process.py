@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import ConfigError, UnavailableError
+from baton.grpc_options import DIRECT
 from cluster.rank import free_port
 
 log = logging.getLogger(__name__)
@@ -30,8 +31,9 @@ _LOOK_S = 0.05
 _ASK_AGAIN_MS = 100
 _MAX_STARTS = 3
 _CONFIG_STATUS = 2
-_CHANNEL_OPTIONS = tuple(
-    (f"grpc.{which}_reconnect_backoff_ms", _ASK_AGAIN_MS) for which in ("initial", "min", "max")
+_CHANNEL_OPTIONS = (
+    *((f"grpc.{which}_reconnect_backoff_ms", _ASK_AGAIN_MS) for which in ("initial", "min", "max")),
+    *DIRECT,
 )
 
 
