@@ -109,7 +109,11 @@ class FleetLinks:
     def _update_one(self, report: WorkerReport) -> None:
         facts = report.facts
         link = self._links.get(facts.worker_id)
-        if link is not None and link.entry.facts.incarnation > facts.incarnation:
+        if (
+            link is not None
+            and link.entry.connected  # else the registry knows better: clocks can be set back
+            and link.entry.facts.incarnation > facts.incarnation
+        ):
             return
         if link is not None and link.entry.facts.incarnation != facts.incarnation:
             self._drop(link)

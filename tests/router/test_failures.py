@@ -289,18 +289,19 @@ async def test_workers_go_on_when_the_registry_is_gone_and_comes_back_empty(
         await d.check_empty()
 
 
+@pytest.mark.parametrize("incarnation", [2, 0], ids=["later", "its clock set back"])
 async def test_a_restarted_worker_serves_again_under_its_new_incarnation(
-    text_model: TextModel,
+    text_model: TextModel, incarnation: int
 ) -> None:
     async with deployment(text_model) as d:
         assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
         await d.worker("d0").die()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.add_worker("d0", DECODE, incarnation=2)
+        await d.add_worker("d0", DECODE, incarnation=incarnation)
         assert_whole(await asking, PROMPT)
         entry = d.router.fleet.get("d0")
         assert entry is not None
-        assert entry.facts.incarnation == 2
+        assert entry.facts.incarnation == incarnation
         await d.check_empty()
 
 
