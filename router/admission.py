@@ -40,7 +40,7 @@ from router.prompt import PromptBlocks
 
 SCAN_AHEAD = 32  # requests tried per round, of those that some open worker is long enough for
 POLL_S = 0.25  # longest time between rounds while requests wait
-ROUND_PAUSE = 4.0  # times a round's own length: rounds leave the event loop to the streams
+ROUND_PAUSE = 4.0  # times what a round spent in vain: the event loop is left to the streams
 
 
 @dataclass(order=True)
@@ -199,8 +199,6 @@ class Admission:
         self._refuse_stranded(within_reach, now)
         next_s = self._try_in_order(within_reach, now)
         self._waiting = [t for t in self._waiting if t.placed is not None and not t.placed.done()]
-        ended_s = self._clock()
-        self._pause_until_s = ended_s + ROUND_PAUSE * (ended_s - now)
         if self._waiting:
             self._schedule(max(next_s, 0.002))
         else:
@@ -209,7 +207,7 @@ class Admission:
     def _try_in_order(self, within_reach: Reach, now: float) -> float:
         """Place who can start; return after how many seconds trying again may help."""
         config, arrays = self._config, self._fleet.arrays
-        next_s, tries = self._next_release_s(now), 0
+        next_s, tries, in_vain = self._next_release_s(now), 0, 0
         reserved = np.zeros(self._fleet.num_slots, dtype=np.bool_)
         longest = longest_open(arrays, reserved, now)
         for ticket in self._waiting:
@@ -223,12 +221,16 @@ class Admission:
             if best is not None and best.queue_s <= config.lease_lead_s:
                 ticket.placed.set_result(self._book(ticket, best, now))
             else:
+                in_vain += 1
                 if best is not None:
                     next_s = min(next_s, best.queue_s - config.lease_lead_s)
                 if now - ticket.since_s <= config.max_bypass_s:
                     continue
                 self._reserve(reserved, ticket, best, within_reach)
             longest = longest_open(arrays, reserved, now)
+        ended_s = self._clock()
+        spent_s = (ended_s - now) * in_vain / max(1, tries)
+        self._pause_until_s = ended_s + ROUND_PAUSE * spent_s
         return next_s
 
     def _best(self, ticket: Ticket, reserved: Bools, now: float) -> Placement | None:

@@ -5,13 +5,14 @@ Every worker has a bit. Per block the index keeps two masks: who *holds* it and 
 the number of leading blocks a worker holds is found by binary search, for all workers at once.
 
 Predictions (blocks that a placed prompt is about to leave) are kept apart: they expire, and never
-mix with what workers have said.
+mix with what workers have said. A chain is predicted from its start, so that no block is believed
+longer than its ancestors: where a worker's prediction ends is found by the same search.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,31 @@ def _bits(mask: int) -> Iterable[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
+
+
+def _leading_blocks(
+    hashes: Sequence[BlockHash], num_slots: int, holders: Callable[[BlockHash], int]
+) -> IntArray:
+    """How far each worker holds the chain, when whoever holds a block holds its ancestors.
+
+    Binary search for all workers at once: a range splits where its workers part.
+    """
+    found = np.zeros(num_slots, dtype=np.int64)
+    ranges = [(0, len(hashes), (1 << num_slots) - 1)]  # they hold at least low, at most high
+    while ranges:
+        low, high, mask = ranges.pop()
+        if low == high:
+            if low:
+                for slot in _bits(mask):
+                    found[slot] = low
+            continue
+        middle = (low + high + 1) // 2
+        there = mask & holders(hashes[middle - 1])
+        if there:
+            ranges.append((middle, high, there))
+        if mask & ~there:
+            ranges.append((low, middle - 1, mask & ~there))
+    return found
 
 
 class PrefixIndex:
@@ -162,42 +188,26 @@ class PrefixIndex:
 
     def lookup(self, hashes: Sequence[BlockHash], num_slots: int) -> IntArray:
         """Leading blocks of the chain that each worker holds, int64 [num_slots]; exact."""
-        found = np.zeros(num_slots, dtype=np.int64)
-        self._search(hashes, (1 << num_slots) - 1, found)
-        return found
+        nodes = self._nodes
 
-    def _search(self, hashes: Sequence[BlockHash], everyone: int, found: IntArray) -> None:
-        """Binary search for all workers at once: a range splits where its workers part."""
-        ranges = [(0, len(hashes), everyone)]  # these workers hold at least low, at most high
-        while ranges:
-            low, high, mask = ranges.pop()
-            if low == high:
-                if low:
-                    for slot in _bits(mask):
-                        found[slot] = low
-                continue
-            middle = (low + high + 1) // 2
-            node = self._nodes.get(hashes[middle - 1])
-            holders = mask & node.reachable if node is not None else 0
-            if holders:
-                ranges.append((middle, high, holders))
-            if mask & ~holders:
-                ranges.append((low, middle - 1, mask & ~holders))
+        def holders(block: BlockHash) -> int:
+            node = nodes.get(block)
+            return node.reachable if node is not None else 0
+
+        return _leading_blocks(hashes, num_slots, holders)
 
     def lookup_predicted(
         self, hashes: Sequence[BlockHash], num_slots: int, now_s: float
     ) -> IntArray:
         """Leading blocks that each worker holds or is predicted to hold, int64 [num_slots]."""
-        found = self.lookup(hashes, num_slots)
-        if not self._predicted:
-            return found
-        for position, block in enumerate(hashes, start=1):
-            expiries = self._predicted.get(block)
-            if not expiries:
-                break
-            for slot, expires_s in expiries.items():
-                if slot < num_slots and expires_s > now_s and found[slot] < position:
-                    found[slot] = position
+        found, predicted = self.lookup(hashes, num_slots), self._predicted
+
+        def believed(block: BlockHash) -> int:
+            expiries = predicted.get(block, {})
+            return sum(1 << slot for slot, expires_s in expiries.items() if expires_s > now_s)
+
+        if predicted:
+            np.maximum(found, _leading_blocks(hashes, num_slots, believed), out=found)
         return found
 
     def check_integrity(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -296,3 +297,39 @@ async def test_requests_that_have_waited_long_outlive_a_blink_of_the_last_worker
     await rounds(admission, clock, 11.0)
     with pytest.raises(UnavailableError, match="no decode worker is live"):
         await late
+
+
+async def test_rounds_leave_the_event_loop_to_the_streams() -> None:
+    clock = Clock()
+    fleet = two_and_two(clock)
+    began: list[float] = []
+
+    class SlowIndex(PrefixIndex):
+        """Every look-up takes 5 ms."""
+
+        def lookup_predicted(self, *args: Any) -> Any:
+            began.append(clock.now_s)
+            clock.now_s += 0.005
+            return super().lookup_predicted(*args)
+
+    config = RouterConfig(local_prefill="never")
+    admission = Admission(config, fleet, SlowIndex(), clock, random.Random(0))
+    fleet.arrays.free_tokens[:], fleet.arrays.running[:] = 0, 1  # no room for anyone
+    waiting = [
+        asyncio.create_task(admission.place(admission.ticket(prompt(10, n * 10), 4)))
+        for n in range(4)
+    ]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    began.clear()
+    ended_s = clock.now_s
+    loop = asyncio.get_running_loop()
+    real_began_s = loop.time()
+    while not began:
+        admission.kick()
+        await asyncio.sleep(0)
+    assert loop.time() - real_began_s >= 0.07  # four times the 20 ms that the first round took
+    assert began[0] == ended_s
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 from hypothesis import settings
@@ -35,6 +36,8 @@ class IndexAgainstNaiveModel(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex()
         self.held: list[set[BlockHash]] = [set() for _ in range(NUM_WORKERS)]
+        self.predicted: list[dict[BlockHash, float]] = [{} for _ in range(NUM_WORKERS)]
+        self.now_s = 0.0
 
     @rule(worker=WORKERS, path=PATHS, start=st.integers(0, 5))
     def store(self, worker: int, path: list[int], start: int) -> None:
@@ -52,6 +55,35 @@ class IndexAgainstNaiveModel(RuleBasedStateMachine):
     def clear(self, worker: int) -> None:
         self.index.clear(worker)
         self.held[worker].clear()
+
+    @rule(worker=WORKERS, path=PATHS, ttl_s=st.integers(1, 5))
+    def predict(self, worker: int, path: list[int], ttl_s: int) -> None:
+        expires_s = self.now_s + ttl_s
+        self.index.predict(worker, chain(*path), self.now_s, expires_s)
+        for block in chain(*path):
+            known_s = self.predicted[worker].get(block, 0.0)
+            self.predicted[worker][block] = max(known_s, expires_s)
+
+    @rule(seconds=st.integers(1, 3))
+    def wait(self, seconds: int) -> None:
+        self.now_s += seconds
+
+    @rule(worker=WORKERS)
+    def forget_predictions(self, worker: int) -> None:
+        self.index.forget_predictions(worker)
+        self.predicted[worker].clear()
+
+    @rule(path=PATHS)
+    def look_up_predicted(self, path: list[int]) -> None:
+        hashes = chain(*path)
+        expected = self.index.lookup(hashes, NUM_WORKERS).tolist()
+        for worker, predicted in enumerate(self.predicted):
+            length = 0
+            while length < len(hashes) and predicted.get(hashes[length], 0.0) > self.now_s:
+                length += 1
+            expected[worker] = max(expected[worker], length)
+        found = self.index.lookup_predicted(hashes, NUM_WORKERS, self.now_s)
+        assert found.tolist() == expected
 
     @rule(path=PATHS)
     def look_up(self, path: list[int]) -> None:
@@ -107,3 +139,22 @@ def test_a_long_prompt_over_many_workers_needs_few_probes() -> None:
     for slot, length in enumerate(lengths):
         index.store(slot, None, hashes[:length])
     assert index.lookup(hashes, 64).tolist() == lengths.tolist()
+
+
+class CountedLookups(dict[BlockHash, dict[int, float]]):
+    num_lookups = 0
+
+    def get(self, *key: Any) -> Any:
+        self.num_lookups += 1
+        return super().get(*key)
+
+
+def test_the_end_of_a_long_prediction_takes_few_probes_too() -> None:
+    index, num_slots = PrefixIndex(), 16
+    hashes = chain(*([1] * 4000))
+    lengths = np.random.default_rng(0).integers(0, 4001, size=num_slots)
+    for slot, length in enumerate(lengths):
+        index.predict(slot, hashes[:length], now_s=0.0, expires_s=5.0)
+    counted = index._predicted = CountedLookups(index._predicted)
+    assert index.lookup_predicted(hashes, num_slots, 1.0).tolist() == lengths.tolist()
+    assert counted.num_lookups <= num_slots * 13  # 2 ** 12 > 4000
