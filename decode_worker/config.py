@@ -16,6 +16,8 @@ class DecodeConfig:
     """How long an ended request is remembered."""
     max_finished: int = 4096
     """Ended requests remembered at most."""
+    max_finished_bytes: int = 256 << 20
+    """The same in bytes of their prompts and outputs."""
     no_capacity_retry_s: float = 0.1
     """When a router that met a full worker is told to come back."""
     max_lease_s: float = 600.0
@@ -24,6 +26,10 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         if self.max_finished < 1:
             raise ValueError(f"max_finished must be at least 1, not {self.max_finished}")
+        if self.max_finished_bytes < 0:
+            raise ValueError(
+                f"max_finished_bytes must not be negative, not {self.max_finished_bytes}"
+            )
         for name in ("orphan_ttl_s", "finished_ttl_s", "no_capacity_retry_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must not be negative, and finite")

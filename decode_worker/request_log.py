@@ -12,6 +12,12 @@ from dataclasses import dataclass, field
 from decode_worker.errors import NotHereError, OtherBodyError, StaleAttemptError
 from engine.request import FinishReason, RequestSpec, SampledToken, TokenLogprobs
 
+_TOKEN_BYTES = 40  # an integer and its place in a list
+
+
+def _num_bytes(logprobs: TokenLogprobs | None) -> int:
+    return 0 if logprobs is None else _TOKEN_BYTES * (4 + 4 * len(logprobs.top))
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -82,6 +88,13 @@ class Record:
         )
 
     @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory; of one that has ended it stays the same."""
+        submission = self.submission
+        prompt = len(submission.wire) + submission.spec.token_ids.nbytes
+        return prompt + _TOKEN_BYTES * len(self.token_ids) + sum(map(_num_bytes, self.logprobs))
+
+    @property
     def _keeps_logprobs(self) -> bool:
         return self.submission.spec.sampling.logprobs is not None
 
@@ -89,9 +102,10 @@ class Record:
 class RequestLog:
     """Own the records, by the routers' request ids."""
 
-    def __init__(self, finished_ttl_s: float, max_finished: int) -> None:
+    def __init__(self, finished_ttl_s: float, max_finished: int, max_finished_bytes: int) -> None:
         self._finished_ttl_s = finished_ttl_s
-        self._max_finished = max_finished
+        self._max_finished, self._max_finished_bytes = max_finished, max_finished_bytes
+        self._finished_bytes = 0
         self._records: dict[str, Record] = {}
         self._finished: dict[str, Record] = {}  # in order of their end
         self._used_up: dict[
@@ -173,12 +187,18 @@ class RequestLog:
         if self._records.get(request_id) is not record:
             return  # replaced by a newer attempt
         self._finished[request_id] = record
-        while len(self._finished) > self._max_finished:
+        self._finished_bytes += record.num_bytes
+        while (
+            len(self._finished) > self._max_finished
+            or self._finished_bytes > self._max_finished_bytes
+        ):
             self.forget(next(iter(self._finished)))
 
     def forget(self, request_id: str) -> None:
         self._records.pop(request_id, None)
-        self._finished.pop(request_id, None)
+        finished = self._finished.pop(request_id, None)
+        if finished is not None:
+            self._finished_bytes -= finished.num_bytes
         self._used_up.pop(request_id, None)
 
     def expire(self, now_s: float) -> None:

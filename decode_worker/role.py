@@ -66,7 +66,9 @@ class DecodeRole:
         self._config = config
         self._clock = clock
         self._leases: LeaseTable | None = None
-        self._log = RequestLog(config.finished_ttl_s, config.max_finished)
+        self._log = RequestLog(
+            config.finished_ttl_s, config.max_finished, config.max_finished_bytes
+        )
         self._sessions: dict[str, RouterSession] = {}
         self._runs = Runs()  # not ended
         self._fenced: set[RequestId] = set()

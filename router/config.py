@@ -63,6 +63,8 @@ class RouterConfig:
     """How long a finished request waits for its handoff's figures."""
     resume_window_s: float = 30.0
     """How long a request whose client vanished is kept running, and a finished one remembered."""
+    max_remembered_bytes: int = 256 << 20
+    """Output of finished requests that is remembered; beyond it the oldest is forgotten first."""
     attach_timeout_s: float = 3.0
     """Longest search for a request that another router started."""
     drain_timeout_s: float = 30.0

@@ -17,6 +17,10 @@ from baton.v1 import common_pb2, worker_pb2
 
 TokenLogprobs = common_pb2.Logprobs  # carried from worker to client unread
 
+# What a log takes in memory, about: a token with its text, an event, and a message with its
+# log-probabilities, which takes a few times its bytes on the wire.
+_TOKEN_BYTES, _MARK_BYTES, _LOGPROBS_BYTES, _LOGPROBS_FACTOR = 128, 512, 256, 4
+
 
 class FinishReason(enum.Enum):
     STOP = "stop"
@@ -110,6 +114,14 @@ class OutputLog:
     @property
     def num_readers(self) -> int:
         return len(self._readers)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory."""
+        tokens = _TOKEN_BYTES * len(self.ids) + sum(map(len, self.texts))
+        on_wire = sum(one.ByteSize() for one in self.logprobs)
+        logprobs = _LOGPROBS_BYTES * len(self.logprobs) + _LOGPROBS_FACTOR * on_wire
+        return tokens + logprobs + _MARK_BYTES * (1 + len(self.marks))
 
     def mark(self, event: Mark) -> None:
         self.marks.append((len(self.ids), event))

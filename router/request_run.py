@@ -16,6 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
+
+import numpy as np
 
 from baton.errors import (
     AlreadyExistsError,
@@ -55,6 +58,7 @@ class RequestRun:
         parsed, config = arrival.parsed, parts.config
         self.seed = parts.rng.getrandbits(64) if parsed.seed is None else parsed.seed
         self._output = RequestOutput(arrival, parts)
+        self.log: OutputLog = self._output.log
         self._prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
         self._deadline_s = arrival.arrived_s + config.timeout_s(parsed.timeout_s)
         self._attempt_number = 0
@@ -65,10 +69,6 @@ class RequestRun:
         self._is_sought = parsed.resume_from_index is not None  # at the decode workers
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def log(self) -> OutputLog:
-        return self._output.log
-
     # --- from outside --------------------------------------------------------------------------
 
     def start(self, on_end: Callable[[RequestRun], None]) -> None:
@@ -77,9 +77,16 @@ class RequestRun:
         def ended(_: asyncio.Task[None]) -> None:
             if self.log.end is None:  # cancelled before its first step
                 self._output.abort()
+            self._let_go()
             on_end(self)
 
         self._task.add_done_callback(ended)
+
+    def _let_go(self) -> None:
+        """Of what only its attempts needed: an ended request is asked for its output alone."""
+        parsed = replace(self.arrival.parsed, token_ids=np.empty(0, np.uint32))
+        self.arrival = replace(self.arrival, parsed=parsed)
+        del self._prompt, self._output
 
     def abort(self) -> None:
         """Cancel the request at every hop, at once; nothing happens to one that has ended."""

@@ -79,6 +79,8 @@ class Router:
         )
         self._runs: dict[tuple[str, str], RequestRun] = {}
         self._timers: dict[RequestRun, asyncio.TimerHandle] = {}
+        self._remembered: dict[RequestRun, int] = {}  # ended, oldest first: bytes of its output
+        self._remembered_bytes = 0
         self._stack = AsyncExitStack()
         self._closing = False
         self.fault: asyncio.Future[None]
@@ -112,6 +114,7 @@ class Router:
             timer.cancel()
         self._timers.clear()
         self._runs.clear()
+        self._remembered.clear()
         await self._stack.aclose()
         await self.links.close()
 
@@ -187,11 +190,19 @@ class Router:
         useful = isinstance(end, Finished) and end.reason is not FinishReason.ABORTED
         if run.arrival.chose_id and useful and not self._closing:
             self._set_timer(run, lambda: self._forget(run))
+            self._remember(run)
         else:
             self._forget(run)
 
+    def _remember(self, run: RequestRun) -> None:
+        self._remembered[run] = run.log.num_bytes
+        self._remembered_bytes += self._remembered[run]
+        while self._remembered_bytes > self.config.max_remembered_bytes:
+            self._forget(next(iter(self._remembered)))
+
     def _forget(self, run: RequestRun) -> None:
         self._forget_timer(run)
+        self._remembered_bytes -= self._remembered.pop(run, 0)
         if self._runs.get(run.arrival.key) is run:
             del self._runs[run.arrival.key]
 

@@ -33,8 +33,8 @@ def submission(
     return Submission(spec, request_id, attempt, "tenant", b"digest", b"kind", None, b"wire")
 
 
-def make_log() -> RequestLog:
-    return RequestLog(finished_ttl_s=30.0, max_finished=3)
+def make_log(max_finished_bytes: int = 1 << 20) -> RequestLog:
+    return RequestLog(finished_ttl_s=30.0, max_finished=3, max_finished_bytes=max_finished_bytes)
 
 
 async def take(session: RouterSession) -> Update:
@@ -70,6 +70,15 @@ def test_ended_requests_are_forgotten_by_age_and_by_number() -> None:
     log.expire(now_s=1e9)
     assert log.find("running") is running
     assert len(log) == 1
+
+
+def test_ended_requests_are_forgotten_by_their_bytes() -> None:
+    log = make_log(max_finished_bytes=1000)
+    for number, num_emitted in enumerate((1, 10, 10, 100)):
+        record = log.open(submission(f"r{number}", emitted=num_emitted))
+        log.finish(record, FinishReason.STOP, "", now_s=0.0)
+        kept = [n for n in range(4) if log.find(f"r{n}") is not None]
+        assert kept == [[0], [0, 1], [1, 2], []][number]
 
 
 def test_an_attempt_that_left_no_record_is_still_remembered_for_a_while() -> None:

@@ -58,6 +58,20 @@ async def test_two_clients_of_one_request_see_the_same(text_model: TextModel) ->
         await d.until(lambda: d.router.num_remembered == 0)
 
 
+async def test_of_finished_requests_the_output_is_remembered_up_to_so_many_bytes(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, resume_window_s=20.0, max_remembered_bytes=10_000) as d:
+        for number in range(8):
+            await d.client.ask(ask_for(PROMPT, request_id=f"r{number}"))
+        await d.check_empty()
+        kept = [run.arrival.request_id for run in d.router._runs.values()]
+        assert kept in (["r6", "r7"], ["r5", "r6", "r7"])
+        assert all(len(run.arrival.parsed.token_ids) == 0 for run in d.router._runs.values())
+        assert_whole(await d.client.ask(ask_for(PROMPT, request_id="r7")), PROMPT)
+        assert d.worker("d0").num_reserves == 8
+
+
 async def test_another_body_under_the_same_id_is_refused_but_not_in_another_tenant(
     text_model: TextModel,
 ) -> None:
