@@ -18,6 +18,7 @@ import numpy as np
 
 from router.config import RouterConfig
 from router.placement import FleetArrays, Placement
+from router.recent_peak import RecentPeak
 from router.worker_facts import WorkerFacts
 
 Slot = NewType("Slot", int)
@@ -25,6 +26,7 @@ T = TypeVar("T")
 Clock = Callable[[], float]
 
 LEARNING_RATE = 0.2  # weight of the newest observation
+REPORT_AGE_S = 2.0  # of a worker's figures at most: its heartbeat's and the registry's pace
 
 
 class WorkerState(enum.Enum):
@@ -64,7 +66,17 @@ class WorkerEntry:
     decodes: dict[int, int] = field(default_factory=dict)  # booking id -> tokens of KV
     others_queued_tokens: int = 0  # not booked by this router, when the worker last reported
     others_requests: int = 0
+    peak_requests: RecentPeak = field(default_factory=lambda: RecentPeak(REPORT_AGE_S))
+    peak_queued_tokens: RecentPeak = field(default_factory=lambda: RecentPeak(REPORT_AGE_S))
     num_quarantined_blocks: int = 0
+
+    @property
+    def num_booked(self) -> int:
+        return len(self.decodes.keys() | self.prefills.keys())
+
+    @property
+    def booked_queued_tokens(self) -> int:
+        return sum(self.prefills.values())
 
     @property
     def usable(self) -> bool:
@@ -230,11 +242,15 @@ class Fleet:
     # --- load ----------------------------------------------------------------------------------
 
     def report(self, entry: WorkerEntry, load: ReportedLoad) -> None:
-        """Take in a worker's figures; what exceeds this router's own books is others' load."""
-        a, slot = self.arrays, entry.slot
-        booked = len(entry.decodes.keys() | entry.prefills.keys())
+        """Take in a worker's figures; what exceeds this router's own books is others' load.
+
+        The figures are of a moment ago: what was booked then, and is over, is not others'.
+        """
+        a, slot, now = self.arrays, entry.slot, self._clock()
+        booked = entry.peak_requests.over(entry.num_booked, now)
+        queued = entry.peak_queued_tokens.over(entry.booked_queued_tokens, now)
         entry.others_requests = max(0, load.num_requests - booked)
-        entry.others_queued_tokens = max(0, load.num_queued_tokens - sum(entry.prefills.values()))
+        entry.others_queued_tokens = max(0, load.num_queued_tokens - queued)
         entry.num_quarantined_blocks = load.num_quarantined_blocks
         if load.prefill_tokens_per_s > 0:
             a.prefill_tokens_per_s[slot] = load.prefill_tokens_per_s
@@ -264,7 +280,7 @@ class Fleet:
         a, slot, facts = self.arrays, entry.slot, entry.facts
         was_idle = a.queued_tokens[slot] == 0
         a.usable[slot] = entry.usable
-        a.queued_tokens[slot] = sum(entry.prefills.values()) + entry.others_queued_tokens
+        a.queued_tokens[slot] = entry.booked_queued_tokens + entry.others_queued_tokens
         a.head_tokens[slot] = next(iter(entry.prefills.values()), 0)
         if was_idle:
             a.head_since_s[slot] = self._clock()
@@ -312,16 +328,20 @@ class Fleet:
         """The prompt is computed: its tokens no longer queue. Later calls do nothing."""
         if not booking.prefill_held:
             return
+        entry, now = booking.prefill, self._clock()
+        entry.peak_requests.falls(entry.num_booked, now)
+        entry.peak_queued_tokens.falls(entry.booked_queued_tokens, now)
         booking.prefill_held = False
-        del booking.prefill.prefills[booking.booking_id]
-        if self._is_here(booking.prefill):
-            self.arrays.head_since_s[booking.prefill.slot] = self._clock()
-        self._recount(booking.prefill)
+        del entry.prefills[booking.booking_id]
+        if self._is_here(entry):
+            self.arrays.head_since_s[entry.slot] = now
+        self._recount(entry)
 
     def release(self, booking: Booking) -> None:
         """The attempt is over. Must be called exactly once."""
         assert booking.decode_held, f"booking {booking.booking_id} was released before"
         self.release_prefill(booking)
+        booking.decode.peak_requests.falls(booking.decode.num_booked, self._clock())
         booking.decode_held = False
         del booking.decode.decodes[booking.booking_id]
         del self._bookings[booking.booking_id]
@@ -348,7 +368,7 @@ class Fleet:
                 if b.prefill is entry and b.prefill_held
             }
             assert queued == set(entry.prefills), (entry.facts.worker_id, queued, entry.prefills)
-            expected = sum(entry.prefills.values()) + entry.others_queued_tokens
+            expected = entry.booked_queued_tokens + entry.others_queued_tokens
             assert self.arrays.queued_tokens[slot] == expected, (slot, expected)
 
 

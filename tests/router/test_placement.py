@@ -13,6 +13,7 @@ from baton.v1 import common_pb2
 from router.config import RouterConfig
 from router.fleet import Fleet, ReportedLoad, WorkerState
 from router.placement import PlacementQuery, choose, ranked
+from router.recent_peak import RecentPeak
 from router.worker_facts import WorkerFacts
 
 POLICY = RouterConfig()
@@ -266,3 +267,47 @@ def test_a_worker_held_for_want_of_room_is_not_let_go_by_another_s_failure() -> 
 def test_a_worker_that_fails_while_it_is_held_does_not_count_twice() -> None:
     fleet = fleet_of(*(facts(f"d{n}", False, True) for n in range(6)))
     assert held_after(fleet, "d0", "d0", "d1", "d1", "d2") == {"d0", "d1"}
+
+
+def test_a_report_of_a_moment_ago_does_not_count_what_has_ended_since() -> None:
+    clock = Clock()
+    fleet = two_and_two(clock)
+    prefill, decode = fleet.get("p0"), fleet.get("d0")
+    assert prefill is not None
+    assert decode is not None
+    placement = choose(
+        query(fleet, 1000, p0=1, d0=1), fleet.arrays, POLICY, 100.0, random.Random(0)
+    )
+    assert placement is not None
+    assert (placement.prefill_slot, placement.decode_slot) == (prefill.slot, decode.slot)
+    bookings = [fleet.book(placement, 16) for _ in range(32)]
+    for booking in bookings[1:]:
+        fleet.release(booking)
+    clock.now_s += 1.3
+    fleet.report(decode, ReportedLoad(num_requests=35))  # three are another router's
+    fleet.report(prefill, ReportedLoad(num_queued_tokens=32 * 999 + 500))
+    assert fleet.arrays.running[decode.slot] == 1 + 3
+    assert fleet.arrays.queued_tokens[prefill.slot] == 999 + 500
+    clock.now_s += 1.0
+    fleet.report(decode, ReportedLoad(num_requests=35))  # and now they are others', all but one
+    fleet.report(prefill, ReportedLoad(num_queued_tokens=32 * 999 + 500))
+    assert fleet.arrays.running[decode.slot] == 35
+    assert fleet.arrays.queued_tokens[prefill.slot] == 32 * 999 + 500
+    fleet.release(bookings[0])
+    fleet.check_integrity()
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=40))
+def test_a_recent_peak_is_the_highest_value_within_its_window(
+    steps: list[tuple[int, int]],
+) -> None:
+    peak, now_s, value = RecentPeak(5.0), 0, 0
+    held_until: list[tuple[int, int]] = []
+    for following, wait_s in steps:
+        now_s += wait_s
+        if following < value:
+            peak.falls(value, now_s)
+            held_until.append((now_s, value))
+        value = following
+        within = [held for until_s, held in held_until if until_s >= now_s - 5]
+        assert peak.over(value, now_s) == max([value, *within])
