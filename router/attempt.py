@@ -38,6 +38,7 @@ FindWorker = Callable[[str, int], WorkerLink | None]  # by id and incarnation
 _FINISHED = {
     common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,  # by its client, at another router
 }
 
 
@@ -114,7 +115,14 @@ class Attempt:
         self._reserved, self._find_worker = True, find_worker
         self.running = self._first_seen = len(response.tokens.ids) > self._first_index
         self._begin("a token", self._config.token_timeout_s)
+        was_given_up = response.tokens.finished == common_pb2.FINISH_REASON_ABORTED
+        if was_given_up:  # for want of a router, or by a client that wants it after all
+            response.tokens.ClearField("finished")
         self._adopt(response.tokens)
+        if was_given_up:
+            self._over_at_worker = True
+            message = f"{self._decode.facts.worker_id} gave it up: {response.tokens.error}"
+            self._fail(Failure.GIVEN_UP, self._decode, message)
         await self._follow()
 
     def _take_spec(self, spec: worker_pb2.RequestSpec) -> None:

@@ -26,6 +26,7 @@ class Failure(enum.Enum):
     HANDOFF_FAILED = "handoff failed"
     WRITER_UNKNOWN = "handoff failed, by a writer that another router chose"
     MOVED = "moved"  # another router went on with the request
+    GIVEN_UP = "given up"  # before this router attached it
     DECODE_LOST = "decode worker lost"
     DECODE_FAILED = "decode failed"
     STUCK = "stuck"

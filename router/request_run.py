@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 MAX_STALE = 10  # attempt numbers are raised fourfold each time: no request had so many
 _OF_TRANSFER = (Failure.HANDOFF_FAILED, Failure.WRITER_UNKNOWN, Failure.PREFILL_FAILED)
+WORKER_AHEAD_S = 0.05  # by so much a decode worker may see a deadline pass before its router
 MIN_HOLD_S = 0.05  # a worker that has no room is not asked again sooner
 
 
@@ -129,7 +130,12 @@ class RequestRun:
             async with asyncio.timeout(max(0.0, self._deadline_s - self._parts.clock())):
                 await self._drive()
         except TimeoutError:
-            raise DeadlineError("the request's deadline has passed") from None
+            raise self._out_of_time() from None
+        if self._output.was_aborted and self._parts.clock() > self._deadline_s - WORKER_AHEAD_S:
+            raise self._out_of_time()
+
+    def _out_of_time(self) -> DeadlineError:
+        return DeadlineError("the request's deadline has passed")
 
     async def _drive(self) -> None:
         parsed, parts = self.arrival.parsed, self._parts
@@ -286,7 +292,7 @@ class RequestRun:
         if self.log.ids:
             parts.metrics.migrations.inc()
             self.log.mark(Migrated(len(self.log.ids), error.message))
-        if failure is Failure.DRAINED:
+        if failure in (Failure.DRAINED, Failure.GIVEN_UP):
             return 0.0
         if failure is Failure.STALE:
             self._outnumber(error)

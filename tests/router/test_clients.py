@@ -263,6 +263,26 @@ async def test_a_request_that_runs_is_resumed_where_the_line_is_full(text_model:
         waiting.cancel()
 
 
+async def test_a_request_that_its_worker_gave_up_goes_on_and_the_worker_is_not_blamed(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, eject_s=30.0) as d:
+        second = await d.add_router()
+        await d.connected(2, d.servers[1].router)
+        request, worker = ask_for(PROMPT, request_id="mine"), d.worker("d0")
+        await left_behind(d, 0, "d0", request)
+        run = worker.finished["mine"] = worker.runs.pop("mine")
+        run.finished = common_pb2.FINISH_REASON_ABORTED
+        assert run.task is not None
+        run.task.cancel()
+        worker.may_decode.set()
+        request.resume_from_index = 0
+        assert_whole(await second.ask(request), PROMPT)
+        router = d.servers[1].router
+        assert {labels[0] for labels in router.metrics.failures._metrics} == {"GIVEN_UP"}
+        assert not router.fleet.arrays.hold_until_s.any()
+
+
 async def test_a_request_goes_on_though_another_body_runs_under_its_id_elsewhere(
     text_model: TextModel,
 ) -> None:

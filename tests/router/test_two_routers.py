@@ -168,6 +168,24 @@ async def test_a_first_token_that_ends_a_request_that_has_moved_ends_it_at_the_r
         assert (await listed[1].worker.integrity()).num_later_tokens == 0
 
 
+async def test_a_request_that_is_aborted_at_another_router_ends_as_such_and_is_nobody_s_fault(
+    text_model: TextModel, listed: list[Listed]
+) -> None:
+    async with (
+        router_over(text_model, *listed, config=CONFIG) as (router_a, client_a),
+        router_over(text_model, *listed, config=CONFIG) as (router_b, _),
+    ):
+        asking = asyncio.create_task(client_a.ask(named(1)))
+        await until(lambda: any(len(run.log.ids) > 3 for run in router_a._runs.values()))
+        router_b.abort_everywhere("", "named")
+        answer = await asking
+        assert answer.finished is not None
+        assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
+        assert answer.ids == alone(1)[: len(answer.ids)]
+        assert len(answer.routed) == 1
+        assert not router_a.metrics.failures._metrics
+
+
 async def test_an_id_that_another_router_runs_with_another_body_is_taken_until_it_is_aborted(
     text_model: TextModel, listed: list[Listed]
 ) -> None:
