@@ -53,7 +53,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     """Requests running at once."""
     max_num_batched_tokens: int = 512
-    """Token budget of a step; longer prompts are prefilled in chunks."""
+    """Token budget of a step; longer prompts are prefilled in chunks. At least `max_num_seqs`: each
+    running request takes a token of it before any prompt does."""
     max_model_len: int | None = None
     """Prompt plus output tokens; None: the model's own limit."""
     dtype: str = "auto"
@@ -74,3 +75,8 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 listed = ", ".join(choices)
                 raise ValueError(f"{name} must be one of {listed}, not {getattr(self, name)!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), not"
+                f" {self.max_num_batched_tokens}: each running request may need a token of a step"
+            )

@@ -22,7 +22,7 @@ block, so it does not wait for this one, and the block is free when it leaves in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -344,6 +344,15 @@ class KvCache:
     @property
     def num_quarantined_blocks(self) -> int:
         return max(pool.num_quarantined for pool in self.pools)
+
+    def num_set_aside_blocks(self, pinned: Sequence[RequestBlocks]) -> int:
+        """Of a group, at most: those in quarantine and those that `pinned` hold."""
+        counts = []
+        for g, pool in enumerate(self.pools):
+            held = {block for blocks in pinned for block in blocks.blocks(g)}
+            held.update(block for blocks in pinned for group, block in blocks.twins if group == g)
+            counts.append(len(held) + pool.num_quarantined)
+        return max(counts)
 
     @property
     def num_quarantined_bytes(self) -> int:

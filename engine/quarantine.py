@@ -40,6 +40,12 @@ class Quarantine:
                 self._kv.unquarantine(request.blocks)
         return True
 
+    def leaves_room_for(self, request: LiveRequest) -> bool:
+        """Whether it could be placed if nobody but those here held anything."""
+        set_aside = self._kv.num_set_aside_blocks([export.blocks for export in self.exports()])
+        needed = self._kv.num_blocks_held_at_once(request.num_tokens)
+        return needed + set_aside < self._kv.num_blocks  # one is the null block
+
     def exports(self) -> Iterator[LiveRequest]:
         """Those whose blocks are held still."""
         for entry in self._entries.values():

@@ -11,7 +11,8 @@ then prompts in chunks, then waiting requests. Order is priority, then arrival.
    preempts the newest running request, which waits again and is recomputed (from the prefix cache,
    as far as it is still there).
 3. A prefill-only request stops after its first token and stays pinned until `release`.
-4. `reserve` holds blocks that another worker fills; `admit` makes it a running request.
+4. `reserve` holds blocks that another worker fills, and leaves the first one waiting before it the
+   place and blocks to start; `admit` makes it a running request.
 
 What is reserved or exported is never preempted: another process reads or writes its blocks.
 """
@@ -19,7 +20,6 @@ What is reserved or exported is never preempted: another process reads or writes
 from __future__ import annotations
 
 import bisect
-import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -65,8 +65,6 @@ class Scheduler:
         self._events: list[EngineEvent] = []
         self._num_arrived = 0
         self._num_steps = 0
-        self._short: LiveRequest | None = None  # the last that found too few blocks, and how many
-        self._free_when_short: list[int] = []
         self._blocked = False  # all were seen to wait for blocks, and nothing was freed since
 
     # --- requests in ----------------------------------------------------------------------------
@@ -93,15 +91,15 @@ class Scheduler:
     def reserve(self, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
         request = self._take(spec)
         num_seqs, headroom = len(self._running) + self.num_reserved, len(self._running)
-        if (next_one := self._first_waiting()) is not None:
+        first = next(filter(self._quarantine.leaves_room_for, self._waiting), None)
+        if first is not None and first.order < request.order:
             num_seqs += 1  # it goes before this one, or newcomers would keep it out for ever
-            headroom += self._kv.num_blocks_held_at_once(next_one.num_tokens)
+            headroom += self._kv.num_blocks_held_at_once(first.num_tokens)
         if num_seqs >= self._limits.max_num_seqs:
             return NoCapacityEvent(spec.request_id, f"{num_seqs} requests run here or wait")
         cached = self._kv.place(request.blocks, request.num_tokens, headroom, computed_here=False)
         if cached is None:
-            free = self._kv.num_free_blocks
-            needed = self._kv.num_blocks_of(request.num_tokens)
+            free, needed = self._kv.num_free_blocks, self._kv.num_blocks_of(request.num_tokens)
             return NoCapacityEvent(
                 spec.request_id,
                 f"{free} blocks are free, the prompt needs up to {needed} and {headroom} are kept",
@@ -109,9 +107,9 @@ class Scheduler:
         request.status = Status.RESERVED
         request.num_cached_tokens = cached
         self._requests[spec.request_id] = request
-        first = cached // self._kv.block_size
+        start = cached // self._kv.block_size
         tables = tuple(
-            tuple(BlockId(b) for b in table[first:].tolist()) for table in request.blocks.views
+            tuple(BlockId(b) for b in table[start:].tolist()) for table in request.blocks.views
         )
         return ReservedEvent(spec.request_id, cached, tables)
 
@@ -121,7 +119,6 @@ class Scheduler:
             raise UnknownRequestError(request_id)
         request.num_computed_tokens = request.num_tokens
         self._kv.computed(request.blocks, request.tokens, request.num_computed_tokens)
-        self._short = None
         finished = request.append(first.token_id, self._limits.eos_token_ids)
         if finished is not None:
             self._forget(request)
@@ -199,8 +196,6 @@ class Scheduler:
             num_new = len(seq.token_ids)
             request.num_computed_tokens += num_new
             became_full = request.num_computed_tokens % block_size < num_new
-            if num_new > 1:
-                self._short = None  # a prompt's blocks may be the ones that it lacks
             if became_full or self._kv.has_windows:
                 self._kv.computed(request.blocks, request.tokens, request.num_computed_tokens)
             if seq.samples:
@@ -251,12 +246,17 @@ class Scheduler:
         return True
 
     def _plan_waiting(self, draft: _Draft) -> None:
+        """Start who waits, in order; one for whom quarantine leaves no room holds up nobody."""
         num_seqs = len(self._running) + self.num_reserved
-        while draft.budget and num_seqs < self._limits.max_num_seqs:
-            request = self._first_waiting()
-            cached = None if request is None else self._place(request)
-            if request is None or cached is None:
+        for request in tuple(self._waiting):
+            if not draft.budget or num_seqs >= self._limits.max_num_seqs:
                 return
+            # A free block for each running request, so that the newcomer is not preempted at once.
+            cached = self._kv.place(request.blocks, request.num_tokens, len(self._running))
+            if cached is None:
+                if self._quarantine.leaves_room_for(request):
+                    return
+                continue
             self._waiting.remove(request)
             request.num_computed_tokens = cached
             if request.started_at is None:
@@ -265,24 +265,6 @@ class Scheduler:
             self._run(request)
             self._schedule(request, draft)
             num_seqs += 1
-
-    def _first_waiting(self) -> LiveRequest | None:
-        """Who starts next; one for which quarantine leaves too few blocks holds up nobody."""
-        usable = self._kv.num_blocks - 1 - self._kv.num_quarantined_blocks
-        held_at_once = self._kv.num_blocks_held_at_once
-        return next((r for r in self._waiting if held_at_once(r.num_tokens) <= usable), None)
-
-    def _place(self, request: LiveRequest) -> int | None:
-        """Its cached tokens, or None while blocks are short. To look costs what its prompt is long:
-        not again before more are free or a prompt's are cached."""
-        # A free block for each running request, so that the newcomer is not preempted at once.
-        headroom = len(self._running)
-        free = [pool.num_free - headroom for pool in self._kv.pools]
-        if request is self._short and all(map(operator.le, free, self._free_when_short)):
-            return None
-        cached = self._kv.place(request.blocks, request.num_tokens, headroom)
-        self._short, self._free_when_short = (request, free) if cached is None else (None, [])
-        return cached
 
     def _schedule(self, request: LiveRequest, draft: _Draft) -> None:
         start = request.num_computed_tokens

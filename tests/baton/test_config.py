@@ -76,6 +76,10 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
             {"pools": {"a": {"role": "decode", "engine": {"max_num_seqs": 0}}}},
             "pools.a.engine.max_num_seqs: must be at least 1",
         ),
+        (
+            {"pools": {"a": {"role": "decode", "engine": {"max_num_seqs": 1000}}}},
+            "pools.a.engine.max_num_batched_tokens: must be at least max_num_seqs (1000), not 512",
+        ),
         ({"pools": {"a b": {"role": "decode"}}}, "pools.a b: a pool's name is"),
         ([1], "cluster.yaml: a mapping is expected, not [1]"),
         ({"model": ""}, "model: must not be empty"),

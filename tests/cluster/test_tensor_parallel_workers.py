@@ -37,6 +37,7 @@ def write_config(folder: Path, prefill_tp: int, decode_tp: int) -> Path:
                     "block_size": 8,
                     "num_blocks": 128,
                     "num_regions": 2,
+                    "max_num_seqs": 32,
                     "max_num_batched_tokens": 32,
                     "dtype": "float32",
                     "num_threads": 1,

@@ -34,12 +34,16 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 def fake_config(
     num_blocks: int = 400, window: int | None = None, **changes: object
 ) -> EngineConfig:
+    """A step's budget below the usual `max_num_seqs` lowers it, unless it is among `changes`."""
     config = EngineConfig(
         num_blocks=num_blocks,
         num_regions=4,
         backend="fake",
         fake=FakeEngineConfig(window=window, max_model_len=1024),
     )
+    budget = changes.get("max_num_batched_tokens", config.max_num_batched_tokens)
+    assert isinstance(budget, int)
+    changes.setdefault("max_num_seqs", max(1, min(config.max_num_seqs, budget)))
     return replace(config, **changes)  # type: ignore[arg-type]
 
 

@@ -69,7 +69,7 @@ class Pair(RuleBasedStateMachine):
         if not sees_all:  # pools that hold windows, but no longest prompt
             num_blocks = (num_blocks[0] // 4 + 2, num_blocks[1] // 4 + 2)
         configs = [
-            fake_config(n, window, max_num_batched_tokens=c, max_num_seqs=max_num_seqs)
+            fake_config(n, window, max_num_batched_tokens=c, max_num_seqs=min(c, max_num_seqs))
             for n, c in zip(num_blocks, chunks)
         ]
         sender, receiver, self.wire = pair(*configs, sees_all)

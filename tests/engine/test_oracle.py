@@ -102,7 +102,12 @@ def test_a_whole_engine_with_its_kv_in_a_tensor_gives_the_tokens_of_transformers
 ) -> None:
     path = str(folders(family))
     config = EngineConfig(
-        dtype="float32", num_blocks=64, max_num_batched_tokens=48, device=device, num_threads=1
+        dtype="float32",
+        num_blocks=64,
+        max_num_seqs=8,
+        max_num_batched_tokens=48,
+        device=device,
+        num_threads=1,
     )
     model = load_model_spec(path, config)
     memory = LocalDeviceMemory(region_layout(model, config, 0, 1), config.num_regions, device)

@@ -75,15 +75,24 @@ def test_decodes_come_first_and_prompts_fill_the_rest_of_the_budget() -> None:
     assert [s.start for s in seen.plans[1].seqs] == [10, 10]
 
 
-def test_the_budget_is_never_exceeded_even_by_more_decodes_than_it_has_tokens() -> None:
-    core, seen = watched(max_num_batched_tokens=4, max_num_seqs=10)
+def test_a_budget_of_a_token_for_each_running_request_starves_neither_prompts_nor_decodes() -> None:
+    core, seen = watched(max_num_batched_tokens=4, max_num_seqs=4)
     specs = [spec_of(str(n), prompt(n + 1), replace(GREEDY, max_tokens=5)) for n in range(10)]
     for spec in specs:
         core.add(spec)
-    streams = drain(core)
+    streams = Streams()
+    while core.has_work():
+        running = {r.request_id for r in core._scheduler._running if r.decodes}
+        streams.take(core.step())
+        assert running <= {s.request_id for s in seen.plans[-1].seqs}
     assert max(plan.num_tokens for plan in seen.plans) == 4
     for spec in specs:
         assert streams.tokens[spec.request_id] == alone(spec)
+
+
+def test_a_budget_below_a_token_for_each_running_request_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens .* max_num_seqs \(5\), not 4"):
+        fake_config(max_num_batched_tokens=4, max_num_seqs=5)
 
 
 def test_no_more_requests_run_at_once_than_allowed_reservations_included() -> None:
@@ -417,28 +426,6 @@ def test_a_prompt_that_quarantine_leaves_no_room_for_holds_up_nobody() -> None:
     pool_is_whole(core)
 
 
-def test_a_prompt_that_waits_for_blocks_is_tried_again_only_when_more_are_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    core, seen = watched(num_blocks=64)
-    tried = []
-    place = core._kv.place
-
-    def watched_place(*args: object, **kwargs: object) -> int | None:
-        tried.append(args)
-        return place(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(core._kv, "place", watched_place)
-    for n in range(2):
-        core.add(spec_of(f"runs-{n}", prompt(200, n), replace(GREEDY, max_tokens=100 + 50 * n)))
-    core.add(spec_of("waits", prompt(700, 9)))
-    streams = drain(core)
-    assert len(streams.finished) == 3
-    assert len(seen.plans) > 150
-    assert len(tried) < 8
-    pool_is_whole(core)
-
-
 def test_a_prompt_that_waits_for_blocks_starts_when_another_has_computed_what_it_lacks() -> None:
     core, seen = watched(num_blocks=64, max_num_batched_tokens=700)
     core.add(spec_of("first", prompt(640, 1, shared=620)))
@@ -447,4 +434,39 @@ def test_a_prompt_that_waits_for_blocks_starts_when_another_has_computed_what_it
     assert len(streams.finished) == 2
     together = [plan for plan in seen.plans if len(plan.seqs) == 2]
     assert len(together) > 10
+    pool_is_whole(core)
+
+
+def test_a_prompt_that_a_late_readers_blocks_leave_no_room_for_holds_up_nobody() -> None:
+    sender, _, wire = pair(fake_config(num_blocks=21), fake_config())
+    core, export = sender.core, spec_of("export", prompt(160))
+    core.add_prefill(export, wire.open(ReservedEvent(export.request_id, 0, ())), 0)
+    wire.leases.clear()
+    drain(core)
+    core.release(export.request_id, quarantine=True)  # 10 blocks, still read
+    core.add(spec_of("large", prompt(200, 1)))
+    core.add(spec_of("small", prompt(10, 2)))
+    streams = drain(core)
+    assert set(streams.finished) == {"small"}
+    assert isinstance(core.reserve(spec_of("handed over", prompt(10, 3))), ReservedEvent)
+    core.release(RequestId("handed over"))
+    shares = spec_of("shares", np.concatenate([prompt(160), prompt(100, 4)]))
+    core.add(shares)  # more than is left, but most of it is there
+    drain(core, streams)
+    assert set(streams.finished) == {"small", "shares"}
+    core.unquarantine(export.request_id)
+    drain(core, streams)
+    assert set(streams.finished) == {"small", "shares", "large"}
+    pool_is_whole(core)
+
+
+def test_a_reservation_goes_before_a_waiting_request_of_lower_priority_only() -> None:
+    core, _ = watched(num_blocks=21)
+    core.reserve(spec_of("held", prompt(160)))
+    core.add(spec_of("waits", prompt(200, 1)))
+    assert isinstance(core.reserve(spec_of("equal", prompt(10))), NoCapacityEvent)
+    assert isinstance(core.reserve(spec_of("urgent", prompt(10), priority=1)), ReservedEvent)
+    for name in ("held", "urgent"):
+        core.release(RequestId(name))
+    assert set(drain(core).finished) == {"waits"}
     pool_is_whole(core)

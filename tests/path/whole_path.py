@@ -67,7 +67,7 @@ class Shape:
             block_size=self.block_size,
             num_blocks=1024,
             num_regions=2,
-            max_num_seqs=32,
+            max_num_seqs=min(32, chunk),
             max_num_batched_tokens=chunk,
             dtype="float32",
             num_threads=1,
@@ -85,6 +85,7 @@ class Shape:
                     "engine": {
                         "num_blocks": pool.blocks,
                         "num_regions": num_regions,
+                        "max_num_seqs": min(32, pool.chunk),
                         "max_num_batched_tokens": pool.chunk,
                     },
                 }
