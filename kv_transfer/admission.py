@@ -16,8 +16,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
 
 from baton.v1 import transfer_pb2
 from kv_transfer.layout import NULL_BLOCK, KvLayout
@@ -25,17 +23,6 @@ from kv_transfer.lease import FirstToken, Lease, LeaseId, logprobs_from_proto
 from kv_transfer.routes import pairs
 
 log = logging.getLogger(__name__)
-
-
-class Send(Protocol):
-    """As `TransferRank.send`."""
-
-    def __call__(
-        self,
-        address: bytes,
-        message: transfer_pb2.TransferMessage,
-        then: Callable[[], None] | None = None,
-    ) -> None: ...
 
 
 class Outcome(enum.Enum):
@@ -79,7 +66,7 @@ class Admission:
         layout: KvLayout,
         tp_size: int,
         fingerprint: bytes,
-        send: Send,
+        send: Callable[[bytes, transfer_pb2.TransferMessage], None],
         new_message: Callable[[str, int], transfer_pb2.TransferMessage],
         tell: Callable[[Decision], None],
         now_s: Callable[[], float],
@@ -145,31 +132,30 @@ class Admission:
     ) -> None:
         """A source rank has reported to one of our ranks, which found `error` in what has come."""
         decision = self._decide(message, source_rank, done, error)
-        # The writer waits for the answer: waking our own event loop comes after it.
-        tell = partial(self._tell, decision)
         if decision.outcome in (Outcome.ADMITTED, Outcome.REPEATED):
             assert decision.lease is not None
             answer = self._new_message(message.lease_id, message.lease_epoch)
             answer.ack.SetInParent()
-            is_new = decision.outcome is Outcome.ADMITTED
-            self._send(decision.lease.writer.rank0_address, answer, tell if is_new else None)
+            self._send(decision.lease.writer.rank0_address, answer)
         elif decision.outcome is not Outcome.PARTIAL:
             log.error("lease %s: %s", message.lease_id, decision.reason)
-            is_new = decision.outcome is Outcome.WRONG
-            self._nack(message, done, decision.reason, tell if is_new else None)
+            self._nack(message, done, decision.reason)
+        # Told in this same turn, which ends before the answer is sent: whatever the answer leads to
+        # finds the table's event loop told already.
+        if decision.outcome in (Outcome.ADMITTED, Outcome.WRONG):
+            self._tell(decision)
 
     def _nack(
         self,
         about: transfer_pb2.TransferMessage,
         done: transfer_pb2.TransferDone,
         reason: str,
-        then: Callable[[], None] | None,
     ) -> None:
         answer = self._new_message(about.lease_id, about.lease_epoch)
         answer.nack.reason = reason
         answer.nack.writer_worker_id = about.sender_worker_id
         answer.nack.writer_incarnation = about.sender_incarnation
-        self._send(done.reply_to.transfer_address, answer, then)
+        self._send(done.reply_to.transfer_address, answer)
 
     def _decide(
         self,

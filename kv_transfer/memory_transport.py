@@ -302,13 +302,7 @@ class MemoryTransport:
 
         self._schedule("flush", peer.address, run)
 
-    def send(
-        self,
-        peer: Peer,
-        payload: bytes,
-        expects_answer: bool = False,
-        then: Callable[[], None] | None = None,
-    ) -> None:
+    def send(self, peer: Peer, payload: bytes, expects_answer: bool = False) -> None:
         assert isinstance(peer, MemoryPeer)
 
         def run() -> None:
@@ -317,8 +311,6 @@ class MemoryTransport:
                 receiver.receive(payload)
 
         self._schedule("message", peer.address, run, payload)
-        if then is not None:
-            then()
 
     def receive(self, payload: bytes) -> None:
         if self._started is None:

@@ -214,15 +214,8 @@ class TransferRank:
         message.progress.SetInParent()
         self.send(lease.owner.rank0_address, message)
 
-    def send(
-        self,
-        address: bytes,
-        message: transfer_pb2.TransferMessage,
-        then: Callable[[], None] | None = None,
-    ) -> None:
-        """`then`: as `Transport.send` has it."""
-        peer = self.transport.connect(address)
-        self.transport.send(peer, message.SerializeToString(), then=then)
+    def send(self, address: bytes, message: transfer_pb2.TransferMessage) -> None:
+        self.transport.send(self.transport.connect(address), message.SerializeToString())
 
     def new_message(self, lease_id: str, lease_epoch: int) -> transfer_pb2.TransferMessage:
         """A message of this rank about a lease, without its content."""

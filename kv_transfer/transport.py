@@ -188,16 +188,9 @@ class Transport(Protocol):
     def flush(self, peer: Peer, on_flushed: OnFlushed) -> None:
         """Wait for all earlier puts to that peer, refused ones aside. A lost peer is an error."""
 
-    def send(
-        self,
-        peer: Peer,
-        payload: bytes,
-        expects_answer: bool = False,
-        then: Callable[[], None] | None = None,
-    ) -> None:
+    def send(self, peer: Peer, payload: bytes, expects_answer: bool = False) -> None:
         """One message, after every flush that has completed; lost when the peer is.
-        `expects_answer`: one is about to come, so look out for it a moment before sleeping. `then`
-        is called once it is on its way, or lost: what it need not wait for."""
+        `expects_answer`: one is about to come, so look out for it a moment before sleeping."""
 
     def close(self) -> None:
         """Drop what is under way and free everything, the pool too. Idempotent."""

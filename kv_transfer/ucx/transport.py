@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import byref, c_size_t, c_void_p
 from dataclasses import replace
 from functools import partial
@@ -194,13 +194,7 @@ class UcxTransport:
 
         self._enqueue(Call(run))
 
-    def send(
-        self,
-        peer: Peer,
-        payload: bytes,
-        expects_answer: bool = False,
-        then: Callable[[], None] | None = None,
-    ) -> None:
+    def send(self, peer: Peer, payload: bytes, expects_answer: bool = False) -> None:
         assert isinstance(peer, UcxPeer)
 
         def run() -> None:
@@ -208,8 +202,6 @@ class UcxTransport:
                 peer.endpoint.send(self._requests, payload)
                 if expects_answer:
                     self._awake_until_s = time.monotonic() + _LOOK_OUT_S
-            if then is not None:
-                then()
 
         self._enqueue(Call(run))
 
