@@ -137,9 +137,23 @@ def run_receiver(
     return pipe, process
 
 
+async def all_gone(worker: Worker, lease: Lease) -> None:
+    """Return once the progress thread has done all that was asked of it for the lease's owner."""
+    gone = asyncio.Event()
+    wake = asyncio.get_running_loop().call_soon_threadsafe
+
+    def on_flushed(_result: FlushResult) -> None:
+        wake(gone.set)
+
+    transport = worker.transport
+    transport.flush(transport.connect(lease.owner.rank0_address), on_flushed)
+    await gone.wait()
+
+
 async def hand_over(worker: Worker, lease: Lease, blocks: Sequence[BlockId]) -> tuple[float, float]:
     """(seconds posting and flushing, seconds from the first push to the receiver's answer)."""
     handoff = worker.exporter.open(lease)
+    await all_gone(worker, lease)  # a first layer is computed in the meantime
     start = time.perf_counter()
     if blocks:
         push = Push(handoff, 0, tuple(range(len(blocks))), tuple(blocks))
@@ -157,15 +171,7 @@ async def exposed_s(worker: Worker, lease: Lease, blocks: Sequence[BlockId]) -> 
     push = Push(handoff, 0, tuple(range(len(blocks))), tuple(blocks))
     for layer in range(NUM_LAYERS - 1):
         worker.rank.layer_done(layer, [push])
-    gone = asyncio.Event()
-    wake = asyncio.get_running_loop().call_soon_threadsafe
-
-    def on_flushed(_result: FlushResult) -> None:
-        wake(gone.set)
-
-    transport = worker.transport
-    transport.flush(transport.connect(lease.owner.rank0_address), on_flushed)
-    await gone.wait()
+    await all_gone(worker, lease)
     start = time.perf_counter()
     worker.rank.layer_done(NUM_LAYERS - 1, [push])
     worker.rank.step_done(None)

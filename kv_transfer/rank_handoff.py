@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from baton.v1 import transfer_pb2
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import NULL_BLOCK, BlockId, HandoffId, KvLayout
@@ -49,7 +47,7 @@ class Lane:
 @dataclass
 class _PushRuns:
     push: Push  # keeps the key alive: its identity
-    ordinals: tuple[int, ...]
+    flags: int  # of its wanted ordinals, as `_flags` makes them
     runs: dict[int, GroupRuns]  # target rank ->
 
 
@@ -72,16 +70,16 @@ class RankHandoff:
     report: transfer_pb2.TransferMessage | None = None  # rank 0's that it has drained, until `Ack`
     _has_pushed_in_step: bool = False
     source_blocks: list[dict[int, BlockId]] = field(init=False)  # per group: ordinal -> block here
-    _missing: list[np.ndarray] = field(init=False)  # per group: bool [num_layers, num_ordinals]
-    _num_missing: int = field(init=False)
+    _missing: list[list[int]] = field(init=False)  # per group and layer: flags of what is wanted
+    _num_unfinished: int = field(init=False)  # layers of which blocks are missing
     _runs: dict[int, _PushRuns] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._missing = []
         for spec, table in zip(self.layout.groups, self.lease.block_ids, strict=True):
-            wanted = np.array([block != NULL_BLOCK for block in table], dtype=bool)
-            self._missing.append(np.repeat(wanted[None], spec.num_layers, axis=0))
-        self._num_missing = sum(int(missing.sum()) for missing in self._missing)
+            wanted = _flags([o for o, block in enumerate(table) if block != NULL_BLOCK])
+            self._missing.append([wanted] * spec.num_layers)
+        self._num_unfinished = sum(bool(missing) for row in self._missing for missing in row)
         self.source_blocks = [{} for _ in self.layout.groups]
 
     @property
@@ -91,13 +89,13 @@ class RankHandoff:
     @property
     def is_pushed(self) -> bool:
         """Every layer of every block the lease lacks has been enqueued."""
-        return self._num_missing == 0
+        return self._num_unfinished == 0
 
     def layer_batches(self, layer: int, push: Push) -> list[tuple[Lane, PutBatch]]:
         """The puts of one layer of a push. Raises LeaseError for a block that cannot be pushed."""
         prepared = self._runs.get(id(push)) or self._prepare(push)
         layer_in_group = layer - self.layout.groups[push.group].first_layer
-        self._mark(push.group, layer_in_group, prepared.ordinals)
+        self._mark(push.group, layer_in_group, prepared.flags)
         return [
             (self.lanes[target], runs.at(layer_in_group)) for target, runs in prepared.runs.items()
         ]
@@ -108,11 +106,12 @@ class RankHandoff:
         pushed, self._has_pushed_in_step = self._has_pushed_in_step, False
         return pushed
 
-    def _mark(self, group: int, layer_in_group: int, ordinals: tuple[int, ...]) -> None:
-        row = self._missing[group][layer_in_group]
-        chosen = list(ordinals)
-        self._num_missing -= int(row[chosen].sum())
-        row[chosen] = False
+    def _mark(self, group: int, layer_in_group: int, flags: int) -> None:
+        row = self._missing[group]
+        missing = row[layer_in_group]
+        row[layer_in_group] = missing & ~flags
+        if missing and not row[layer_in_group]:
+            self._num_unfinished -= 1
         self._has_pushed_in_step = True
 
     def _prepare(self, push: Push) -> _PushRuns:
@@ -131,7 +130,7 @@ class RankHandoff:
             group_runs = lane.route.runs(push.group, sources, targets)
             if group_runs is not None:
                 runs[target] = group_runs
-        prepared = _PushRuns(push, tuple(ordinal for ordinal, _ in kept), runs)
+        prepared = _PushRuns(push, _flags([ordinal for ordinal, _ in kept]), runs)
         self._runs[id(push)] = prepared
         return prepared
 
@@ -164,3 +163,11 @@ class RankHandoff:
             self.lease.num_writable_blocks(group) * lane.route.pair.block_bytes(self.layout, group)
             for group in range(len(self._missing))
         )
+
+
+def _flags(ordinals: Sequence[int]) -> int:
+    """A number whose bytes are 1 at these places: a set that costs little to take from another."""
+    flags = bytearray(max(ordinals, default=-1) + 1)
+    for ordinal in ordinals:
+        flags[ordinal] = 1
+    return int.from_bytes(flags, "little")
