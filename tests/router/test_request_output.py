@@ -26,7 +26,7 @@ def output_of(
     request.sampling.min_tokens = min_tokens
     request.stop.extend([stop] if stop else [])
     parsed = parse_generate(request, text_model, RequestLimits(512, model_names=(MODEL,)))
-    arrival = Arrival("id", parsed, b"", "", clock(), 0.0)
+    arrival = Arrival("id", parsed, "", clock(), 0.0)
     return RequestOutput(arrival, router._parts)
 
 
