@@ -15,7 +15,7 @@ from baton.errors import BatonError
 
 DOMAIN = "baton.dev"
 DETAILS_KEY = "grpc-status-details-bin"
-_MAX_ERROR_CHARS = 500
+_MAX_ERROR_BYTES = 500
 
 _BY_REASON: dict[str, type[BatonError]] = {
     kind.reason: kind
@@ -72,8 +72,9 @@ def status_metadata(error: BatonError) -> tuple[tuple[str, bytes], ...]:
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
     """End a call with the error's status and details; metadata have to be short."""
-    if len(error.message) > _MAX_ERROR_CHARS:  # it quotes what the client sent
-        error.message = f"{error.message[:_MAX_ERROR_CHARS]}..."
+    message = error.message.encode()
+    if len(message) > _MAX_ERROR_BYTES:  # it quotes what the client sent
+        error.message = f"{message[:_MAX_ERROR_BYTES].decode(errors='ignore')}..."
     await context.abort(status_code(error), error.message, status_metadata(error))
     raise AssertionError("abort returned")
 

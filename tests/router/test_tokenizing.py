@@ -270,3 +270,6 @@ async def test_a_mistake_is_told_in_a_bounded_message(text_model: TextModel) -> 
         error = await refused(d, ask_for(PROMPT, model=MODEL * 10_000))
         assert error.code() is grpc.StatusCode.NOT_FOUND
         assert from_rpc_error(error).field == "model"
+        error = await refused(d, ask_for(PROMPT, model="🦊" * 10_000))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        assert from_rpc_error(error).field == "model"
