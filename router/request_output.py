@@ -14,6 +14,7 @@ from router.output import (
     HandedOff,
     OutputLog,
     Prefilled,
+    Routed,
     Timings,
     TokenLogprobs,
 )
@@ -37,6 +38,7 @@ class RequestOutput:
         )
         self._ends = frozenset(parsed.stop_token_ids)
         self._booking: Booking | None = None
+        self._routed: Routed | None = None
         self._attempt_at_s = 0.0
         self._first_at_s = self._last_at_s = 0.0  # of the tokens, once there are any
         self._gaps_s: list[float] = []  # one per token after those that came first
@@ -47,9 +49,11 @@ class RequestOutput:
 
     # --- what attempts call --------------------------------------------------------------------
 
-    def new_attempt(self, booking: Booking) -> None:
-        """Tokens come of this booking now."""
+    def new_attempt(self, booking: Booking, routed: Routed | None) -> None:
+        """Tokens come of this booking now. `routed` is told once its decode worker has room: a full
+        one may be asked many times."""
         self._booking, self._attempt_at_s = booking, self._parts.clock()
+        self._routed = routed
 
     @property
     def num_emitted(self) -> int:
@@ -57,6 +61,8 @@ class RequestOutput:
 
     def reserved(self) -> None:
         self._reserve_s = self._parts.clock() - self._attempt_at_s
+        if self._routed is not None:
+            self.log.mark(self._routed)
 
     def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
         now = self._parts.clock()
@@ -107,6 +113,7 @@ class RequestOutput:
         self._time(num_new)
         log.logprobs.extend(logprobs[:num_new])
         self._parts.metrics.tokens.inc(num_new)
+        self._parts.admission.emitted(self._arrival.parsed.tenant, num_before, len(log.ids))
         if finished is None and len(log.ids) >= self._arrival.parsed.sampling.max_tokens:
             finished = FinishReason.LENGTH
         if finished is None:

@@ -181,10 +181,10 @@ class RequestRun:
         try:
             workers = self._workers(placed)
             self._attempt_number += 1
-            self.log.mark(self._routed(placed))
-            placement = placed.placement
+            placement, routed = placed.placement, self._routed(placed)
             attempt = self._new_attempt(workers, placement.queue_s + placement.prefill_s)
-            await self._follow(attempt, attempt.run(self._spec(placed)), placed.booking)
+            running = attempt.run(self._spec(placed))
+            await self._follow(attempt, running, placed.booking, routed)
         finally:
             self._parts.fleet.release(placed.booking)
 
@@ -198,10 +198,14 @@ class RequestRun:
         return Workers(decode, None if placed.placement.prefill_slot is None else prefill)
 
     async def _follow(
-        self, attempt: Attempt, running: Coroutine[None, None, None], booking: Booking
+        self,
+        attempt: Attempt,
+        running: Coroutine[None, None, None],
+        booking: Booking,
+        routed: Routed | None = None,
     ) -> None:
         """See an attempt through to its end, and leave nothing of it behind on its workers."""
-        self._output.new_attempt(booking)
+        self._output.new_attempt(booking, routed)
         try:
             await running
         except AttemptError as error:

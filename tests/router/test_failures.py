@@ -165,6 +165,9 @@ async def test_no_capacity_puts_a_request_back_in_line_at_no_cost(text_model: Te
         answer = await d.client.ask(ask_for(PROMPT))
         assert_whole(answer, PROMPT)
         assert d.worker("d0").num_reserves == 6
+        assert [routed.attempt for routed in answer.routed] == [
+            6
+        ]  # where it was not taken is not told
         await d.check_empty()
 
 
