@@ -18,6 +18,17 @@ from baton.errors import ConfigError, InvalidRequestError
 
 # Unicode noncharacters: never part of a text that is meant for interchange.
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+# What a template does to messages it was not written for, however it says so.
+_REFUSALS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class Message(Protocol):
@@ -103,7 +114,7 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except _REFUSALS as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", field="chat"
             ) from error

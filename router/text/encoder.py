@@ -7,22 +7,26 @@ not exactly what the tokenizer would do (see `_is_segmentable`), texts are encod
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import sys
 import threading
 from collections import OrderedDict
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
-CACHE_CHARS = 8 << 20
+CACHE_BYTES = 64 << 20
+STAND_IN = "\ufdef"  # a Unicode noncharacter: not part of a text that is meant for interchange
+_ENTRY_BYTES, _ID_BYTES = 400, 36  # an entry without its text and ids; an integer in a list
 
 
 class _SegmentCache:
-    """Least recently used segments go first; bounded by their characters. Thread-safe."""
+    """Least recently used segments go first; bounded by the memory they take. Thread-safe."""
 
-    def __init__(self, max_chars: int) -> None:
-        self._max_chars = max_chars
-        self._chars = 0
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
         self._entries: OrderedDict[tuple[bool, str], list[int]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -35,31 +39,64 @@ class _SegmentCache:
 
     def put(self, key: tuple[bool, str], ids: list[int]) -> None:
         with self._lock:
-            if key in self._entries or len(key[1]) > self._max_chars:
+            if key in self._entries:
                 return
             self._entries[key] = ids
-            self._chars += len(key[1])
-            while self._chars > self._max_chars:
-                (_, oldest), _ = self._entries.popitem(last=False)
-                self._chars -= len(oldest)
+            self.num_bytes += _num_bytes(key[1], ids)
+            while self.num_bytes > self._max_bytes:
+                (_, oldest), its_ids = self._entries.popitem(last=False)
+                self.num_bytes -= _num_bytes(oldest, its_ids)
+
+
+def _num_bytes(segment: str, ids: list[int]) -> int:
+    return _ENTRY_BYTES + sys.getsizeof(segment) + _ID_BYTES * len(ids)
+
+
+class _StandIns:
+    """A tokenizer that reads a special token only where its stand-in is in its place."""
+
+    def __init__(self, literal: Tokenizer, added: dict[int, AddedToken]) -> None:
+        self._tokenizer = Tokenizer.from_str(literal.to_str())
+        self._tokenizer.encode_special_tokens = True
+        self._names: dict[str, str] = {}
+        self._ids: dict[int, int] = {}  # a stand-in's to its token's
+        for token_id, token in added.items():
+            if token.special:
+                name = self._names[token.content] = f"{STAND_IN}{token_id}{STAND_IN}"
+                self._tokenizer.add_tokens([_stand_in(token, name)])
+                stand_in = self._tokenizer.token_to_id(name)
+                assert stand_in is not None, name
+                self._ids[stand_in] = token_id
+
+    def encode(self, pieces: list[str]) -> list[int]:
+        """Of a text cut at its special tokens; every second piece is one."""
+        names = [self._names[piece] if i % 2 else piece for i, piece in enumerate(pieces)]
+        ids = self._tokenizer.encode("".join(names), add_special_tokens=False).ids
+        return [self._ids.get(token_id, token_id) for token_id in ids]
+
+
+def _stand_in(token: AddedToken, name: str) -> AddedToken:
+    """It takes the spaces that the token takes."""
+    lstrip, rstrip = token.lstrip, token.rstrip
+    return AddedToken(name, lstrip=lstrip, rstrip=rstrip, normalized=False, special=False)
 
 
 class SegmentEncoder:
     """Encode as the tokenizer does; in chat texts, marked special tokens stay text."""
 
-    def __init__(self, tokenizer: Tokenizer, cache_chars: int = CACHE_CHARS) -> None:
+    def __init__(self, tokenizer: Tokenizer, cache_bytes: int = CACHE_BYTES) -> None:
         """Takes the tokenizer over: truncation and padding are switched off."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._literal = Tokenizer.from_str(tokenizer.to_str())
         self._literal.encode_special_tokens = True
-        added = tokenizer.get_added_tokens_decoder()
-        self._ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._added = tokenizer.get_added_tokens_decoder()
+        self._ids = {t.content: token_id for token_id, t in self._added.items() if t.special}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self._segmentable = _is_segmentable(tokenizer)
-        self._cache = _SegmentCache(cache_chars)
+        self._cache = _SegmentCache(cache_bytes)
         self._prefix, self._suffix = self._surroundings()
 
     @property
@@ -77,7 +114,16 @@ class SegmentEncoder:
         """A rendered chat: nothing is added; what `mark` breaks is encoded as ordinary text."""
         if mark is None and not self._segmentable:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        return self._encode_segments(text, mark)
+        if self._segmentable or STAND_IN in text:  # the latter nobody means: safe is enough
+            return self._encode_segments(text, mark)
+        assert mark is not None
+        pieces = self._special.split(text)
+        pieces[::2] = [piece.replace(mark, "") for piece in pieces[::2]]
+        return self._stand_ins.encode(pieces)
+
+    @functools.cached_property
+    def _stand_ins(self) -> _StandIns:
+        return _StandIns(self._literal, self._added)
 
     def _encode_segments(self, text: str, mark: str | None) -> list[int]:
         ids: list[int] = []

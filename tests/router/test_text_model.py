@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from baton.errors import ConfigError, InvalidRequestError
 from router.text import TextModel
+from router.text.encoder import SegmentEncoder
 from tests.router.text_fixtures import (
     CHAT_TOKENS,
     SENTENCES,
@@ -43,6 +46,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
         reference = PreTrainedTokenizerFast.from_pretrained(str(folder))
         result[kind] = (TextModel.load(folder), reference)
     return result
+
+
+RECURSIVE = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
 
 
 texts = st.one_of(
@@ -85,6 +91,54 @@ def test_special_tokens_written_in_a_message_stay_text(pairs: dict[str, Pair], k
     tokens = reference.convert_ids_to_tokens(ids)
     assert [tokens.count(token) for token in CHAT_TOKENS] == [1, 0, 2, 1]
     assert attack.replace("\n", "") in model.decode(ids).replace("\n", "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_special_token_in_a_message_changes_no_other_turn(
+    pairs: dict[str, Pair], kind: str
+) -> None:
+    model, _ = pairs[kind]
+    turns = [Turn("user", "the fox"), Turn("assistant", "a river")]
+    before = model.encode_chat([*turns, Turn("user", "sang")])
+    assert (
+        model.encode_chat([*turns, Turn("user", "sang <s>")])[: len(before) // 2]
+        == (before[: len(before) // 2])
+    )
+
+
+def test_spaces_that_the_template_s_special_tokens_take_are_taken_beside_quoted_ones(
+    tmp_path: Path,
+) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens([AddedToken("<sep>", lstrip=True, rstrip=True)])
+    template = "{% for m in messages %}{{ m.content }}  <sep>  {% endfor %}x"
+    model = TextModel.load(write_model(tmp_path, tokenizer, chat_template=template))
+    plain = model.encode_chat([Turn("user", "a fox"), Turn("user", "b")])
+    quoting = model.encode_chat([Turn("user", "a fox"), Turn("user", "b<sep>")])
+    end = plain.index(tokenizer.token_to_id("<sep>")) + 1
+    assert quoting[:end] == plain[:end]
+    assert quoting.count(tokenizer.token_to_id("<sep>")) == 2
+    assert model.decode(quoting) == "a foxb<sep>x"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 // 0 }}", "{{ range(10**30) | list }}", "{{ 'x' * 10**18 }}", RECURSIVE]
+)
+def test_whatever_a_template_fails_with_is_told_as_a_refusal(tmp_path: Path, template: str) -> None:
+    model = TextModel.load(write_model(tmp_path, byte_level_tokenizer(), chat_template=template))
+    with pytest.raises(InvalidRequestError, match="refuses"):
+        model.encode_chat([Turn("user", "hello")])
+
+
+def test_the_segments_that_are_kept_are_bounded_by_the_memory_they_take() -> None:
+    encoder = SegmentEncoder(byte_level_tokenizer(), cache_bytes=1 << 20)
+    text = "<s>".join(f"{number:x}" for number in range(10_000))
+    tracemalloc.start()
+    try:
+        encoder.encode(text)
+        assert 1 << 19 < tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_overlapping_special_tokens_are_all_broken(tmp_path: Path) -> None:
