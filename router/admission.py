@@ -15,12 +15,13 @@ import asyncio
 import bisect
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.errors import NoCapacityError, OverloadedError, UnavailableError
+from baton.errors import NoCapacityError, OverloadedError
 from router.config import RouterConfig
 from router.fair_share import FairShare
 from router.fleet import Booking, Fleet
@@ -37,6 +38,7 @@ from router.placement import (
 from router.prediction import earliest_first_token_s
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
+from router.refusals import stranded, too_large
 
 SCAN_AHEAD = 32  # requests tried per round, of those that some open worker is long enough for
 POLL_S = 0.25  # longest time between rounds while requests wait
@@ -47,11 +49,15 @@ ROUND_PAUSE = 4.0  # times what a round spent in vain: the event loop is left to
 class Ticket:
     """A request's place in line, kept over its retries."""
 
-    rank: tuple[int, float, int]  # (-priority, fair share's stamp, arrival)
+    rank: tuple[int, float, int]
+    """(-priority, fair share's stamp, arrival)."""
     prompt: PromptBlocks = field(compare=False)
     max_new_tokens: int = field(compare=False)
     least_new_tokens: int = field(compare=False)
     """Of these, how many must fit after the prompt: all that the client asked for."""
+    tenant: str = field(compare=False, default="")
+    charged: int = field(compare=False, default=0)
+    """Tokens that its tenant has paid for it; given back if it is never placed."""
     failed: set[tuple[str, int]] = field(compare=False, default_factory=set)
     """Worker ids and incarnations on which the request failed."""
     deadline_s: float | None = field(compare=False, default=None)
@@ -92,6 +98,7 @@ class Admission:
         self._clock, self._rng = clock, rng
         self._arrivals = itertools.count()
         self._shares = FairShare()
+        self._owed: Counter[str] = Counter()  # tokens that requests in line do not account for yet
         self._waiting: list[Ticket] = []
         self._round: asyncio.TimerHandle | asyncio.Handle | None = None
         self._round_at_s = self._pause_until_s = 0.0
@@ -112,8 +119,32 @@ class Admission:
         if len(self._waiting) >= self._config.max_queue and not self._shed_after(rank):
             raise self._full()
         growth = min(max_new_tokens, self._config.decode_growth_tokens)
-        self._shares.charge(tenant, len(prompt) + growth)
-        return Ticket(rank, prompt, max_new_tokens, max_new_tokens, deadline_s=deadline_s)
+        work = len(prompt) + growth
+        self._shares.charge(tenant, work)
+        return Ticket(
+            rank, prompt, max_new_tokens, max_new_tokens, tenant, work, deadline_s=deadline_s
+        )
+
+    def emitted(self, tenant: str, num_before: int, num_after: int) -> None:
+        """A request of the tenant has put out more tokens: it pays for those that its ticket did
+        not, and so do its requests in line, which are to wait for as long."""
+        paid = self._config.decode_growth_tokens
+        work = max(0, num_after - paid) - max(0, num_before - paid)
+        if work > 0:
+            self._shares.charge(tenant, work)
+            if self._waiting:
+                self._owed[tenant] += work
+
+    def _settle(self) -> None:
+        """Put the requests in line where what their tenants owe moves them."""
+        if not self._owed:
+            return
+        for ticket in self._waiting:
+            if owed := self._owed.get(ticket.tenant):
+                priority, stamp, arrival = ticket.rank
+                ticket.rank = (priority, stamp + owed, arrival)
+        self._waiting.sort(key=lambda ticket: ticket.rank)
+        self._owed.clear()
 
     def _shed_after(self, rank: tuple[int, float, int]) -> bool:
         """Refuse the last in line if it comes after `rank`, unless it has been placed before."""
@@ -136,8 +167,16 @@ class Admission:
         Raises NoCapacityError when the request is too large for any worker, UnavailableError when
         no usable worker took it for `fleet_wait_s`, OverloadedError when it would come too late.
         """
-        if too_large := self._too_large(ticket):
-            raise too_large
+        try:
+            return await self._wait_in_line(ticket)
+        finally:
+            if not ticket.was_placed:
+                self._shares.refund(ticket.tenant, ticket.charged)
+                ticket.charged = 0
+
+    async def _wait_in_line(self, ticket: Ticket) -> Placed:
+        if error := self._too_large(ticket):
+            raise error
         if not ticket.was_placed:
             self._refuse_too_late(ticket)
         ticket.since_s, ticket.stranded_since_s = self._clock(), None
@@ -202,6 +241,7 @@ class Admission:
         if self._waiting:
             self._schedule(max(next_s, 0.002))
         else:
+            self._owed.clear()
             self._shares.idle()
 
     def _try_in_order(self, within_reach: Reach, now: float) -> float:
@@ -210,6 +250,8 @@ class Admission:
         next_s, tries, in_vain = self._next_release_s(now), 0, 0
         reserved = np.zeros(self._fleet.num_slots, dtype=np.bool_)
         longest = longest_open(arrays, reserved, now)
+        if longest:
+            self._settle()
         for ticket in self._waiting:
             if not longest or tries == SCAN_AHEAD:
                 break
@@ -295,19 +337,8 @@ class Admission:
     # --- refusals ------------------------------------------------------------------------------
 
     def _too_large(self, ticket: Ticket) -> NoCapacityError | None:
-        num_tokens, longest = len(ticket.prompt), self._fleet.longest_request
-        least = ticket.least_new_tokens
-        if longest is not None and num_tokens + least > longest:
-            return NoCapacityError(
-                f"{num_tokens} tokens and {least} more exceed what every decode worker takes"
-                f" ({longest} tokens)"
-            )
-        longest = self._fleet.longest_prompt
-        if self._config.local_prefill == "never" and longest is not None and num_tokens > longest:
-            return NoCapacityError(
-                f"{num_tokens} tokens exceed what every prefill worker takes ({longest} tokens)"
-            )
-        return None
+        num_tokens, least = len(ticket.prompt), ticket.least_new_tokens
+        return too_large(num_tokens, least, self._fleet, self._config)
 
     def _refuse_too_late(self, ticket: Ticket) -> None:
         now, queries = self._clock(), self._queries(ticket, self._clock())
@@ -342,22 +373,9 @@ class Admission:
                 continue
             if any(total <= longest and num_tokens <= prompt for longest, prompt in kinds):
                 ticket.stranded_since_s = None
-            elif too_large := self._too_large(ticket):  # those that could take it have left
-                ticket.placed.set_exception(too_large)
+            elif error := self._too_large(ticket):  # those that could take it have left
+                ticket.placed.set_exception(error)
             elif ticket.stranded_since_s is None:
                 ticket.stranded_since_s = now
             elif now - ticket.stranded_since_s >= self._config.fleet_wait_s:
-                ticket.placed.set_exception(
-                    UnavailableError(_what_is_missing(ticket, within_reach), retry_after_s=1.0)
-                )
-
-
-def _what_is_missing(ticket: Ticket, within_reach: Reach) -> str:
-    longest = int(within_reach.request_tokens.max(initial=0.0))
-    if not longest:
-        return "no decode worker is live"
-    if ticket.num_tokens > longest:
-        return f"no decode worker that takes {ticket.num_tokens} tokens is live"
-    if not within_reach.prompt_tokens.any():
-        return "no prefill worker is live"
-    return f"no prefill worker that takes {len(ticket.prompt)} tokens is live"
+                ticket.placed.set_exception(stranded(total, num_tokens, within_reach))

@@ -28,6 +28,12 @@ class FairShare:
         if len(self._next) > self._sweep_at:
             self._sweep()
 
+    def refund(self, tenant: str, work: float) -> None:
+        """A request that was charged will never be served."""
+        at = self._next.get(tenant)
+        if at is not None:
+            self._next[tenant] = max(at - work, self._served)
+
     def served(self, stamp: float) -> None:
         """A request with this stamp has left the line."""
         self._served = max(self._served, stamp)

@@ -64,6 +64,49 @@ async def test_a_tenant_pays_for_long_prompts() -> None:
     assert order[:9].count("short") >= 7  # ten short ones are as much work as one long one
 
 
+async def test_a_tenant_pays_for_long_answers_as_they_come(text_model: TextModel) -> None:
+    async with deployment(text_model, decode_growth_tokens=4) as d:
+        d.worker("d0").step_s = 0.001
+        slots = d.router.fleet.arrays.max_running
+        slots[:] = 0
+        order: list[str] = []
+
+        async def one(tenant: str, number: int, num_tokens: int) -> None:
+            request = ask_for(f"{number:02}", num_tokens, tenant=tenant)
+            assert_whole(await d.client.ask(request), f"{number:02}", num_tokens)
+            order.append(tenant)
+
+        asking = [asyncio.create_task(one("long", number, 60)) for number in range(3)]
+        asking += [asyncio.create_task(one("short", number, 4)) for number in range(10, 16)]
+        await d.until(lambda: len(d.router.admission) == 9)
+        slots[:] = 1
+        d.router.admission.kick()
+        await asyncio.gather(*asking)
+        assert order[:7].count("short") == 6  # one long answer is more than all of them
+        await d.check_empty()
+
+
+async def test_what_is_refused_costs_its_tenant_nothing() -> None:
+    clock = Clock()
+    fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
+    prefill = fleet.get("p0")
+    assert prefill is not None
+    fleet.report(prefill, ReportedLoad(prefill_tokens_per_s=100.0))
+    admission = admission_of(fleet, clock)
+    fleet.arrays.max_running[:] = 0
+    first = asyncio.create_task(admission.place(admission.ticket(prompt(10), 4, 0, "other")))
+    await asyncio.sleep(0)
+    before = admission.ticket(prompt(10), 4, 0, "hasty").rank[1]
+    for _ in range(5):
+        with pytest.raises(OverloadedError):
+            await admission.place(
+                admission.ticket(prompt(500), 4, 0, "hasty", deadline_s=clock() + 1.0)
+            )
+    assert admission.ticket(prompt(10), 4, 0, "hasty").rank[1] == before + 14
+    first.cancel()
+    await asyncio.wait({first})
+
+
 async def test_priority_goes_before_fairness() -> None:
     order = await served_order([("few", 0, 10)] * 2 + [("many", 1, 10)] * 10)
     assert order == ["many"] * 10 + ["few"] * 2

@@ -1,0 +1,40 @@
+"""Why a request can run nowhere, in words for its client."""
+
+from __future__ import annotations
+
+from baton.errors import NoCapacityError, UnavailableError
+from router.config import RouterConfig
+from router.fleet import Fleet
+from router.placement import Reach
+
+
+def too_large(
+    num_tokens: int, least_new_tokens: int, fleet: Fleet, policy: RouterConfig
+) -> NoCapacityError | None:
+    """Of a request that no worker of the fleet takes, be it usable now or not."""
+    longest = fleet.longest_request
+    if longest is not None and num_tokens + least_new_tokens > longest:
+        return NoCapacityError(
+            f"{num_tokens} tokens and {least_new_tokens} more exceed what every decode worker takes"
+            f" ({longest} tokens)"
+        )
+    longest = fleet.longest_prompt
+    if policy.local_prefill == "never" and longest is not None and num_tokens > longest:
+        return NoCapacityError(
+            f"{num_tokens} tokens exceed what every prefill worker takes ({longest} tokens)"
+        )
+    return None
+
+
+def stranded(total_tokens: int, num_tokens: int, within_reach: Reach) -> UnavailableError:
+    """Of a request, with `num_tokens` of prompt, that no usable worker took for long enough."""
+    longest = int(within_reach.request_tokens.max(initial=0.0))
+    if not longest:
+        message = "no decode worker is live"
+    elif total_tokens > longest:
+        message = f"no decode worker that takes {total_tokens} tokens is live"
+    elif not within_reach.prompt_tokens.any():
+        message = "no prefill worker is live"
+    else:
+        message = f"no prefill worker that takes {num_tokens} tokens is live"
+    return UnavailableError(message, retry_after_s=1.0)
