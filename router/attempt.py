@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ import grpc.aio
 from baton.v1 import common_pb2, worker_pb2
 from router.config import RouterConfig
 from router.failure import AttemptError, Failure, failure_of, loss_of
-from router.fleet import WorkerEntry
+from router.fleet import WorkerEntry, WorkerState
 from router.output import FinishReason, TokenSink
 from router.patience import Patience
 from router.prefill_call import PrefillFailed, follow_prefill
@@ -58,6 +59,7 @@ class Attempt:
         self.wire_id = wire_id
         self.number: int | None = None
         self.running = False
+        self.progress_s = -math.inf  # when the decode worker last told a token
         self._workers, self._sink = workers, sink
         self._config, self._clock = config, clock
         self._predicted_s = predicted_s
@@ -114,6 +116,7 @@ class Attempt:
         self._take_spec(response.spec)
         self._reserved, self._find_worker = True, find_worker
         self.running = self._first_seen = len(response.tokens.ids) > self._first_index
+        self._sink.attached(response.tokens.num_cached_tokens)
         self._begin("a token", self._config.token_timeout_s)
         was_given_up = response.tokens.finished == common_pb2.FINISH_REASON_ABORTED
         if was_given_up:  # for want of a router, or by a client that wants it after all
@@ -188,7 +191,19 @@ class Attempt:
         self._patience.expect(what, self._config.token_timeout_s, *workers)
 
     def _on_silence(self, worker: WorkerEntry, what: str) -> None:
+        if self.running and self._waits_for_others(worker):
+            self._expect(what, worker)
+            return
         self._fail(Failure.STUCK, worker, f"{worker.facts.worker_id}: no sign of {what}")
+
+    def _waits_for_others(self, worker: WorkerEntry) -> bool:
+        """A decode worker whose other streams flow is well: it has preempted this one for memory,
+        and elsewhere all would have to be computed again."""
+        if worker is not self._decode or worker.state is WorkerState.SUSPECT:
+            return False
+        since_s = self._clock() - self._config.token_timeout_s
+        others = self._workers.decode.waiting
+        return any(o.progress_s > since_s for o in others if isinstance(o, Attempt))
 
     def _fail(
         self,
@@ -388,6 +403,7 @@ class Attempt:
             self.running = True
             self._see_first(None, tokens.num_cached_tokens)
         if has_news:
+            self.progress_s = self._clock()
             self._expect("a token", self._decode)
 
     def _deliver_early(self) -> None:

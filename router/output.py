@@ -216,6 +216,9 @@ class TokenSink(Protocol):
         """Put out the next tokens; True when the request is over with them."""
 
     def reserved(self) -> None: ...
+    def attached(self, num_cached_tokens: int) -> None:
+        """Another router had the prompt computed, all but what was cached."""
+
     def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
         """The prompt is computed, all but what was cached; None where the decode worker did it."""
 

@@ -6,6 +6,7 @@ the request is all it tells. Cancelling the task that follows the call cancels t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +16,7 @@ import grpc.aio
 
 from baton.status import from_rpc_error
 from baton.v1 import worker_pb2
-from router.failure import Failure, failure_of_call, failure_of_handoff
+from router.failure import Failure, failure_of_call, failure_of_handoff, loss_of
 from router.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,15 @@ async def follow_prefill(
             message = f"{worker_id}: {error.code().name}: {error.details()}"
             failure, field = failure_of_call(error, link.entry), from_rpc_error(error).field
             listener.on_prefill_failed(PrefillFailed(failure, message, field=field))
+        return
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        if not is_over:
+            message = f"{worker_id} has left the fleet"
+            failure = loss_of(link.entry, Failure.PREFILL_FAILED)
+            listener.on_prefill_failed(PrefillFailed(failure, message))
         return
     finally:
         call.cancel()

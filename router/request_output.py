@@ -64,6 +64,9 @@ class RequestOutput:
         if self._routed is not None:
             self.log.mark(self._routed)
 
+    def attached(self, num_cached_tokens: int) -> None:
+        self._num_cached_tokens = num_cached_tokens
+
     def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
         now = self._parts.clock()
         if self._booking is not None:

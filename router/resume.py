@@ -92,6 +92,11 @@ async def _ask(
         if error.code() is not grpc.StatusCode.NOT_FOUND:
             log.warning("attach at %s: %s", link.entry.facts.worker_id, error.code().name)
         return None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        return None  # it has left the fleet while it was asked
     finally:
         if not kept:
             attempt.abandon()

@@ -96,6 +96,30 @@ async def test_a_handoff_that_another_router_began_is_nobody_s_fault_here(
         await d.check_empty()
 
 
+async def test_a_stream_that_stands_still_while_others_flow_is_no_fault_of_its_worker(
+    text_model: TextModel,
+) -> None:
+    """As one does that was preempted because memory was full."""
+    async with deployment(text_model, token_timeout_s=0.2, eject_s=30.0) as d:
+        worker, loop = d.worker("d0"), asyncio.get_running_loop()
+        worker.step_s = 0.01
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id="mine")))
+        other = asyncio.create_task(d.client.ask(ask_for("another", 300)))
+        await d.until(lambda: len(worker.runs) == 2 and worker.runs["mine"].task is not None)
+        preempted = worker.runs["mine"]
+        assert preempted.task is not None
+        preempted.task.cancel()
+        until_s = loop.time() + 0.6
+        await d.until(lambda: loop.time() > until_s)
+        preempted.task = asyncio.ensure_future(worker._decode(preempted))
+        answer = await asking
+        assert_whole(answer, PROMPT)
+        assert len(answer.routed) == 1
+        assert not held(d)
+        assert not other.done()
+        other.cancel()
+
+
 async def test_a_failure_is_not_held_against_the_worker_that_took_the_row_over() -> None:
     clock = Clock()
     fleet = fleet_of(

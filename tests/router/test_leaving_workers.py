@@ -170,3 +170,32 @@ async def test_a_draining_decode_worker_s_refusal_costs_nothing(text_model: Text
         assert_whole(await asking, PROMPT)
         assert (d.router.fleet.arrays.hold_until_s == 0).all()
         await d.check_empty()
+
+
+async def test_a_prompt_at_a_prefill_worker_that_leaves_the_fleet_goes_on_at_once(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, prefill=2) as d:
+        workers = [d.worker("p0"), d.worker("p1")]
+        for worker in workers:
+            worker.faults.hang_prefills = 1
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: any(worker.num_prefilling for worker in workers))
+        leaving, other = sorted(workers, key=lambda worker: not worker.num_prefilling)
+        other.faults.hang_prefills = 0
+        leaving.state = control_pb2.WORKER_STATE_GONE
+        await d.registry.publish()
+        assert_whole(await asyncio.wait_for(asking, 10), PROMPT)
+
+
+async def test_a_worker_that_leaves_while_it_is_asked_for_a_request_does_not_have_it(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, decode=2, attach_timeout_s=20.0) as d:
+        d.worker("d1").faults.hang_attaches = 1
+        request = ask_for(PROMPT, request_id="mine", resume_from_index=0)
+        asking = asyncio.create_task(d.client.ask(request))
+        await d.until(lambda: d.worker("d1").num_attaching == 1)
+        d.worker("d1").state = control_pb2.WORKER_STATE_GONE
+        await d.registry.publish()
+        assert_whole(await asyncio.wait_for(asking, 10), PROMPT)

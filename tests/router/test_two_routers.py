@@ -59,13 +59,17 @@ async def test_a_router_that_lost_its_client_does_not_end_the_stream_at_the_next
         router_over(text_model, *listed, config=CONFIG) as (router_a, client_a),
         router_over(text_model, *listed, config=CONFIG) as (router_b, client_b),
     ):
+        await client_a.ask(request_of(1))  # its prompt is cached from now on
+        steps = await num_decoded(worker)
         seen = await client_a.ask(named(1), until=lambda a: len(a.ids) >= 6)
         again = named(1)
         again.resume_from_index = len(seen.ids)
         rest = await client_b.ask(again)
         assert not rest.migrated
+        assert rest.finished is not None
+        assert rest.finished.usage.num_cached_tokens == seen.prefilled[0].num_cached_tokens > 0
         assert seen.ids + rest.ids == alone(1)
-        assert await num_decoded(worker) == NUM_TOKENS - 1
+        assert await num_decoded(worker) - steps == NUM_TOKENS - 1
         await until(lambda: router_a.fleet.num_bookings == 0)
         for router in (router_a, router_b):
             failures = {labels[0] for labels in router.metrics.failures._metrics}
