@@ -28,7 +28,7 @@ from decode_worker.config import DecodeConfig
 from decode_worker.errors import NoSessionError, OtherBodyError, StaleAttemptError
 from decode_worker.request_log import Record, RequestLog, Submission
 from decode_worker.runs import Phase, Run, Runs, sampled_token
-from decode_worker.session import Admitted, Refusal, Reserved, RouterSession
+from decode_worker.session import Admitted, Moved, Refusal, Reserved, RouterSession
 from engine.errors import EngineStoppedError, InvalidRequestError
 from engine.loop import EngineThread
 from engine.request import (
@@ -137,6 +137,8 @@ class DecodeRole:
             self._end(former, FinishReason.ABORTED, "replaced by a newer attempt")
             if former.session is not None:
                 former.session.drop(submission.request_id)
+            if former.session is not session:
+                former.tell(Moved(submission.request_id, former.submission.attempt))
         # An id that no other attempt ever has: the engine may still tell of one that is over here,
         # while the request's own id and number have come again.
         key = RequestId(f"{submission.spec.request_id}/{next(self._numbers)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from decode_worker.role import DecodeRole
 from decode_worker.session import Refusal, Rejected, RouterSession, Update
 from engine.request import TokenLogprobs
 from kv_transfer.lease import WorkerIdentity, logprobs_to_proto
+
+log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -75,9 +78,12 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             if message.HasField("writer"):
                 writer = WorkerIdentity.from_proto(message.writer)
         except ValueError as error:
-            refusal = Rejected(wire.request_id, wire.attempt, Refusal.INVALID, str(error))
-            session.notice(refusal)
-            session.flush()
+            _refuse(session, wire, Refusal.INVALID, str(error))
+            return
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            # A fault of ours, but of this message alone: the session's other requests go on.
+            log.exception("request %r cannot be read", wire.request_id)
+            _refuse(session, wire, Refusal.INTERNAL, f"it cannot be read: {error!r}")
             return
         submission = Submission(
             spec=spec,
@@ -113,6 +119,13 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             spec=worker_pb2.RequestSpec.FromString(record.submission.wire),
             tokens=_tokens_message(record.since(0)),
         )
+
+
+def _refuse(
+    session: RouterSession, wire: worker_pb2.RequestSpec, refusal: Refusal, message: str
+) -> None:
+    session.notice(Rejected(wire.request_id, wire.attempt, refusal, message))
+    session.flush()
 
 
 def _update_message(update: Update) -> worker_pb2.SessionResponse:

@@ -9,6 +9,9 @@ import pytest
 from baton.v1 import common_pb2, worker_pb2
 from cluster.registry import Role
 from cluster.worker import Worker
+from decode_worker.service import DecodeService
+from decode_worker.session import Refusal
+from engine.request import RequestSpec
 from tests.cluster.conftest import (
     DecodeLink,
     Oracle,
@@ -73,6 +76,33 @@ async def test_a_router_whose_request_was_taken_over_is_told_and_cannot_end_it(
     assert heard.in_order() == Oracle().tokens(endless("x"))[: len(heard.tokens)]
     await former.close()
     await latter.close()
+
+
+async def test_a_router_whose_request_another_one_began_anew_is_told(worker: Worker) -> None:
+    former, latter = await open_link(worker, "router-a/1"), await open_link(worker, "router-b/1")
+    await former.reserve(endless("x"))
+    await former.until(lambda: former.of("x").tokens)
+    anew = make_spec("x", attempt=2)
+    await latter.reserve(anew)
+    await former.until(lambda: former.of("x").moved)
+    await latter.until(lambda: latter.of("x", 2).finished)
+    assert not former.of("x").finished
+    assert latter.of("x", 2).in_order() == Oracle().tokens(anew)
+    await former.close()
+    await latter.close()
+
+
+async def test_a_message_that_nobody_foresaw_ends_its_own_request_alone(worker: Worker) -> None:
+    def read(_: worker_pb2.RequestSpec) -> RequestSpec:
+        raise OverflowError("of a kind that no check knows")
+
+    session = worker.decode.open_session("router-a/1")
+    service = DecodeService(worker.decode, read)
+    service._reserve(session, worker_pb2.Reserve(spec=make_spec("x")))
+    update = await anext(session.updates())
+    assert [told.refusal for told in update.rejected] == [Refusal.INTERNAL]
+    assert not session.closed
+    worker.decode.close_session(session)
 
 
 async def test_a_router_ends_in_its_next_session_what_it_began_in_the_last(worker: Worker) -> None:
