@@ -97,6 +97,10 @@ class ClusterConfig:
         roles = {pool.role for pool in self.pools.values()}
         if not roles & {"decode", "mixed"}:
             raise ValueError("pools need at least one of role decode or mixed")
+        if self.router.local_prefill == "never" and not roles & {"prefill", "mixed"}:
+            raise ValueError(
+                "router.local_prefill must not be never without a pool of role prefill or mixed"
+            )
         if self.transfer.transport != "ucx":
             raise ValueError(
                 f"transfer.transport must be ucx in a cluster, whose workers are processes, "

@@ -134,13 +134,22 @@ _ABOVE_0 = (
     "default_handoff_bytes_per_s",
     "default_timeout_s",
     "max_timeout_s",
+    "reserve_timeout_s",
+    "first_token_timeout_s",
+    "token_timeout_s",
     "keepalive_s",
     "registry_silence_s",
     "connect_timeout_s",
     "reconnect_min_s",
     "reconnect_max_s",
 )
-_AT_MOST = {"port": 65535, "metrics_port": 65535, "handoff_overlap": 1}
+_AT_MOST = {
+    "port": 65535,
+    "metrics_port": 65535,
+    "handoff_overlap": 1,
+    "keepalive_s": 86_400,  # gRPC counts milliseconds in 31 bits, and bytes
+    "max_message_bytes": (1 << 31) - 1,
+}
 
 
 def _check_number(name: str, value: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -158,13 +159,15 @@ def _size(root: Path, config: Mapping[str, Any], name: str) -> int | None:
 def _sampling_defaults(root: Path, generation: Mapping[str, Any]) -> SamplingDefaults:
     base = SamplingDefaults()
     values: dict[str, Any] = {}
+    path = root / "generation_config.json"
     for name, default in vars(base).items():
         value = generation.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
-            path = root / "generation_config.json"
             raise ConfigError(f"{path}: {name}: a number is expected, not {value!r}")
+        if value < 0 or not math.isfinite(value):
+            raise ConfigError(f"{path}: {name}: a number from 0 on is expected, not {value!r}")
         values[name] = type(default)(value)
     if generation.get("do_sample") is False:
         values["temperature"] = 0.0

@@ -81,6 +81,13 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
             "pools.a.engine.max_num_batched_tokens: must be at least max_num_seqs (1000), not 512",
         ),
         ({"pools": {"a b": {"role": "decode"}}}, "pools.a b: a pool's name is"),
+        ({"router": {"token_timeout_s": 0}}, "router.token_timeout_s: must be above 0"),
+        ({"router": {"keepalive_s": 3e6}}, "router.keepalive_s: must be between 0 and 86400"),
+        ({"router": {"max_message_bytes": 1 << 40}}, "router.max_message_bytes: must be between"),
+        (
+            {"pools": {"a": {"role": "decode"}}, "router": {"local_prefill": "never"}},
+            "router.local_prefill: must not be never without a pool of role prefill or mixed",
+        ),
         ([1], "cluster.yaml: a mapping is expected, not [1]"),
         ({"model": ""}, "model: must not be empty"),
     ],

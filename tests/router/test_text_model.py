@@ -232,6 +232,7 @@ def test_a_model_that_is_nowhere_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         ("tokenizer.json", None, "tokenizer.json"),
         ("config.json", "[1]", "config.json"),
         ("generation_config.json", "nonsense", "generation_config.json"),
+        ("generation_config.json", '{"top_k": -1}', "top_k: a number from 0 on"),
         ("chat_template.jinja", "{% if %}", "chat template, line 1"),
     ],
 )
