@@ -10,7 +10,7 @@ from collections.abc import Generator
 from baton import render
 from baton.answer_meter import AnswerMeter
 from baton.client import Client
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidRequestError
 from baton.events import Event, Finished, FinishReason, Tokens
 from baton.progress import Patience
 from baton.request_stream import GenerateOptions, build_request
@@ -56,8 +56,15 @@ def _check_end(finished: Finished) -> None:
         raise BatonError(f"the request was ended by the server: {finished.reason.value}")
 
 
+def _read_all() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"standard input is not text: {error}", field="text") from error
+
+
 def generate(arguments: argparse.Namespace) -> int:
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt = _read_all() if arguments.prompt == "-" else arguments.prompt
     options = sampling_options(arguments)
     with Client(arguments.router) as client:
         if arguments.raw:

@@ -70,6 +70,15 @@ def test_generate_sends_raw_text_and_reads_standard_input(
     assert list(book.requests[0].stop) == ["a", "b"]
 
 
+def test_what_is_not_text_on_standard_input_is_told(
+    router: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8", errors="strict")
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main(["generate", "-", "--raw", "--router", router]) == 1
+    assert "standard input is not text" in capsys.readouterr().err
+
+
 def test_what_an_answer_cost_is_told_in_aligned_columns(router: str, capsys: Capture) -> None:
     assert main(["generate", "hello", "--router", router, "--stats"]) == 0
     names, values = capsys.readouterr().err.rstrip().splitlines()
