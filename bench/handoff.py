@@ -2,11 +2,12 @@
 
     python -m bench.handoff [--rounds 15] [--library wheel|system|PATH] [--python-loop]
 
-Two processes, one Baton handoff a round: 256 scattered blocks go into the other process, then
-`done` -> admission -> `Ack`. In the same round, before or after it by turns, the same blocks are
-copied by memcpy inside one process (one C call that copies each run). Medians over the rounds;
-every round's sources and targets are others. The whole handoff pushes its layers without a pause:
-in a prefill they go while later layers are computed, and what is left after the last is `exposed`.
+Two processes, one Baton handoff a round: scattered blocks go into the other process (256, a short
+prompt's; 2,048, a long one's), then `done` -> admission -> `Ack`. In the same round, before or
+after it by turns, the same blocks are copied by memcpy inside one process (one C call that copies
+each run). Medians over the rounds; every round's sources and targets are others. The whole handoff
+pushes its layers without a pause: in a prefill they go while later layers are computed, and what is
+left after the last is `exposed`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import itertools
 import multiprocessing
 import statistics
 import sys
@@ -39,10 +41,10 @@ from kv_transfer.transport import FlushResult, make_transport
 from kv_transfer.ucx.native import compiled
 
 BLOCK_BYTES = (32 << 10, 64 << 10, 128 << 10)
-NUM_RUNS = 256
+NUM_RUNS = (256, 2048)
 NUM_LAYERS = 8
 NUM_REGIONS = 4
-BLOCKS_PER_REGION = 64
+BLOCKS_PER_REGION = 136  # of which every other one is enough for a layer of the larger handoff
 FINGERPRINT = b"bench"
 NUM_PINGS = 500
 SWITCH_INTERVAL_S = 0.0002  # as in a worker's process
@@ -58,10 +60,11 @@ class Push:
 
 @dataclass(frozen=True)
 class Result:
-    """Medians. GB/s over 256 blocks: `put` counts posting and flushing alone, `handoff` also the
+    """Medians. GB/s over all blocks: `put` counts posting and flushing alone, `handoff` also the
     receiver's answer; `exposed_us` is what is left of one when its last layer is computed and the
     earlier ones have been pushed; `answer_us` is a handoff without blocks."""
 
+    num_runs: int
     block_bytes: int
     put_gb_s: float
     handoff_gb_s: float
@@ -89,7 +92,9 @@ class Worker:
             self.transport, self.memory, self.layout, self.identity, 0, None, config
         )
         self.table = LeaseTable(self.rank, self.identity, FINGERPRINT, config, self)
-        self.exporter = Exporter(self.rank, self.identity, FINGERPRINT, config, self.rank.message)
+        self.exporter = Exporter(
+            self.rank, self.identity, FINGERPRINT, config, self.rank.message, lambda: True
+        )
 
     def admitted(self, request_id: str, first: FirstToken) -> None:
         pass
@@ -207,7 +212,7 @@ class Memcpy:
         return time.perf_counter() - start
 
 
-async def measure(block_bytes: int, rounds: int, config: TransferConfig) -> Result:
+async def measure(num_runs: int, block_bytes: int, rounds: int, config: TransferConfig) -> Result:
     pipe, process = run_receiver(block_bytes, config)
     worker = Worker("sender", block_bytes, config)
     worker.memory.buffer[:] = 7
@@ -216,7 +221,7 @@ async def measure(block_bytes: int, rounds: int, config: TransferConfig) -> Resu
     memcpy = Memcpy(worker)
     samples: list[tuple[float, ...]] = []
     for number in range(rounds + 2):
-        sources, targets = (scattered(2 * number + i, NUM_RUNS // NUM_LAYERS) for i in (0, 1))
+        sources, targets = (scattered(2 * number + i, num_runs // NUM_LAYERS) for i in (0, 1))
         pipe.send(targets)
         lease = await asyncio.to_thread(pipe.recv)
         # By turns: whoever comes second finds the sources in the cache.
@@ -234,9 +239,9 @@ async def measure(block_bytes: int, rounds: int, config: TransferConfig) -> Resu
     put_s, whole_s, copy_s, left_s, answer_s = (
         statistics.median(column) for column in zip(*samples[2:], strict=True)
     )
-    num_gb = NUM_RUNS * block_bytes / 1e9
+    num_gb = num_runs * block_bytes / 1e9
     speeds = (num_gb / put_s, num_gb / whole_s, num_gb / copy_s)
-    return Result(block_bytes, *speeds, left_s * 1e6, answer_s * 1e6)
+    return Result(num_runs, block_bytes, *speeds, left_s * 1e6, answer_s * 1e6)
 
 
 def echo_main(pipe: Connection, config: TransferConfig) -> None:
@@ -289,7 +294,7 @@ def main() -> None:
     options = parser.parse_args()
     config = TransferConfig(ucx_library=options.library, native=not options.python_loop)
     header = (
-        "256 blocks of",
+        "blocks",
         "memcpy GB/s",
         "put GB/s",
         "put/memcpy",
@@ -299,11 +304,11 @@ def main() -> None:
         "answer us",
     )
     rows = []
-    for block_bytes in BLOCK_BYTES:
-        result = uvloop.run(measure(block_bytes, options.rounds, config))
+    for num_runs, block_bytes in itertools.product(NUM_RUNS, BLOCK_BYTES):
+        result = uvloop.run(measure(num_runs, block_bytes, options.rounds, config))
         rows.append(
             (
-                f"{block_bytes >> 10} KiB",
+                f"{num_runs:,} of {block_bytes >> 10} KiB",
                 f"{result.memcpy_gb_s:.1f}",
                 f"{result.put_gb_s:.1f}",
                 f"{result.put_gb_s / result.memcpy_gb_s:.2f}",
