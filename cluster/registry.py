@@ -50,6 +50,15 @@ class Progress:
     predicted_step_s: float | None
     """Of the step under way; None: it has work of a kind that the worker has never done."""
 
+    def is_stuck(self, config: RegistryConfig) -> bool:
+        """Whether the step under way has taken longer than a sound one may."""
+        if not self.runnable:
+            return False
+        if self.predicted_step_s is None:
+            return self.idle_s >= config.first_step_s
+        patience_s = max(config.stuck_after_s, config.stuck_factor * self.predicted_step_s)
+        return self.idle_s >= patience_s
+
 
 @dataclass(frozen=True)
 class Registration:
@@ -319,10 +328,4 @@ class Registry:
         return WorkerState.STARTING if worker.progress is None else WorkerState.LIVE
 
     def _stuck(self, worker: _Worker) -> bool:
-        progress = worker.progress
-        if progress is None or not progress.runnable:
-            return False
-        predicted_s, config = progress.predicted_step_s, self._config
-        if predicted_s is None:
-            return progress.idle_s >= config.first_step_s
-        return progress.idle_s >= max(config.stuck_after_s, config.stuck_factor * predicted_s)
+        return worker.progress is not None and worker.progress.is_stuck(self._config)

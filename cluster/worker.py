@@ -32,7 +32,7 @@ from cluster.integrity import EngineBooks, TokenCount, problems_of, report
 from cluster.kv_feed import KvFeed
 from cluster.rank import Rank
 from cluster.registration import Beat, Registrar
-from cluster.registry import Role
+from cluster.registry import Progress, Role
 from cluster.request_wire import read_spec
 from cluster.worker_config import WorkerConfig
 from cluster.worker_metrics import WorkerCollector
@@ -86,7 +86,7 @@ class Worker:
         self.feed = KvFeed(self.engine, loop)
         # Both, whatever the role: mail for either is always read, only calls are not taken.
         transfer = (rank.transfer, rank.identity, fingerprint, config.transfer)
-        self.exporter = Exporter(*transfer, self._send_to_sinks, clock)
+        self.exporter = Exporter(*transfer, self._send_to_sinks, self.engine_is_well, clock)
         self.prefill = PrefillRole(self.engine, self.exporter, self.fail)
         self.decode = DecodeRole(self.engine, fingerprint, config.decode, clock, self.fail)
         self.leases = LeaseTable(*transfer, self.decode, clock)
@@ -299,13 +299,24 @@ class Worker:
         return Beat(self._progress(), self._load, self._drain is not None)
 
     def _progress(self) -> control_pb2.StepProgress:
-        # The engine goes on meanwhile: a prediction read after the time could be the next step's.
-        predicted_step_s = self.engine.predicted_step_s
+        step = self._step_under_way()
         return control_pb2.StepProgress(
             num_steps=self.engine.num_steps,
-            runnable=self.engine.runnable,
-            idle_s=max(0.0, time.monotonic() - self.engine.last_step_at),
-            predicted_step_s=predicted_step_s,
+            runnable=step.runnable,
+            idle_s=step.idle_s,
+            predicted_step_s=step.predicted_step_s,
+        )
+
+    def _step_under_way(self) -> Progress:
+        # The engine goes on meanwhile: a prediction read after the time could be the next step's.
+        predicted_step_s = self.engine.predicted_step_s
+        idle_s = max(0.0, time.monotonic() - self.engine.last_step_at)
+        return Progress(self.engine.runnable, idle_s, predicted_step_s)
+
+    def engine_is_well(self) -> bool:
+        """Whether it has not failed, and its step under way is not stuck as the registry judges."""
+        return self.engine.error is None and not self._step_under_way().is_stuck(
+            self._config.registry
         )
 
     def _ask_load(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.config import ClusterConfig
-from cluster.config import WorkerSettings
+from cluster.config import RegistryConfig, WorkerSettings
 from cluster.registry import Role
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
@@ -48,6 +48,8 @@ class WorkerConfig:
     log_dir: str = ""
     """Each rank logs to a file here; empty: to standard error."""
     decode: DecodeConfig = field(default_factory=DecodeConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    """The registry's: a worker judges its own step as it is judged."""
 
     def log_file(self, rank: int) -> Path | None:
         name = self.worker_id if rank == 0 else f"{self.worker_id}.r{rank}"
@@ -75,6 +77,7 @@ def worker_config(
         log_level=cluster.log_level,
         settings=cluster.worker,
         decode=cluster.decode,
+        registry=cluster.registry,
     )
 
 

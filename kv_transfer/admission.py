@@ -108,7 +108,7 @@ class Admission:
             del self._offers[lease_id]
 
     def heard(self, message: transfer_pb2.TransferMessage) -> None:
-        """A chunk was pushed under the message's lease."""
+        """The message's lease is still being served."""
         with self._lock:
             offer = self._offers.get(LeaseId(message.lease_id))
             if offer is not None and is_from_writer(offer.lease, message):

@@ -7,6 +7,9 @@ A handoff:
 3. or it breaks at any moment (fenced, refused, a peer lost, no answer in time, cancelled): every
    rank is told to stop, and once all have drained the receiver is told `Failed` and `Drained`.
 
+While it is open its lease is renewed, by time, for as long as the engine is well: a prompt that
+waits for others, or whose chunk takes long, is being served. A hung engine renews nothing.
+
 Either way the handoff is remembered by a tombstone, as is a lease that was fenced before it was
 ever seen: it is never opened (again), and a fence for it is answered with `Drained` at once.
 A handoff that broke ends for its caller after `ack_timeout_s` even when a rank has not answered;
@@ -54,6 +57,7 @@ from kv_transfer.tombstones import Tombstones
 
 log = logging.getLogger(__name__)
 
+_RENEWALS = 3  # so often within the time that a lease lasts: one may be late, or lost
 _RESENDS = 4  # a `done` is repeated this often within its timeout, until it is answered
 
 
@@ -70,11 +74,14 @@ class _Export:
     owner_told: bool = False  # that it failed and has drained
     collected: bool = False  # the caller of `finish` or `cancel` has its outcome
     timers: list[Timer] = field(default_factory=list)
+    renewal: Timer | None = None
 
     def stop_timers(self) -> None:
         for timer in self.timers:
             timer.cancel()
         self.timers.clear()
+        if self.renewal is not None:
+            self.renewal.cancel()
 
 
 class Exporter:
@@ -85,12 +92,15 @@ class Exporter:
         fingerprint: bytes,
         config: TransferConfig,
         send_to_sinks: Callable[[bytes], None],
+        engine_is_well: Callable[[], bool],
         clock: Clock | None = None,
     ) -> None:
         """On the running event loop. `send_to_sinks` delivers a payload to `KvSink.message` of
-        every rank of this worker, before anything of a later `add_prefill`."""
+        every rank of this worker, before anything of a later `add_prefill`. `engine_is_well`:
+        whether it lives and its step under way may still end."""
         self._rank, self._identity, self._fingerprint = rank, identity, fingerprint
         self._config, self._send_to_sinks = config, send_to_sinks
+        self._engine_is_well = engine_is_well
         self._loop = asyncio.get_running_loop()
         self._clock = clock or LoopClock(self._loop)
         self._exports: dict[HandoffId, _Export] = {}
@@ -122,10 +132,18 @@ class Exporter:
                 f"of {self._identity.worker_id} ({self._fingerprint.hex()})"
             )
         self._rank.check_lease(lease)
-        self._exports[handoff] = _Export(lease, self._loop.create_future())
+        export = self._exports[handoff] = _Export(lease, self._loop.create_future())
         self._send_to_sinks(self._rank.open_payload(lease))
-        self._rank.send_progress(lease)
+        self._renew(export)
         return handoff
+
+    def _renew(self, export: _Export) -> None:
+        """Now and from time to time, until the handoff is over."""
+        if self._engine_is_well():
+            self._rank.send_progress(export.lease)
+        export.renewal = self._clock.call_later(
+            export.lease.renew_within_s / _RENEWALS, lambda: self._renew(export)
+        )
 
     async def finish(
         self,

@@ -53,8 +53,6 @@ from kv_transfer.transport import FlushResult, TransferMemory, Transport
 
 log = logging.getLogger(__name__)
 
-_TELL_AFTER = 0.1  # of the time within which a lease must be renewed
-
 
 class TransferRank:
     """Own what one rank sends and receives. Starts the transport."""
@@ -128,7 +126,7 @@ class TransferRank:
         """A lease to serve, as `open_payload` made it."""
         opened = transfer_pb2.OpenHandoff.FromString(payload)
         lease = Lease.from_proto(opened.lease)
-        handoff = RankHandoff(lease, self.region_layout.layout, {}, told_at_s=self.now_s())
+        handoff = RankHandoff(lease, self.region_layout.layout, {})
         try:
             handoff.lanes.update(self._lanes(lease))
         except LeaseError as error:
@@ -155,17 +153,9 @@ class TransferRank:
                 self._settle(handoff)
 
     def step_done(self, plan: object) -> None:
-        """Renew the leases that this step has pushed to, where the owner has heard nothing for a
-        part of the time after which it would take the writer for dead: each message wakes it."""
-        now_s = self.now_s()
         with self._lock:
-            pushed = [h for h in self._handoffs.values() if h.step_done()]
-            due = [h for h in pushed if now_s - h.told_at_s >= h.lease.renew_within_s * _TELL_AFTER]
-            for handoff in due:
-                handoff.told_at_s = now_s
-        if self.tp_rank == 0:
-            for handoff in due:
-                self.send_progress(handoff.lease)
+            for handoff in self._handoffs.values():
+                handoff.step_done()
 
     # --- rank 0's event loop: the exporter and the lease table -----------------------------------
 
@@ -210,6 +200,7 @@ class TransferRank:
                 self.transport.send(lane.peer, lane.sent)
 
     def send_progress(self, lease: Lease) -> None:
+        """Renew a lease that is being served."""
         message = self.new_message(lease.lease_id, lease.lease_epoch)
         message.progress.SetInParent()
         self.send(lease.owner.rank0_address, message)

@@ -58,7 +58,6 @@ class RankHandoff:
     lease: Lease
     layout: KvLayout
     lanes: dict[int, Lane]  # target rank ->
-    told_at_s: float  # when the lease's owner was last told that it is served
     phase: Phase = Phase.PUSHING
     first: FirstToken | None = None
     cancelled: bool = False
@@ -68,7 +67,6 @@ class RankHandoff:
     put_s: float = 0.0
     num_flushing: int = 0
     report: transfer_pb2.TransferMessage | None = None  # rank 0's that it has drained, until `Ack`
-    _has_pushed_in_step: bool = False
     source_blocks: list[dict[int, BlockId]] = field(init=False)  # per group: ordinal -> block here
     _missing: list[list[int]] = field(init=False)  # per group and layer: flags of what is wanted
     _num_unfinished: int = field(init=False)  # layers of which blocks are missing
@@ -100,11 +98,8 @@ class RankHandoff:
             (self.lanes[target], runs.at(layer_in_group)) for target, runs in prepared.runs.items()
         ]
 
-    def step_done(self) -> bool:
-        """Whether the step has pushed anything."""
+    def step_done(self) -> None:
         self._runs.clear()
-        pushed, self._has_pushed_in_step = self._has_pushed_in_step, False
-        return pushed
 
     def _mark(self, group: int, layer_in_group: int, flags: int) -> None:
         row = self._missing[group]
@@ -112,7 +107,6 @@ class RankHandoff:
         row[layer_in_group] = missing & ~flags
         if missing and not row[layer_in_group]:
             self._num_unfinished -= 1
-        self._has_pushed_in_step = True
 
     def _prepare(self, push: Push) -> _PushRuns:
         """Work out once a step what every layer of the step repeats."""

@@ -251,7 +251,7 @@ Global___TransferDrained: _TypeAlias = TransferDrained  # noqa: Y015
 
 @_typing.final
 class TransferProgress(_message.Message):
-    """A chunk was pushed: renews the lease."""
+    """The writer serves the lease still: renews it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

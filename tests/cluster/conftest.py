@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from cluster.config import WorkerSettings
+from cluster.config import RegistryConfig, WorkerSettings
 from cluster.rank import build_rank
 from cluster.registry import Role
 from cluster.request_wire import read_spec
@@ -218,6 +218,7 @@ async def running_worker(
     engine: EngineConfig = ENGINE,
     decode: DecodeConfig | None = None,
     metrics_port: int | None = None,
+    registry: RegistryConfig | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker in this process, over the in-memory transport, registered nowhere."""
     config = WorkerConfig(
@@ -232,6 +233,7 @@ async def running_worker(
         control_address="127.0.0.1:1",  # nobody there: a worker serves without a registry
         settings=WorkerSettings(heartbeat_s=0.05, metrics_port=metrics_port),
         decode=decode or DecodeConfig(),
+        registry=registry or RegistryConfig(),
     )
     rank = await asyncio.to_thread(build_rank, config, RankPlace())
     worker = Worker(config, rank)

@@ -154,8 +154,15 @@ class Side:
             clock,
             process_is_gone,
         )
+        self.engine_is_well = True
         self.exporter = Exporter(
-            self.ranks[0], self.identity, spec.fingerprint, spec.config, self._to_sinks, clock
+            self.ranks[0],
+            self.identity,
+            spec.fingerprint,
+            spec.config,
+            self._to_sinks,
+            lambda: self.engine_is_well,
+            clock,
         )
 
     # --- the listener: what the decode worker would be told
