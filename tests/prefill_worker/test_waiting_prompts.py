@@ -1,0 +1,65 @@
+"""Prompts that wait behind a long step keep their leases, unless the step is found to hang."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from cluster.config import RegistryConfig
+from cluster.registry import Role
+from engine.config import FakeEngineConfig
+from tests.cluster.conftest import (
+    ENGINE,
+    DecodeLink,
+    HeldStep,
+    MiniRouter,
+    make_spec,
+    running_worker,
+    until,
+)
+
+TIMED = replace(ENGINE, fake=FakeEngineConfig(window=20, vocab_size=50_000, prefill_token_s=0.0001))
+PATIENT = RegistryConfig(stuck_after_s=60.0)
+IMPATIENT = RegistryConfig(stuck_after_s=0.2, stuck_factor=1.0)
+
+
+@pytest.mark.parametrize("judge", [PATIENT, IMPATIENT], ids=["long", "hung"])
+async def test_a_prompt_behind_a_long_step_is_handed_over_and_one_behind_a_hung_step_is_given_up(
+    judge: RegistryConfig,
+) -> None:
+    async with (
+        running_worker("prefill-0", Role.PREFILL, TIMED, registry=judge) as prefill,
+        running_worker("decode-0", Role.DECODE) as decode,
+    ):
+        link = DecodeLink(decode.address, "router-a")
+        await link.open()
+        router, writer = MiniRouter(prefill.address, link), prefill.info().ref
+        await router.generate(make_spec("measured"), writer)  # steps are predicted from now on
+        step = HeldStep(prefill)
+        first = asyncio.create_task(router.generate(make_spec("first"), writer))
+        await until(step.begun.is_set)
+        begun_at = time.monotonic()
+        second = make_spec("second")
+        lease = await router.reserve(second, writer)
+        handing_off = asyncio.create_task(router.hand_off(second, lease))
+        heard = link.of("second")
+        lasts_s = 2 * lease.renew_within_ms / 1000
+        try:
+            if judge is IMPATIENT:
+                await link.until(lambda: heard.rejected)
+                assert heard.rejected is not None
+                assert "nothing was heard of the writer" in heard.rejected.message
+            else:
+                await until(lambda: heard.rejected or time.monotonic() - begun_at > lasts_s)
+                assert heard.rejected is None
+        finally:
+            step.go_on.set()
+        await asyncio.wait({first, handing_off})
+        if judge is PATIENT:
+            await link.until(lambda: heard.finished)
+            assert first.result()
+        await router.close()
+        await link.close()
