@@ -87,14 +87,15 @@ class Admission:
     def _expected(self, lease: Lease) -> dict[tuple[int, int], tuple[int, int, int]]:
         fed = pairs(self._layout, lease.writer.tp_size, self._tp_size)
         num_blocks = [lease.num_writable_blocks(g) for g in range(len(lease.block_ids))]
-        return {
-            (pair.source_rank, pair.target_rank): (
+        expected = {}
+        for pair in fed:
+            bytes_of = [pair.block_bytes(self._layout, g) for g in range(len(num_blocks))]
+            expected[pair.source_rank, pair.target_rank] = (
                 sum(other.target_rank == pair.target_rank for other in fed),
-                sum(num_blocks),
-                sum(n * pair.block_bytes(self._layout, g) for g, n in enumerate(num_blocks)),
+                sum(n for n, size in zip(num_blocks, bytes_of, strict=True) if size),
+                sum(n * size for n, size in zip(num_blocks, bytes_of, strict=True)),
             )
-            for pair in fed
-        }
+        return expected
 
     def withdraw(self, lease_id: LeaseId) -> bool:
         """Nothing will be admitted under this lease. False: it has been already."""

@@ -139,7 +139,9 @@ class TransferRank:
             self._settle(handoff)
 
     def layer_done(self, layer: int, pushes: Sequence[Push]) -> None:
-        group = self.region_layout.layout.group_of_layer(layer)
+        layout = self.region_layout.layout
+        group = layout.group_of_layer(layer)
+        is_first_layer = layer == layout.groups[group].first_layer
         with self._lock:
             for push in pushes:
                 handoff = self._handoffs.get(push.handoff_id)
@@ -148,6 +150,7 @@ class TransferRank:
                 try:
                     for lane, batch in handoff.layer_batches(layer, push):
                         self.transport.put(lane.peer, batch, partial(self._put_failed, handoff))
+                        lane.has_put(batch, is_first_layer)
                 except LeaseError as error:
                     handoff.error = str(error)
                 self._settle(handoff)
@@ -274,8 +277,8 @@ class TransferRank:
             self._can_still_land.add(handoff.lease.handoff_id)
         report.put_s = handoff.put_s
         if not handoff.cancelled and handoff.error is None:
-            report.num_bytes = sum(handoff.lane_bytes(lane) for lane in handoff.lanes.values())
-            report.num_blocks = handoff.num_blocks()
+            report.num_bytes = sum(lane.num_bytes for lane in handoff.lanes.values())
+            report.num_blocks = max((lane.num_blocks for lane in handoff.lanes.values()), default=0)
             if self._rank0_address is None:
                 handoff.report = message
                 return
@@ -307,6 +310,7 @@ class TransferRank:
         if sends:
             # Outside the lock: checksums take time, and the blocks are pinned.
             done = lane.done.done
+            done.num_bytes, done.num_blocks = lane.num_bytes, lane.num_blocks
             if handoff.first is not None:
                 add_first_token(done, handoff.first)
             if stride := self._config.checksum_stride:

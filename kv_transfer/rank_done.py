@@ -13,13 +13,10 @@ from kv_transfer.transport import TransferMemory
 def fill_done(
     done: transfer_pb2.TransferDone, lease: Lease, pair: RankPair, layout: KvLayout
 ) -> None:
-    """What is known when a handoff opens: how much of the lease is to go this way."""
-    num_blocks = [lease.num_writable_blocks(group) for group in range(len(lease.block_ids))]
+    """What is known when a handoff opens. How much goes this way is counted as it goes."""
     fed = pairs(layout, pair.source_size, pair.target_size)
     done.target_rank = pair.target_rank
     done.num_source_ranks = sum(other.target_rank == pair.target_rank for other in fed)
-    done.num_bytes = sum(n * pair.block_bytes(layout, g) for g, n in enumerate(num_blocks))
-    done.num_blocks = sum(num_blocks)
     done.num_writer_ranks = pair.source_size
     done.kv_fingerprint = lease.kv_fingerprint
 

@@ -42,6 +42,14 @@ class Lane:
     route: Route
     done: transfer_pb2.TransferMessage  # made when the handoff opens, completed when it is flushed
     sent: bytes | None = None  # `done` as it was sent, to be sent again
+    num_bytes: int = 0  # handed to the transport: what `done` tells, whatever was to be handed
+    num_blocks: int = 0
+
+    def has_put(self, batch: PutBatch, is_first_layer: bool) -> None:
+        """A layer's runs were handed over; a block counts with the first layer of its group."""
+        self.num_bytes += batch.runs.num_bytes
+        if is_first_layer:
+            self.num_blocks += batch.runs.num_blocks
 
 
 @dataclass
@@ -147,16 +155,6 @@ class RankHandoff:
             sources.append([known[o] for o in wanted])
             targets.append([table[o] for o in wanted])
         return sources, targets
-
-    def num_blocks(self) -> int:
-        return sum(self.lease.num_writable_blocks(group) for group in range(len(self._missing)))
-
-    def lane_bytes(self, lane: Lane) -> int:
-        """Bytes that go this way once all is pushed."""
-        return sum(
-            self.lease.num_writable_blocks(group) * lane.route.pair.block_bytes(self.layout, group)
-            for group in range(len(self._missing))
-        )
 
 
 def _flags(ordinals: Sequence[int]) -> int:

@@ -42,6 +42,14 @@ class Runs:
     target_regions: npt.NDArray[np.int64]
     rkeys: tuple[bytes, ...]
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.target_regions)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum()) * self.num_blocks
+
     @cached_property
     def pointers(self) -> tuple[int, ...]:
         """Addresses of the five arrays, in their order: for compiled code."""

@@ -24,6 +24,7 @@ from kv_transfer.errors import (
 )
 from kv_transfer.lease import WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure
+from kv_transfer.routes import Route
 
 
 async def test_a_released_lease_is_fenced_before_it_is_opened_and_never_served(
@@ -176,6 +177,27 @@ async def test_damaged_bytes_are_found_by_the_checksum(
             await asyncio.sleep(0.01)
     await receiver.call("flip_byte", 0, 2)
     with pytest.raises(NackError, match="1 of 4 checksums differ"):
+        await sender.call("finish", handoff)
+    assert (await receiver.call("wait_for", "failed", "r"))[2] is LeaseFailure.CORRUPT
+    await receiver.call("wait_for", "quiescent", "r")
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+async def test_a_writer_that_hands_over_less_than_it_owes_is_not_admitted(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, tp_size: int
+) -> None:
+    whole = Route.runs
+
+    def half(route: Route, group: int, sources: Any, targets: Any) -> Any:
+        return whole(route, group, sources[: len(sources) // 2], targets[: len(targets) // 2])
+
+    monkeypatch.setattr(Route, "runs", half)
+    sender, receiver = await make_pair(CONFIGS["memory"], tp_size, 1)
+    lease = await grant(sender, receiver, [[1, 2], [1, 2]])
+    handoff = await sender.call("open", lease)
+    for group in (0, 1):
+        await sender.call("push", handoff, group, [0, 1], [1, 2])
+    with pytest.raises((NackError, FencedError), match=r"\(ranks, blocks, bytes\)|fenced"):
         await sender.call("finish", handoff)
     assert (await receiver.call("wait_for", "failed", "r"))[2] is LeaseFailure.CORRUPT
     await receiver.call("wait_for", "quiescent", "r")
