@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from handoff_pairs import CONFIGS, FIRST, MakePair, after, grant, hand_over, needs_system_ucx
 from transfer_sides import ONE_HEAD
 
+from baton.v1 import transfer_pb2
+from kv_transfer.admission import Decision
 from kv_transfer.config import TransferConfig
+from kv_transfer.mailbox import Event, Mailbox
+from kv_transfer.ucx.endpoint import Endpoint
 
 
 @pytest.mark.parametrize(("sender_tp", "receiver_tp"), [(1, 1), (1, 2), (2, 1), (2, 2)])
@@ -89,6 +94,29 @@ async def test_a_second_handoff_reuses_connections_and_blocks(
         await sender.call("finish", handoff)
         await receiver.call("wait_for", "admitted", f"r{round_}")
         assert await receiver.call("count_wrong_bytes", after({1: 5 + round_, 2: 9})) == 0
+
+
+async def test_the_table_is_told_of_an_admission_before_the_answer_leaves(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer may act on an `Ack` at once: have its blocks granted again, for one."""
+    order: list[str] = []
+    put, send = Mailbox.put, Endpoint.send
+
+    def noted_put(mailbox: Mailbox, *events: Event) -> None:
+        order.extend("told" for event in events if isinstance(event, Decision))
+        put(mailbox, *events)
+
+    def noted_send(endpoint: Endpoint, requests: Any, payload: bytes) -> None:
+        message = transfer_pb2.TransferMessage.FromString(payload)
+        if message.HasField("ack"):
+            order.append("answered")
+        send(endpoint, requests, payload)
+
+    monkeypatch.setattr(Mailbox, "put", noted_put)
+    monkeypatch.setattr(Endpoint, "send", noted_send)
+    await hand_over(*await make_pair(CONFIGS["ucx"]))
+    assert order[:2] == ["told", "answered"]
 
 
 @pytest.mark.parametrize("name", ["memory", "ucx"])
