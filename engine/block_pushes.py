@@ -16,23 +16,10 @@ def block_pushes(
     num_complete: int,
     windows: list[int | None],
     block_size: int,
-) -> list[BlockPush]:
-    """Blocks from where the last push ended to the request's first `num_complete`: cached ones too,
-    on the first push. One without blocks where the receiver lacks nothing of this step: it hears
-    all the same that its prompt comes nearer, or its lease would run out.
-    """
-    begin = request.num_pushed_blocks
-    found = list(_pushes(request, export, range(begin, num_complete), windows, block_size))
-    return found or [BlockPush(export.handoff_id, 0, (), ())]
-
-
-def _pushes(
-    request: LiveRequest,
-    export: Export,
-    new: range,
-    windows: list[int | None],
-    block_size: int,
 ) -> Iterator[BlockPush]:
+    """Blocks from where the last push ended to the request's first `num_complete`: cached ones too,
+    on the first push."""
+    new = range(request.num_pushed_blocks, num_complete)
     for group, window in enumerate(windows):
         # The receiver has no block either for what the window has left by the prompt's end.
         kept = first_kept_block(window, request.num_tokens, block_size)

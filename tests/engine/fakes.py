@@ -169,7 +169,6 @@ class Wire:
     leases: dict[HandoffId, ReservedEvent] = field(default_factory=dict)
     pushed: dict[HandoffId, list[tuple[int, int]]] = field(default_factory=dict)  # (layer, ordinal)
     calls: list[str] = field(default_factory=list)
-    heard: set[HandoffId] = field(default_factory=set)  # in the last step
 
     def open(self, lease: ReservedEvent) -> HandoffId:
         handoff = HandoffId(f"handoff {lease.request_id}")
@@ -185,7 +184,6 @@ class Wire:
         group = layout.group_of_layer(layer)
         self.calls.append(f"layer {layer}")
         for push in pushes:
-            self.heard.add(push.handoff_id)
             assert push.group == group, (layer, push)
             assert {type(b) for b in push.block_ids} <= {int}, "numpy integers do not travel"
             lease = self.leases.get(push.handoff_id)

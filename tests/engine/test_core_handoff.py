@@ -109,10 +109,9 @@ def test_blocks_are_pushed_layer_by_layer_between_messages_and_the_end_of_the_st
 
 
 @pytest.mark.parametrize(("window", "cached"), [(None, 192), (40, 0), (None, 0)])
-def test_every_chunk_of_a_prefill_is_heard_of_even_when_the_receiver_lacks_nothing_of_it(
+def test_small_chunks_push_what_the_receiver_lacks_each_block_once_and_nothing_else(
     window: int | None, cached: int
 ) -> None:
-    """The receiver's lease lives on what it hears, however long the blocks it has are computed."""
     sender, receiver, wire = pair(
         fake_config(max_num_batched_tokens=8, window=window), fake_config(window=window)
     )
@@ -126,9 +125,7 @@ def test_every_chunk_of_a_prefill_is_heard_of_even_when_the_receiver_lacks_nothi
     handoff = wire.open(lease)
     sender.core.add_prefill(spec, handoff, cached)
     while sender.core.has_work():
-        wire.heard.clear()
         sender.core.step()
-        assert wire.heard == {handoff}
     assert sorted(wire.pushed[handoff]) == sorted(wire.owed(lease))
     sender.core.release(spec.request_id)
     receiver.core.release(spec.request_id)
