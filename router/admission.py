@@ -58,6 +58,8 @@ class Ticket:
     tenant: str = field(compare=False, default="")
     charged: int = field(compare=False, default=0)
     """Tokens that its tenant has paid for it; given back if it is never placed."""
+    owed_before: int = field(compare=False, default=0)
+    """Of what its tenant owes, how much is older than its place in line."""
     failed: set[tuple[str, int]] = field(compare=False, default_factory=set)
     """Worker ids and incarnations on which the request failed."""
     deadline_s: float | None = field(compare=False, default=None)
@@ -140,9 +142,10 @@ class Admission:
         if not self._owed:
             return
         for ticket in self._waiting:
-            if owed := self._owed.get(ticket.tenant):
+            if owed := self._owed[ticket.tenant] - ticket.owed_before:
                 priority, stamp, arrival = ticket.rank
                 ticket.rank = (priority, stamp + owed, arrival)
+            ticket.owed_before = 0
         self._waiting.sort(key=lambda ticket: ticket.rank)
         self._owed.clear()
 
@@ -180,6 +183,7 @@ class Admission:
         if not ticket.was_placed:
             self._refuse_too_late(ticket)
         ticket.since_s, ticket.stranded_since_s = self._clock(), None
+        ticket.owed_before = self._owed[ticket.tenant]
         ticket.placed = asyncio.get_running_loop().create_future()
         bisect.insort(self._waiting, ticket)
         self.kick()

@@ -86,6 +86,27 @@ async def test_a_tenant_pays_for_long_answers_as_they_come(text_model: TextModel
         await d.check_empty()
 
 
+async def test_an_answer_s_tokens_are_paid_once_by_who_comes_before_and_after_them() -> None:
+    clock = Clock()
+    fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
+    admission = admission_of(fleet, clock)
+    fleet.arrays.max_running[:] = 0
+    tickets = [admission.ticket(prompt(10), 4, tenant="long")]
+    waiting = [asyncio.create_task(admission.place(tickets[0]))]
+    await asyncio.sleep(0)
+    admission.emitted("long", POLICY.decode_growth_tokens, POLICY.decode_growth_tokens + 1000)
+    for _ in range(2):
+        tickets.append(admission.ticket(prompt(10), 4, tenant="long"))
+        waiting.append(asyncio.create_task(admission.place(tickets[-1])))
+        await asyncio.sleep(0)
+    fleet.arrays.max_running[:] = 1
+    admission.kick()
+    await waiting[0]
+    assert [ticket.rank[1] for ticket in tickets] == [1000, 1014, 1028]
+    for task in waiting:
+        task.cancel()
+
+
 async def test_what_is_refused_costs_its_tenant_nothing() -> None:
     clock = Clock()
     fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
