@@ -308,16 +308,21 @@ class Worker:
         )
 
     def _step_under_way(self) -> Progress:
-        # The engine goes on meanwhile: a prediction read after the time could be the next step's.
+        # The engine goes on meanwhile: a prediction read after the time could be the next step's,
+        # and one that wakes after the time was read was not idle in a step.
+        runnable = self.engine.runnable
         predicted_step_s = self.engine.predicted_step_s
         idle_s = max(0.0, time.monotonic() - self.engine.last_step_at)
-        return Progress(self.engine.runnable, idle_s, predicted_step_s)
+        return Progress(runnable, idle_s, predicted_step_s)
 
     def engine_is_well(self) -> bool:
-        """Whether it has not failed, and its step under way is not stuck as the registry judges."""
-        return self.engine.error is None and not self._step_under_way().is_stuck(
-            self._config.registry
-        )
+        """Whether the prompts here are being served: it has not failed, its step under way is not
+        stuck as the registry judges, and it has not been blocked for as long as one may take: what
+        it lacks could be held for prompts that wait elsewhere for what is held for these."""
+        judge, blocked_since = self._config.registry, self.engine.blocked_since
+        if self.engine.error is not None or self._step_under_way().is_stuck(judge):
+            return False
+        return blocked_since is None or time.monotonic() - blocked_since < judge.stuck_after_s
 
     def _ask_load(self) -> None:
         """Have the engine's thread tell its load between two steps; a stuck one tells nothing."""

@@ -201,6 +201,12 @@ class Engine(Protocol):
         """What the step under way, or the last one, was predicted to take by earlier ones. None:
         it has work of a kind that was never done here. May be asked on any thread."""
 
+    @property
+    def blocked_since(self) -> float | None:
+        """Since when, in monotonic seconds, no request here could start or go on: others hold the
+        blocks or places that all of them wait for. None: one can, or none is there. May be asked
+        on any thread."""
+
     def load(self) -> EngineLoad: ...
 
     def check_integrity(self) -> None:

@@ -147,6 +147,10 @@ class EngineCore:
     def predicted_step_s(self) -> float | None:
         return self._predicted_step_s
 
+    @property
+    def blocked_since(self) -> float | None:
+        return self._scheduler.blocked_since
+
     def load(self) -> EngineLoad:
         return EngineLoad(
             num_waiting=self._scheduler.num_waiting,

@@ -70,6 +70,11 @@ class EngineThread:
         return self._engine.predicted_step_s
 
     @property
+    def blocked_since(self) -> float | None:
+        """As the engine's."""
+        return self._engine.blocked_since
+
+    @property
     def runnable(self) -> bool:
         """Whether a step is under way or the engine has work that a step would advance."""
         return self._runnable

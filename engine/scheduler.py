@@ -66,6 +66,7 @@ class Scheduler:
         self._num_arrived = 0
         self._num_steps = 0
         self._blocked = False  # all were seen to wait for blocks, and nothing was freed since
+        self._blocked_since: float | None = None  # of plans in a row that found none to compute
 
     # --- requests in ----------------------------------------------------------------------------
 
@@ -176,6 +177,10 @@ class Scheduler:
         if not preempted:
             self._plan_waiting(draft)
         self._blocked = not draft.seqs and not preempted
+        if not self._blocked:
+            self._blocked_since = None
+        elif self._blocked_since is None:
+            self._blocked_since = self._clock()
         self._num_steps += 1
         num_tokens = self._limits.max_num_batched_tokens - draft.budget
         return StepPlan(
@@ -221,6 +226,10 @@ class Scheduler:
 
     def has_work(self) -> bool:
         return bool(self._running or self._waiting) and not self._blocked
+
+    @property
+    def blocked_since(self) -> float | None:
+        return self._blocked_since if self._running or self._waiting else None
 
     # --- planning -------------------------------------------------------------------------------
 
@@ -322,6 +331,8 @@ class Scheduler:
         return LiveRequest(spec, self._num_arrived, self._clock(), max_len, blocks, export)
 
     def _wait(self, request: LiveRequest) -> None:
+        if not self._running and not self._waiting:
+            self._blocked_since = None  # of those that were there before
         request.status = Status.WAITING
         self._requests[request.request_id] = request
         bisect.insort(self._waiting, request, key=_order)

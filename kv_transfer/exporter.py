@@ -8,7 +8,8 @@ A handoff:
    rank is told to stop, and once all have drained the receiver is told `Failed` and `Drained`.
 
 While it is open its lease is renewed, by time, for as long as the engine is well: a prompt that
-waits for others, or whose chunk takes long, is being served. A hung engine renews nothing.
+waits for others, or whose chunk takes long, is being served. A hung engine renews nothing, nor does
+a blocked one, for nothing says that its wait ends. What is being finished needs no engine.
 
 Either way the handoff is remembered by a tombstone, as is a lease that was fenced before it was
 ever seen: it is never opened (again), and a fence for it is answered with `Drained` at once.
@@ -97,7 +98,7 @@ class Exporter:
     ) -> None:
         """On the running event loop. `send_to_sinks` delivers a payload to `KvSink.message` of
         every rank of this worker, before anything of a later `add_prefill`. `engine_is_well`:
-        whether it lives and its step under way may still end."""
+        whether it lives, its step under way may still end, and it is not blocked."""
         self._rank, self._identity, self._fingerprint = rank, identity, fingerprint
         self._config, self._send_to_sinks = config, send_to_sinks
         self._engine_is_well = engine_is_well
@@ -139,7 +140,7 @@ class Exporter:
 
     def _renew(self, export: _Export) -> None:
         """Now and from time to time, until the handoff is over."""
-        if self._engine_is_well():
+        if export.finishing_at_s is not None or self._engine_is_well():
             self._rank.send_progress(export.lease)
         export.renewal = self._clock.call_later(
             export.lease.renew_within_s / _RENEWALS, lambda: self._renew(export)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import grpc.aio
+import pytest
 
 from baton.v1 import control_pb2, control_pb2_grpc
 from cluster.config import RegistryConfig
@@ -15,6 +16,7 @@ from cluster.control_service import Changes, serve
 from cluster.registry import Registry, Role
 from cluster.worker import Worker
 from engine.config import FakeEngineConfig
+from engine.loop import EngineThread
 from tests.cluster.conftest import (
     ENGINE,
     DecodeLink,
@@ -96,3 +98,19 @@ async def test_work_never_done_before_is_not_hung_and_work_that_was_is_found_hun
             await link.until(partial(getattr, heard, "finished"))
         await router.close()
         await link.close()
+
+
+async def test_an_idle_engine_that_is_woken_while_it_is_looked_at_is_not_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judge = RegistryConfig(first_step_s=HUNG_S / 2)
+    async with running_worker("prefill-0", Role.PREFILL, registry=judge) as worker:
+        await until(lambda: not worker.engine.runnable)
+        with monkeypatch.context() as patched:
+
+            def idle_until_now(engine: EngineThread) -> float:
+                patched.setattr(engine, "_runnable", True)
+                return time.monotonic() - HUNG_S
+
+            patched.setattr(EngineThread, "last_step_at", property(idle_until_now))
+            assert worker.engine_is_well()

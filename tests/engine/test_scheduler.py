@@ -437,6 +437,34 @@ def test_a_prompt_that_waits_for_blocks_starts_when_another_has_computed_what_it
     pool_is_whole(core)
 
 
+def test_an_engine_is_blocked_from_when_nobody_could_start_until_somebody_does() -> None:
+    now = 5.0
+    engine = FakeEngine(fake_config(num_blocks=21))
+    core = EngineCore(engine.config, engine.core._runner, engine.sink, clock=lambda: now)
+    core.reserve(spec_of("held", prompt(160)))
+    core.step()
+    assert core.blocked_since is None  # nobody waits
+    core.add(spec_of("waits", prompt(260, 1)))
+    core.step()
+    now = 6.0
+    core.add(spec_of("later", prompt(260, 2)))
+    core.step()
+    assert core.blocked_since == 5.0
+    for name in ("waits", "later"):
+        core.abort(RequestId(name))
+    assert core.blocked_since is None
+    now = 7.0
+    core.add(spec_of("next", prompt(260, 3)))
+    assert core.blocked_since is None
+    core.step()
+    assert core.blocked_since == 7.0
+    core.release(RequestId("held"))
+    core.step()
+    assert core.blocked_since is None
+    core.abort(RequestId("next"))
+    pool_is_whole(core)
+
+
 def test_a_prompt_that_a_late_readers_blocks_leave_no_room_for_holds_up_nobody() -> None:
     sender, _, wire = pair(fake_config(num_blocks=21), fake_config())
     core, export = sender.core, spec_of("export", prompt(160))

@@ -10,6 +10,7 @@ from transfer_sides import ONE_HEAD, Side, SideSpec
 
 from kv_transfer.clock import ManualClock
 from kv_transfer.config import TransferConfig
+from kv_transfer.errors import CancelledHandoffError
 from kv_transfer.lease_table import LeaseFailure, LeaseState
 from kv_transfer.memory_transport import ManualScheduler, MemoryNetwork
 
@@ -56,6 +57,22 @@ async def test_a_prompt_that_only_waits_keeps_its_lease_until_the_engine_is_no_l
     pair.sender.engine_is_well = False
     await pair.wait(7)
     assert pair.receiver.events[0] == ("failed", "r", LeaseFailure.EXPIRED)
+
+
+async def test_what_is_being_finished_keeps_its_lease_whatever_becomes_of_the_engine(
+    pair: Pair,
+) -> None:
+    lease = pair.receiver.grant("r", pair.sender.identity, [[1]])
+    handoff = pair.sender.open(lease)
+    await pair.wait(3)
+    pair.sender.engine_is_well = False
+    finishing = asyncio.create_task(pair.sender.finish(handoff, timeout_s=60))  # nothing is pushed
+    await pair.wait(20)
+    assert pair.receiver.table.state(lease.lease_id) is LeaseState.GRANTED
+    cancelling = asyncio.create_task(pair.sender.cancel(handoff))
+    await pair.wait(1)
+    await asyncio.wait({finishing, cancelling})
+    assert isinstance(finishing.exception(), CancelledHandoffError)
 
 
 async def test_a_handoff_that_is_over_renews_nothing(pair: Pair) -> None:
