@@ -133,6 +133,9 @@ class Admission:
     ) -> None:
         """A source rank has reported to one of our ranks, which found `error` in what has come."""
         decision = self._decide(message, source_rank, done, error)
+        # Before it is answered: whatever that leads to finds the table's event loop told already.
+        if decision.outcome in (Outcome.ADMITTED, Outcome.WRONG):
+            self._tell(decision)
         if decision.outcome in (Outcome.ADMITTED, Outcome.REPEATED):
             assert decision.lease is not None
             answer = self._new_message(message.lease_id, message.lease_epoch)
@@ -141,10 +144,6 @@ class Admission:
         elif decision.outcome is not Outcome.PARTIAL:
             log.error("lease %s: %s", message.lease_id, decision.reason)
             self._nack(message, done, decision.reason)
-        # Told in this same turn, which ends before the answer is sent: whatever the answer leads to
-        # finds the table's event loop told already.
-        if decision.outcome in (Outcome.ADMITTED, Outcome.WRONG):
-            self._tell(decision)
 
     def _nack(
         self,

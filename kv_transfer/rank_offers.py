@@ -35,7 +35,10 @@ class RankOffers:
 
 
 def check_lease(lease: Lease, layout: RegionLayout, regions: Sequence[Region]) -> None:
-    """Raise LeaseError when the lease's memory or tables do not fit this rank's layout."""
+    """Raise LeaseError when the lease's memory or tables do not fit this rank's layout, or it lasts
+    no time."""
+    if not lease.renew_within_s > 0:
+        raise LeaseError(f"the lease lasts for {lease.renew_within_s:g} s")
     groups = len(layout.layout.groups)
     if len(lease.block_ids) != groups:
         raise LeaseError(f"the lease has {len(lease.block_ids)} block tables, not {groups}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from baton.v1 import transfer_pb2
 from kv_transfer.admission import Decision
 from kv_transfer.config import TransferConfig
 from kv_transfer.mailbox import Event, Mailbox
-from kv_transfer.ucx.endpoint import Endpoint
+from kv_transfer.rank import TransferRank
 
 
 @pytest.mark.parametrize(("sender_tp", "receiver_tp"), [(1, 1), (1, 2), (2, 1), (2, 2)])
@@ -101,20 +100,21 @@ async def test_the_table_is_told_of_an_admission_before_the_answer_leaves(
 ) -> None:
     """The writer may act on an `Ack` at once: have its blocks granted again, for one."""
     order: list[str] = []
-    put, send = Mailbox.put, Endpoint.send
+    put, send = Mailbox.put, TransferRank.send
 
     def noted_put(mailbox: Mailbox, *events: Event) -> None:
         order.extend("told" for event in events if isinstance(event, Decision))
         put(mailbox, *events)
 
-    def noted_send(endpoint: Endpoint, requests: Any, payload: bytes) -> None:
-        message = transfer_pb2.TransferMessage.FromString(payload)
+    def noted_send(
+        rank: TransferRank, address: bytes, message: transfer_pb2.TransferMessage
+    ) -> None:
         if message.HasField("ack"):
             order.append("answered")
-        send(endpoint, requests, payload)
+        send(rank, address, message)
 
     monkeypatch.setattr(Mailbox, "put", noted_put)
-    monkeypatch.setattr(Endpoint, "send", noted_send)
+    monkeypatch.setattr(TransferRank, "send", noted_send)
     await hand_over(*await make_pair(CONFIGS["ucx"]))
     assert order[:2] == ["told", "answered"]
 

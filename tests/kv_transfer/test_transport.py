@@ -310,7 +310,13 @@ def test_a_lease_survives_the_wire() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"transport": "tcp"}, {"checksum": "yes"}, {"renew_within_s": 0.0}]
+    "wrong",
+    [
+        {"transport": "tcp"},
+        {"checksum": "yes"},
+        {"renew_within_s": 0.0},
+        {"renew_within_s": 0.0005},
+    ],
 )
 def test_a_wrong_setting_is_named(wrong: dict[str, object]) -> None:
     (name,) = wrong

@@ -1,8 +1,9 @@
-"""A lease whose owner is none, and an error of the worker's own."""
+"""A lease whose owner is none, one that lasts no time, and an error of the worker's own."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -24,7 +25,24 @@ from tests.cluster.conftest import (
 )
 
 
-async def test_a_lease_whose_owner_has_no_ranks_is_refused_before_it_is_opened() -> None:
+def without_ranks(lease: worker_pb2.Lease) -> None:
+    del lease.owner.ranks[:], lease.ranks[:]
+
+
+def over_at_once(lease: worker_pb2.Lease) -> None:
+    lease.renew_within_ms = 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (without_ranks, grpc.StatusCode.INVALID_ARGUMENT),
+        (over_at_once, grpc.StatusCode.FAILED_PRECONDITION),
+    ],
+)
+async def test_a_lease_that_cannot_be_served_is_refused_before_it_is_opened(
+    spoil: Callable[[worker_pb2.Lease], None], code: grpc.StatusCode
+) -> None:
     async with (
         running_worker("prefill-0", Role.PREFILL) as prefill,
         running_worker("decode-0", Role.DECODE) as decode,
@@ -34,13 +52,13 @@ async def test_a_lease_whose_owner_has_no_ranks_is_refused_before_it_is_opened()
         router = MiniRouter(prefill.address, link)
         spec = make_spec("x")
         lease = await router.reserve(spec, prefill.info().ref)
-        nobodys = worker_pb2.Lease()
-        nobodys.CopyFrom(lease)
-        del nobodys.owner.ranks[:], nobodys.ranks[:]
+        wrong = worker_pb2.Lease()
+        wrong.CopyFrom(lease)
+        spoil(wrong)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await router.hand_off(spec, nobodys)
+            await router.hand_off(spec, wrong)
         error: Any = caught.value
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.code() is code
         assert prefill.exporter.num_open() == 0
         await router.hand_off(spec, lease)
         await link.until(lambda: link.of("x").finished)
