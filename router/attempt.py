@@ -72,7 +72,8 @@ class Attempt:
         self._find_worker: FindWorker | None = None  # of an attempt that was attached to
         self._first_seen = False
         self._over_at_worker = False
-        self._moved = False
+        self.has_moved = False  # to another router
+        self._is_lease_taken = False
         self._reserved = False
         self._prefill_task: asyncio.Task[None] | None = None
         self._reattach_task: asyncio.Task[None] | None = None
@@ -117,7 +118,8 @@ class Attempt:
         self._reserved, self._find_worker = True, find_worker
         self.running = self._first_seen = len(response.tokens.ids) > self._first_index
         self._sink.attached(response.tokens.num_cached_tokens)
-        self._begin("a token", self._config.token_timeout_s)
+        config = self._config
+        self._begin("a token", config.token_timeout_s if self.running else config.max_timeout_s)
         was_given_up = response.tokens.finished == common_pb2.FINISH_REASON_ABORTED
         if was_given_up:  # for want of a router, or by a client that wants it after all
             response.tokens.ClearField("finished")
@@ -159,7 +161,7 @@ class Attempt:
 
     async def _await_handoff_report(self) -> None:
         """The figures of the handoff may trail the last token."""
-        if self._prefill_task is not None and self.running and not self._prefill_task.done():
+        if self._prefill_task is not None and self.running and self._is_prefilling:
             await asyncio.wait({self._prefill_task}, timeout=self._config.handoff_report_wait_s)
 
     def _stop(self) -> None:
@@ -191,18 +193,22 @@ class Attempt:
         self._patience.expect(what, self._config.token_timeout_s, *workers)
 
     def _on_silence(self, worker: WorkerEntry, what: str) -> None:
-        if self.running and self._waits_for_others(worker):
+        if self._waits_for_others(worker):
             self._expect(what, worker)
             return
         self._fail(Failure.STUCK, worker, f"{worker.facts.worker_id}: no sign of {what}")
 
     def _waits_for_others(self, worker: WorkerEntry) -> bool:
-        """A decode worker whose other streams flow is well: it has preempted this one for memory,
-        and elsewhere all would have to be computed again."""
-        if worker is not self._decode or worker.state is WorkerState.SUSPECT:
+        """A writer whose other prompts come out is well, and so is a decode worker whose other
+        streams flow: it has preempted this one for memory, and elsewhere all would have to be
+        computed again."""
+        if worker.state is WorkerState.SUSPECT:
             return False
         since_s = self._clock() - self._config.token_timeout_s
-        others = self._workers.decode.waiting
+        writer = self._workers.prefill
+        if writer is not None and worker is writer.entry:
+            return not self._first_seen and writer.first_token_s > since_s
+        others = self._workers.decode.waiting if self.running else ()
         return any(o.progress_s > since_s for o in others if isinstance(o, Attempt))
 
     def _fail(
@@ -213,9 +219,14 @@ class Attempt:
         retry_after_s: float = 0.0,
         field: str | None = None,
     ) -> None:
-        if not self._done.done():
-            failure = Failure.MOVED if self._moved else failure
-            self._done.set_exception(AttemptError(failure, worker, message, retry_after_s, field))
+        if self._done.done() or (self.has_moved and self._is_prefilling):
+            return  # another router needs the prefill that is under way from here
+        failure = Failure.MOVED if self.has_moved else failure
+        self._done.set_exception(AttemptError(failure, worker, message, retry_after_s, field))
+
+    @property
+    def _is_prefilling(self) -> bool:
+        return self._prefill_task is not None and not self._prefill_task.done()
 
     # --- what the session says -----------------------------------------------------------------
 
@@ -234,7 +245,7 @@ class Attempt:
         elif writer := self._writer_of(reserved.lease):
             self._patience.expect("a first token", limit_s, writer.entry)
             request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
-            call = follow_prefill(writer, request, limit_s + self._config.token_timeout_s, self)
+            call = follow_prefill(writer, request, self._config.max_timeout_s, self)
             self._prefill_task = asyncio.create_task(call)
         # Else the first router has to have asked it: how long to wait is the lease's affair.
 
@@ -249,19 +260,23 @@ class Attempt:
 
     def on_rejected(self, rejected: worker_pb2.Rejected) -> None:
         self._over_at_worker = True
-        failure = failure_of(rejected)
-        is_of_handoff = failure is Failure.HANDOFF_FAILED
-        worker = self._prefill if is_of_handoff else self._decode
-        if is_of_handoff and self._workers.prefill is None:  # another router chose the writer
-            failure = Failure.WRITER_UNKNOWN
-        message = f"{self._decode.facts.worker_id}: {failure.value}: {rejected.message}"
-        retry_after_s, field = rejected.retry_after_ms / 1e3, rejected.field or None
-        fail = partial(self._fail, failure, worker, message, retry_after_s, field)
-        if is_of_handoff and not self._first_seen:
-            # A writer gives up when its first token ends the request: that token may be on its way.
+        fail = partial(self._fail_rejected, rejected)
+        if failure_of(rejected) is Failure.HANDOFF_FAILED and not self._first_seen:
+            # A writer gives up when its first token ends the request, or another router cancels it:
+            # that token, or its refusal to serve again, may be on its way.
             asyncio.get_running_loop().call_later(self._config.handoff_report_wait_s, fail)
         else:
             fail()
+
+    def _fail_rejected(self, rejected: worker_pb2.Rejected) -> None:
+        failure = failure_of(rejected)
+        is_of_handoff = failure is Failure.HANDOFF_FAILED
+        worker = self._prefill if is_of_handoff else self._decode
+        if is_of_handoff and (self._workers.prefill is None or self._is_lease_taken):
+            failure = Failure.WRITER_UNKNOWN
+        message = f"{self._decode.facts.worker_id}: {failure.value}: {rejected.message}"
+        retry_after_s, field = rejected.retry_after_ms / 1e3, rejected.field or None
+        self._fail(failure, worker, message, retry_after_s, field)
 
     def on_admitted(self) -> None:
         self.running = True
@@ -283,15 +298,17 @@ class Attempt:
 
     def on_moved(self) -> None:
         """Another router follows it. It needs the handoff that may be under way from here."""
-        self._over_at_worker = self._moved = True
+        self._over_at_worker = self.has_moved = True
         fail = partial(self._fail, Failure.MOVED, self._decode, "another router attached it")
-        if self._prefill_task is None or self._prefill_task.done():
-            fail()
-        else:
+        if self._prefill_task is not None and self._is_prefilling:
             self._prefill_task.add_done_callback(lambda _: fail())
+        else:
+            fail()
 
     def on_session_lost(self, message: str) -> None:
         """A lost answer to Reserve cannot be had again; all else the worker keeps for a while."""
+        if self._over_at_worker:
+            return  # its end is known, or another router's affair
         if not self._reserved or self._done.done():
             self._decode_lost(message)
             return
@@ -345,7 +362,14 @@ class Attempt:
         if not self.running:
             self._expect("the handed-off request", self._decode)
 
+    def on_lease_taken(self) -> None:
+        self._is_lease_taken = True
+        if not self.running:  # how long to wait is the lease's affair
+            self._patience.expect("a token", self._config.max_timeout_s, self._decode)
+
     def on_first_token(self, first: worker_pb2.FirstToken) -> None:
+        if self._workers.prefill is not None:
+            self._workers.prefill.first_token_s = self._clock()
         if self._done.done():
             return
         self._see_first(first, first.num_cached_tokens)

@@ -24,7 +24,7 @@ class Failure(enum.Enum):
     REJECTED = "rejected"
     PREFILL_FAILED = "prefill failed"
     HANDOFF_FAILED = "handoff failed"
-    WRITER_UNKNOWN = "handoff failed, by a writer that another router chose"
+    WRITER_UNKNOWN = "handoff failed, and another router had asked for it"
     MOVED = "moved"  # another router went on with the request
     GIVEN_UP = "given up"  # before this router attached it
     DECODE_LOST = "decode worker lost"

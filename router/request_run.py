@@ -67,6 +67,7 @@ class RequestRun:
         self._failed: set[tuple[str, int]] = set()  # (worker id, incarnation)
         self._lost: list[tuple[str, int]] = []  # the same, lost while it ran there
         self._aborted = self._orphaned = False
+        self._attempt: Attempt | None = None  # under way
         self._is_sought = parsed.resume_from_index is not None  # at the decode workers
         self._task: asyncio.Task[None] | None = None
 
@@ -93,9 +94,20 @@ class RequestRun:
         """Cancel the request at every hop, at once; nothing happens to one that has ended."""
         if self._task is not None and not self._task.done():
             self._aborted = True
-            if self._is_sought:  # it may run, and may belong to this router's session by now
+            # One that is looked for may run, and may belong to this router's session by now.
+            if self._is_sought or self._has_moved:
                 self._parts.links.cancel_everywhere(self.arrival.wire_id)
             self._task.cancel()
+
+    def lose_clients(self) -> None:
+        """Cancel a request that nobody reads, unless another router has gone on with it: that one
+        needs the handoff that may be under way from here."""
+        if not self._has_moved:
+            self.abort()
+
+    @property
+    def _has_moved(self) -> bool:
+        return self._attempt is not None and self._attempt.has_moved
 
     def orphan(self) -> None:
         """Stop following the request; it goes on at its decode worker for another router."""
@@ -206,6 +218,7 @@ class RequestRun:
     ) -> None:
         """See an attempt through to its end, and leave nothing of it behind on its workers."""
         self._output.new_attempt(booking, routed)
+        self._attempt = attempt
         try:
             await running
         except AttemptError as error:
@@ -213,6 +226,7 @@ class RequestRun:
                 self._lost.append(booking.decode.facts.identity)
             raise
         finally:
+            self._attempt = None
             if not self._orphaned:
                 attempt.cancel_on_worker()
 

@@ -158,10 +158,10 @@ class Router:
         if run.log.num_readers or self._runs.get(run.arrival.key) is not run:
             return
         if run.log.end is None and not run.arrival.chose_id:
-            run.abort()
+            run.lose_clients()
         elif not self._closing:
             has_ended = run.log.end is not None
-            self._set_timer(run, (lambda: self._forget(run)) if has_ended else run.abort)
+            self._set_timer(run, (lambda: self._forget(run)) if has_ended else run.lose_clients)
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Raises NotFoundError."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ class WorkerLink:
         self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.session = Session(facts.worker_id, identity, config.max_session_backlog)
         self.waiting: set[Waiting] = set()
+        self.first_token_s = -math.inf  # when it last told one, as a prefill worker
         self._kv = KvFollower(index, entry.slot, facts.incarnation)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_stopped = False
@@ -240,7 +242,7 @@ class Workers:
 
     decode: WorkerLink
     prefill: WorkerLink | None
-    """None: local prefill, or the request was found running."""
+    """None: local prefill, or the request was found running and its writer is not known."""
 
     @property
     def links(self) -> set[WorkerLink]:

@@ -42,6 +42,8 @@ class Running:
     tokens: list[int]  # prompt and output
     task: asyncio.Task[None] | None = None
     lease_id: str = ""
+    reserved: worker_pb2.Reserved | None = None
+    was_attached: bool = False  # before its first token, which its writer tells to another router
     finished: int = 0
 
     @property

@@ -37,7 +37,8 @@ class Faults:
     fail_handoffs: int = 0
     handoff_reason: str = "TIMEOUT"  # of those
     hang_handoffs: int = 0  # after the first token
-    hang_prefills: int = 0
+    hang_prefills: int = 0  # until `unhang`
+    lose_moves: int = 0  # attached by another router, the former one is not told
     late_first_tokens: int = 0  # the handoff overtakes the first token
     reject: list[tuple[int, int]] = field(default_factory=list)  # (RejectReason, retry ms)
     hang_reservations: int = 0
@@ -77,6 +78,8 @@ class ScriptedWorker(
         self.may_decode.set()
         self.may_prefill = asyncio.Event()
         self.may_prefill.set()
+        self.unhang = asyncio.Event()
+        self.served: set[str] = set()  # leases
         self.runs: dict[str, Running] = {}
         self.finished: dict[str, Running] = {}
         self.last_attempt: dict[str, int] = {}
@@ -161,9 +164,12 @@ class ScriptedWorker(
         self.num_prefilling += 1
         self.prefilled_at.append(len(request.spec.token_ids) // 4)
         try:
+            if request.lease.lease_id in self.served:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "served already")
+            self.served.add(request.lease.lease_id)
             await self.may_prefill.wait()
             if self._use("hang_prefills"):
-                await asyncio.Event().wait()
+                await self.unhang.wait()
             if self._use("fail_prefills"):
                 await context.abort(grpc.StatusCode.INTERNAL, "scripted failure")
             if self._use("refuse_prefills"):
@@ -284,13 +290,14 @@ class ScriptedWorker(
         reserved = worker_pb2.Reserved(request_id=spec.request_id, attempt=spec.attempt)
         if reserve.HasField("writer"):
             self._leases += 1
-            running.lease_id = f"{self.worker_id}:{self._leases}"
+            running.lease_id = f"{self.worker_id}:{self.incarnation}:{self._leases}"
             owner = common_pb2.WorkerRef(worker_id=self.worker_id, incarnation=self.incarnation)
             reserved.lease.CopyFrom(
                 worker_pb2.Lease(
                     lease_id=running.lease_id, lease_epoch=1, owner=owner, writer=reserve.writer
                 )
             )
+            running.reserved = reserved
         else:
             running.task = asyncio.ensure_future(self._decode(running))
         self._tell(router_id, reserved=[reserved])
@@ -325,7 +332,8 @@ class ScriptedWorker(
                 admitted = worker_pb2.HandoffAdmitted(
                     request_id=spec.request_id, attempt=spec.attempt
                 )
-                self._tell(running.router_id, admitted=[admitted])
+                first = [self._tokens(running, 0)] if running.was_attached else []
+                self._tell(running.router_id, admitted=[admitted], tokens=first)
                 self.kv.hold(self.kv_fingerprint, known_tokens(spec), spec.cache_salt)
                 running.task = asyncio.ensure_future(self._decode(running))
                 return True
@@ -378,5 +386,11 @@ class ScriptedWorker(
         if request.router_id not in self.sessions:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no such session")
         self.num_attaches += 1
-        running.router_id = request.router_id
+        former, running.router_id = running.router_id, request.router_id
+        if former not in (None, request.router_id) and not self._use("lose_moves"):
+            moved = worker_pb2.Moved(request_id=wanted, attempt=running.spec.attempt)
+            self._tell(former, moved=[moved])
+        if running.reserved is not None and running.task is None:
+            running.was_attached = True
+            self._tell(request.router_id, reserved=[running.reserved])
         return worker_pb2.AttachResponse(spec=running.spec, tokens=self._tokens(running, 0))

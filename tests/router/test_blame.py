@@ -81,6 +81,7 @@ async def test_a_handoff_that_another_router_began_is_nobody_s_fault_here(
         first = asyncio.create_task(d.client.ask(request))
         await d.until(lambda: any(worker.runs for worker in of_two(d, "d")))
         decode = next(worker for worker in of_two(d, "d") if worker.runs)
+        await d.until(lambda: any(worker.num_prefilling for worker in of_two(d, "p")))
         for worker in of_two(d, "p"):
             worker.faults.hang_prefills = 0
         await d.servers[0].stop(0.0)
@@ -118,6 +119,47 @@ async def test_a_stream_that_stands_still_while_others_flow_is_no_fault_of_its_w
         assert not held(d)
         assert not other.done()
         other.cancel()
+
+
+async def test_a_prompt_that_waits_at_a_writer_whose_other_prompts_come_out_stays_there(
+    text_model: TextModel,
+) -> None:
+    limits = {"first_token_timeout_s": 0.2, "token_timeout_s": 0.2}
+    async with deployment(text_model, eject_s=30.0, **limits) as d:
+        worker, loop = d.worker("p0"), asyncio.get_running_loop()
+        worker.faults.hang_prefills = 1
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: worker.num_prefilling == 1)
+        until_s = loop.time() + 0.8
+        while loop.time() < until_s:
+            assert_whole(await d.client.ask(ask_for("another")), "another")
+        worker.unhang.set()
+        answer = await asking
+        assert_whole(answer, PROMPT)
+        assert len(answer.routed) == 1
+        assert not held(d)
+
+
+async def test_a_request_that_is_attached_before_its_first_token_is_waited_for(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, eject_s=30.0, token_timeout_s=0.2) as d:
+        prefill, loop = d.worker("p0"), asyncio.get_running_loop()
+        prefill.faults.hang_prefills = 1
+        second = await d.add_router()
+        await d.connected(2, d.servers[1].router)
+        first = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id="mine")))
+        await d.until(lambda: prefill.num_prefilling == 1)
+        request = ask_for(PROMPT, request_id="mine", resume_from_index=0)
+        asking = asyncio.create_task(second.ask(request))
+        await d.until(lambda: prefill.num_prefills == 2)
+        until_s = loop.time() + 0.8
+        await d.until(lambda: loop.time() > until_s)
+        prefill.unhang.set()
+        answer = await asking
+        assert_whole(answer, PROMPT)
+        assert [routed.attempt for routed in answer.routed] == [1]
+        first.cancel()
 
 
 async def test_a_failure_is_not_held_against_the_worker_that_took_the_row_over() -> None:

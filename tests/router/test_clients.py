@@ -310,6 +310,7 @@ async def test_a_lost_session_takes_nothing_from_the_router_that_went_on_with_th
         worker, prefill = d.worker("d0"), d.worker("p0")
         worker.may_decode.clear()
         prefill.faults.hang_prefills = 1
+        worker.faults.lose_moves = 1
         request = ask_for(PROMPT, request_id="mine")
         second = await d.add_router()
         await d.connected(2, d.servers[1].router)

@@ -1,0 +1,104 @@
+"""A request that another router has attached: what its former router may still do, and must not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.session_wire import ANY_ATTEMPT
+from baton.v1 import router_pb2, worker_pb2
+from router.text import TextModel
+from tests.router.deployment import Answer, Deployment, ask_for, deployment
+from tests.router.test_blame import held
+from tests.router.test_failures import PROMPT
+from tests.router.test_requests import assert_whole
+
+
+@asynccontextmanager
+async def moved_in_prefill(
+    text_model: TextModel, **changes: Any
+) -> AsyncIterator[tuple[Deployment, asyncio.Task[Answer], asyncio.Task[Answer]]]:
+    """Two routers' streams of one request, whose prompt hangs until `unhang` at its writer."""
+    async with deployment(text_model, eject_s=30.0, **changes) as d:
+        prefill, decode = d.worker("p0"), d.worker("d0")
+        prefill.faults.hang_prefills = 1
+        request = ask_for(PROMPT, request_id="mine")
+        second = await d.add_router()
+        await d.connected(2, d.servers[1].router)
+        former = asyncio.create_task(d.client.ask(request))
+        await d.until(lambda: prefill.num_prefilling == 1 and prefill.faults.hang_prefills == 0)
+        again = ask_for(PROMPT, request_id="mine", resume_from_index=0)
+        latter = asyncio.create_task(second.ask(again))
+        await d.until(lambda: decode.num_attaches == 1 and prefill.num_prefills == 2)
+        await d.until(lambda: any(run._has_moved for run in d.router._runs.values()))
+        yield d, former, latter
+
+
+async def test_a_former_router_without_a_client_sees_the_prefill_through(
+    text_model: TextModel,
+) -> None:
+    async with moved_in_prefill(text_model, resume_window_s=0.1) as (d, former, latter):
+        loop = asyncio.get_running_loop()
+        former.cancel()
+        until_s = loop.time() + 0.5
+        await d.until(lambda: loop.time() > until_s)
+        assert d.worker("p0").num_prefilling == 1
+        d.worker("p0").unhang.set()
+        answer = await latter
+        assert_whole(answer, PROMPT)
+        assert [routed.attempt for routed in answer.routed] == [1]
+        await d.check_empty()
+
+
+async def test_a_former_router_that_loses_its_session_takes_nothing_back(
+    text_model: TextModel,
+) -> None:
+    async with moved_in_prefill(text_model) as (d, former, latter):
+        decode = d.worker("d0")
+        (lost,) = [s for s in decode.sessions if s != decode.runs["mine"].router_id]
+        decode.session_calls[lost].cancel()
+        await d.until(lambda: len(decode.sessions) == 2 and lost not in decode.sessions)
+        await d.connected(2)
+        d.worker("p0").unhang.set()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await former
+        assert "another router" in str(caught.value.details())
+        assert_whole(await latter, PROMPT)
+        assert decode.num_attaches == 1
+        await d.check_empty()
+
+
+async def test_an_abort_at_the_former_router_ends_the_request(text_model: TextModel) -> None:
+    async with moved_in_prefill(text_model) as (d, former, latter):
+        await d.client.stub.Abort(router_pb2.AbortRequest(request_id="mine"))
+        await d.until(lambda: ("mine", ANY_ATTEMPT) in d.worker("d0").cancels)
+        await d.until(lambda: d.worker("p0").num_prefilling == 0)
+        assert (await former).finished is not None
+        latter.cancel()
+        await d.check_empty()
+
+
+async def test_a_session_lost_after_a_failed_handoff_is_not_blamed_for_it(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, 2, 2, eject_s=30.0, handoff_report_wait_s=0.5) as d:
+        for name in ("p0", "p1"):
+            d.worker(name).faults.hang_prefills = 1
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id="mine")))
+        await d.until(lambda: d.worker("p0").num_prefilling + d.worker("p1").num_prefilling == 1)
+        for name in ("p0", "p1"):
+            d.worker(name).faults.hang_prefills = 0
+        decode = next(d.worker(name) for name in ("d0", "d1") if d.worker(name).runs)
+        session_id = decode.runs["mine"].router_id
+        assert session_id is not None
+        decode.give_up(worker_pb2.Lease(lease_id=decode.runs["mine"].lease_id))
+        decode.session_calls[session_id].cancel()
+        assert_whole(await asking, PROMPT)
+        assert not held(d) & {"d0", "d1"}
+        await d.check_empty()
