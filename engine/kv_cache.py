@@ -129,16 +129,8 @@ class KvCache:
         the blocks, so that those a window has left by the end are not needed at all.
         """
         assert not blocks.num_blocks, "blocks are held already"
-        bound = (num_tokens - 1) // self.block_size
-        live = None if computed_here else bound * self.block_size
-        num_cached = longest_match(
-            blocks.hashes[:bound], self.pools, self.windows, self.block_size, live
-        )
         total = self.num_blocks_of(num_tokens)
-        # Tokens from `position` on will be computed here, and look no further back than that.
-        position = num_cached * self.block_size if live is None else live
-        starts = [first_live_block(w, position, self.block_size) for w in self.windows]
-        ends = [self._span_end(g, start, total) for g, start in enumerate(starts)]
+        num_cached, starts, ends = self._spans_of(blocks, num_tokens, computed_here)
         cached = [blocks.hashes[start:num_cached] for start in starts]
         num_fresh = [end - max(start, num_cached) for start, end in zip(starts, ends)]
         if any(
@@ -159,6 +151,22 @@ class KvCache:
         self._held.add(blocks)
         self._set_length(blocks, total)
         return num_cached * self.block_size
+
+    def _spans_of(
+        self, blocks: RequestBlocks, num_tokens: int, computed_here: bool
+    ) -> tuple[int, list[int], list[int]]:
+        """Leading blocks that are cached; per group, where the entries that are needed start and
+        end."""
+        bound = (num_tokens - 1) // self.block_size
+        live = None if computed_here else bound * self.block_size
+        num_cached = longest_match(
+            blocks.hashes[:bound], self.pools, self.windows, self.block_size, live
+        )
+        # Tokens from `position` on will be computed here, and look no further back than that.
+        position = num_cached * self.block_size if live is None else live
+        starts = [first_live_block(w, position, self.block_size) for w in self.windows]
+        total = self.num_blocks_of(num_tokens)
+        return num_cached, starts, [self._span_end(g, s, total) for g, s in enumerate(starts)]
 
     def _keep_cached(self, blocks: RequestBlocks, cached: list[list[BlockHash]]) -> None:
         """Have a prefix that waits for blocks evicted last; done once, for it may wait long."""
@@ -345,14 +353,27 @@ class KvCache:
     def num_quarantined_blocks(self) -> int:
         return max(pool.num_quarantined for pool in self.pools)
 
-    def num_set_aside_blocks(self, pinned: Sequence[RequestBlocks]) -> int:
-        """Of a group, at most: those in quarantine and those that `pinned` hold."""
-        counts = []
-        for g, pool in enumerate(self.pools):
+    def set_aside(self, pinned: Sequence[RequestBlocks]) -> list[set[BlockId]]:
+        """Per group: blocks in quarantine and those that `pinned` hold."""
+        of_group = []
+        for g in range(len(self.pools)):
             held = {block for blocks in pinned for block in blocks.blocks(g)}
             held.update(block for blocks in pinned for group, block in blocks.twins if group == g)
-            counts.append(len(held) + pool.num_quarantined)
-        return max(counts)
+            held.update(block for parked in self._parked.values() for block in parked[g])
+            of_group.append(held)
+        return of_group
+
+    def has_room_beside(
+        self, set_aside: list[set[BlockId]], blocks: RequestBlocks, num_tokens: int
+    ) -> bool:
+        """Whether `place` would hold blocks for these tokens if `set_aside` was all that is held:
+        what the prompt shares with it is not needed twice."""
+        num_cached, starts, ends = self._spans_of(blocks, num_tokens, computed_here=True)
+        for pool, held, start, end in zip(self.pools, set_aside, starts, ends):
+            num_shared = sum(pool.find(h) in held for h in blocks.hashes[start:num_cached])
+            if end - start - num_shared + len(held) >= pool.num_blocks:  # one is the null block
+                return False
+        return True
 
     @property
     def num_quarantined_bytes(self) -> int:

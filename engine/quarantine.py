@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from engine.kv_cache import KvCache
 from engine.live_request import LiveRequest
 from engine.request import RequestId
+from kv_transfer.layout import BlockId
 
 
 class Quarantine:
@@ -16,6 +17,7 @@ class Quarantine:
     def __init__(self, kv: KvCache) -> None:
         self._kv = kv
         self._entries: dict[RequestId, _Entry] = {}
+        self._set_aside: list[set[BlockId]] | None = None  # per group; None: to be looked up again
 
     def put(self, request: LiveRequest) -> None:
         """A late writer could still change a reservation's blocks: they are set aside. A late
@@ -23,6 +25,7 @@ class Quarantine:
         if request.export is None:
             self._kv.quarantine(request.blocks)
         self._entries.setdefault(request.request_id, _Entry()).requests.append(request)
+        self._set_aside = None
 
     def stopped(self, request_id: RequestId) -> bool:
         """One worker has stopped: frees the blocks, and says so, when all of this id have."""
@@ -33,6 +36,7 @@ class Quarantine:
         if entry.num_stopped < len(entry.requests):
             return False
         del self._entries[request_id]
+        self._set_aside = None
         for request in entry.requests:
             if request.export is not None:
                 self._kv.free(request.blocks)
@@ -42,9 +46,11 @@ class Quarantine:
 
     def leaves_room_for(self, request: LiveRequest) -> bool:
         """Whether it could be placed if nobody but those here held anything."""
-        set_aside = self._kv.num_set_aside_blocks([export.blocks for export in self.exports()])
-        needed = self._kv.num_blocks_held_at_once(request.num_tokens)
-        return needed + set_aside < self._kv.num_blocks  # one is the null block
+        if not self._entries:
+            return True  # it was refused at the door else
+        if self._set_aside is None:
+            self._set_aside = self._kv.set_aside([export.blocks for export in self.exports()])
+        return self._kv.has_room_beside(self._set_aside, request.blocks, request.num_tokens)
 
     def exports(self) -> Iterator[LiveRequest]:
         """Those whose blocks are held still."""

@@ -488,6 +488,26 @@ def test_a_prompt_that_a_late_readers_blocks_leave_no_room_for_holds_up_nobody()
     pool_is_whole(core)
 
 
+def test_a_prompt_that_shares_what_a_late_reader_holds_is_not_passed_by() -> None:
+    sender, _, wire = pair(fake_config(num_blocks=21), fake_config())
+    core, export = sender.core, spec_of("export", prompt(160))
+    core.add_prefill(export, wire.open(ReservedEvent(export.request_id, 0, ())), 0)
+    wire.leases.clear()
+    drain(core)
+    core.release(export.request_id, quarantine=True)  # 10 blocks, still read
+    core.reserve(spec_of("held", prompt(128, 1)))
+    core.add(spec_of("shares", np.concatenate([prompt(160), prompt(100, 4)])))  # lacks 7 of 17
+    core.add(spec_of("small", prompt(10, 2)))
+    streams = drain(core)
+    assert not streams.finished
+    assert isinstance(core.reserve(spec_of("newcomer", prompt(10, 3))), NoCapacityEvent)
+    core.release(RequestId("held"))
+    drain(core, streams)
+    assert set(streams.finished) == {"small", "shares"}
+    core.unquarantine(export.request_id)
+    pool_is_whole(core)
+
+
 def test_a_reservation_goes_before_a_waiting_request_of_lower_priority_only() -> None:
     core, _ = watched(num_blocks=21)
     core.reserve(spec_of("held", prompt(160)))
