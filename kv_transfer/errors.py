@@ -5,6 +5,7 @@ TransferError
 ├── FingerprintError        the two workers' KV could differ: they never exchange any
 ├── LeaseError              the lease cannot be served
 │   ├── LeaseFencedError    its owner has fenced it (tombstone): never served any more
+│   ├── LeaseServedError    it is being served already: another router had asked for it
 │   └── WrongWriterError    it names another writer, or another incarnation of this one
 └── HandoffError            the handoff began and failed; nothing will be admitted for it
     ├── PeerLostError       the receiver, or a rank of either side, is gone
@@ -40,6 +41,10 @@ class LeaseError(TransferError):
 
 
 class LeaseFencedError(LeaseError):
+    pass
+
+
+class LeaseServedError(LeaseError):
     pass
 
 

@@ -35,8 +35,8 @@ from kv_transfer.errors import (
     FingerprintError,
     HandoffError,
     HandoffTimeoutError,
-    LeaseError,
     LeaseFencedError,
+    LeaseServedError,
     NackError,
     PeerLostError,
     PostFailedError,
@@ -116,14 +116,14 @@ class Exporter:
     def open(self, lease: Lease) -> HandoffId:
         """Begin to serve a lease; `finish` or `cancel` must be called for it in the end.
 
-        Raises LeaseFencedError when its owner has fenced it or it was served already,
+        Raises LeaseFencedError when its owner has fenced it or it is over, LeaseServedError,
         FingerprintError, WrongWriterError, or LeaseError when it does not fit this worker's layout.
         """
         handoff = lease.handoff_id
         if self._tombstones.holds(handoff, self._clock.now_s()):
             raise LeaseFencedError(f"lease {lease.lease_id} is fenced or over")
         if handoff in self._exports:
-            raise LeaseError(f"lease {lease.lease_id} is being served already")
+            raise LeaseServedError(f"lease {lease.lease_id} is being served already")
         named = (lease.writer.worker_id, lease.writer.incarnation)
         if named != (self._identity.worker_id, self._identity.incarnation):
             raise WrongWriterError(f"lease {lease.lease_id} is for {named[0]}, start {named[1]}")
