@@ -12,7 +12,13 @@ from baton.errors import InvalidRequestError
 from baton.status import abort
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_wire import ReadSpec, field_on_wire, finish_reason_to_proto
-from kv_transfer.errors import FingerprintError, LeaseError, WrongWriterError
+from kv_transfer.errors import (
+    FingerprintError,
+    LeaseError,
+    LeaseFencedError,
+    LeaseServedError,
+    WrongWriterError,
+)
 from kv_transfer.lease import Lease, logprobs_to_proto
 from prefill_worker.role import (
     DrainingError,
@@ -52,8 +58,10 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
             return
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except LeaseError as error:
+        except (LeaseFencedError, LeaseServedError) as error:  # its owner tells how it ends
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except LeaseError as error:  # a misfit of the two workers: nobody will ever serve it
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
         try:
             while (outcome := await prefill.next()) is not None:
                 if isinstance(outcome, Refused):

@@ -29,6 +29,10 @@ def without_ranks(lease: worker_pb2.Lease) -> None:
     del lease.owner.ranks[:], lease.ranks[:]
 
 
+def without_tables(lease: worker_pb2.Lease) -> None:
+    del lease.groups[:]
+
+
 def over_at_once(lease: worker_pb2.Lease) -> None:
     lease.renew_within_ms = 0
 
@@ -37,7 +41,8 @@ def over_at_once(lease: worker_pb2.Lease) -> None:
     ("spoil", "code"),
     [
         (without_ranks, grpc.StatusCode.INVALID_ARGUMENT),
-        (over_at_once, grpc.StatusCode.FAILED_PRECONDITION),
+        (over_at_once, grpc.StatusCode.INTERNAL),
+        (without_tables, grpc.StatusCode.INTERNAL),
     ],
 )
 async def test_a_lease_that_cannot_be_served_is_refused_before_it_is_opened(
@@ -61,6 +66,10 @@ async def test_a_lease_that_cannot_be_served_is_refused_before_it_is_opened(
         assert error.code() is code
         assert prefill.exporter.num_open() == 0
         await router.hand_off(spec, lease)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.hand_off(spec, lease)
+        error = caught.value
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION  # its owner tells how it ends
         await link.until(lambda: link.of("x").finished)
         assert link.of("x").in_order() == Oracle().tokens(spec)
         await nothing_held(prefill, decode)
