@@ -15,7 +15,7 @@ class DecodeConfig:
     finished_ttl_s: float = 30.0
     """How long an ended request is remembered."""
     max_finished: int = 4096
-    """Ended requests remembered at most."""
+    """Ended requests remembered at most, and as many attempts that ended without output."""
     max_finished_bytes: int = 256 << 20
     """The same in bytes of their prompts and outputs."""
     no_capacity_retry_s: float = 0.1

@@ -38,6 +38,19 @@ class Submission:
 
 
 @dataclass(frozen=True)
+class _Known:
+    """What is remembered of an attempt to tell others under its id from it."""
+
+    tenant: str
+    body_digest: bytes
+    attempt: int
+
+    @classmethod
+    def of(cls, submission: Submission) -> _Known:
+        return cls(submission.tenant, submission.body_digest, submission.attempt)
+
+
+@dataclass(frozen=True)
 class TokenRun:
     """Output tokens in a row; `index` is the first one's. `logprobs` is empty or one per token."""
 
@@ -108,9 +121,7 @@ class RequestLog:
         self._finished_bytes = 0
         self._records: dict[str, Record] = {}
         self._finished: dict[str, Record] = {}  # in order of their end
-        self._used_up: dict[
-            str, tuple[Submission, float]
-        ] = {}  # attempts without a record, and when
+        self._used_up: dict[str, tuple[_Known, float]] = {}  # without a record, and when
 
     def __len__(self) -> int:
         return len(self._records)
@@ -124,9 +135,6 @@ class RequestLog:
             record.append(index, SampledToken(token_id))
         self._records[submission.request_id] = record
         return record
-
-    def find(self, request_id: str) -> Record | None:
-        return self._records.get(request_id)
 
     def find_for(
         self,
@@ -159,7 +167,7 @@ class RequestLog:
         An aborted request's id may be used for another body, under an attempt number of its own:
         messages tell attempts apart by nothing else.
         """
-        was = self.last_submission(submission.request_id)
+        was = self._newest(submission.request_id)
         if was is None:
             return
         record = self._records.get(submission.request_id)
@@ -172,13 +180,16 @@ class RequestLog:
 
     def use_up(self, submission: Submission, now_s: float) -> None:
         """Remember an attempt that left no record, so that it is not served again."""
-        self._used_up[submission.request_id] = (submission, now_s)
+        self._used_up.pop(submission.request_id, None)  # the newest is last
+        self._used_up[submission.request_id] = (_Known.of(submission), now_s)
+        if len(self._used_up) > self._max_finished:
+            del self._used_up[next(iter(self._used_up))]
 
-    def last_submission(self, request_id: str) -> Submission | None:
+    def _newest(self, request_id: str) -> _Known | None:
         """The newest attempt that is remembered."""
         record = self._records.get(request_id)
         if record is not None:
-            return record.submission
+            return _Known.of(record.submission)
         return self._used_up.get(request_id, (None, 0.0))[0]
 
     def finish(self, record: Record, reason: FinishReason, error: str, now_s: float) -> None:

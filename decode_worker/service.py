@@ -72,19 +72,24 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
 
     def _reserve(self, session: RouterSession, message: worker_pb2.Reserve) -> None:
         wire = message.spec
-        writer = None
         try:
-            spec = self._read_spec(wire)
-            if message.HasField("writer"):
-                writer = WorkerIdentity.from_proto(message.writer)
-        except ValueError as error:
-            _refuse(session, wire, Refusal.INVALID, str(error))
-            return
-        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            try:
+                submission, writer = self._submission(message)
+            except ValueError as error:
+                _refuse(session, wire, Refusal.INVALID, str(error))
+                return
+            self._role.submit(session, submission, writer)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # A fault of ours, but of this message alone: the session's other requests go on.
-            log.exception("request %r cannot be read", wire.request_id)
-            _refuse(session, wire, Refusal.INTERNAL, f"it cannot be read: {error!r}")
-            return
+            log.exception("request %r cannot be taken", wire.request_id)
+            _refuse(session, wire, Refusal.INTERNAL, f"it cannot be taken: {error!r}")
+
+    def _submission(self, message: worker_pb2.Reserve) -> tuple[Submission, WorkerIdentity | None]:
+        """With the writer, if there is one. Raises ValueError for a malformed message."""
+        wire = message.spec
+        spec, writer = self._read_spec(wire), None
+        if message.HasField("writer"):
+            writer = WorkerIdentity.from_proto(message.writer)
         submission = Submission(
             spec=spec,
             request_id=wire.request_id,
@@ -95,7 +100,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             timeout_s=wire.timeout_ms / 1000 if wire.HasField("timeout_ms") else None,
             wire=wire.SerializeToString(),
         )
-        self._role.submit(session, submission, writer)
+        return submission, writer
 
     async def Attach(  # noqa: N802
         self, request: worker_pb2.AttachRequest, context: Context

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.request_log import RequestLog, Submission
+from decode_worker.errors import NotHereError, StaleAttemptError
+from decode_worker.request_log import Record, RequestLog, Submission
 from decode_worker.session import Admitted, Refusal, Rejected, RouterSession, Update
 from engine.request import (
     FinishReason,
@@ -35,6 +37,13 @@ def submission(
 
 def make_log(max_finished_bytes: int = 1 << 20) -> RequestLog:
     return RequestLog(finished_ttl_s=30.0, max_finished=3, max_finished_bytes=max_finished_bytes)
+
+
+def find(log: RequestLog, request_id: str) -> Record | None:
+    try:
+        return log.find_for(request_id, "tenant", b"", None, None)
+    except NotHereError:
+        return None
 
 
 async def take(session: RouterSession) -> Update:
@@ -63,12 +72,12 @@ def test_ended_requests_are_forgotten_by_age_and_by_number() -> None:
     for number in range(5):
         record = log.open(submission(f"r{number}"))
         log.finish(record, FinishReason.STOP, "", now_s=float(number))
-    assert [log.find(f"r{n}") is not None for n in range(5)] == [False, False, True, True, True]
+    assert [find(log, f"r{n}") is not None for n in range(5)] == [False, False, True, True, True]
     log.expire(now_s=33.5)
-    assert [log.find(f"r{n}") is not None for n in range(5)] == [False] * 4 + [True]
+    assert [find(log, f"r{n}") is not None for n in range(5)] == [False] * 4 + [True]
     running = log.open(submission("running"))
     log.expire(now_s=1e9)
-    assert log.find("running") is running
+    assert find(log, "running") is running
     assert len(log) == 1
 
 
@@ -77,19 +86,34 @@ def test_ended_requests_are_forgotten_by_their_bytes() -> None:
     for number, num_emitted in enumerate((1, 10, 10, 100)):
         record = log.open(submission(f"r{number}", emitted=num_emitted))
         log.finish(record, FinishReason.STOP, "", now_s=0.0)
-        kept = [n for n in range(4) if log.find(f"r{n}") is not None]
+        kept = [n for n in range(4) if find(log, f"r{n}") is not None]
         assert kept == [[0], [0, 1], [1, 2], []][number]
 
 
 def test_an_attempt_that_left_no_record_is_still_remembered_for_a_while() -> None:
     log = make_log()
-    used = submission(attempt=4)
-    log.use_up(used, now_s=0.0)
-    assert log.last_submission("r") is used
+    log.use_up(submission(attempt=4), now_s=0.0)
     log.expire(now_s=29.0)
-    assert log.last_submission("r") is used
+    with pytest.raises(StaleAttemptError):
+        log.check_new(submission(attempt=4))
+    log.check_new(submission(attempt=5))
     log.expire(now_s=31.0)
-    assert log.last_submission("r") is None
+    log.check_new(submission(attempt=4))
+
+
+def test_attempts_that_left_no_record_are_remembered_up_to_a_number_without_their_prompts() -> None:
+    log = make_log()
+    used = [submission(f"r{number}") for number in range(5)]
+    prompts = [weakref.ref(one) for one in used]
+    for one in used:
+        log.use_up(one, now_s=0.0)
+    for one in used[2:]:
+        with pytest.raises(StaleAttemptError):
+            log.check_new(one)
+    for one in used[:2]:
+        log.check_new(one)
+    del used, one
+    assert not any(prompt() for prompt in prompts)
 
 
 def test_a_replaced_attempt_that_ends_late_does_not_touch_the_newer_one() -> None:
@@ -98,7 +122,7 @@ def test_a_replaced_attempt_that_ends_late_does_not_touch_the_newer_one() -> Non
     newer = log.open(submission(attempt=2))
     log.finish(older, FinishReason.ABORTED, "", now_s=0.0)
     log.expire(now_s=1e9)
-    assert log.find("r") is newer
+    assert find(log, "r") is newer
 
 
 @given(st.lists(st.sampled_from(["token", "read", "attach"]), max_size=60))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,24 @@ async def test_a_message_that_nobody_foresaw_ends_its_own_request_alone(worker: 
     session = worker.decode.open_session("router-a/1")
     service = DecodeService(worker.decode, read)
     service._reserve(session, worker_pb2.Reserve(spec=make_spec("x")))
+    update = await anext(session.updates())
+    assert [told.refusal for told in update.rejected] == [Refusal.INTERNAL]
+    assert not session.closed
+    worker.decode.close_session(session)
+
+
+async def test_an_error_in_taking_a_request_ends_that_request_alone(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(*_: object) -> None:
+        raise KeyError("of ours")
+
+    nothing: Any = None
+    session = worker.decode.open_session("router-a/1")
+    service = DecodeService(worker.decode, lambda _: nothing)
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.decode, "submit", submit)
+        service._reserve(session, worker_pb2.Reserve(spec=make_spec("x")))
     update = await anext(session.updates())
     assert [told.refusal for told in update.rejected] == [Refusal.INTERNAL]
     assert not session.closed
