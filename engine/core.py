@@ -182,12 +182,17 @@ class LearnedRates:
         self.decode_step_s = 0.0
 
     def learn(self, plan: StepPlan, elapsed_s: float) -> None:
-        """A step with prompts in it took what its decodes take alone, the rest is prefill."""
+        """A step with prompts in it took what its decodes take alone, the rest is prefill. Where no
+        step was of decodes alone, theirs is what such a step took beyond its prompts."""
         if not plan.seqs or elapsed_s <= 0:
             return
         num_decodes, num_prefill_tokens = _kinds(plan)
         if not num_prefill_tokens:
             self.decode_step_s = _blend(self.decode_step_s, elapsed_s)
+            return
+        if num_decodes and not self.decode_step_s and self.prefill_tokens_per_s:
+            prefill_s = num_prefill_tokens / self.prefill_tokens_per_s
+            self.decode_step_s = max(elapsed_s - prefill_s, 0.1 * elapsed_s)
             return
         decode_s = self.decode_step_s if num_decodes else 0.0
         prefill_s = max(elapsed_s - decode_s, 0.1 * elapsed_s)

@@ -11,8 +11,11 @@ then, and leased to a writer that nothing orders behind this device's work.
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -48,7 +51,11 @@ class LayerPushes:
         self._layout = layout
         self._new_event = new_event
         self._told: list[Future[None]] = []
-        self._thread = ThreadPoolExecutor(1, "layer-pushes") if new_event is not None else None
+        self._written: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
+        if new_event is not None:
+            # A daemon: an executor's thread is waited for when the interpreter ends, and an event
+            # of a device that hangs never comes to pass.
+            threading.Thread(target=self._run, name="layer-pushes", daemon=True).start()
 
     @classmethod
     def on(cls, device: torch.device, sink: KvSink, layout: KvLayout) -> LayerPushes:
@@ -85,17 +92,34 @@ class LayerPushes:
 
     def close(self) -> None:
         """Without waiting: a device that hangs comes to no event."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._written.put(None)
 
     def _layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
-        if self._new_event is None or self._thread is None:
+        if self._new_event is None:
             self._sink.layer_done(layer, pushes)
             return
         event = self._new_event()
         event.record()
-        self._told.append(self._thread.submit(self._tell, event, layer, pushes))
+        written = _Written(event, layer, pushes)
+        self._told.append(written.told)
+        self._written.put(written)
 
-    def _tell(self, event: DeviceEvent, layer: int, pushes: Sequence[BlockPush]) -> None:
-        event.synchronize()
-        self._sink.layer_done(layer, pushes)
+    def _run(self) -> None:
+        while (written := self._written.get()) is not None:
+            try:
+                written.event.synchronize()
+                self._sink.layer_done(written.layer, written.pushes)
+            except BaseException as error:  # noqa: BLE001 - the step raises it
+                written.told.set_exception(error)
+            else:
+                written.told.set_result(None)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A layer that the sink is told of when its event has come to pass."""
+
+    event: DeviceEvent
+    layer: int
+    pushes: Sequence[BlockPush]
+    told: Future[None] = field(default_factory=Future)

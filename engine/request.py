@@ -169,8 +169,7 @@ class BlockPush:
     """Blocks of one layer group that a step completes and a handoff must carry.
 
     `ordinals` are positions in the lease's block table of that group (0 is the first block after
-    the receiver's cached ones); `block_ids` are this pool's blocks with that content. Both are
-    empty in a step that computes only what the receiver does not lack: a sign of progress.
+    the receiver's cached ones); `block_ids` are this pool's blocks with that content.
     """
 
     handoff_id: HandoffId

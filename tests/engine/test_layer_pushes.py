@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,18 @@ TENSORS = (TensorSpec("k", 1, 8, "float32"),)
 LAYOUT = KvLayout(16, (LayerGroup(0, 1, TENSORS), LayerGroup(1, 2, TENSORS, 64)))
 PUSHES = tuple(BlockPush(HandoffId("h"), group, (0,), (BlockId(3),)) for group in (0, 1))
 WAIT_S = 10.0
+HUNG_DEVICE = """
+import threading
+from tests.engine.test_layer_pushes import LAYOUT, PUSHES, LayerPushes, Sink
+
+class Never:
+    def record(self): pass
+    def synchronize(self): threading.Event().wait()
+
+pushes = LayerPushes(Sink(), LAYOUT, Never)
+pushes.of_step(PUSHES)(0)
+pushes.close()
+"""
 
 
 class Device:
@@ -144,6 +159,11 @@ def test_a_step_that_nobody_reads_back_ends_when_the_device_has_written_all(devi
     assert ended.wait(WAIT_S)
     stepping.join()
     pushes.close()
+
+
+def test_an_interpreter_ends_while_a_device_hangs() -> None:
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", HUNG_DEVICE], cwd=root, check=True, timeout=60)
 
 
 @pytest.mark.gpu
