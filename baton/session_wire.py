@@ -4,3 +4,6 @@ from __future__ import annotations
 
 ANY_ATTEMPT = (1 << 32) - 1
 """As a `Cancel`'s attempt: every attempt at the request, whichever router follows it."""
+
+DEADLINE = "deadline"
+"""As the `error` of a request that was aborted: its deadline had passed at its worker."""

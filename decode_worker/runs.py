@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from baton.session_wire import DEADLINE
 from decode_worker.request_log import Record, Submission
 from decode_worker.session import Moved, Notice, Reserved, RouterSession
 from engine.request import RequestId, SampledToken, TokenLogprobs
@@ -55,7 +56,7 @@ class Run:
     def overdue(self, now_s: float, orphan_ttl_s: float) -> str | None:
         """Why it has to end now; None when it may go on."""
         if self.deadline_s is not None and now_s >= self.deadline_s:
-            return "deadline"
+            return DEADLINE
         if self.orphaned_at_s is not None and now_s - self.orphaned_at_s >= orphan_ttl_s:
             return "its router is gone"
         return None
