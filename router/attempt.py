@@ -24,6 +24,7 @@ from functools import partial
 import grpc
 import grpc.aio
 
+from baton.session_wire import DEADLINE
 from baton.v1 import common_pb2, worker_pb2
 from router.config import RouterConfig
 from router.failure import AttemptError, Failure, failure_of, loss_of
@@ -410,12 +411,13 @@ class Attempt:
         if at_decode_worker:
             self._over_at_worker |= tokens.finished != 0
             self._on_progress(tokens, has_news=bool(ids))
-        finished = _FINISHED.get(tokens.finished)
+        is_late = tokens.error == DEADLINE
+        finished = None if is_late else _FINISHED.get(tokens.finished)
         if (ids or finished) and self._sink.emit(ids, logprobs, finished):
             self._done.set_result(None)
         elif tokens.finished:
             self._fail(
-                Failure.DECODE_FAILED,
+                Failure.DEADLINE if is_late else Failure.DECODE_FAILED,
                 self._decode,
                 f"{self._decode.facts.worker_id}: "
                 f"{common_pb2.FinishReason.Name(tokens.finished)}: {tokens.error}",

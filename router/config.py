@@ -30,9 +30,9 @@ class RouterConfig:
     lease_lead_s: float = 0.5
     """A prompt goes on only when its prefill is predicted to start within this time."""
     max_bypass_s: float = 1.0
-    """A request that has waited this long is no longer overtaken by later ones."""
+    """For a request that has waited this long the decode workers it could itself use are kept."""
     fleet_wait_s: float = 10.0
-    """How long requests wait while no worker could ever run them."""
+    """How long a request waits while no usable worker takes it, without a break."""
     overload_retry_s: float = 1.0
     """What a refused client is told to wait."""
 
@@ -54,7 +54,8 @@ class RouterConfig:
     first_token_timeout_s: float = 30.0
     """Longest wait for a first token beyond what was predicted."""
     token_timeout_s: float = 30.0
-    """Longest gap between tokens of a running request before it is moved."""
+    """Longest gap between tokens before a request is moved. One whose worker is not SUSPECT and
+    serves others meanwhile is not: it was preempted there, or its prompt waits its turn."""
     suspect_silence_s: float = 1.5
     """The same on a worker that the registry calls SUSPECT: stuck or silent itself."""
     reattach_timeout_s: float = 1.0

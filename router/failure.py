@@ -21,7 +21,7 @@ class Failure(enum.Enum):
     INVALID = "invalid"
     TAKEN = "request id taken"
     STALE = "stale attempt"
-    REJECTED = "rejected"
+    REJECTED = "rejected"  # it could not take the request in: a fault of its, or of the message
     PREFILL_FAILED = "prefill failed"
     HANDOFF_FAILED = "handoff failed"
     WRITER_UNKNOWN = "handoff failed, and another router had asked for it"
@@ -30,6 +30,7 @@ class Failure(enum.Enum):
     DECODE_LOST = "decode worker lost"
     DECODE_FAILED = "decode failed"
     STUCK = "stuck"
+    DEADLINE = "deadline"  # it passed at the decode worker first
 
 
 class AttemptError(Exception):

@@ -1,8 +1,9 @@
 """Whose turn it is: tenants share the fleet's work in equal parts.
 
-Start-time fair queueing: every tenant has a clock that advances by the work it asks for. A request
-is stamped with its tenant's clock, or with the clock of what is being served if that is ahead: an
-idle tenant saves up nothing, and one that asks for a lot waits behind its own requests only.
+Start-time fair queueing: every tenant has a clock that advances by the work it asks for, and by work
+that it turns out to get beyond that. A request is stamped with its tenant's clock, or with the clock
+of what is being served if that is ahead: an idle tenant saves up nothing, and one that asks for a
+lot waits behind its own requests only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class FairShare:
         return max(self._served, self._next.get(tenant, 0.0))
 
     def charge(self, tenant: str, work: float) -> None:
-        """The tenant's next request, of `work`, has taken its place."""
+        """The tenant has asked for `work`, or has got so much more than it had asked for."""
         self._next[tenant] = self.stamp(tenant) + work
         if len(self._next) > self._sweep_at:
             self._sweep()

@@ -157,11 +157,6 @@ class RequestOutput:
         last = self.log.ids[-1] if self.log.ids else None
         return str(last) if reason is FinishReason.STOP and last in self._ends else ""
 
-    @property
-    def was_aborted(self) -> bool:
-        """Where it ran, by somebody else; once `emit` said that it is over."""
-        return self._reason is FinishReason.ABORTED
-
     # --- the end -------------------------------------------------------------------------------
 
     def finish(self) -> None:

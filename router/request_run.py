@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 MAX_STALE = 10  # attempt numbers are raised fourfold each time: no request had so many
 _OF_TRANSFER = (Failure.HANDOFF_FAILED, Failure.WRITER_UNKNOWN, Failure.PREFILL_FAILED)
-WORKER_AHEAD_S = 0.05  # by so much a decode worker may see a deadline pass before its router
+OUT_OF_TIME = "the request's deadline has passed"
 MIN_HOLD_S = 0.05  # a worker that has no room is not asked again sooner
 
 
@@ -63,7 +63,7 @@ class RequestRun:
         self._prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
         self._deadline_s = arrival.arrived_s + config.timeout_s(parsed.timeout_s)
         self._attempt_number = 0
-        self._num_failures = self._num_stale = 0
+        self._num_failures = self._num_stale = self._num_rejected = 0
         self._failed: set[tuple[str, int]] = set()  # (worker id, incarnation)
         self._lost: list[tuple[str, int]] = []  # the same, lost while it ran there
         self._aborted = self._orphaned = False
@@ -142,12 +142,7 @@ class RequestRun:
             async with asyncio.timeout(max(0.0, self._deadline_s - self._parts.clock())):
                 await self._drive()
         except TimeoutError:
-            raise self._out_of_time() from None
-        if self._output.was_aborted and self._parts.clock() > self._deadline_s - WORKER_AHEAD_S:
-            raise self._out_of_time()
-
-    def _out_of_time(self) -> DeadlineError:
-        return DeadlineError("the request's deadline has passed")
+            raise DeadlineError(OUT_OF_TIME) from None
 
     async def _drive(self) -> None:
         parsed, parts = self.arrival.parsed, self._parts
@@ -317,10 +312,18 @@ class RequestRun:
             return 0.0
         self._num_failures += 1
         self._give_up_if_hopeless(error)
-        if failure is not Failure.WRITER_UNKNOWN:
-            self._failed.add(error.worker.facts.identity)
-            parts.fleet.eject(error.worker, parts.config.eject_s)
+        self._blame(error)
         return parts.config.retry_backoff_s if self._num_failures > 1 else 0.0
+
+    def _blame(self, error: AttemptError) -> None:
+        """Keep a worker that failed from this request, and for a while from all others."""
+        if error.failure is Failure.WRITER_UNKNOWN:
+            return
+        self._failed.add(error.worker.facts.identity)
+        if error.failure is Failure.REJECTED:  # it may be for this request alone
+            self._num_rejected += 1
+        else:
+            self._parts.fleet.eject(error.worker, self._parts.config.eject_s)
 
     def _outnumber(self, error: AttemptError) -> None:
         """The worker knows a later attempt of this id: no fault of its, so it stays in use."""
@@ -335,6 +338,8 @@ class RequestRun:
         if len(dead) >= config.max_dead_decode_workers:
             names = ", ".join(worker_id for worker_id, _ in dead)
             raise PoisonError(f"{len(dead)} workers died while they ran this request: {names}")
+        if error.failure is Failure.REJECTED and self._num_rejected:
+            raise BatonError(f"{error.message} (a second worker could not take it in)")
         if self._num_failures >= config.max_attempts:
             raise self._final(error, f"after {self._num_failures} attempts")
         if not self._parts.retries.take(self.arrival.parsed.tenant):
@@ -402,6 +407,8 @@ def _ending(error: AttemptError) -> BatonError | None:
         return InvalidRequestError(error.message, field=error.field)
     if error.failure is Failure.TAKEN:
         return AlreadyExistsError(error.message, field="request_id")
+    if error.failure is Failure.DEADLINE:
+        return DeadlineError(OUT_OF_TIME)
     if error.failure is Failure.MOVED:
         return UnavailableError("another router goes on with the request", retry_after_s=0.0)
     return None

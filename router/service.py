@@ -37,6 +37,7 @@ from router.tokenizing import Tokenizing
 from router.validate import (
     ParsedRequest,
     check_model_name,
+    check_names,
     encode_prompt,
     parse_generate,
 )
@@ -104,6 +105,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
 
     async def _parse(self, request: router_pb2.GenerateRequest) -> ParsedRequest:
         router, limits = self._router, self._router.request_limits()
+        check_names(request, limits)  # the line before the tokenizer keeps the tenant's
         named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
         return await self.tokenizing.run(
             lambda: parse_generate(request, router.text_model, limits),

@@ -110,7 +110,7 @@ def parse_generate(
     InvalidRequestError, NoCapacityError where the KV memory of every decode worker is too small, or
     NotFoundError for an unknown model.
     """
-    _check_names(request, limits)
+    check_names(request, limits)
     _check_stop(request, model, limits)
     _check_sampling(request.sampling, limits)
     if constraint := request.WhichOneof("constraint"):
@@ -220,7 +220,7 @@ def check_model_name(name: str, limits: RequestLimits) -> None:
         raise NotFoundError(f"unknown model {name!r}; served here: {known}", field="model")
 
 
-def _check_names(request: router_pb2.GenerateRequest, limits: RequestLimits) -> None:
+def check_names(request: router_pb2.GenerateRequest, limits: RequestLimits) -> None:
     check_model_name(request.model, limits)
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
         raise InvalidRequestError(

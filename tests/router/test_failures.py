@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from baton.status import from_rpc_error
-from baton.v1 import worker_pb2
+from baton.v1 import common_pb2, worker_pb2
 from router.text import TextModel
 from tests.router.deployment import DECODE, ask_for, deployment
 from tests.router.scripted_tokens import Running
@@ -262,6 +262,37 @@ async def test_a_deadline_aborts_everywhere(text_model: TextModel) -> None:
             await d.client.ask(ask_for(PROMPT, timeout_ms=300))
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert error_reason(caught.value) == "DEADLINE"
+        await d.check_empty()
+
+
+async def test_a_deadline_that_the_decode_worker_sees_first_is_told_as_one(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        worker = d.worker("d0")
+        worker.may_decode.clear()
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id="mine")))
+        await d.until(lambda: "mine" in worker.runs and worker.runs["mine"].task is not None)
+        running = worker.runs["mine"]
+        over = worker._tokens(running, len(running.output))
+        over.finished, over.error = common_pb2.FINISH_REASON_ABORTED, "deadline"
+        worker._tell(running.router_id, tokens=[over])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asking
+        assert error_reason(caught.value) == "DEADLINE"
+
+
+async def test_a_request_that_two_workers_cannot_read_is_refused_and_ejects_nobody(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, decode=3, eject_s=30.0) as d:
+        for name in ("d0", "d1", "d2"):
+            d.worker(name).faults.reject = [(worker_pb2.REJECT_REASON_INTERNAL, 0)] * 3
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await d.client.ask(ask_for(PROMPT))
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert sum(d.worker(name).num_reserves for name in ("d0", "d1", "d2")) == 2
+        assert not any(d.router.fleet.arrays.hold_until_s > d.router.clock())
         await d.check_empty()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 
 import grpc
 import grpc.aio
@@ -325,3 +326,18 @@ async def test_a_request_that_names_no_length_gets_what_its_worker_has_memory_fo
             assert error_reason(error) == reason
             assert field_at_fault(error) == "sampling.max_tokens"
         await d.check_empty()
+
+
+async def test_a_tenant_with_a_long_name_is_refused_before_it_waits_for_the_tokenizer(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        free, tokenizing = threading.Event(), d.servers[0]._service.tokenizing
+        busy = asyncio.create_task(tokenizing.run(lambda: free.wait(10), "other", 1, 10.0))
+        try:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await d.client.ask(ask_for("to be", tenant="t" * 129, timeout_ms=1000))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        finally:
+            free.set()
+            await busy
