@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -104,6 +105,8 @@ class Admission:
         self._waiting: list[Ticket] = []
         self._round: asyncio.TimerHandle | asyncio.Handle | None = None
         self._round_at_s = self._pause_until_s = 0.0
+        self._kinds: set[tuple[float, float]] = set()  # of workers, when last looked
+        self._looked_at_s = -math.inf  # for who is stranded
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -239,7 +242,10 @@ class Admission:
         self._round = None
         now = self._clock()
         within_reach = reach(self._fleet.arrays, self._config)
-        self._refuse_stranded(within_reach, now)
+        kinds = within_reach.kinds()
+        if kinds != self._kinds or now - self._looked_at_s >= POLL_S:
+            self._kinds, self._looked_at_s = kinds, now
+            self._refuse_stranded(within_reach, now)
         next_s = self._try_in_order(within_reach, now)
         self._waiting = [t for t in self._waiting if t.placed is not None and not t.placed.done()]
         if self._waiting:
@@ -275,7 +281,7 @@ class Admission:
                 self._reserve(reserved, ticket, best, within_reach)
             longest = longest_open(arrays, reserved, now)
         ended_s = self._clock()
-        spent_s = (ended_s - now) * in_vain / max(1, tries)
+        spent_s = (ended_s - now) * (in_vain / tries if tries else 1.0)
         self._pause_until_s = ended_s + ROUND_PAUSE * spent_s
         return next_s
 
@@ -369,13 +375,12 @@ class Admission:
     def _refuse_stranded(self, within_reach: Reach, now: float) -> None:
         """What counts is for how long nobody took the request, not for how long it has waited: a
         worker that is away for a moment costs nobody a place in line."""
-        kinds = within_reach.kinds()
         for ticket in self._waiting:
             assert ticket.placed is not None
             total, num_tokens = ticket.num_tokens, len(ticket.prompt)
             if ticket.placed.done():
                 continue
-            if any(total <= longest and num_tokens <= prompt for longest, prompt in kinds):
+            if any(total <= longest and num_tokens <= prompt for longest, prompt in self._kinds):
                 ticket.stranded_since_s = None
             elif error := self._too_large(ticket):  # those that could take it have left
                 ticket.placed.set_exception(error)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from baton.errors import NoCapacityError, OverloadedError, UnavailableError
-from router.admission import SCAN_AHEAD, Admission, Placed
+from router.admission import POLL_S, SCAN_AHEAD, Admission, Placed, Ticket
 from router.config import RouterConfig
 from router.fleet import Fleet, ReportedLoad, WorkerEntry, WorkerState
 from router.prefix_index import PrefixIndex
@@ -330,6 +330,40 @@ async def test_rounds_leave_the_event_loop_to_the_streams() -> None:
         await asyncio.sleep(0)
     assert loop.time() - real_began_s >= 0.07  # four times the 20 ms that the first round took
     assert began[0] == ended_s
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+
+
+async def test_rounds_that_try_nobody_look_at_nobody_and_leave_the_event_loop_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    fleet = two_and_two(clock)
+    admission = admission_of(fleet, clock)
+    fleet.arrays.max_running[:] = 0
+    waiting = [
+        asyncio.create_task(admission.place(admission.ticket(prompt(10, n * 10), 4)))
+        for n in range(4)
+    ]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    looked_at: list[Ticket] = []
+
+    def num_tokens(ticket: Ticket) -> int:
+        """Takes 5 ms."""
+        looked_at.append(ticket)
+        clock.now_s += 0.005
+        return len(ticket.prompt) + ticket.least_new_tokens
+
+    monkeypatch.setattr(Ticket, "num_tokens", property(num_tokens))
+    for _ in range(3):
+        admission._run_round()
+    assert not looked_at  # nothing has changed for them
+    clock.now_s += POLL_S
+    admission._run_round()
+    assert len(looked_at) == 4
+    assert admission._pause_until_s == pytest.approx(clock.now_s + 4 * 0.02)
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)
