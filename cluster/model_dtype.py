@@ -60,9 +60,11 @@ class DtypeDecision:
         """The configuration without `auto`, and which dtype it was made and why; None where no
         pool leaves it open.
 
-        Raises ConfigError for a model folder that is wrong, UnavailableError.
+        Raises ConfigError for a model folder that is wrong and for a prefill pool that no other
+        could take KV from, UnavailableError.
         """
         if self._process is None:
+            _check_pairs(self._config, self._config)
             return self._config, None
         try:
             said, _ = self._process.communicate(timeout=_TIMEOUT_S)
@@ -74,7 +76,36 @@ class DtypeDecision:
         if "error" in told:
             raise ConfigError(told["error"], field="model")
         dtype = told["dtype"]
-        return _with_dtype(self._config, dtype), f"computing in {dtype}: {told['reason']}"
+        config = _with_dtype(self._config, dtype)
+        _check_pairs(config, self._config)
+        return config, f"computing in {dtype}: {told['reason']}"
+
+
+def _check_pairs(config: ClusterConfig, written: ClusterConfig) -> None:
+    """Raise ConfigError where no pool takes KV of a prefill pool's dtype. `written` has `auto`."""
+
+    def named(pool: str) -> str:
+        """A pool's dtype, by the field that says it."""
+        field = f"pools.{pool}.engine.dtype"
+        if "dtype" not in written.pools[pool].engine:
+            field = f"engine.dtype (of pool {pool})"
+        is_open = written.pool_engine(pool).dtype == _AUTO
+        return f"{field} is {config.pool_engine(pool).dtype}" + " by auto" * is_open
+
+    def torch_pools(*roles: str) -> list[str]:
+        pools = config.pools.items()
+        return [
+            name
+            for name, pool in pools
+            if pool.role in roles and config.pool_engine(name).backend == "torch"
+        ]
+
+    receivers = torch_pools("decode", "mixed")
+    dtypes = {config.pool_engine(pool).dtype for pool in receivers}
+    for sender in torch_pools("prefill"):
+        if receivers and config.pool_engine(sender).dtype not in dtypes:
+            said = ", ".join(named(pool) for pool in (sender, *receivers))
+            raise ConfigError(f"{said}: KV is exchanged within one dtype only", field="pools")
 
 
 def _with_dtype(config: ClusterConfig, dtype: str) -> ClusterConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from engine.api import KvMemory, KvSink, ModelSpec, Runner
@@ -11,6 +12,9 @@ from kv_transfer.layout import RegionLayout
 
 if TYPE_CHECKING:
     from engine.tp import TpGroup
+
+
+log = logging.getLogger(__name__)
 
 
 def load_model_spec(model_path: str, config: EngineConfig) -> ModelSpec:
@@ -24,7 +28,10 @@ def load_model_spec(model_path: str, config: EngineConfig) -> ModelSpec:
 
     dtype = config.dtype
     if dtype == AUTO:
-        dtype = choose_dtype(model_path, [config.device]).dtype
+        choice = choose_dtype(model_path, [config.device])
+        dtype = choice.dtype
+        # Alone: workers elsewhere that decided otherwise would exchange no KV with this one.
+        log.info("%s: computing in %s: %s", model_path, dtype, choice.reason)
     return describe(model_path, config.block_size, dtype, config.max_model_len)
 
 

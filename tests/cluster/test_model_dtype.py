@@ -48,7 +48,7 @@ def test_what_is_wrong_with_the_model_is_told(tmp_path: Path) -> None:
     ("engine", "prefill", "found"),
     [
         ({"dtype": "bfloat16"}, {}, ["bfloat16", "bfloat16"]),
-        ({"dtype": "float32"}, {"dtype": "bfloat16"}, ["bfloat16", "float32"]),
+        ({"dtype": "float32"}, {"dtype": "float32"}, ["float32", "float32"]),
         ({"backend": "fake"}, {}, ["auto", "auto"]),
     ],
 )
@@ -59,3 +59,18 @@ def test_what_is_said_explicitly_stays_and_starts_nothing(
         config, told = decision.result()
     assert dtypes(config) == found
     assert told is None
+
+
+@pytest.mark.parametrize(
+    ("decode", "said"), [("auto", "float32 by auto"), ("float16", "float16")], ids=["auto", "named"]
+)
+def test_a_prefill_pool_whose_dtype_no_other_pool_has_is_refused(
+    decode: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
+    config = cluster(tmp_path, {"dtype": decode}, {"dtype": "bfloat16"})
+    with DtypeDecision(config, {}) as decision, pytest.raises(ConfigError) as caught:
+        decision.result()
+    assert caught.value.message.startswith(
+        f"pools.p.engine.dtype is bfloat16, engine.dtype (of pool d) is {said}:"
+    )

@@ -116,8 +116,8 @@ def test_what_is_chosen_or_wrong_is_printed_for_those_without_torch(
     assert "config.json is missing" in json.loads(capsys.readouterr().out)["error"]
 
 
-def test_auto_is_in_the_layout_and_the_fingerprint_as_the_dtype_it_became(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_auto_is_in_the_layout_and_the_fingerprint_as_the_dtype_it_became_and_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints.save("llama", tmp_path)
     config_file = tmp_path / "config.json"
@@ -125,11 +125,15 @@ def test_auto_is_in_the_layout_and_the_fingerprint_as_the_dtype_it_became(
     config_file.write_text(json.dumps(config))
     for features, dtype in (["avx512_bf16"], "bfloat16"), ([], "float32"):
         cpu_with(monkeypatch, *features)
-        auto, explicit = (
-            load_model_spec(str(tmp_path), EngineConfig(dtype=name)) for name in ("auto", dtype)
-        )
+        caplog.clear()
+        with caplog.at_level("INFO", "engine.build"):
+            auto, explicit = (
+                load_model_spec(str(tmp_path), EngineConfig(dtype=name)) for name in ("auto", dtype)
+            )
         assert {t.dtype for group in auto.layout.groups for t in group.tensors} == {dtype}
         assert auto == explicit
+        (said,) = caplog.messages  # of the one that decided
+        assert f"computing in {dtype}: " in said
 
 
 def test_a_model_is_computed_in_the_dtype_of_its_kv(tmp_path: Path) -> None:
