@@ -1,9 +1,9 @@
 """Whose turn it is: tenants share the fleet's work in equal parts.
 
-Start-time fair queueing: every tenant has a clock that advances by the work it asks for, and what it
-turns out to get beyond that. A request is stamped with its tenant's clock, or with the clock of
-what is being served if that is ahead: an idle tenant saves up nothing, and one that asks for a lot
-waits behind its own requests only.
+Start-time fair queueing: every tenant has a clock that advances by the work it asks for,
+and by what it turns out to get beyond that. A request is stamped with its tenant's clock, or with
+the clock of what is being served if that is ahead: an idle tenant saves up nothing, and one that
+asks for a lot waits behind its own requests only.
 """
 
 from __future__ import annotations
