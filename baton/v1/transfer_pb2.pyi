@@ -255,16 +255,12 @@ class TransferProgress(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    num_tokens: _builtins.int
     def __init__(
         self,
-        *,
-        num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -109,8 +109,8 @@ class CommandQueue(Protocol):
         negative status of one that failed, which then stands first."""
 
     def sleep(self) -> int:
-        """Wait for a peer's event or a signal, unless there is a command. Then post: `post`
-        tells what failed. The wait's status."""
+        """Wait for a peer's event or a signal, unless there is a command; the wait's status. A
+        compiled queue then posts, and `post` tells what failed; one in Python is left to `post`."""
 
 
 class PythonQueue:
