@@ -164,7 +164,7 @@ async def hand_over(worker: Worker, lease: Lease, blocks: Sequence[BlockId]) -> 
         push = Push(handoff, 0, tuple(range(len(blocks))), tuple(blocks))
         for layer in range(NUM_LAYERS):
             worker.rank.layer_done(layer, [push])
-        worker.rank.step_done(None)
+        worker.rank.step_done()
     receipt = await worker.exporter.finish(handoff, 1, None)
     return receipt.put_s, time.perf_counter() - start
 
@@ -179,7 +179,7 @@ async def exposed_s(worker: Worker, lease: Lease, blocks: Sequence[BlockId]) -> 
     await all_gone(worker, lease)
     start = time.perf_counter()
     worker.rank.layer_done(NUM_LAYERS - 1, [push])
-    worker.rank.step_done(None)
+    worker.rank.step_done()
     await worker.exporter.finish(handoff, 1, None)
     return time.perf_counter() - start
 

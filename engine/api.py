@@ -86,7 +86,7 @@ class KvSink(Protocol):
         Called for each layer, in order; not called in a step without pushes.
         """
 
-    def step_done(self, plan: StepPlan) -> None:
+    def step_done(self) -> None:
         """All layers of the step are done."""
 
 

@@ -119,7 +119,7 @@ class FakeRunner:
             self._sink.message(payload)
         if plan.seqs:
             self._write(plan)
-        self._sink.step_done(plan)
+        self._sink.step_done()
         return self._sample([seq for seq in plan.seqs if seq.samples], specs)
 
     def _write(self, plan: StepPlan) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.request import BlockPush, StepPlan
+from engine.request import BlockPush
 from kv_transfer.layout import RegionLayout
 
 
@@ -48,5 +48,5 @@ class LocalSink:
     def layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
         assert not pushes, f"nobody is there to receive {pushes}"
 
-    def step_done(self, plan: StepPlan) -> None:
+    def step_done(self) -> None:
         pass

@@ -90,7 +90,7 @@ class TorchRunner:
         logits = self._forward(plan) if plan.seqs else None
         is_read_back = any(seq.samples for seq in plan.seqs) or not plan.seqs
         self._pushes.finish(is_read_back=is_read_back)
-        self._sink.step_done(plan)
+        self._sink.step_done()
         return logits
 
     def _take_over_threads(self) -> None:

@@ -155,7 +155,7 @@ class TransferRank:
                     handoff.error = str(error)
                 self._settle(handoff)
 
-    def step_done(self, plan: object) -> None:
+    def step_done(self) -> None:
         with self._lock:
             for handoff in self._handoffs.values():
                 handoff.step_done()

@@ -51,8 +51,8 @@ class RecordingSink:
     def layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
         self.calls.append(("layer_done", layer, tuple(pushes)))
 
-    def step_done(self, plan: StepPlan) -> None:
-        self.calls.append(("step_done", plan.step))
+    def step_done(self) -> None:
+        self.calls.append(("step_done",))
 
 
 def argmax(

@@ -23,7 +23,6 @@ from engine.request import (
     RequestSpec,
     ReservedEvent,
     SamplingParams,
-    StepPlan,
     TokenEvent,
 )
 from kv_transfer.layout import NULL_BLOCK, RegionLayout
@@ -198,7 +197,7 @@ class Wire:
                         layer, tensor.name, block_id
                     )
 
-    def step_done(self, plan: StepPlan) -> None:
+    def step_done(self) -> None:
         self.calls.append("step")
 
     def owed(self, lease: ReservedEvent) -> list[tuple[int, int]]:

@@ -66,7 +66,7 @@ def test_sink_hears_messages_then_each_layer_with_its_groups_pushes_then_the_end
         ("layer_done", 0, pushes[:1]),
         ("layer_done", 1, pushes[1:]),
         ("layer_done", 2, pushes[1:]),
-        ("step_done", 7),
+        ("step_done",),
     ]
 
 
@@ -87,7 +87,7 @@ def test_a_layers_kv_is_written_when_the_sink_hears_of_it(
 def test_a_step_without_pushes_or_sequences_only_ends(setup: Setup) -> None:
     assert setup.runner.run(StepPlan(1, (sequence(4, [1], samples=False),)), {}) == []
     assert setup.runner.run(StepPlan(2, (), sink_messages=(b"m",)), {}) == []
-    assert setup.sink.calls == [("step_done", 1), ("message", b"m"), ("step_done", 2)]
+    assert setup.sink.calls == [("step_done",), ("message", b"m"), ("step_done",)]
 
 
 def test_kv_lies_where_the_region_layout_says(setup: Setup) -> None:

@@ -242,7 +242,7 @@ class Side:
         for rank in self.ranks:
             for layer in range(spec.first_layer, spec.first_layer + spec.num_layers):
                 rank.layer_done(layer, [push])
-            rank.step_done(None)
+            rank.step_done()
 
     async def finish(self, handoff: HandoffId, timeout_s: float | None = None) -> Receipt:
         return await self.exporter.finish(
