@@ -143,7 +143,7 @@ def identity_of(pid: int) -> ProcessIdentity:
 def test_a_replica_that_cannot_be_launched_leaves_nothing(
     replicas: Replicas, config: WorkerConfig
 ) -> None:
-    nowhere = dataclasses.replace(config, host="no such host")
+    nowhere = dataclasses.replace(config, tp_size=2, host="no such host")  # its ranks meet there
     with pytest.raises(ReplicaError):
         start(replicas, nowhere)
     assert replicas.find() == []
