@@ -9,6 +9,7 @@ from engine.admission import Limits
 from engine.api import EngineCapacity, EngineLoad, KvSink, ModelSpec, Runner
 from engine.config import EngineConfig
 from engine.kv_cache import KvCache
+from engine.learned_rates import LearnedRates
 from engine.request import (
     EngineEvent,
     HandoffId,
@@ -21,8 +22,6 @@ from engine.request import (
 )
 from engine.scheduler import Scheduler
 from kv_transfer.block_hash import BlockHash
-
-_EWMA_WEIGHT = 0.2  # of the newest step in a learned rate
 
 
 class EngineCore:
@@ -120,7 +119,8 @@ class EngineCore:
         self._predicted_step_s = self._rates.predict(plan)
         started_at = self._clock()
         sampled = self._runner.run(plan, self._scheduler.specs(plan))
-        self._rates.learn(plan, self._clock() - started_at)
+        ended_at = self._clock()
+        self._rates.learn(plan, ended_at - started_at, ended_at)
         self._num_steps += 1
         return sampled
 
@@ -172,51 +172,3 @@ class EngineCore:
 
     def close(self) -> None:
         self._runner.close()
-
-
-class LearnedRates:
-    """Speed of past steps, newest weighing most; 0.0 while nothing is known."""
-
-    def __init__(self) -> None:
-        self.prefill_tokens_per_s = 0.0
-        self.decode_step_s = 0.0
-
-    def learn(self, plan: StepPlan, elapsed_s: float) -> None:
-        """A step with prompts in it took what its decodes take alone, the rest is prefill. Where no
-        step was of decodes alone, theirs is what such a step took beyond its prompts."""
-        if not plan.seqs or elapsed_s <= 0:
-            return
-        num_decodes, num_prefill_tokens = _kinds(plan)
-        if not num_prefill_tokens:
-            self.decode_step_s = _blend(self.decode_step_s, elapsed_s)
-            return
-        if num_decodes and not self.decode_step_s and self.prefill_tokens_per_s:
-            prefill_s = num_prefill_tokens / self.prefill_tokens_per_s
-            self.decode_step_s = max(elapsed_s - prefill_s, 0.1 * elapsed_s)
-            return
-        decode_s = self.decode_step_s if num_decodes else 0.0
-        prefill_s = max(elapsed_s - decode_s, 0.1 * elapsed_s)
-        self.prefill_tokens_per_s = _blend(
-            self.prefill_tokens_per_s, num_prefill_tokens / prefill_s
-        )
-
-    def predict(self, plan: StepPlan) -> float | None:
-        """How long the step will take; None when a kind of work in it was never measured."""
-        num_decodes, num_prefill_tokens = _kinds(plan)
-        if (num_decodes and not self.decode_step_s) or (
-            num_prefill_tokens and not self.prefill_tokens_per_s
-        ):
-            return None
-        decode_s = self.decode_step_s if num_decodes else 0.0
-        prefill_s = num_prefill_tokens / self.prefill_tokens_per_s if num_prefill_tokens else 0.0
-        return decode_s + prefill_s
-
-
-def _kinds(plan: StepPlan) -> tuple[int, int]:
-    """Decodes in a step, and tokens of prompts: a prompt's single last one counts as a decode."""
-    num_decodes = sum(len(seq.token_ids) == 1 for seq in plan.seqs)
-    return num_decodes, plan.num_tokens - num_decodes
-
-
-def _blend(known: float, new: float) -> float:
-    return known + _EWMA_WEIGHT * (new - known) if known else new

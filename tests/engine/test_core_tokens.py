@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.core import EngineCore, LearnedRates
+from engine.core import EngineCore
 from engine.request import (
     BlocksRemovedEvent,
     BlocksStoredEvent,
@@ -18,7 +18,6 @@ from engine.request import (
     ReservedEvent,
     SampledToken,
     SamplingParams,
-    ScheduledSeq,
     StepPlan,
     TokenEvent,
 )
@@ -253,22 +252,6 @@ def test_a_step_is_predicted_by_its_own_work_and_not_at_all_before_such_work_was
     core.add(spec_of("b", prompt(33, seed=1)))
     in_step = 0.25 + 33 / core.load().prefill_tokens_per_s
     assert of_next_step() == pytest.approx(in_step)
-
-
-def test_the_decode_rate_is_learned_where_every_step_has_prompts_in_it() -> None:
-    rates = LearnedRates()
-    prompt_of, decode = (
-        ScheduledSeq(RequestId(name), prompt(num_tokens), 0, (), samples=True)
-        for name, num_tokens in (("p", 40), ("d", 1))
-    )
-    rates.learn(StepPlan(1, (prompt_of,), num_tokens=40), 0.4)
-    mixed = StepPlan(2, (decode, prompt_of), num_tokens=41)
-    assert rates.predict(mixed) is None
-    rates.learn(mixed, 0.5)
-    assert rates.decode_step_s == pytest.approx(0.1)
-    assert rates.predict(mixed) == pytest.approx(0.5)
-    rates.learn(StepPlan(3, (decode,), num_tokens=1), 0.2)
-    assert rates.decode_step_s == pytest.approx(0.12)
 
 
 def test_tokens_are_announced_once_per_step_for_all_requests() -> None:
