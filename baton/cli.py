@@ -49,6 +49,8 @@ _PACKAGES = (
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if arguments.version:
+        return _print_version(arguments)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return EXIT_USAGE
@@ -72,6 +74,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         need = f"`baton {arguments.command}` needs {package}, which is not installed"
         return _report(ConfigError(f"{need}: pip install 'baton-serve[worker]'"), arguments)
     return code
+
+
+def _print_version(arguments: argparse.Namespace) -> int:
+    """Of what is installed: a checkout that is run without being installed has none to tell."""
+    from importlib import metadata
+
+    try:
+        version = metadata.version("baton-serve")
+    except metadata.PackageNotFoundError:
+        problem = "the version is not known: baton-serve is not installed"
+        return _report(ConfigError(problem), arguments)
+    print(f"baton {version}")
+    return 0
 
 
 def _report(error: BatonError, arguments: argparse.Namespace) -> int:
@@ -113,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="baton",
         description="Serve large language models with prefill and decode on separate pools.",
     )
+    parser.add_argument("--version", action="store_true", help="tell the version and leave")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_cluster_commands(commands)
     _add_request_commands(commands)

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from baton import render
 from baton.client import Client
 from tests.baton.both_clients import Connect, LoopedClient
 from tests.baton.small_router import Book
+
+
+@pytest.fixture(autouse=True)
+def _fresh_consoles() -> None:
+    """Consoles keep the streams they were made with; a test has its own."""
+    render.out.cache_clear()
+    render.err.cache_clear()
 
 
 @pytest.fixture(params=[Client, LoopedClient], ids=["Client", "AsyncClient"])

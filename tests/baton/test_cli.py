@@ -6,31 +6,23 @@ import dataclasses
 import io
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
-from baton import render
 from baton.answer_meter import AnswerMeter
 from baton.cli import main
 from baton.control_client import ControlClient
 from baton.errors import InvalidRequestError, UnavailableError
 from baton.events import Finished, FinishReason, Timings, Tokens, Usage
-from baton.process_tree import descendants
 from tests.baton.small_router import Book, SmallControl, SmallRouter, answer, silent_address
 
-
-@pytest.fixture(autouse=True)
-def _fresh_consoles() -> None:
-    """Consoles keep the streams they were made with; a test has its own."""
-    render.out.cache_clear()
-    render.err.cache_clear()
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -194,33 +186,6 @@ def test_a_folder_without_a_model_is_told_before_anything_starts(
     assert "Ray" not in shown
 
 
-@pytest.mark.parametrize(
-    ("key", "setting"),
-    [
-        ("control.port", {}),
-        ("router.port", {"reuse_port": True}),
-        ("router.metrics_port", {}),
-        ("worker.metrics_port", {}),
-    ],
-)
-def test_up_tells_of_any_port_that_is_taken_before_it_starts_anything(
-    key: str, setting: dict[str, object], tmp_path: Path, capsys: Capture
-) -> None:
-    section, _, name = key.partition(".")
-    sections: dict[str, dict[str, object]] = {"control": {"port": 0}, "router": {"port": 0}}
-    sections["pools"] = {"only": {"role": "mixed"}}
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        sections[section] = sections.get(section, {}) | setting | {name: port}
-        (file := tmp_path / "cluster.yaml").write_text(yaml.safe_dump(sections))
-        before = descendants()
-        assert main(["up", "-f", str(file)]) == 2
-    shown = " ".join(capsys.readouterr().err.split())
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in shown
-    assert f"choose another {key}" in shown
-    assert descendants() == before
-
-
 @pytest.mark.parametrize("number", ["-1", "two", "1.5"])
 def test_a_size_that_is_no_number_is_told_in_words(number: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit):
@@ -235,54 +200,25 @@ def test_baton_alone_says_what_it_can_do(capsys: Capture) -> None:
     assert "let a worker finish what it runs" in told
 
 
-@pytest.mark.parametrize(
-    ("text", "keys"),
-    [
-        ("router: {port: PORT}\ncontrol: {port: PORT}", "control.port and router.port"),
-        (
-            "router: {port: PORT, reuse_port: true, metrics_port: PORT}",
-            "router.port and router.metrics_port",
-        ),
-        (
-            "control: {host: 0.0.0.0, port: PORT}\nworker: {metrics_port: PORT}\nrouter: {port: 0}",
-            "control.port and worker.metrics_port",
-        ),
-        (
-            "control: {host: localhost, port: 0}\nrouter: {port: PORT}\n"
-            "worker: {metrics_port: PORT}",
-            "router.port and worker.metrics_port",
-        ),
-    ],
-)
-def test_up_tells_which_two_settings_name_one_port_before_it_starts_anything(
-    text: str, keys: str, tmp_path: Path, capsys: Capture
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    text = text.replace("PORT", str(port)) + "\npools: {only: {role: mixed}}\nmodel: /nowhere\n"
-    (file := tmp_path / "cluster.yaml").write_text(text)
-    assert main(["up", "-f", str(file)]) == 2
-    shown = " ".join(capsys.readouterr().err.split())
-    assert f"{keys} are both {port}: choose another" in shown
+def test_the_installed_command_tells_the_version_of_the_project() -> None:
+    command = Path(sys.executable).with_name("baton")
+    told = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (told.returncode, told.stdout) == (0, f"baton {project['version']}\n"), told.stderr
 
 
-def test_up_lets_two_hosts_have_the_same_port(tmp_path: Path, capsys: Capture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    (file := tmp_path / "cluster.yaml").write_text(
-        f"router: {{port: {port}}}\ncontrol: {{host: 127.0.0.2, port: {port}}}\nmodel: /nowhere\n"
+def test_the_version_of_what_is_not_installed_is_an_error_in_words() -> None:
+    script = """
+import sys
+from baton import cli, render
+sys.path = [path for path in sys.path if "site-packages" not in path]
+sys.exit(cli.main(["--version"]))
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )
-    assert main(["up", "-f", str(file)]) == 2
-    assert f"are both {port}" not in capsys.readouterr().err
-
-
-def test_up_tells_that_workers_of_one_machine_cannot_share_a_metrics_port(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    (file := tmp_path / "cluster.yaml").write_text("worker: {metrics_port: 9100}\n")
-    assert main(["up", "-f", str(file)]) == 2
-    shown = " ".join(capsys.readouterr().err.split())
-    assert "worker.metrics_port: 2 workers on one machine cannot share port 9100" in shown
+    assert told.returncode == 2, told.stderr
+    assert "baton: the version is not known: baton-serve is not installed" in told.stderr
 
 
 def test_scaling_a_pool_whose_workers_do_not_start_says_why(capsys: Capture) -> None:

@@ -1,0 +1,91 @@
+"""The ports that `baton up` is told to listen on, looked at before it starts anything."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton.cli import main
+from baton.process_tree import descendants
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [
+        ("control.port", {}),
+        ("router.port", {"reuse_port": True}),
+        ("router.metrics_port", {}),
+        ("worker.metrics_port", {}),
+    ],
+)
+def test_up_tells_of_any_port_that_is_taken_before_it_starts_anything(
+    key: str, setting: dict[str, object], tmp_path: Path, capsys: Capture
+) -> None:
+    section, _, name = key.partition(".")
+    sections: dict[str, dict[str, object]] = {"control": {"port": 0}, "router": {"port": 0}}
+    sections["pools"] = {"only": {"role": "mixed"}}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        sections[section] = sections.get(section, {}) | setting | {name: port}
+        (file := tmp_path / "cluster.yaml").write_text(yaml.safe_dump(sections))
+        before = descendants()
+        assert main(["up", "-f", str(file)]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in shown
+    assert f"choose another {key}" in shown
+    assert descendants() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("router: {port: PORT}\ncontrol: {port: PORT}", "control.port and router.port"),
+        (
+            "router: {port: PORT, reuse_port: true, metrics_port: PORT}",
+            "router.port and router.metrics_port",
+        ),
+        (
+            "control: {host: 0.0.0.0, port: PORT}\nworker: {metrics_port: PORT}\nrouter: {port: 0}",
+            "control.port and worker.metrics_port",
+        ),
+        (
+            "control: {host: localhost, port: 0}\nrouter: {port: PORT}\n"
+            "worker: {metrics_port: PORT}",
+            "router.port and worker.metrics_port",
+        ),
+    ],
+)
+def test_up_tells_which_two_settings_name_one_port_before_it_starts_anything(
+    text: str, keys: str, tmp_path: Path, capsys: Capture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    text = text.replace("PORT", str(port)) + "\npools: {only: {role: mixed}}\nmodel: /nowhere\n"
+    (file := tmp_path / "cluster.yaml").write_text(text)
+    assert main(["up", "-f", str(file)]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"{keys} are both {port}: choose another" in shown
+
+
+def test_up_lets_two_hosts_have_the_same_port(tmp_path: Path, capsys: Capture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (file := tmp_path / "cluster.yaml").write_text(
+        f"router: {{port: {port}}}\ncontrol: {{host: 127.0.0.2, port: {port}}}\nmodel: /nowhere\n"
+    )
+    assert main(["up", "-f", str(file)]) == 2
+    assert f"are both {port}" not in capsys.readouterr().err
+
+
+def test_up_tells_that_workers_of_one_machine_cannot_share_a_metrics_port(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    (file := tmp_path / "cluster.yaml").write_text("worker: {metrics_port: 9100}\n")
+    assert main(["up", "-f", str(file)]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "worker.metrics_port: 2 workers on one machine cannot share port 9100" in shown
