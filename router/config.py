@@ -88,7 +88,12 @@ class RouterConfig:
     local_prefill_weight: float = 2.0
     """A second of prefill on a decode worker costs this many: streams stall behind it."""
     default_prefill_tokens_per_s: float = 2000.0
+    """Of every worker, until the first one of a model has told its own."""
     default_decode_step_s: float = 0.02
+    explore_share: float = 1 / 64
+    """Of the placements: those that do not trust old measures of a worker's speed."""
+    trust_rates_s: float = 30.0
+    """How long these trust a measure; an older one counts as good as the best worker's."""
     default_handoff_bytes_per_s: float = 2e9
     handoff_overhead_s: float = 0.002
     """Fixed cost of a handoff: a reservation and an acknowledgement."""
@@ -148,6 +153,7 @@ _AT_MOST = {
     "port": 65535,
     "metrics_port": 65535,
     "handoff_overlap": 1,
+    "explore_share": 1,
     "keepalive_s": 86_400,  # gRPC counts milliseconds in 31 bits, and bytes
     "max_message_bytes": (1 << 31) - 1,
 }

@@ -174,8 +174,8 @@ class Fleet:
         a.longest_request[slot] = facts.longest_request
         a.max_held_tokens[slot] = facts.max_held_tokens or np.inf
         a.prefill_tokens_per_s[slot] = config.default_prefill_tokens_per_s
-        a.rate_learned[slot] = False
         a.decode_step_s[slot] = config.default_decode_step_s
+        a.prefill_measured_s[slot] = a.decode_measured_s[slot] = -np.inf
         a.handoff_bytes_per_s[slot] = config.default_handoff_bytes_per_s
         a.hold_until_s[slot] = 0.0
         self._recount(entry)
@@ -252,11 +252,12 @@ class Fleet:
         entry.others_requests = max(0, load.num_requests - booked)
         entry.others_queued_tokens = max(0, load.num_queued_tokens - queued)
         entry.num_quarantined_blocks = load.num_quarantined_blocks
-        if load.prefill_tokens_per_s > 0:
-            a.prefill_tokens_per_s[slot] = load.prefill_tokens_per_s
-            a.rate_learned[slot] = True
-        if load.decode_step_s > 0:
-            a.decode_step_s[slot] = load.decode_step_s
+        for told, figures, measured_s in (
+            (load.prefill_tokens_per_s, a.prefill_tokens_per_s, a.prefill_measured_s),
+            (load.decode_step_s, a.decode_step_s, a.decode_measured_s),
+        ):
+            if told > 0 and (told != figures[slot] or np.isinf(measured_s[slot])):
+                figures[slot], measured_s[slot] = told, now
         if load.handoff_bytes_per_s > 0:
             a.handoff_bytes_per_s[slot] = load.handoff_bytes_per_s
         self._recount(entry)

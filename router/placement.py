@@ -34,8 +34,9 @@ class FleetArrays:
     usable: Bools  # live, connected, not draining
     hold_until_s: Floats  # gets nothing before this time
     prefill_tokens_per_s: Floats
-    rate_learned: Bools  # the worker has told its prefill rate; else it is the default
+    prefill_measured_s: Floats  # when that was told anew; minus infinity: it is the default
     decode_step_s: Floats
+    decode_measured_s: Floats
     handoff_bytes_per_s: Floats
     kv_bytes_per_token: Floats
     queued_tokens: Floats  # to be prefilled before a new prompt
@@ -58,8 +59,9 @@ class FleetArrays:
             usable=np.zeros(n, dtype=np.bool_),
             hold_until_s=np.zeros(n),
             prefill_tokens_per_s=np.ones(n),
-            rate_learned=np.zeros(n, dtype=np.bool_),
+            prefill_measured_s=np.full(n, -np.inf),
             decode_step_s=np.zeros(n),
+            decode_measured_s=np.full(n, -np.inf),
             handoff_bytes_per_s=np.ones(n),
             kv_bytes_per_token=np.zeros(n),
             queued_tokens=np.zeros(n),
@@ -80,12 +82,29 @@ class FleetArrays:
             getattr(bigger, name)[:size] = column
         return bigger
 
-    def queue_s(self, now_s: float) -> Floats:
-        """Predicted wait before a new prompt starts; the prompt at the head has made progress."""
-        progress = np.minimum(
-            self.head_tokens, self.prefill_tokens_per_s * np.maximum(0.0, now_s - self.head_since_s)
-        )
-        return np.maximum(0.0, self.queued_tokens - progress) / self.prefill_tokens_per_s
+    def queue_s(self, rates: Floats, now_s: float) -> Floats:
+        """Predicted wait before a new prompt starts, of workers that prefill at `rates` tokens/s;
+        the prompt at the head has made progress."""
+        progress = np.minimum(self.head_tokens, rates * np.maximum(0.0, now_s - self.head_since_s))
+        return np.maximum(0.0, self.queued_tokens - progress) / rates
+
+    def speeds(self, kv_class: int, since_s: float) -> tuple[Floats, Floats]:
+        """(prefill tokens/s, seconds a decode step) [slots] to reckon with.
+
+        What was never measured, or not since then, is taken to be as good as the best of its class:
+        a worker that looks slow is not chosen, and one that is not chosen is not measured again.
+        """
+        here = self.usable & (self.kv_class == kv_class)
+        rates, steps = self.prefill_tokens_per_s, self.decode_step_s
+        measured = np.isfinite(self.prefill_measured_s) & here
+        if measured.any():
+            is_old = ~measured | (self.prefill_measured_s < since_s)
+            rates = np.where(is_old, rates[measured].max(), rates)
+        measured = np.isfinite(self.decode_measured_s) & here
+        if measured.any():
+            is_old = ~measured | (self.decode_measured_s < since_s)
+            steps = np.where(is_old, steps[measured].min(), steps)
+        return rates, steps
 
 
 @dataclass(frozen=True)
@@ -165,9 +184,13 @@ class Costs:
 
 
 def evaluate(
-    query: PlacementQuery, fleet: FleetArrays, policy: RouterConfig, now_s: float
+    query: PlacementQuery,
+    fleet: FleetArrays,
+    policy: RouterConfig,
+    now_s: float,
+    measured_since_s: float = -np.inf,
 ) -> Costs:
-    """Cost of every candidate, vectorised over the fleet. Pure."""
+    """Cost of every candidate, vectorised over the fleet; older measures do not count. Pure."""
     open_ = fleet.usable & (fleet.kv_class == query.kv_class) & (fleet.hold_until_s <= now_s)
     needed = query.num_tokens - query.cached_tokens + query.max_new_tokens
     room = (fleet.running < fleet.max_running) & (
@@ -180,9 +203,9 @@ def evaluate(
     p = np.flatnonzero(open_ & fleet.can_prefill & takes_prompt)
     d = np.flatnonzero(open_ & fleet.can_decode & fits & room)
     shape = (len(p) + 1, len(d))
-    queue_all = fleet.queue_s(now_s)
-    uncached = np.maximum(1, query.num_tokens - query.cached_tokens)
-    compute_all = uncached / fleet.prefill_tokens_per_s
+    rates, steps = fleet.speeds(query.kv_class, measured_since_s)
+    queue_all = fleet.queue_s(rates, now_s)
+    compute_all = np.maximum(1, query.num_tokens - query.cached_tokens) / rates
     queue, prefill, transfer = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     queue[:-1], queue[-1] = queue_all[p][:, None], queue_all[d]
     prefill[:-1], prefill[-1] = compute_all[p][:, None], compute_all[d]
@@ -192,9 +215,7 @@ def evaluate(
     exposed = np.maximum((1 - overlap) * move, move - overlap * prefill[:-1])
     transfer[:-1] = policy.handoff_overhead_s + exposed
     share = (fleet.running[d] + 1) / fleet.max_running[d]
-    decode = np.broadcast_to(
-        policy.decode_horizon_tokens * fleet.decode_step_s[d] * share, shape
-    ).copy()
+    decode = np.broadcast_to(policy.decode_horizon_tokens * steps[d] * share, shape).copy()
     if len(p):  # a decode worker's compute is dearer than a prefill worker's: streams wait for it
         decode[-1] += compute_all[d] * (policy.local_prefill_weight - 1.0 + share)
     total = queue + prefill + transfer + decode
@@ -264,8 +285,13 @@ def choose(
     now_s: float,
     rng: random.Random,
 ) -> Placement | None:
-    """The cheapest placement, ties at random; None when no decode worker has room."""
-    costs = evaluate(query, fleet, policy, now_s)
+    """The cheapest placement, ties at random; None when no decode worker has room.
+
+    Now and then old measures are left out, so that each worker is measured again.
+    """
+    explores = rng.random() < policy.explore_share
+    since_s = now_s - policy.trust_rates_s if explores else -np.inf
+    costs = evaluate(query, fleet, policy, now_s, since_s)
     if not costs.total_s.size:
         return None
     best = float(costs.total_s.min())

@@ -26,11 +26,11 @@ def earliest_first_token_s(
     prefill = here & fleet.can_prefill & (policy.local_prefill != "always")
     decode = here & fleet.can_decode & (policy.local_prefill != "never" or not prefill.any())
     workers = np.flatnonzero(prefill | decode)
-    learned = fleet.rate_learned[workers]
-    if not learned.any() or not fleet.rate_learned[prefill].all():
+    learned = np.isfinite(fleet.prefill_measured_s)
+    if not learned[workers].any() or not learned[prefill].all():
         return None
-    rates = fleet.prefill_tokens_per_s[workers]
-    rates = np.where(learned, rates, rates[learned].max())
+    all_rates, _ = fleet.speeds(query.kv_class, -np.inf)
+    rates = all_rates[workers]
     line_s = ahead_tokens / rates.sum()
     compute_s = np.maximum(1, query.num_tokens - query.cached_tokens[workers]) / rates
-    return float((np.maximum(fleet.queue_s(now_s)[workers], line_s) + compute_s).min())
+    return float((np.maximum(fleet.queue_s(all_rates, now_s)[workers], line_s) + compute_s).min())

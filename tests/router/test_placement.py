@@ -183,6 +183,50 @@ def test_the_choice_is_the_cheapest_candidate_and_its_terms_add_up(
         assert abs(terms - candidate.cost_s) < 1e-9
 
 
+def told(fleet: Fleet, worker_id: str, **figures: float) -> None:
+    entry = fleet.get(worker_id)
+    assert entry is not None
+    fleet.report(entry, dataclasses.replace(ReportedLoad(), **figures))  # type: ignore[arg-type]
+
+
+def test_a_worker_that_was_never_measured_counts_as_the_best_of_its_class() -> None:
+    """Else nothing would go to a new one: its default may be far below what the others do."""
+    fleet = two_and_two()
+    told(fleet, "p0", prefill_tokens_per_s=90_000.0)
+    told(fleet, "d0", decode_step_s=0.001)
+    rng, policy = random.Random(1), dataclasses.replace(POLICY, local_prefill="never")
+    chosen = [choose(query(fleet, 4000), fleet.arrays, policy, 100.0, rng) for _ in range(64)]
+    pairs = {
+        (placement.prefill_worker, placement.decode_worker) for placement in chosen if placement
+    }
+    assert pairs >= {("p0", "d0"), ("p0", "d1"), ("p1", "d0"), ("p1", "d1")}
+
+
+def test_a_worker_that_looked_slow_once_is_tried_again_when_its_measure_is_old() -> None:
+    clock = Clock()
+    fleet = two_and_two(clock)
+    for name, rate, step_s in (("0", 10_000.0, 0.005), ("1", 380.0, 0.1)):
+        told(fleet, f"p{name}", prefill_tokens_per_s=rate)
+        told(fleet, f"d{name}", decode_step_s=step_s)
+    wanted, rng = query(fleet, 1000), random.Random(1)
+
+    def chosen(num_placements: int) -> set[str]:
+        names = set()
+        for _ in range(num_placements):
+            placement = choose(wanted, fleet.arrays, POLICY, clock.now_s, rng)
+            assert placement is not None
+            names |= {placement.prefill_worker, placement.decode_worker}
+        return names
+
+    assert chosen(1000) == {"p0", "d0"}
+    clock.now_s += POLICY.trust_rates_s + 1
+    told(fleet, "p1", prefill_tokens_per_s=380.0)  # told again, but not measured again
+    assert chosen(1000) == {"p0", "d0", "p1", "d1"}
+    told(fleet, "p1", prefill_tokens_per_s=381.0)
+    told(fleet, "d1", decode_step_s=0.11)
+    assert chosen(1000) == {"p0", "d0"}
+
+
 def test_a_booking_is_felt_at_once_and_released_exactly_once() -> None:
     clock = Clock()
     fleet = two_and_two(clock)
@@ -191,13 +235,14 @@ def test_a_booking_is_felt_at_once_and_released_exactly_once() -> None:
     booking = fleet.book(placement, 16)
     slot = placement.prefill_slot
     assert slot is not None
-    assert fleet.arrays.queue_s(clock.now_s)[slot] == 0.5
+    rates = fleet.arrays.prefill_tokens_per_s
+    assert fleet.arrays.queue_s(rates, clock.now_s)[slot] == 0.5
     clock.now_s += 0.3  # the prompt at the head of the queue has made progress since
-    assert abs(fleet.arrays.queue_s(clock.now_s)[slot] - 0.2) < 1e-9
+    assert abs(fleet.arrays.queue_s(rates, clock.now_s)[slot] - 0.2) < 1e-9
     fleet.check_integrity()
     fleet.release_prefill(booking)
     fleet.release_prefill(booking)
-    assert fleet.arrays.queue_s(clock.now_s)[slot] == 0
+    assert fleet.arrays.queue_s(rates, clock.now_s)[slot] == 0
     assert fleet.arrays.running[placement.decode_slot] == 1
     fleet.release(booking)
     assert fleet.arrays.running[placement.decode_slot] == 0
