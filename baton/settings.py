@@ -105,6 +105,9 @@ def _convert(kind: Any, value: object, source: str, key: str) -> Any:
 def _convert_mapping(kind: Any, value: object, source: str, key: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise _error(source, key, f"a mapping is expected, not {_describe(value)}")
+    for name in value:
+        if isinstance(name, bool):
+            raise _error(source, key, f"a name is expected, not {_describe_for_text(name)}")
     return {
         str(name): _convert(kind, item, source, _join(key, str(name)))
         for name, item in value.items()
@@ -128,7 +131,8 @@ def _convert_scalar(kind: Any, value: object, source: str, key: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise _error(source, key, f"{_KINDS[kind]} is expected, not {_describe(value)}")
+        given = _describe_for_text(value) if kind is str else _describe(value)
+        raise _error(source, key, f"{_KINDS[kind]} is expected, not {given}")
     if isinstance(value, float) and not math.isfinite(value):
         raise _error(source, key, f"must be a finite number, not {value}")
     return value
@@ -155,6 +159,14 @@ def _describe(value: object) -> str:
     return "nothing" if value is None else f"{value!r}"
 
 
+def _describe_for_text(value: object) -> str:
+    """What was given where a word is wanted: YAML takes some words for true or false."""
+    if not isinstance(value, bool):
+        return _describe(value)
+    name, words = ("true", "yes and on") if value else ("false", "no and off")
+    return f"{name}: YAML reads {words} so unless they are quoted"
+
+
 def _error(source: str, key: str, problem: str) -> ConfigError:
     where = f"{source}: {key}" if key else source
     return ConfigError(f"{where}: {problem}", field=key or None)
@@ -167,9 +179,9 @@ def _unknown_key(source: str, key: str, name: str, valid: list[str]) -> ConfigEr
 
 
 def _one_of(value: object, choices: list[str]) -> str:
-    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5) if type(value) is str else []
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"must be one of {', '.join(choices)}, not {_describe(value)}{hint}"
+    return f"must be one of {', '.join(choices)}, not {_describe_for_text(value)}{hint}"
 
 
 def _locate(key: str, problem: str, names: Mapping[str, Any]) -> tuple[str, str]:

@@ -150,6 +150,52 @@ def test_every_number_out_of_range_is_named_with_its_section(
         assert caught.value.field == (f"{key}.{name}" if key else name)
 
 
+def is_text(kind: Any) -> bool:
+    return kind in (str, str | None) or typing.get_origin(kind) is typing.Literal
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("no", "false: YAML reads no and off so unless they are quoted"),
+        ("off", "false: YAML reads no and off so unless they are quoted"),
+        ("yes", "true: YAML reads yes and on so unless they are quoted"),
+        ("on", "true: YAML reads yes and on so unless they are quoted"),
+    ],
+)
+def test_a_word_that_yaml_takes_for_true_or_false_is_told_where_text_is_wanted(
+    word: str, told: str, tmp_path: Path
+) -> None:
+    keys = {
+        f"{section}.{name}" if section else name
+        for section, cls in SECTIONS
+        for name, kind in typing.get_type_hints(cls).items()
+        if is_text(kind)
+    }
+    assert {"router.local_prefill", "transfer.checksum", "pools.a.engine.dtype", "model"} <= keys
+    for key in keys:
+        file = tmp_path / "cluster.yaml"
+        file.write_text(yaml.safe_dump(nested(key, "WORD")).replace("WORD", word))
+        with pytest.raises(ConfigError) as caught:
+            load_config(file)
+        assert caught.value.field == key
+        assert caught.value.message.endswith(f", not {told}")
+        assert "did you mean" not in caught.value.message
+
+
+def test_a_pool_that_yaml_takes_for_true_or_false_is_told(tmp_path: Path) -> None:
+    (file := tmp_path / "cluster.yaml").write_text("pools: {on: {role: mixed}}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    problem = "pools: a name is expected, not true: YAML reads yes and on so unless they are quoted"
+    assert caught.value.message == f"{file}: {problem}"
+
+
+def test_the_words_themselves_are_read_when_they_are_quoted(tmp_path: Path) -> None:
+    (file := tmp_path / "cluster.yaml").write_text("transfer: {checksum: 'off'}")
+    assert load_config(file).transfer.checksum == "off"
+
+
 def test_a_drain_is_not_cut_short_by_the_supervisor() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({"worker": {"drain_timeout_s": 90}})
