@@ -8,7 +8,8 @@ class NotHereError(LookupError):
 
 
 class OtherBodyError(ValueError):
-    """The request id runs here with another body or seed, or in another attempt."""
+    """The request id runs here with another body or seed, in another attempt, or for another
+    router than the one that would go on with it."""
 
 
 class StaleAttemptError(ValueError):

@@ -108,8 +108,9 @@ class DecodeRole:
     ) -> Record:
         """Move a request to the caller's session; its later tokens flow there.
 
-        Only if it is the one that is meant, as `RequestLog.find_for` tells. Raises NotHereError,
-        OtherBodyError, NoSessionError; then nothing has moved.
+        Only if it is the one that is meant, as `RequestLog.find_for` tells. Who names an `attempt`
+        would go on with what it followed: what another router has attached since stays there.
+        Raises NotHereError, OtherBodyError, NoSessionError; then nothing has moved.
         """
         record = self._log.find_for(request_id, tenant, body_digest, seed, attempt)
         session = self._sessions.get(router_id)
@@ -117,6 +118,8 @@ class DecodeRole:
             raise NoSessionError(f"router {router_id!r} has no session here")
         run = self._runs.of_request(request_id)
         if run is not None:
+            if attempt is not None and run.router != session.router:
+                raise OtherBodyError(f"request {request_id!r} is followed by another router")
             run.move_to(session)
         return record
 
@@ -147,7 +150,7 @@ class DecodeRole:
         deadline_s = None
         if submission.timeout_s is not None:
             deadline_s = self._clock.now_s() + submission.timeout_s
-        run = Run(submission, record, session, Phase.RESERVING, deadline_s)
+        run = Run(submission, record, session, session.router, Phase.RESERVING, deadline_s)
         self._runs.add(run)
         # A writer tells the first token to the router itself: this worker starts after it.
         session.follow(record, len(record.token_ids) + (writer is not None))
@@ -156,14 +159,13 @@ class DecodeRole:
     def cancel(self, session: RouterSession, request_id: str, attempt: int) -> None:
         """Abort this attempt and every older one; unknown or newer: nothing to do.
 
-        A router that another one has taken the request from has no say any more, unless it asks
-        for ANY_ATTEMPT: then the client wants the request ended.
+        A router that another one has taken the request from has no say any more, also while that
+        one's session is lost, unless it asks for ANY_ATTEMPT: then the client wants it ended.
         """
         run = self._runs.of_request(request_id)
         if run is None or run.submission.attempt > attempt:
             return
-        is_anothers = run.session is not None and run.session.router != session.router
-        if not is_anothers or attempt == ANY_ATTEMPT:
+        if run.router == session.router or attempt == ANY_ATTEMPT:
             self._end(run, FinishReason.ABORTED, "cancelled")
 
     def _refusal(self, submission: Submission) -> tuple[Refusal, str] | None:

@@ -27,6 +27,8 @@ class Run:
     submission: Submission
     record: Record
     session: RouterSession | None
+    router: str
+    """Who submitted it or attached it last, also while its session is lost."""
     phase: Phase
     deadline_s: float | None
     reserved: Reserved | None = None
@@ -48,7 +50,7 @@ class Run:
         if self.session is not None and self.session is not session:
             self.session.drop(request_id)
             self.tell(Moved(request_id, self.submission.attempt))
-        self.session, self.orphaned_at_s = session, None
+        self.session, self.router, self.orphaned_at_s = session, session.router, None
         session.follow(self.record, sent=len(self.record.token_ids))
         if self.reserved is not None:  # who was told may be gone: the writer may wait in vain
             self.tell(self.reserved)
@@ -135,6 +137,7 @@ class Runs:
             assert run.phase is not Phase.ENDED, key
             assert self._by_request.get(run.submission.request_id) is run, key
             assert (run.session is None) == (run.orphaned_at_s is not None), key
+            assert run.session is None or run.session.router == run.router, (key, run.router)
             assert (run.lease_id is not None) == (run.phase is Phase.LEASED), (key, run.phase)
         num_requests, num_runs = len(self._by_request), len(self._by_key)
         assert num_requests == num_runs, (num_requests, num_runs)

@@ -207,8 +207,8 @@ Global___Reserve: _TypeAlias = Reserve  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
-    """Abort an attempt and every older one, wherever they are. It counts from the router that follows
-    the request, and for an orphan; with the greatest attempt number from any: its client wants it
+    """Abort an attempt and every older one, wherever they are. It counts from the router that submitted
+    the request or attached it last; with the greatest attempt number from any: its client wants it
     ended, whoever follows it.
     """
 
@@ -725,7 +725,9 @@ class AttachRequest(_message.Message):
     seed: _builtins.int
     """Absent: attach whatever seed it runs with."""
     attempt: _builtins.int
-    """Absent: attach whichever attempt is the newest here."""
+    """Absent: attach whichever attempt is the newest here. Named by a router that goes on with what it
+    followed when its session was lost: what another router has attached since stays with that one.
+    """
     def __init__(
         self,
         *,

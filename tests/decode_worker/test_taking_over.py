@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from baton.v1 import common_pb2, worker_pb2
@@ -177,3 +179,48 @@ async def test_an_id_that_is_taken_is_told_so_and_an_aborted_one_is_free_for_ano
     await link.until(lambda: link.of("x", 5).finished)
     assert link.of("x", 5).in_order() == Oracle().tokens(again)
     await link.close()
+
+
+async def test_a_router_takes_nothing_back_that_another_attached_while_its_session_was_lost(
+    worker: Worker,
+) -> None:
+    """Nor does it end it; whether or not the other's own session is lost by then."""
+    assert worker.decode is not None
+    runs = worker.decode._runs
+    lost = await open_link(worker, "router-a/1")
+    await lost.reserve(endless("x"))
+    await lost.until(lambda: lost.of("x").tokens)
+    await lost.close()
+    await until(lambda: runs.num_orphans() == 1)
+    latter = await open_link(worker, "router-b/1")
+    await latter.stub.Attach(ask_of(latter))
+    former = await open_link(worker, "router-a/2")
+    its_own = ask_of(former)
+    its_own.attempt = 1
+    await refused_and_unheard(worker, former, its_own)
+    await latter.close()
+    await until(lambda: runs.num_orphans() == 1)
+    await refused_and_unheard(worker, former, its_own)
+    latter = await open_link(worker, "router-b/2")
+    its_own.router_id = latter.router_id
+    assert (await latter.stub.Attach(its_own)).tokens.ids
+    await latter.cancel("x")
+    await latter.until(lambda: latter.of("x").finished)
+    assert not former.of("x").tokens
+    await former.close()
+    await latter.close()
+
+
+async def refused_and_unheard(
+    worker: Worker, link: DecodeLink, ask: worker_pb2.AttachRequest
+) -> None:
+    """The router is not given the request, and its cancel is of no account."""
+    assert worker.decode is not None
+    orphans = worker.decode.num_orphans()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await link.stub.Attach(ask)
+    assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    await link.cancel("x")
+    await barrier(link, f"after the cancel with {orphans} orphans")
+    assert len(worker.decode._runs) == 1
+    assert worker.decode.num_orphans() == orphans
