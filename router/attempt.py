@@ -327,7 +327,7 @@ class Attempt:
                 response = await self._ask_for_itself()
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.ALREADY_EXISTS:
-                self._fail(Failure.MOVED, self._decode, f"{lost}; {error.details()}")
+                self.on_moved()  # nobody could tell before
             else:
                 self._decode_lost(f"{lost}; not attached again: {error.details()}")
             return

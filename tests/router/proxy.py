@@ -30,6 +30,9 @@ class Proxy:
     def freeze(self) -> None:
         self._open.clear()
 
+    def thaw(self) -> None:
+        self._open.set()
+
     def cut(self) -> None:
         for writer in list(self._writers):
             writer.transport.abort()

@@ -43,6 +43,7 @@ class Running:
     task: asyncio.Task[None] | None = None
     lease_id: str = ""
     reserved: worker_pb2.Reserved | None = None
+    router: str = ""  # whose session had it last
     was_attached: bool = False  # before its first token, which its writer tells to another router
     finished: int = 0
 

@@ -287,6 +287,7 @@ class ScriptedWorker(
         if former is not None and former.task is not None:
             former.task.cancel()
         running = self.runs[spec.request_id] = Running(spec, router_id, known_tokens(spec))
+        running.router = router_id.rsplit("/", 1)[0]
         reserved = worker_pb2.Reserved(request_id=spec.request_id, attempt=spec.attempt)
         if reserve.HasField("writer"):
             self._leases += 1
@@ -383,10 +384,13 @@ class ScriptedWorker(
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, "another seed")
         if request.HasField("attempt") and request.attempt != running.spec.attempt:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, "another attempt")
+        router = request.router_id.rsplit("/", 1)[0]
+        if request.HasField("attempt") and router != running.router and wanted in self.runs:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, "another router's")
         if request.router_id not in self.sessions:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no such session")
         self.num_attaches += 1
-        former, running.router_id = running.router_id, request.router_id
+        former, running.router_id, running.router = running.router_id, request.router_id, router
         if former not in (None, request.router_id) and not self._use("lose_moves"):
             moved = worker_pb2.Moved(request_id=wanted, attempt=running.spec.attempt)
             self._tell(former, moved=[moved])

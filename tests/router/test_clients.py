@@ -324,6 +324,8 @@ async def test_a_lost_session_takes_nothing_from_the_router_that_went_on_with_th
         worker.give_up(worker_pb2.Lease(lease_id=worker.runs["mine"].lease_id))
         await d.until(lambda: "mine" in worker.runs and worker.runs["mine"].task is not None)
         worker.session_calls[former].cancel()  # only now does the first router ask for its own
+        await d.until(lambda: any(run._has_moved for run in d.router._runs.values()))
+        prefill.unhang.set()  # its lease is fenced
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await first_asking
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
@@ -15,9 +16,11 @@ from baton.v1 import common_pb2, router_pb2
 from cluster.registry import Role
 from decode_worker.runs import Phase
 from engine.config import FakeEngineConfig
+from router.router import Router
 from router.text import TextModel
 from tests.cluster.conftest import ENGINE, HeldStep, nothing_held, running_worker
-from tests.router.deployment import QUICK, Client
+from tests.router.deployment import QUICK, Answer, Client
+from tests.router.proxy import Proxy
 from tests.router.test_real_workers import (
     NUM_TOKENS,
     Listed,
@@ -170,6 +173,78 @@ async def test_a_first_token_that_ends_a_request_that_has_moved_ends_it_at_the_r
         assert not router_b.metrics.failures._metrics
         assert (await listed[0].worker.integrity()).num_first_tokens == 1
         assert (await listed[1].worker.integrity()).num_later_tokens == 0
+
+
+async def refused_as_moved(former: asyncio.Task[Answer]) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await former
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "another router" in str(caught.value.details())
+
+
+@dataclasses.dataclass
+class Parted:
+    """Two routers over the same workers; `cut_off` is the first one's way to the decode worker."""
+
+    first: Client
+    router: Router
+    second: Client
+    second_router: Router
+    cut_off: Proxy
+
+
+@asynccontextmanager
+async def parted(text_model: TextModel, listed: list[Listed]) -> AsyncIterator[Parted]:
+    patient = dataclasses.replace(
+        CONFIG, resume_window_s=30.0, reattach_timeout_s=10.0, keepalive_s=30.0
+    )
+    proxy = await Proxy.to(listed[1].address)
+    behind = [listed[0], Listed(listed[1].worker, proxy.address)]
+    try:
+        async with (
+            router_over(text_model, *behind, config=patient) as (router_a, client_a),
+            router_over(text_model, *listed, config=patient) as (router_b, client_b),
+        ):
+            yield Parted(client_a, router_a, client_b, router_b, proxy)
+    finally:
+        await proxy.close()
+
+
+@pytest.mark.parametrize("is_prefilling", [False, True])
+async def test_a_router_whose_session_was_gone_does_not_take_back_what_another_attached(
+    text_model: TextModel, listed: list[Listed], is_prefilling: bool
+) -> None:
+    """Nobody could tell it of the move. The prefill that it began is needed all the same."""
+    prefill, decode = (one.worker for one in listed)
+    assert decode.decode is not None
+    runs = decode.decode._runs
+    step = HeldStep(prefill) if is_prefilling else None
+    async with parted(text_model, listed) as two:
+        former = asyncio.create_task(two.first.ask(named(1)))
+        if step is not None:
+            await asyncio.to_thread(step.begun.wait, 10)
+        else:
+            await until(lambda: any(len(r.log.ids) > 3 for r in two.router._runs.values()))
+        two.cut_off.freeze()
+        two.cut_off.cut()
+        await until(lambda: runs.num_orphans() == 1)
+        again = named(1)
+        again.resume_from_index = 0
+        latter = asyncio.create_task(two.second.ask(again))
+        await until(lambda: runs.num_orphans() == 0)
+        two.cut_off.thaw()
+        if step is not None:
+            try:
+                await until(lambda: any(run._has_moved for run in two.router._runs.values()))
+            finally:
+                step.go_on.set()
+        await refused_as_moved(former)
+        answer = await latter
+        assert answer.ids == alone(1)
+        assert [routed.attempt for routed in answer.routed] == [1]
+        assert not two.second_router.metrics.failures._metrics
+        assert (await prefill.integrity()).num_first_tokens == 1
+        assert (await decode.integrity()).num_later_tokens == NUM_TOKENS - 1
 
 
 async def test_a_request_that_is_aborted_at_another_router_ends_as_such_and_is_nobody_s_fault(
