@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import urllib.request
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -14,19 +12,7 @@ import pytest
 
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from cluster.registry import Role
-from cluster.request_wire import read_spec
 from decode_worker.config import DecodeConfig
-from decode_worker.request_log import Submission
-from decode_worker.session import Refusal
-from engine.api import Engine
-from kv_transfer.layout import NULL_BLOCK
-from prefill_worker.role import DrainingError
-
-
-def submission_of(wire: worker_pb2.RequestSpec) -> Submission:
-    ids = (wire.request_id, wire.attempt, wire.tenant)
-    kind = (wire.body_digest, wire.kv_fingerprint)
-    return Submission(read_spec(wire), *ids, *kind, None, wire.SerializeToString())
 
 
 async def test_a_handed_off_request_gives_the_oracles_tokens(pair: Any, kit: Any) -> None:
@@ -272,70 +258,6 @@ async def test_a_deadline_ends_a_request_wherever_it_is(pair: Any, kit: Any) -> 
     await kit.nothing_held(pair.decode)
 
 
-async def test_a_draining_worker_refuses_finishes_and_leaves(kit: Any) -> None:
-    async with kit.running_worker("decode-8", Role.DECODE) as worker:
-        link = kit.decode_link(worker.address, "router-a")
-        await link.open()
-        spec = kit.make_spec("last", 60)
-        spec.sampling.max_tokens = 500
-        await link.reserve(spec)
-        await link.until(lambda: link.of("last").tokens)
-        channel = grpc.aio.insecure_channel(worker.address)
-        await worker_pb2_grpc.WorkerServiceStub(channel).Drain(worker_pb2.DrainRequest())
-        await link.reserve(kit.make_spec("late", 60))
-        await link.until(lambda: link.of("late").rejected)
-        assert link.of("late").rejected.reason == worker_pb2.REJECT_REASON_DRAINING
-        await link.until(lambda: link.of("last").finished)
-        assert link.of("last").in_order() == kit.oracle.tokens(spec)
-        await worker.left.wait()
-        await channel.close()
-        await link.close()
-
-
-async def test_a_worker_told_to_drain_takes_no_call_that_is_read_in_the_same_turn(
-    kit: Any,
-) -> None:
-    """It might be idle just now, and so be taken for drained with that call on it."""
-    async with kit.running_worker("decode-0", Role.DECODE) as worker:
-        worker.drain(0.0)
-        with pytest.raises(DrainingError):
-            worker.prefill.start(kit.make_spec("late"), None, None)
-        refusal = worker.decode._refusal(submission_of(kit.make_spec("late")))
-        assert refusal is not None
-        assert refusal[0] is Refusal.DRAINING
-
-
-async def test_a_worker_that_drained_leaves_once_its_routers_have_taken_the_last_tokens(
-    kit: Any,
-) -> None:
-    async with kit.running_worker("decode-9", Role.DECODE) as worker:
-        session = worker.decode.open_session("router-a/1")
-        wire = kit.make_spec("last", 60)
-        worker.decode.submit(session, submission_of(wire), None)
-        worker.drain()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(worker.left.wait(), 1.5)
-        assert worker.decode.is_idle
-        (run,) = (await anext(updates := session.updates())).tokens
-        assert list(run.token_ids) == kit.oracle.tokens(wire)
-        assert not worker.left.is_set()
-        over = asyncio.ensure_future(anext(updates))  # the stream asks for more: it has taken this
-        await asyncio.wait_for(worker.left.wait(), 5)
-        over.cancel()
-
-
-async def test_a_worker_that_drained_gives_a_router_up_that_takes_nothing(
-    kit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cluster.worker._TAKEN_WITHIN_S", 0.3)
-    async with kit.running_worker("decode-9", Role.DECODE) as worker:
-        session = worker.decode.open_session("router-a/1")
-        worker.decode.submit(session, submission_of(kit.make_spec("last", 60)), None)
-        worker.drain()
-        await asyncio.wait_for(worker.left.wait(), 10)
-        assert not session.has_told_all
-
-
 async def test_kv_events_add_up_to_what_a_later_snapshot_shows(pair: Any, kit: Any) -> None:
     channel = grpc.aio.insecure_channel(pair.decode.address)
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -362,43 +284,6 @@ async def test_kv_events_add_up_to_what_a_later_snapshot_shows(pair: Any, kit: A
     assert removed_any
     early.cancel()
     await channel.close()
-
-
-def scrape(address: str) -> str:
-    with urllib.request.urlopen(f"http://{address}/metrics") as answer:
-        return str(answer.read(), "utf-8")
-
-
-async def test_metrics_are_served_with_the_workers_labels(kit: Any) -> None:
-    async with kit.running_worker("decode-7", Role.DECODE, metrics_port=0) as worker:
-        text = await asyncio.to_thread(scrape, worker.metrics_address)
-    assert 'baton_worker_num_orphans{pool="decode",worker="decode-7"} 0.0' in text
-    assert "baton_worker_steps_total" in text
-
-
-async def test_quarantined_memory_is_a_metric_in_bytes(kit: Any) -> None:
-    async with kit.running_worker("decode-7", Role.DECODE, metrics_port=0) as worker:
-
-        async def tell(num_bytes: int) -> None:
-            line = f'baton_kv_quarantined_bytes{{pool="decode",worker="decode-7"}} {num_bytes}.0'
-            async with asyncio.timeout(10):
-                while line not in await asyncio.to_thread(scrape, worker.metrics_address):
-                    await worker._load_now()
-
-        async def ask(command: Callable[[Engine], Any]) -> Any:
-            return await asyncio.wrap_future(worker.engine.call(command))
-
-        spec = read_spec(kit.make_spec("held", 100))
-        reserved = await ask(lambda engine: engine.reserve(spec))
-        layout = worker.rank.model.layout
-        counts = [sum(block != NULL_BLOCK for block in ids) for ids in reserved.block_ids]
-        assert counts == [13, 4]  # all of the prompt; its last window
-        num_bytes = sum(n * layout.rank_block_bytes(g, 0, 1) for g, n in enumerate(counts))
-        await tell(0)
-        await ask(lambda engine: engine.release(spec.request_id, quarantine=True))
-        await tell(num_bytes)
-        await ask(lambda engine: engine.unquarantine(spec.request_id))
-        await tell(0)
 
 
 def split(hashes: bytes) -> list[bytes]:

@@ -1,0 +1,87 @@
+"""A worker that is told to drain: what it refuses, what it finishes, and when it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from cluster.registry import Role
+from cluster.request_wire import read_spec
+from decode_worker.request_log import Submission
+from decode_worker.session import Refusal
+from prefill_worker.role import DrainingError
+
+
+def submission_of(wire: worker_pb2.RequestSpec) -> Submission:
+    ids = (wire.request_id, wire.attempt, wire.tenant)
+    kind = (wire.body_digest, wire.kv_fingerprint)
+    return Submission(read_spec(wire), *ids, *kind, None, wire.SerializeToString())
+
+
+async def test_a_draining_worker_refuses_finishes_and_leaves(kit: Any) -> None:
+    async with kit.running_worker("decode-8", Role.DECODE) as worker:
+        link = kit.decode_link(worker.address, "router-a")
+        await link.open()
+        spec = kit.make_spec("last", 60)
+        spec.sampling.max_tokens = 500
+        await link.reserve(spec)
+        await link.until(lambda: link.of("last").tokens)
+        channel = grpc.aio.insecure_channel(worker.address)
+        await worker_pb2_grpc.WorkerServiceStub(channel).Drain(worker_pb2.DrainRequest())
+        await link.reserve(kit.make_spec("late", 60))
+        await link.until(lambda: link.of("late").rejected)
+        assert link.of("late").rejected.reason == worker_pb2.REJECT_REASON_DRAINING
+        await link.until(lambda: link.of("last").finished)
+        assert link.of("last").in_order() == kit.oracle.tokens(spec)
+        await worker.left.wait()
+        await channel.close()
+        await link.close()
+
+
+async def test_a_worker_told_to_drain_takes_no_call_that_is_read_in_the_same_turn(
+    kit: Any,
+) -> None:
+    """It might be idle just now, and so be taken for drained with that call on it."""
+    async with kit.running_worker("decode-0", Role.DECODE) as worker:
+        worker.drain(0.0)
+        with pytest.raises(DrainingError):
+            worker.prefill.start(kit.make_spec("late"), None, None)
+        refusal = worker.decode._refusal(submission_of(kit.make_spec("late")))
+        assert refusal is not None
+        assert refusal[0] is Refusal.DRAINING
+
+
+async def test_a_worker_that_drained_leaves_once_its_routers_have_taken_the_last_tokens(
+    kit: Any,
+) -> None:
+    async with kit.running_worker("decode-9", Role.DECODE) as worker:
+        session = worker.decode.open_session("router-a/1")
+        wire = kit.make_spec("last", 60)
+        worker.decode.submit(session, submission_of(wire), None)
+        worker.drain()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(worker.left.wait(), 1.5)
+        assert worker.decode.is_idle
+        (run,) = (await anext(updates := session.updates())).tokens
+        assert list(run.token_ids) == kit.oracle.tokens(wire)
+        assert not worker.left.is_set()
+        over = asyncio.ensure_future(anext(updates))  # the stream asks for more: it has taken this
+        await asyncio.wait_for(worker.left.wait(), 5)
+        over.cancel()
+
+
+async def test_a_worker_that_drained_gives_a_router_up_that_takes_nothing(
+    kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.worker._TAKEN_WITHIN_S", 0.3)
+    async with kit.running_worker("decode-9", Role.DECODE) as worker:
+        session = worker.decode.open_session("router-a/1")
+        worker.decode.submit(session, submission_of(kit.make_spec("last", 60)), None)
+        worker.drain()
+        await asyncio.wait_for(worker.left.wait(), 10)
+        assert not session.has_told_all

@@ -1,0 +1,50 @@
+"""What a worker tells of itself over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from cluster.registry import Role
+from cluster.request_wire import read_spec
+from engine.api import Engine
+from kv_transfer.layout import NULL_BLOCK
+
+
+def scrape(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics") as answer:
+        return str(answer.read(), "utf-8")
+
+
+async def test_metrics_are_served_with_the_workers_labels(kit: Any) -> None:
+    async with kit.running_worker("decode-7", Role.DECODE, metrics_port=0) as worker:
+        text = await asyncio.to_thread(scrape, worker.metrics_address)
+    assert 'baton_worker_num_orphans{pool="decode",worker="decode-7"} 0.0' in text
+    assert "baton_worker_steps_total" in text
+
+
+async def test_quarantined_memory_is_a_metric_in_bytes(kit: Any) -> None:
+    async with kit.running_worker("decode-7", Role.DECODE, metrics_port=0) as worker:
+
+        async def tell(num_bytes: int) -> None:
+            line = f'baton_kv_quarantined_bytes{{pool="decode",worker="decode-7"}} {num_bytes}.0'
+            async with asyncio.timeout(10):
+                while line not in await asyncio.to_thread(scrape, worker.metrics_address):
+                    await worker._load_now()
+
+        async def ask(command: Callable[[Engine], Any]) -> Any:
+            return await asyncio.wrap_future(worker.engine.call(command))
+
+        spec = read_spec(kit.make_spec("held", 100))
+        reserved = await ask(lambda engine: engine.reserve(spec))
+        layout = worker.rank.model.layout
+        counts = [sum(block != NULL_BLOCK for block in ids) for ids in reserved.block_ids]
+        assert counts == [13, 4]  # all of the prompt; its last window
+        num_bytes = sum(n * layout.rank_block_bytes(g, 0, 1) for g, n in enumerate(counts))
+        await tell(0)
+        await ask(lambda engine: engine.release(spec.request_id, quarantine=True))
+        await tell(num_bytes)
+        await ask(lambda engine: engine.unquarantine(spec.request_id))
+        await tell(0)
