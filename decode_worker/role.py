@@ -128,7 +128,10 @@ class DecodeRole:
     def submit(
         self, session: RouterSession, submission: Submission, writer: WorkerIdentity | None
     ) -> None:
-        """Take a request, or tell the session why not. `writer` None: prefill here."""
+        """Take a request, or tell the session why not; nothing is left of one that raises.
+
+        `writer` None: prefill here.
+        """
         if session.closed:
             return
         refused = self._refusal(submission)
@@ -152,9 +155,13 @@ class DecodeRole:
             deadline_s = self._clock.now_s() + submission.timeout_s
         run = Run(submission, record, session, session.router, Phase.RESERVING, deadline_s)
         self._runs.add(run)
-        # A writer tells the first token to the router itself: this worker starts after it.
-        session.follow(record, len(record.token_ids) + (writer is not None))
-        self._spawn(run, self._start(run) if writer is None else self._reserve(run, writer))
+        try:
+            # A writer tells the first token to the router itself: this worker starts after it.
+            session.follow(record, len(record.token_ids) + (writer is not None))
+            self._spawn(run, self._start(run) if writer is None else self._reserve(run, writer))
+        except BaseException:  # whoever asked tells the session
+            self._forget(run, "it could not be taken")
+            raise
 
     def cancel(self, session: RouterSession, request_id: str, attempt: int) -> None:
         """Abort this attempt and every older one; unknown or newer: nothing to do.
@@ -333,17 +340,21 @@ class DecodeRole:
         self._log.finish(run.record, reason, error, self._clock.now_s())
 
     def _refuse(self, run: Run, refusal: Refusal, message: str, field: str = "") -> None:
-        """End an attempt that never ran. It emitted nothing here, so nobody may attach to it."""
         if run.phase is Phase.ENDED:
             return
-        self._close(run, FinishReason.ERROR, message)
-        self._log.forget(run.submission.request_id)
+        self._forget(run, message)
         if refusal is Refusal.HANDOFF_FAILED:  # it was told of a lease: that attempt is used up
             self._log.use_up(run.submission, self._clock.now_s())
         if run.session is not None:
-            run.session.drop(run.submission.request_id)
             retry_s = self._config.no_capacity_retry_s if refusal is Refusal.NO_CAPACITY else 0.0
             run.session.reject(run.submission, refusal, message, retry_s, field)
+
+    def _forget(self, run: Run, message: str) -> None:
+        """End an attempt that never ran. It emitted nothing here, so nobody may attach to it."""
+        self._close(run, FinishReason.ERROR, message)
+        self._log.forget(run.submission.request_id)
+        if run.session is not None:
+            run.session.drop(run.submission.request_id)
 
     def _quarantine(self, run: Run) -> None:
         key = run.key

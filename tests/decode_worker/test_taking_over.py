@@ -126,6 +126,30 @@ async def test_an_error_in_taking_a_request_ends_that_request_alone(
     worker.decode.close_session(session)
 
 
+async def test_what_fails_while_a_request_is_taken_leaves_nothing_of_it(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router is told, and may ask for the same attempt again."""
+
+    def fail(*_: object) -> None:
+        raise LookupError("of ours")
+
+    link = await open_link(worker, "router-a/1")
+    session = worker.decode._sessions[link.router_id]
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "follow", fail)
+        await link.reserve(make_spec("x"))
+        await link.until(lambda: link.of("x").rejected)
+    told = link.of("x").rejected
+    assert told is not None
+    assert told.reason == worker_pb2.REJECT_REASON_INTERNAL
+    assert not worker.decode._runs
+    await link.reserve(make_spec("x"))
+    await link.until(lambda: link.of("x").finished)
+    assert link.of("x").in_order() == Oracle().tokens(make_spec("x"))
+    await link.close()
+
+
 async def test_a_router_ends_in_its_next_session_what_it_began_in_the_last(worker: Worker) -> None:
     lost = await open_link(worker, "router-a/1")  # of which the worker is yet to hear
     await lost.reserve(endless("x"))
