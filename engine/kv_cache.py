@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from engine.block_needs import BlockNeeds
 from engine.block_pool import BlockPool
 from engine.kv_events import KvEventLog
 from engine.prefix_match import longest_match
@@ -101,11 +102,6 @@ class KvCache:
     def num_blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def num_blocks_held_at_once(self, num_tokens: int) -> int:
-        """Of a group, at most: a windowed one holds a window and a step's."""
-        total = self.num_blocks_of(num_tokens)
-        return max(self._span_end(g, 0, total) for g in range(len(self.pools)))
-
     def open(self, tokens: TokenIds, cache_salt: str, max_tokens: int) -> RequestBlocks:
         """`max_tokens` is the most the request can ever hold, prompt and output."""
         seed = chain_seed(self._fingerprint, cache_salt)
@@ -119,44 +115,56 @@ class KvCache:
         kept = [first_kept_block(w, num_tokens, self.block_size) for w in self.windows]
         blocks.pushed_from = [max(first, num_receiver_blocks) for first in kept]
 
-    def place(
-        self, blocks: RequestBlocks, num_tokens: int, headroom: int = 0, computed_here: bool = True
-    ) -> int | None:
+    def place(self, blocks: RequestBlocks, num_tokens: int, headroom: int = 0) -> int | None:
         """Hold blocks for `num_tokens` tokens; returns the leading ones that are cached.
 
         At least one token is left to compute. None, and nothing held, when a group has fewer than
-        `headroom` free blocks beyond what is needed. `computed_here` False: another worker fills
-        the blocks, so that those a window has left by the end are not needed at all.
+        `headroom` free blocks beyond what is needed.
         """
+        needs = self._needs_of(blocks, num_tokens)
+        return self._hold(blocks, num_tokens, needs, [headroom] * len(self.pools))
+
+    def place_lease(
+        self,
+        blocks: RequestBlocks,
+        num_tokens: int,
+        headroom: int = 0,
+        first: tuple[RequestBlocks, int] | None = None,
+    ) -> int | None:
+        """`place` blocks that another worker fills: those that a window has left by the prompt's
+        end are not needed at all. `first` (its blocks, tokens) is still to be placed and must be
+        able to, beside these."""
+        needs = self._needs_of(blocks, num_tokens, computed_here=False)
+        kept = [headroom] * len(self.pools)
+        if first is not None:
+            lacked = self._needs_of(*first).beside(needs, self.pools)
+            kept = [headroom + count for count in lacked]
+        return self._hold(blocks, num_tokens, needs, kept)
+
+    def _hold(
+        self, blocks: RequestBlocks, num_tokens: int, needs: BlockNeeds, kept: list[int]
+    ) -> int | None:
         assert not blocks.num_blocks, "blocks are held already"
-        total = self.num_blocks_of(num_tokens)
-        num_cached, starts, ends = self._spans_of(blocks, num_tokens, computed_here)
-        cached = [blocks.hashes[start:num_cached] for start in starts]
-        num_fresh = [end - max(start, num_cached) for start, end in zip(starts, ends)]
-        if any(
-            count + pool.num_unused(prefix) + headroom > pool.num_free
-            for count, pool, prefix in zip(num_fresh, self.pools, cached)
-        ):
-            self._keep_cached(blocks, cached)
+        if not needs.fit(self.pools, kept):
+            self._keep_cached(blocks, needs.cached)
             return None
-        pinned = self._pin_cached(cached)
-        for g, pool in enumerate(self.pools):
-            taken = pool.acquire(num_fresh[g])
+        total = self.num_blocks_of(num_tokens)
+        pinned = self._pin_cached(needs.cached)
+        for g, (pool, count, end) in enumerate(zip(self.pools, needs.num_fresh, needs.ends)):
+            taken = pool.acquire(count)
             assert taken is not None
             entries = pinned[g] + taken
             blocks.tables[g][:total] = NULL_BLOCK
-            blocks.tables[g][ends[g] - len(entries) : ends[g]] = entries
-        blocks.first_live, blocks.filled = starts, ends
-        blocks.num_stored = num_cached
+            blocks.tables[g][end - len(entries) : end] = entries
+        blocks.first_live, blocks.filled = needs.starts, needs.ends
+        blocks.num_stored = needs.num_cached
         self._held.add(blocks)
         self._set_length(blocks, total)
-        return num_cached * self.block_size
+        return needs.num_cached * self.block_size
 
-    def _spans_of(
-        self, blocks: RequestBlocks, num_tokens: int, computed_here: bool
-    ) -> tuple[int, list[int], list[int]]:
-        """Leading blocks that are cached; per group, where the entries that are needed start and
-        end."""
+    def _needs_of(
+        self, blocks: RequestBlocks, num_tokens: int, computed_here: bool = True
+    ) -> BlockNeeds:
         bound = (num_tokens - 1) // self.block_size
         live = None if computed_here else bound * self.block_size
         num_cached = longest_match(
@@ -166,7 +174,9 @@ class KvCache:
         position = num_cached * self.block_size if live is None else live
         starts = [first_live_block(w, position, self.block_size) for w in self.windows]
         total = self.num_blocks_of(num_tokens)
-        return num_cached, starts, [self._span_end(g, s, total) for g, s in enumerate(starts)]
+        ends = [self._span_end(g, start, total) for g, start in enumerate(starts)]
+        cached = [blocks.hashes[start:num_cached] for start in starts]
+        return BlockNeeds(num_cached, starts, ends, cached)
 
     def _keep_cached(self, blocks: RequestBlocks, cached: list[list[BlockHash]]) -> None:
         """Have a prefix that waits for blocks evicted last; done once, for it may wait long."""
@@ -368,12 +378,7 @@ class KvCache:
     ) -> bool:
         """Whether `place` would hold blocks for these tokens if `set_aside` was all that is held:
         what the prompt shares with it is not needed twice."""
-        num_cached, starts, ends = self._spans_of(blocks, num_tokens, computed_here=True)
-        for pool, held, start, end in zip(self.pools, set_aside, starts, ends):
-            num_shared = sum(pool.find(h) in held for h in blocks.hashes[start:num_cached])
-            if end - start - num_shared + len(held) >= pool.num_blocks:  # one is the null block
-                return False
-        return True
+        return self._needs_of(blocks, num_tokens).fit_beside(self.pools, set_aside)
 
     @property
     def num_quarantined_bytes(self) -> int:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from engine.admission import Limits, check_spec
 from engine.block_pushes import block_pushes
 from engine.errors import InvalidRequestError, UnknownRequestError
-from engine.kv_cache import KvCache
+from engine.kv_cache import KvCache, RequestBlocks
 from engine.live_request import Export, LiveRequest, Status
 from engine.quarantine import Quarantine
 from engine.request import (
@@ -91,19 +91,23 @@ class Scheduler:
 
     def reserve(self, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
         request = self._take(spec)
-        num_seqs, headroom = len(self._running) + self.num_reserved, len(self._running)
-        first = next(filter(self._quarantine.leaves_room_for, self._waiting), None)
-        if first is not None and first.order < request.order:
+        num_seqs = len(self._running) + self.num_reserved
+        waits = next(filter(self._quarantine.leaves_room_for, self._waiting), None)
+        first: tuple[RequestBlocks, int] | None = None
+        if waits is not None and waits.order < request.order:
             num_seqs += 1  # it goes before this one, or newcomers would keep it out for ever
-            headroom += self._kv.num_blocks_held_at_once(first.num_tokens)
+            first = waits.blocks, waits.num_tokens
         if num_seqs >= self._limits.max_num_seqs:
             return NoCapacityEvent(spec.request_id, f"{num_seqs} requests run here or wait")
-        cached = self._kv.place(request.blocks, request.num_tokens, headroom, computed_here=False)
+        headroom = len(self._running)
+        cached = self._kv.place_lease(request.blocks, request.num_tokens, headroom, first)
         if cached is None:
             free, needed = self._kv.num_free_blocks, self._kv.num_blocks_of(request.num_tokens)
+            kept = f"{headroom} are kept" + (
+                " beside the first prompt's that waits" if first else ""
+            )
             return NoCapacityEvent(
-                spec.request_id,
-                f"{free} blocks are free, the prompt needs up to {needed} and {headroom} are kept",
+                spec.request_id, f"{free} blocks are free, the prompt needs up to {needed}, {kept}"
             )
         request.status = Status.RESERVED
         request.num_cached_tokens = cached

@@ -172,7 +172,7 @@ def test_a_windowed_group_matches_on_the_blocks_that_the_next_token_sees() -> No
 def test_blocks_filled_elsewhere_are_asked_for_only_where_a_later_token_looks() -> None:
     kv = cache(32, None, 8)
     blocks = kv.open(tokens(22), "", 100)
-    assert kv.place(blocks, 22, computed_here=False) == 0
+    assert kv.place_lease(blocks, 22) == 0
     assert (blocks.tables[1][:6] == 0).tolist() == [True] * 3 + [False] * 3
     assert blocks.tables[0][:6].all()
     kv.computed(blocks, tokens(22), 22)
@@ -186,7 +186,7 @@ def test_a_prompt_filled_elsewhere_is_found_again_as_far_as_one_computed_here(
 ) -> None:
     kv = cache(32, None, window)
     blocks = kv.open(tokens(length), "", 100)
-    assert kv.place(blocks, length, computed_here=False) == 0
+    assert kv.place_lease(blocks, length) == 0
     kv.computed(blocks, tokens(length), length)
     kv.free(blocks)
     again = kv.open(tokens(length), "", 100)
@@ -263,7 +263,7 @@ def test_quarantine_parks_what_was_to_be_written_and_gives_back_what_was_cached(
     kv = cache(32, None, 8)
     kv.free(placed(kv, tokens(8)))
     blocks = kv.open(tokens(23), "", 100)
-    assert kv.place(blocks, 23, computed_here=False) == 8
+    assert kv.place_lease(blocks, 23) == 8
     kv.quarantine(blocks)
     assert [pool.num_quarantined for pool in kv.pools] == [4, 3]
     kv.check_integrity([])

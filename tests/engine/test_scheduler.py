@@ -518,3 +518,29 @@ def test_a_reservation_goes_before_a_waiting_request_of_lower_priority_only() ->
         core.release(RequestId(name))
     assert set(drain(core).finished) == {"waits"}
     pool_is_whole(core)
+
+
+@pytest.mark.parametrize("num_running", [0, 1])
+def test_a_reservation_leaves_who_waits_its_blocks_and_counts_those_that_both_hold_once(
+    num_running: int,
+) -> None:
+    # 10 blocks are cached; both prompts have them and lack 2, what runs holds 1 and may want 1.
+    just_enough = 10 + 2 + 2 + 2 * num_running
+    for num_blocks, granted in ((just_enough, True), (just_enough - 1, False)):
+        core, seen = watched(num_blocks=num_blocks + 1, num_regions=1)
+        once = replace(GREEDY, max_tokens=1)
+        core.add(spec_of("before", prompt(160, shared=160), once))
+        streams = drain(core)
+        for n in range(num_running):
+            core.add(spec_of(f"runs {n}", prompt(10, n), replace(GREEDY, max_tokens=3)))
+            streams.take(core.step())
+        core.add(spec_of("waits", prompt(190, 1, shared=160), once))
+        answer = core.reserve(spec_of("comes", prompt(190, 2, shared=160), once))
+        assert isinstance(answer, ReservedEvent if granted else NoCapacityEvent), answer
+        assert isinstance(core.reserve(spec_of("other", prompt(190, 3), once)), NoCapacityEvent)
+        streams.take(core.step())
+        assert "waits" in [seq.request_id for seq in seen.plans[-1].seqs]
+        drain(core, streams)
+        assert len(streams.finished) == 2 + num_running
+        core.release(RequestId("comes"))
+        pool_is_whole(core)
