@@ -47,10 +47,14 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         self._role = role
         self._kv_fingerprint = kv_fingerprint
         self._read_spec = read_spec
+        self._asked_again: dict[tuple[str, int], bool] = {}
+        """By the lease and epoch of every call under way: whether another call has asked for it
+        since. Then the lease's owner ends the prefill, and not the end of the first call."""
 
     async def Prefill(  # noqa: N802
         self, request: worker_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+        grant = (request.lease.lease_id, request.lease.lease_epoch)
         try:
             prefill = self._start(request)
         except (DrainingError, FingerprintError, WrongWriterError) as error:
@@ -59,9 +63,12 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except (LeaseFencedError, LeaseServedError) as error:  # its owner tells how it ends
+            if grant in self._asked_again:
+                self._asked_again[grant] = True
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except LeaseError as error:  # a misfit of the two workers: nobody will ever serve it
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
+        self._asked_again[grant] = False
         try:
             while (outcome := await prefill.next()) is not None:
                 if isinstance(outcome, Refused):
@@ -71,7 +78,8 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, outcome.message)
                 yield _message(outcome)
         finally:
-            prefill.cancel()
+            if not self._asked_again.pop(grant):
+                prefill.cancel()
 
     def _start(self, request: worker_pb2.PrefillRequest) -> PrefillRun:
         """Raises what `PrefillRole.start` does, and ValueError for a request that is malformed."""

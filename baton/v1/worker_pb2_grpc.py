@@ -46,7 +46,8 @@ class PrefillServiceServicer:
 
     def Prefill(self, request, context):
         """Compute a prompt, push its KV into the lease, sample the first token. Cancelling the call
-        cancels the prefill and drains its handoff.
+        cancels the prefill and drains its handoff, unless another call has asked for the same lease
+        since (FAILED_PRECONDITION): then the lease's owner ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

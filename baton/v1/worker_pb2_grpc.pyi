@@ -16,7 +16,8 @@ class PrefillServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.PrefillResponse]
     """Compute a prompt, push its KV into the lease, sample the first token. Cancelling the call
-    cancels the prefill and drains its handoff.
+    cancels the prefill and drains its handoff, unless another call has asked for the same lease
+    since (FAILED_PRECONDITION): then the lease's owner ends it.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -27,7 +28,8 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_worker_pb2.PrefillRequest, _abc.AsyncIterator[_worker_pb2.PrefillResponse]],
     ) -> _abc.AsyncIterator[_worker_pb2.PrefillResponse]:
         """Compute a prompt, push its KV into the lease, sample the first token. Cancelling the call
-        cancels the prefill and drains its handoff.
+        cancels the prefill and drains its handoff, unless another call has asked for the same lease
+        since (FAILED_PRECONDITION): then the lease's owner ends it.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _aio.Server) -> None: ...

@@ -16,6 +16,7 @@ from baton.v1 import common_pb2, router_pb2
 from cluster.registry import Role
 from decode_worker.runs import Phase
 from engine.config import FakeEngineConfig
+from router.request_run import RequestRun
 from router.router import Router
 from router.text import TextModel
 from tests.cluster.conftest import ENGINE, HeldStep, nothing_held, running_worker
@@ -105,6 +106,41 @@ async def test_a_router_whose_request_was_attached_while_it_is_prefilled_sees_th
         assert answer.ids == alone(1)
         assert not answer.migrated
         assert not router_b.metrics.failures._metrics
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+async def test_a_router_that_closes_leaves_the_prefill_to_the_one_that_asked_for_it_since(
+    text_model: TextModel, listed: list[Listed], is_aborted: bool
+) -> None:
+    step = HeldStep(listed[0].worker)
+    patient = dataclasses.replace(CONFIG, resume_window_s=30.0)
+    async with (
+        router_over(text_model, *listed, config=patient) as (router_a, client_a),
+        router_over(text_model, *listed, config=patient) as (router_b, client_b),
+    ):
+        former = asyncio.create_task(client_a.ask(named(1)))
+        await asyncio.to_thread(step.begun.wait, 10)
+        again = named(1)
+        again.resume_from_index = 0
+        latter = asyncio.create_task(client_b.ask(again))
+        await until(lambda: any(has_asked_its_writer(run) for run in router_b._runs.values()))
+        await router_a.close()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await former
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        if is_aborted:
+            router_b.abort("", "named")
+        step.go_on.set()
+        answer = await latter
+        assert answer.finished is not None
+        assert [routed.attempt for routed in answer.routed] == [1]
+        assert not router_b.metrics.failures._metrics
+        assert answer.ids == ([] if is_aborted else alone(1))
+        assert is_aborted or (await listed[0].worker.integrity()).num_first_tokens == 1
+
+
+def has_asked_its_writer(run: RequestRun) -> bool:
+    return run._attempt is not None and run._attempt._is_lease_taken
 
 
 @pytest.mark.parametrize("is_first_gone", [False, True])
