@@ -60,7 +60,7 @@ class EngineCore:
         )
         self._scheduler = Scheduler(self._limits, self._kv, clock)
         self._sink_messages: list[bytes] = []
-        self._rates = LearnedRates()
+        self._rates = LearnedRates(config.max_num_batched_tokens)
         self._num_steps = 0
         self._predicted_step_s: float | None = None
 
@@ -127,7 +127,7 @@ class EngineCore:
     # --- what the outside may know --------------------------------------------------------------
 
     def cached_chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
-        return self._kv.pools[0].chains()
+        return self._kv.cached_chains()
 
     @property
     def capacity(self) -> EngineCapacity:

@@ -1,77 +1,98 @@
-"""How fast an engine was of late, and how long its next step will take."""
+"""How fast an engine was of late, and how long its next step will take.
+
+A step takes a time for its decodes, or, where it has none, a time for being a step at all, and a
+time for each prompt token. Each step corrects these so that they explain it, by as little as
+possible: normalised least mean squares (Widrow and Hoff, 1960), in units in which 128 prompt tokens
+weigh as much as a step; so prompts of few tokens say little about long ones.
+"""
 
 from __future__ import annotations
 
 from engine.request import StepPlan
 
-_KEPT = 0.8  # of what was known, after a unit of work
-_PROMPT_UNIT = 128  # tokens: a prompt of few tokens tells little about long ones
-_HALF_LIFE_S = 10.0  # of what was known, in time
-
-
-class Pace:
-    """Seconds per unit of work, newest weighing most; the more units, the more it weighs."""
-
-    def __init__(self, unit: int) -> None:
-        self.seconds = 0.0  # per piece of work, of which `unit` are a unit; 0.0: nothing is known
-        self._unit = unit
-        self._learned_at_s = 0.0
-
-    def learn(self, amount: int, elapsed_s: float, now_s: float) -> None:
-        """`amount` pieces took `elapsed_s`. What is old counts little: it may have been learned
-        in a bad moment, such as a worker's first steps."""
-        age_s = now_s - self._learned_at_s
-        kept = _KEPT ** (amount / self._unit) * 0.5 ** (age_s / _HALF_LIFE_S)
-        newest = elapsed_s / amount
-        self.seconds = kept * self.seconds + (1 - kept) * newest if self.seconds else newest
-        self._learned_at_s = now_s
+_DECODES, _STEP, _PROMPT = range(3)
+_PROMPT_UNIT = 128  # tokens
+_KEPT = 0.8  # of an error, after the step that shows it
+_HALF_LIFE_S = 10.0  # of what was known, while no step said anything new
+_REACH = 4  # a step of so many times the prompt tokens of the longest one so far is unlike any
 
 
 class LearnedRates:
-    """Speed of past steps."""
+    """Times of past steps, newest weighing most."""
 
-    def __init__(self) -> None:
-        self._prefill, self._decode = Pace(_PROMPT_UNIT), Pace(1)
+    def __init__(self, max_num_batched_tokens: int) -> None:
+        self._chunk = max_num_batched_tokens
+        self._times_s: list[float | None] = [None, None, None]  # of decodes, a step, a unit
+        self._longest = 0  # prompt tokens of one step
+        self._learned_at_s = 0.0
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """0.0 while nothing is known."""
-        return 1 / self._prefill.seconds if self._prefill.seconds else 0.0
+        """Of a long prompt, chunk by chunk; 0.0 while nothing is known."""
+        step_s, unit_s = self._times_s[_STEP], self._times_s[_PROMPT]
+        if unit_s is None:
+            return 0.0
+        chunk_s = (step_s or 0.0) + unit_s * self._chunk / _PROMPT_UNIT
+        return self._chunk / chunk_s if chunk_s else 0.0
 
     @property
     def decode_step_s(self) -> float:
         """0.0 while nothing is known."""
-        return self._decode.seconds
-
-    def learn(self, plan: StepPlan, elapsed_s: float, now_s: float) -> None:
-        """A step with prompts in it took what its decodes take alone, the rest is prefill. Where no
-        step was of decodes alone, theirs is what such a step took beyond its prompts."""
-        if not plan.seqs or elapsed_s <= 0:
-            return
-        num_decodes, num_prefill_tokens = _kinds(plan)
-        if not num_prefill_tokens:
-            self._decode.learn(1, elapsed_s, now_s)
-            return
-        if num_decodes and not self._decode.seconds and self._prefill.seconds:
-            prefill_s = num_prefill_tokens * self._prefill.seconds
-            self._decode.learn(1, max(elapsed_s - prefill_s, 0.1 * elapsed_s), now_s)
-            return
-        decode_s = self._decode.seconds if num_decodes else 0.0
-        prefill_s = max(elapsed_s - decode_s, 0.1 * elapsed_s)
-        self._prefill.learn(num_prefill_tokens, prefill_s, now_s)
+        return self._times_s[_DECODES] or 0.0
 
     def predict(self, plan: StepPlan) -> float | None:
-        """How long the step will take; None when a kind of work in it was never measured."""
-        num_decodes, num_prefill_tokens = _kinds(plan)
-        if (num_decodes and not self._decode.seconds) or (
-            num_prefill_tokens and not self._prefill.seconds
-        ):
+        """How long the step will take; None when it has work of a kind, or a length of prompts,
+        that was never measured."""
+        work = _work(plan)
+        if work[_PROMPT] * _PROMPT_UNIT > _REACH * self._longest:
             return None
-        decode_s = self._decode.seconds if num_decodes else 0.0
-        return decode_s + num_prefill_tokens * self._prefill.seconds
+        predicted_s = 0.0
+        for amount, time_s in zip(work, self._times_s):
+            if amount and time_s is None:
+                return None
+            predicted_s += amount * (time_s or 0.0)
+        return predicted_s
+
+    def learn(self, plan: StepPlan, elapsed_s: float, now_s: float) -> None:
+        """The step took so long; it ended now."""
+        work = _work(plan)
+        if not any(work) or elapsed_s <= 0:
+            return
+        self._longest = max(self._longest, round(work[_PROMPT] * _PROMPT_UNIT))
+        done = [kind for kind, amount in enumerate(work) if amount]
+        new = [kind for kind in done if self._times_s[kind] is None]
+        predicted_s = sum(amount * (time_s or 0.0) for amount, time_s in zip(work, self._times_s))
+        if new:  # what the rest does not explain; that may explain too much
+            rest_s = max(elapsed_s - predicted_s, 0.1 * elapsed_s)
+            self._explain(rest_s + predicted_s, work, new)
+        else:
+            kept = _KEPT * 0.5 ** ((now_s - self._learned_at_s) / _HALF_LIFE_S)
+            self._explain(elapsed_s + kept * (predicted_s - elapsed_s), work, done)
+        self._learned_at_s = now_s
+
+    def _explain(self, target_s: float, work: list[float], kinds: list[int]) -> None:
+        """Correct the times of these kinds as little as makes the work take `target_s`."""
+        times_s = [time_s or 0.0 for time_s in self._times_s]
+        while kinds:
+            error_s = target_s - sum(amount * time_s for amount, time_s in zip(work, times_s))
+            norm = sum(work[kind] ** 2 for kind in kinds)
+            for kind in kinds:
+                times_s[kind] += error_s * work[kind] / norm
+            below = [kind for kind in kinds if times_s[kind] < 0]
+            for kind in below:
+                times_s[kind] = 0.0
+            if not below:
+                break
+            kinds = [kind for kind in kinds if kind not in below]  # the others take the rest
+        for kind, amount in enumerate(work):
+            if amount:
+                self._times_s[kind] = times_s[kind]
 
 
-def _kinds(plan: StepPlan) -> tuple[int, int]:
-    """Decodes in a step, and tokens of prompts: a prompt's single last one counts as a decode."""
+def _work(plan: StepPlan) -> list[float]:
+    """Whether the step decodes, whether it has prompts only, and its prompt tokens in units. A
+    prompt's single last token counts as a decode."""
     num_decodes = sum(len(seq.token_ids) == 1 for seq in plan.seqs)
-    return num_decodes, plan.num_tokens - num_decodes
+    num_prompt_tokens = plan.num_tokens - num_decodes
+    has_only_prompts = bool(plan.seqs) and not num_decodes
+    return [float(num_decodes > 0), float(has_only_prompts), num_prompt_tokens / _PROMPT_UNIT]

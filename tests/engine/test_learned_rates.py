@@ -4,38 +4,108 @@ from __future__ import annotations
 
 import pytest
 
-from engine.learned_rates import LearnedRates, Pace
+from engine.learned_rates import LearnedRates
 from engine.request import RequestId, ScheduledSeq, StepPlan
 from tests.engine.fakes import prompt
 
 
-def test_the_decode_rate_is_learned_where_every_step_has_prompts_in_it() -> None:
-    rates = LearnedRates()
-    prompt_of, decode = (
-        ScheduledSeq(RequestId(name), prompt(num_tokens), 0, (), samples=True)
-        for name, num_tokens in (("p", 40), ("d", 1))
+def step_of(prompt_tokens: int = 0, decodes: int = 0) -> StepPlan:
+    lengths = [prompt_tokens] * (prompt_tokens > 0) + [1] * decodes
+    seqs = tuple(
+        ScheduledSeq(RequestId(str(number)), prompt(length), 0, (), samples=True)
+        for number, length in enumerate(lengths)
     )
-    rates.learn(StepPlan(1, (prompt_of,), num_tokens=40), 0.4, 1.0)
-    mixed = StepPlan(2, (decode, prompt_of), num_tokens=41)
-    assert rates.predict(mixed) is None
-    rates.learn(mixed, 0.5, 1.0)
-    assert rates.decode_step_s == pytest.approx(0.1)
-    assert rates.predict(mixed) == pytest.approx(0.5)
-    rates.learn(StepPlan(3, (decode,), num_tokens=1), 0.2, 1.0)
-    assert rates.decode_step_s == pytest.approx(0.12)
+    return StepPlan(1, seqs, num_tokens=sum(lengths))
 
 
-def test_short_prompts_say_little_of_long_ones() -> None:
-    pace = Pace(128)
-    pace.learn(2048, 0.2, 1.0)
-    pace.learn(1, 0.02, 1.0)
-    assert pace.seconds == pytest.approx(0.2 / 2048, rel=0.5)
-    pace.learn(2048, 0.4, 1.0)
-    assert pace.seconds == pytest.approx(0.4 / 2048, rel=0.05)
+class Machine:
+    """Takes a time for every step, for decodes and for each prompt token; nothing is random."""
+
+    def __init__(self, step_s: float, decode_s: float, token_s: float) -> None:
+        self.step_s, self.decode_s, self.token_s = step_s, decode_s, token_s
+        self.rates, self.now_s = LearnedRates(2048), 0.0
+
+    def time_s(self, plan: StepPlan) -> float:
+        num_decodes = sum(len(seq.token_ids) == 1 for seq in plan.seqs)
+        fixed_s = self.decode_s if num_decodes else self.step_s
+        return fixed_s + self.token_s * (plan.num_tokens - num_decodes)
+
+    def run(self, plan: StepPlan, times: int = 1, slower: float = 1.0) -> None:
+        for _ in range(times):
+            elapsed_s = self.time_s(plan) * slower
+            self.now_s += elapsed_s
+            self.rates.learn(plan, elapsed_s, self.now_s)
+
+    def rest(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @property
+    def true_rate(self) -> float:
+        return 2048 / (self.step_s + 2048 * self.token_s)
 
 
-def test_a_pace_learned_in_a_bad_moment_does_not_outlive_the_next_measure() -> None:
-    pace = Pace(128)
-    pace.learn(16, 1.6, 0.0)  # the first prompt of all, on a machine where everything starts
-    pace.learn(16, 0.016, 60.0)
-    assert pace.seconds == pytest.approx(0.001, rel=2)
+def test_the_decode_rate_is_learned_where_every_step_has_prompts_in_it() -> None:
+    machine = Machine(step_s=0.02, decode_s=0.02, token_s=0.01)
+    machine.run(step_of(prompt_tokens=40))
+    mixed = step_of(prompt_tokens=40, decodes=1)
+    assert machine.rates.predict(mixed) is None
+    machine.run(mixed)
+    assert machine.rates.decode_step_s > 0
+    assert machine.rates.predict(mixed) == pytest.approx(machine.time_s(mixed))
+
+
+def test_steps_of_all_kinds_are_told_apart_and_predicted() -> None:
+    machine = Machine(step_s=0.01, decode_s=0.03, token_s=0.0001)
+    kinds = [step_of(2048), step_of(2), step_of(300), step_of(0, 4), step_of(700, 3)]
+    for _ in range(40):
+        for plan in kinds:
+            machine.run(plan)
+    for plan in [*kinds, step_of(1000), step_of(100, 1)]:
+        assert machine.rates.predict(plan) == pytest.approx(machine.time_s(plan), rel=0.1)
+    assert machine.rates.prefill_tokens_per_s == pytest.approx(machine.true_rate, rel=0.1)
+    assert machine.rates.decode_step_s == pytest.approx(0.03, rel=0.1)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 3.0, 60.0])
+@pytest.mark.parametrize("length", [2, 16])
+def test_short_prompts_say_little_of_long_ones(length: int, pause_s: float) -> None:
+    """A chat's turn leaves few tokens to compute. Were they to spoil the rate, long prompts would
+    be refused for their timeouts, and never correct it."""
+    machine = Machine(step_s=0.02, decode_s=0.02, token_s=0.0001)
+    machine.run(step_of(2048), 20)
+    for _ in range(40):
+        machine.rest(pause_s)
+        machine.run(step_of(length))
+    assert machine.rates.prefill_tokens_per_s == pytest.approx(machine.true_rate, rel=0.4)
+    assert machine.rates.predict(step_of(length)) == pytest.approx(0.02, rel=0.2)
+
+
+def test_a_rate_learned_in_a_bad_moment_does_not_outlive_the_next_long_prompt() -> None:
+    machine = Machine(step_s=0.01, decode_s=0.01, token_s=0.0001)
+    machine.run(step_of(16), slower=100.0)  # the first prompt of all, while everything starts
+    machine.rest(60.0)
+    machine.run(step_of(1500))
+    assert machine.rates.prefill_tokens_per_s == pytest.approx(machine.true_rate, rel=0.3)
+
+
+@pytest.mark.parametrize("varied", [True, False])
+def test_a_first_step_that_was_slow_is_corrected_also_where_every_step_is_mixed(
+    varied: bool,
+) -> None:
+    machine = Machine(step_s=0.02, decode_s=0.02, token_s=0.0002)
+    machine.run(step_of(512))
+    machine.run(step_of(512, 8), slower=40.0)
+    for number in range(300):
+        machine.run(step_of(100 + 37 * number % 400 if varied else 500, 8))
+    expected = step_of(300 if varied else 500, 8)
+    assert machine.rates.predict(expected) == pytest.approx(machine.time_s(expected), rel=0.2)
+    if varied:  # else nothing tells the one from the other
+        assert machine.rates.decode_step_s == pytest.approx(0.02, rel=0.5)
+        assert machine.rates.prefill_tokens_per_s == pytest.approx(machine.true_rate, rel=0.5)
+
+
+def test_nothing_is_predicted_from_prompts_far_shorter() -> None:
+    machine = Machine(step_s=0.02, decode_s=0.02, token_s=0.01)
+    machine.run(step_of(16))
+    assert machine.rates.predict(step_of(64)) is not None
+    assert machine.rates.predict(step_of(65)) is None

@@ -29,8 +29,13 @@ _MAX_ROUNDS = 60
 async def under_ray(shape: Shape, folder: Path, run_dir: Path) -> AsyncIterator[RunningCluster]:
     before = descendants()
     settings = shape.config(folder, "never")
-    # Half of the prompts go where the speeds do not say: the slow pairs are to be seen too.
-    settings["router"] |= {"explore_share": 0.5, "trust_rates_s": 0.0}
+    # Half of the prompts go where the speeds do not say: the slow pairs are to be seen too. Every
+    # handoff is to be reported, also one that ends late on a busy machine.
+    settings["router"] |= {
+        "explore_share": 0.5,
+        "trust_rates_s": 0.0,
+        "handoff_report_wait_s": 30.0,
+    }
     config = parse_config(settings)
     running = await asyncio.to_thread(up, config, run_dir=run_dir)
     processes = descendants() - before
