@@ -269,7 +269,8 @@ class Worker:
         self._tokens.on_events(events)
 
     def _send_to_sinks(self, payload: bytes) -> None:
-        self.engine.post(lambda engine: engine.send_to_sinks(payload))
+        """The prefill that it is for follows at once: one step, not one before it, takes both."""
+        self.engine.post(lambda engine: engine.send_to_sinks(payload), wakes=False)
 
     # --- what others are told -------------------------------------------------------------------
 

@@ -124,8 +124,11 @@ class EngineThread:
         self._put(_Command(run, fail))
         return future
 
-    def post(self, function: Callable[[Engine], object]) -> None:
-        """Run `function(engine)` between steps; an EngineError is logged. Dropped after the end."""
+    def post(self, function: Callable[[Engine], object], *, wakes: bool = True) -> None:
+        """Run `function(engine)` between steps; an EngineError is logged. Dropped after the end.
+
+        `wakes` False: an engine that has nothing to step is left asleep until the next command.
+        """
 
         def run() -> None:
             try:
@@ -133,13 +136,14 @@ class EngineThread:
             except EngineError:
                 log.exception("a command to the engine was refused")
 
-        self._put(_Command(run, lambda error: None))
+        self._put(_Command(run, lambda error: None), wakes)
 
-    def _put(self, command: _Command) -> None:
+    def _put(self, command: _Command, wakes: bool = True) -> None:
         with self._wake:
             if not self._ended:
                 self._commands.append(command)
-                self._wake.notify()
+                if wakes:
+                    self._wake.notify()
                 return
         command.fail(self._why_stopped())
 

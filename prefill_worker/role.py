@@ -3,7 +3,8 @@
 One prefill here:
 
 1. `start`: the exporter opens the lease, the engine takes the request.
-2. The engine's PrefilledEvent: the first token is told at once, while KV is still moving.
+2. The engine's PrefilledEvent: the first token is told at once, before anything else that the
+   event sets off, and while KV is still moving.
 3. The exporter finishes the handoff and gives a receipt, or says why not.
 4. Always, and whatever happened before: the handoff is drained first, then the engine lets go of
    the blocks. Cancelling a prefill goes straight there. When draining takes too long the caller is
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from baton.worker_wire import finish_reason_to_proto
@@ -98,6 +100,14 @@ class PrefillRun:
         self.cancelled.set()
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """For the event that ends the computation of a prefill."""
+
+    prefill: PrefillRun
+    event: asyncio.Future[PrefilledEvent | FinishedEvent]
+
+
 class PrefillRole:
     """Lives on the event loop; the engine runs on its own thread."""
 
@@ -111,7 +121,7 @@ class PrefillRole:
         self._engine = engine
         self._fail = fail
         self._exporter = exporter
-        self._waiting: dict[RequestId, asyncio.Future[PrefilledEvent | FinishedEvent]] = {}
+        self._waiting: dict[RequestId, _Waiting] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self._computing: dict[HandoffId, RequestId] = {}
@@ -145,10 +155,11 @@ class PrefillRole:
         spec = replace(spec, request_id=key)
         prefill = PrefillRun()
         self._computing[handoff] = key
-        self._waiting[key] = asyncio.get_running_loop().create_future()
-        task = asyncio.get_running_loop().create_task(
-            self._run(prefill, spec, handoff, lease.num_cached_tokens, timeout_s)
-        )
+        loop, num_cached = asyncio.get_running_loop(), lease.num_cached_tokens
+        self._waiting[key] = _Waiting(prefill, loop.create_future())
+        # Not with the first turn of the task: the engine takes lease and prompt in one step.
+        added = self._engine.call(lambda engine: engine.add_prefill(spec, handoff, num_cached))
+        task = loop.create_task(self._run(prefill, key, handoff, added, timeout_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(self._task_over)
@@ -165,29 +176,29 @@ class PrefillRole:
     def _handoff_broken(self, handoff: HandoffId, error: HandoffError) -> None:
         """Computing on is in vain; later than that, `finish` is waiting and reports it."""
         key = self._computing.pop(handoff, None)
-        if key is not None and not self._waiting[key].done():
-            self._waiting[key].set_exception(error)
+        if key is not None and not self._waiting[key].event.done():
+            self._waiting[key].event.set_exception(error)
 
     def on_events(self, events: Iterable[EngineEvent]) -> None:
         """Give each prefill the event that ends its computation."""
         for event in events:
             if isinstance(event, PrefilledEvent | FinishedEvent):
-                future = self._waiting.get(event.request_id)
-                if future is not None and not future.done():
-                    future.set_result(event)
+                waiting = self._waiting.get(event.request_id)
+                if waiting is not None and not waiting.event.done():
+                    if isinstance(event, PrefilledEvent):
+                        waiting.prefill.tell(_first_token_ready(event))
+                    waiting.event.set_result(event)
 
     async def _run(
         self,
         prefill: PrefillRun,
-        spec: RequestSpec,
+        key: RequestId,
         handoff: HandoffId,
-        num_receiver_cached_tokens: int,
+        added: Future[None],
         timeout_s: float | None,
     ) -> None:
         """Steps 1 to 4. `work` may be cut short at any await; what follows it may not."""
-        work = asyncio.create_task(
-            self._compute_and_hand_off(prefill, spec, handoff, num_receiver_cached_tokens)
-        )
+        work = asyncio.create_task(self._compute_and_hand_off(prefill, key, handoff, added))
         cancelled = asyncio.create_task(prefill.cancelled.wait())
         try:
             await asyncio.wait(
@@ -197,11 +208,11 @@ class PrefillRole:
             cancelled.cancel()
             work.cancel()
             await asyncio.wait({work})
-            drained = await self._let_go(spec.request_id, handoff)
+            drained = await self._let_go(key, handoff)
             self._tell_end(prefill, work)
         if not drained:
             await self._exporter.wait_drained(handoff)
-            self._engine.post(lambda engine: engine.unquarantine(spec.request_id))
+            self._engine.post(lambda engine: engine.unquarantine(key))
 
     def _tell_end(self, prefill: PrefillRun, work: asyncio.Task[None]) -> None:
         try:
@@ -214,12 +225,10 @@ class PrefillRole:
             prefill.tell(None)
 
     async def _compute_and_hand_off(
-        self, prefill: PrefillRun, spec: RequestSpec, handoff: HandoffId, num_cached: int
+        self, prefill: PrefillRun, key: RequestId, handoff: HandoffId, added: Future[None]
     ) -> None:
         try:
-            await asyncio.wrap_future(
-                self._engine.call(lambda engine: engine.add_prefill(spec, handoff, num_cached))
-            )
+            await asyncio.wrap_future(added)
         except InvalidRequestError as error:
             prefill.tell(Refused(error.message, error.field))
             return
@@ -227,22 +236,13 @@ class PrefillRole:
             prefill.tell(Stopped(str(error)))
             return
         try:
-            event = await self._waiting[spec.request_id]
+            event = await self._waiting[key].event
         except HandoffError as error:
             prefill.tell(HandoffBroken(error.reason, str(error)))
             return
         if isinstance(event, FinishedEvent):
             prefill.tell(Stopped(event.message or event.reason.value))
             return
-        prefill.tell(
-            FirstTokenReady(
-                event.token,
-                event.num_cached_tokens,
-                event.queue_s,
-                event.prefill_s,
-                event.finished,
-            )
-        )
         if event.finished is None:
             prefill.tell(await self._hand_off(handoff, event.token))
         else:  # no router has to be there to tell the receiver
@@ -278,6 +278,12 @@ class PrefillRole:
         """Raise AssertionError when a prefill is watched by nobody."""
         assert len(self._waiting) <= len(self._tasks), (len(self._waiting), len(self._tasks))
         assert set(self._computing.values()) <= set(self._waiting), self._computing
+
+
+def _first_token_ready(event: PrefilledEvent) -> FirstTokenReady:
+    return FirstTokenReady(
+        event.token, event.num_cached_tokens, event.queue_s, event.prefill_s, event.finished
+    )
 
 
 def _first(token: SampledToken) -> FirstToken:
