@@ -78,15 +78,18 @@ class KvCache:
         self.windows = [group.window for group in layout.groups]
         self._block_bytes = [layout.rank_block_bytes(g, 0, 1) for g in range(len(layout.groups))]
         self.events = KvEventLog()
-        """Of the first group."""
+        """Of the first group that sees everything, else of the first: what a window leaves is
+        evicted before its descendants, and a router follows a chain from its start."""
+        announced = self.windows.index(None) if None in self.windows else 0
         self.pools = [
             BlockPool(
                 num_blocks,
                 leaf_first=group.window is None,
-                on_evicted=self.events.removed if index == 0 else None,
+                on_evicted=self.events.removed if index == announced else None,
             )
             for index, group in enumerate(layout.groups)
         ]
+        self._announced = announced
         self._windowed = [g for g, window in enumerate(self.windows) if window is not None]
         step = max(max_step_tokens, self.block_size)  # a receiver needs a whole block's window
         self._spans = [
@@ -269,6 +272,10 @@ class KvCache:
 
     # --- prefix cache ---------------------------------------------------------------------------
 
+    def cached_chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
+        """All that `events` told of and that is still there, as `BlockPool.chains`."""
+        return self.pools[self._announced].chains()
+
     def _extend_hashes(self, blocks: RequestBlocks, tokens: TokenIds, num_full: int) -> None:
         for index in range(len(blocks.hashes), num_full):
             parent = blocks.hashes[-1] if index else blocks.seed
@@ -289,7 +296,7 @@ class KvCache:
                     stored = pool.store(block, blocks.hashes[index], parent)
                     if not stored:
                         self._give_way(blocks, g, index)
-                if g == 0:
+                if g == self._announced:
                     new.append(stored)
         self.events.stored(blocks.hashes, start, new)
 

@@ -19,7 +19,8 @@ def longest_match(
     """Most leading blocks of a chain that are cached in every group (`pools`, `windows`).
 
     A windowed group needs those alone that a token at `live_position` looks at (None: the first
-    token after the prefix).
+    token after the prefix). Blocks that no group needs count only with one behind them that was
+    found: where every group is windowed, a prefix of which nothing is needed is not cached, 0.
     """
     full = [pool for pool, window in zip(pools, windows) if window is None]
     length = min((pool.num_resident(hashes) for pool in full), default=len(hashes))
@@ -39,4 +40,7 @@ def longest_match(
                     length -= 1
                 break
         else:
-            return length
+            needed = full or any(
+                first_live_block(window, position, block_size) < length for _, window in windowed
+            )
+            return length if needed else 0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.kv_cache import KvCache, RequestBlocks
+from engine.request import BlocksStoredEvent
 from engine.windows import first_live_block, span_blocks
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 
@@ -177,6 +178,42 @@ def test_blocks_filled_elsewhere_are_asked_for_only_where_a_later_token_looks() 
     assert blocks.tables[0][:6].all()
     kv.computed(blocks, tokens(22), 22)
     kv.check_integrity([blocks])
+
+
+@pytest.mark.parametrize("windows", [(8,), (1,), (8, 2)])
+def test_where_no_layer_sees_everything_what_a_receiver_does_not_need_is_not_cached(
+    windows: tuple[int, ...],
+) -> None:
+    kv = cache(64, *windows)
+    for first in (0, 200):  # an empty cache, and one that is not
+        ids = tokens(30, first)
+        blocks = kv.open(ids, "", 100)
+        assert kv.place_lease(blocks, 30) == 0
+        kv.computed(blocks, ids, 30)
+        kv.free(blocks)
+    again = kv.open(tokens(30), "", 100)
+    assert kv.place_lease(again, 30) == (28 if windows != (1,) else 0)  # it looks at its own block
+    kv.free(again)
+    longer = kv.open(tokens(34), "", 100)  # looks at what is there and at a block more
+    assert kv.place_lease(longer, 34) == (28 if 8 in windows else 0)
+    kv.check_integrity([longer])
+
+
+@pytest.mark.parametrize("windows", [(8, None), (None, 8)])
+def test_news_of_the_cache_tells_of_a_group_that_sees_everything(
+    windows: tuple[int | None, ...],
+) -> None:
+    kv = cache(32, *windows)
+    ids = tokens(24)
+    blocks = kv.open(ids, "", 100)
+    assert kv.place_lease(blocks, 24) == 0
+    kv.computed(blocks, ids, 24)
+    kv.free(blocks)
+    whole = [(None, tuple(blocks.hashes))]
+    assert kv.events.take() == [BlocksStoredEvent(*chain) for chain in whole]
+    assert kv.cached_chains() == whole
+    kv.pools[windows.index(8)].acquire(31)  # evicts what the windows could use
+    assert not kv.events
 
 
 @pytest.mark.parametrize("length", range(1, 40))
