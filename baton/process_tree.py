@@ -58,7 +58,8 @@ def wait_until_gone(processes: Iterable[Process], timeout_s: float) -> set[Proce
 def _read(pid: int) -> tuple[int, Process] | None:
     """Parent's pid and the process; None when it is gone or only waits to be reaped."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        # Names are bytes: the kernel cuts long ones, also inside a letter.
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     name, _, rest = stat.partition("(")[2].rpartition(")")
