@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 from baton import render
 from baton.answer_meter import AnswerMeter
@@ -56,15 +56,16 @@ def _check_end(finished: Finished) -> None:
         raise BatonError(f"the request was ended by the server: {finished.reason.value}")
 
 
-def _read_all() -> str:
+def _read(read: Callable[[], str]) -> str:
+    """What it reads from standard input. Raises InvalidRequestError for what is not text."""
     try:
-        return sys.stdin.read()
+        return read()
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"standard input is not text: {error}", field="text") from error
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    prompt = _read_all() if arguments.prompt == "-" else arguments.prompt
+    prompt = _read(sys.stdin.read) if arguments.prompt == "-" else arguments.prompt
     options = sampling_options(arguments)
     with Client(arguments.router) as client:
         if arguments.raw:
@@ -118,7 +119,7 @@ def _exchange(
 def _read_line() -> str | None:
     """What was typed; None at the end of the input."""
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        return _read(lambda: input("> " if sys.stdin.isatty() else "")).strip()
     except EOFError:
         if sys.stdin.isatty():
             print()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from baton.errors import (
     UnavailableError,
 )
 
+_LONGEST_WAIT_S = 7 * 86400.0  # gRPC takes an endless one for one that is over
 EXIT_FAILED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 # Command -> module that has a function of that name taking the parsed arguments.
@@ -177,7 +179,11 @@ def _add_operator_commands(commands: Subparsers[argparse.ArgumentParser]) -> Non
             "--no-wait", action="store_true", help="return at once instead of when it is done"
         )
         command.add_argument(
-            "--timeout", type=float, default=120.0, metavar="S", help="longest wait (%(default)g)"
+            "--timeout",
+            type=_seconds,
+            default=120.0,
+            metavar="S",
+            help="longest wait (%(default)g)",
         )
     for command in (status, scale, drain):
         command.add_argument(
@@ -215,6 +221,18 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers: 0, 1, 2 ...")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _LONGEST_WAIT_S:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds above 0 and up to {_LONGEST_WAIT_S:.0f}"
+        )
+    return seconds
 
 
 def _address(text: str) -> str:

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from baton import status
-from baton.errors import DeadlineError, UnavailableError
+from baton.errors import DeadlineError, InvalidRequestError, UnavailableError
 from baton.grpc_options import DIRECT
 from baton.v1 import control_pb2, control_pb2_grpc
 
@@ -48,7 +48,10 @@ class ControlClient:
 
     def set_replicas(self, pool: str, replicas: int) -> int:
         """The number of replicas the pool had before."""
-        request = control_pb2.SetReplicasRequest(pool=pool, replicas=replicas)
+        try:
+            request = control_pb2.SetReplicasRequest(pool=pool, replicas=replicas)
+        except ValueError as error:
+            raise InvalidRequestError(f"replicas: {error}", field="replicas") from error
         return int(self._call("SetReplicas", request).previous_replicas)
 
     def drain(self, worker_id: str) -> None:

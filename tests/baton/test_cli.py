@@ -138,6 +138,32 @@ def test_names_that_do_not_exist_are_told_with_those_that_do(control: str, capsy
     assert "no worker 'nobody'; there are: decode-0" in capsys.readouterr().err
 
 
+def test_a_size_beyond_the_wire_is_told_with_its_bound(control: str, capsys: Capture) -> None:
+    assert main(["scale", "decode", "99999999999", "--control", control]) == 1
+    told = capsys.readouterr().err
+    assert "replicas: Value out of range: 99999999999" in told
+    assert "`pools.decode.max_replicas` in the cluster file is the bound" in told
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "0", "-1", "1e300", "soon"])
+def test_a_wait_that_is_no_time_is_told_in_words(
+    seconds: str, control: str, capsys: Capture
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["drain", "decode-0", "--control", control, f"--timeout={seconds}"])
+    told = f"argument --timeout: {seconds!r} is not a number of seconds above 0"
+    assert told in capsys.readouterr().err
+
+
+def test_a_line_that_is_not_text_ends_a_chat_in_words(
+    router: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8", errors="strict")
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main(["chat", "--router", router]) == 1
+    assert "standard input is not text" in capsys.readouterr().err
+
+
 def test_explain_shows_every_candidate_cheapest_first(router: str, capsys: Capture) -> None:
     assert main(["explain", "hello", "--router", router]) == 0
     shown = capsys.readouterr().out
