@@ -21,27 +21,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import grpc
-import grpc.aio
-
 from baton.session_wire import DEADLINE
 from baton.v1 import common_pb2, worker_pb2
 from router.config import RouterConfig
 from router.failure import AttemptError, Failure, failure_of, loss_of
-from router.fleet import WorkerEntry, WorkerState
-from router.output import FinishReason, TokenSink
+from router.fleet import WorkerEntry
+from router.output import TokenSink, finish_reason_of
 from router.patience import Patience
 from router.prefill_call import PrefillFailed, follow_prefill
+from router.reattach import NotAttachedError, TakenOverError, attach_again
 from router.session import SessionLostError
-from router.worker_link import ATTACH_AGAIN_S, WorkerLink, Workers
+from router.worker_link import WorkerLink, Workers
 
 FindWorker = Callable[[str, int], WorkerLink | None]  # by id and incarnation
-
-_FINISHED = {
-    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    common_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,  # by its client, at another router
-}
 
 
 class Attempt:
@@ -194,23 +186,11 @@ class Attempt:
         self._patience.expect(what, self._config.token_timeout_s, *workers)
 
     def _on_silence(self, worker: WorkerEntry, what: str) -> None:
-        if self._waits_for_others(worker):
+        since_s = self._clock() - self._config.token_timeout_s
+        if self._workers.serve_others(worker, since_s, self._first_seen, self.running):
             self._expect(what, worker)
             return
         self._fail(Failure.STUCK, worker, f"{worker.facts.worker_id}: no sign of {what}")
-
-    def _waits_for_others(self, worker: WorkerEntry) -> bool:
-        """A writer whose other prompts come out is well, and so is a decode worker whose other
-        streams flow: it has preempted this one for memory, and elsewhere all would have to be
-        computed again."""
-        if worker.state is WorkerState.SUSPECT:
-            return False
-        since_s = self._clock() - self._config.token_timeout_s
-        writer = self._workers.prefill
-        if writer is not None and worker is writer.entry:
-            return not self._first_seen and writer.first_token_s > since_s
-        others = self._workers.decode.waiting if self.running else ()
-        return any(o.progress_s > since_s for o in others if isinstance(o, Attempt))
 
     def _fail(
         self,
@@ -322,39 +302,19 @@ class Attempt:
 
     async def _reattach(self, lost: str) -> None:
         """Go on where the worker is now, in its next session."""
+        link, timeout_s = self._workers.decode, self._config.reattach_timeout_s
         try:
-            async with asyncio.timeout(self._config.reattach_timeout_s):
-                response = await self._ask_for_itself()
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.ALREADY_EXISTS:
-                self.on_moved()  # nobody could tell before
-            else:
-                self._decode_lost(f"{lost}; not attached again: {error.details()}")
-            return
-        except (TimeoutError, SessionLostError) as error:
-            self._decode_lost(f"{lost}; not attached again: {str(error) or 'no answer'}")
-            return
-        if response.spec.attempt == self.number:
-            self._adopt(response.tokens)
+            response = await attach_again(link, self._spec, self.listen, timeout_s)
+        except TakenOverError:
+            self.on_moved()  # nobody could tell before
+        except NotAttachedError as error:
+            self._decode_lost(f"{lost}; not attached again: {error}")
         else:
-            self._fail(Failure.STALE, self._decode, f"attempt {response.spec.attempt} runs there")
-
-    async def _ask_for_itself(self) -> worker_pb2.AttachResponse:
-        """Attach, again whenever the connection breaks under way; until cancelled."""
-        link, spec = self._workers.decode, self._spec
-        while True:
-            await link.session.wait_open()
-            self._adopted = False  # tokens may come before the answer that leads up to them
-            link.session.listen(self)
-            try:
-                limit_s = self._config.reattach_timeout_s
-                return await link.attach(
-                    self.wire_id, spec.tenant, spec.body_digest, spec.seed, limit_s, self.number
-                )
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise
-            await asyncio.sleep(ATTACH_AGAIN_S)
+            if response.spec.attempt == self.number:
+                self._adopt(response.tokens)
+            else:  # of a worker that does not read which one is meant
+                stale = f"attempt {response.spec.attempt} runs there"
+                self._fail(Failure.STALE, self._decode, stale)
 
     # --- what the prefill worker says ----------------------------------------------------------
 
@@ -411,13 +371,12 @@ class Attempt:
         if at_decode_worker:
             self._over_at_worker |= tokens.finished != 0
             self._on_progress(tokens, has_news=bool(ids))
-        is_late = tokens.error == DEADLINE
-        finished = None if is_late else _FINISHED.get(tokens.finished)
+        finished = finish_reason_of(tokens)
         if (ids or finished) and self._sink.emit(ids, logprobs, finished):
             self._done.set_result(None)
         elif tokens.finished:
             self._fail(
-                Failure.DEADLINE if is_late else Failure.DECODE_FAILED,
+                Failure.DEADLINE if tokens.error == DEADLINE else Failure.DECODE_FAILED,
                 self._decode,
                 f"{self._decode.facts.worker_id}: "
                 f"{common_pb2.FinishReason.Name(tokens.finished)}: {tokens.error}",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.errors import BatonError
+from baton.session_wire import DEADLINE
 from baton.v1 import common_pb2, worker_pb2
 
 TokenLogprobs = common_pb2.Logprobs  # carried from worker to client unread
@@ -26,6 +27,18 @@ class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
+
+
+_FINISHED = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,  # by its client, at another router
+}
+
+
+def finish_reason_of(tokens: worker_pb2.RequestTokens) -> FinishReason | None:
+    """How a run of tokens ends its request; None: it goes on, or only the attempt is over."""
+    return None if tokens.error == DEADLINE else _FINISHED.get(tokens.finished)
 
 
 @dataclass(frozen=True)

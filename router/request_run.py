@@ -14,7 +14,6 @@ Clients read its `OutputLog`; none has to be there for it to go on.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
@@ -24,31 +23,21 @@ from baton.errors import (
     AlreadyExistsError,
     BatonError,
     DeadlineError,
-    InvalidRequestError,
-    KvTransferError,
     NotResumableError,
-    PoisonError,
     UnavailableError,
-    WorkerLostError,
 )
 from baton.v1 import common_pb2, worker_pb2
 from router.admission import Placed, Ticket
 from router.attempt import Attempt
 from router.failure import AttemptError, Failure
-from router.fleet import Booking, WorkerState
-from router.output import Migrated, OutputLog, Routed
+from router.fleet import Booking
+from router.output import OutputLog, Routed
 from router.prompt import PromptBlocks
 from router.request_output import RequestOutput
 from router.resume import find_running
+from router.retrying import OUT_OF_TIME, Retrying
 from router.run_parts import Arrival, RunParts
 from router.worker_link import WorkerLink, Workers
-
-log = logging.getLogger(__name__)
-
-MAX_STALE = 10  # attempt numbers are raised fourfold each time: no request had so many
-_OF_TRANSFER = (Failure.HANDOFF_FAILED, Failure.WRITER_UNKNOWN, Failure.PREFILL_FAILED)
-OUT_OF_TIME = "the request's deadline has passed"
-MIN_HOLD_S = 0.05  # a worker that has no room is not asked again sooner
 
 
 class RequestRun:
@@ -62,10 +51,7 @@ class RequestRun:
         self.log: OutputLog = self._output.log
         self._prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
         self._deadline_s = arrival.arrived_s + config.timeout_s(parsed.timeout_s)
-        self._attempt_number = 0
-        self._num_failures = self._num_stale = self._num_rejected = 0
-        self._failed: set[tuple[str, int]] = set()  # (worker id, incarnation)
-        self._lost: list[tuple[str, int]] = []  # the same, lost while it ran there
+        self._retrying = Retrying(arrival, parts, self.log)
         self._aborted = self._orphaned = False
         self._attempt: Attempt | None = None  # under way
         self._is_sought = parsed.resume_from_index is not None  # at the decode workers
@@ -169,7 +155,7 @@ class RequestRun:
         ticket = self._parts.admission.ticket(
             self._prompt, parsed.sampling.max_tokens, parsed.priority, parsed.tenant, deadline_s
         )
-        ticket.failed = self._failed
+        ticket.failed = self._retrying.failed
         return ticket
 
     async def _ends_well(self, trying: Coroutine[None, None, None]) -> bool:
@@ -178,7 +164,7 @@ class RequestRun:
             await trying
             return True
         except AttemptError as error:
-            wait_s = self._judge(error)
+            wait_s = self._retrying.judge(error)
         if wait_s:
             await asyncio.sleep(wait_s)
         return False
@@ -187,7 +173,7 @@ class RequestRun:
         """One attempt where the request was placed; raises AttemptError."""
         try:
             workers = self._workers(placed)
-            self._attempt_number += 1
+            self._retrying.begin_attempt()
             placement, routed = placed.placement, self._routed(placed)
             attempt = self._new_attempt(workers, placement.queue_s + placement.prefill_s)
             running = attempt.run(self._spec(placed))
@@ -218,7 +204,7 @@ class RequestRun:
             await running
         except AttemptError as error:
             if error.failure is Failure.DECODE_LOST and attempt.running:
-                self._lost.append(booking.decode.facts.identity)
+                self._retrying.lost_while_running(booking.decode)
             raise
         finally:
             self._attempt = None
@@ -258,7 +244,8 @@ class RequestRun:
         if parsed.seed is not None and parsed.seed != spec.seed:
             found.attempt.abandon()
             raise AlreadyExistsError(f"the request runs with seed {spec.seed}", field="seed")
-        self.seed, self._attempt_number = spec.seed, spec.attempt
+        self.seed = spec.seed
+        self._retrying.go_on_with(spec.attempt)
         self.log.mark(self._attached(found.link))
         growth = min(parsed.sampling.max_tokens, parts.config.decode_growth_tokens)
         booking = parts.fleet.book_running(found.link.entry, len(self._prompt) + growth)
@@ -279,79 +266,8 @@ class RequestRun:
             num_prompt_tokens=self._prompt.num_prompt_tokens,
             num_cached_tokens_prefill=0,
             num_cached_tokens_decode=0,
-            attempt=self._attempt_number,
+            attempt=self._retrying.attempt_number,
         )
-
-    # --- failures ------------------------------------------------------------------------------
-
-    def _judge(self, error: AttemptError) -> float:
-        """What a failed attempt means: seconds until the next one, or a BatonError."""
-        parts, failure = self._parts, error.failure
-        parts.metrics.failures.labels(failure.name).inc()
-        log.info("request %s: attempt %d: %s", *self._who(), error.message)
-        if ending := _ending(error):
-            raise ending
-        if failure is Failure.NO_CAPACITY:
-            parts.fleet.hold(error.worker, max(MIN_HOLD_S, error.retry_after_s))
-            return 0.0
-        if failure in (Failure.FINGERPRINT, Failure.REPLACED):  # the registry is yet to say so
-            parts.fleet.hold(error.worker, parts.config.eject_s)
-            return 0.0
-        if failure is Failure.DRAINING:
-            parts.fleet.set_state(error.worker, WorkerState.DRAINING)
-            return 0.0
-        if failure is Failure.LEFT:
-            return 0.0
-        if self.log.ids:
-            parts.metrics.migrations.inc()
-            self.log.mark(Migrated(len(self.log.ids), error.message))
-        if failure in (Failure.DRAINED, Failure.GIVEN_UP):
-            return 0.0
-        if failure is Failure.STALE:
-            self._outnumber(error)
-            return 0.0
-        self._num_failures += 1
-        self._give_up_if_hopeless(error)
-        self._blame(error)
-        return parts.config.retry_backoff_s if self._num_failures > 1 else 0.0
-
-    def _blame(self, error: AttemptError) -> None:
-        """Keep a worker that failed from this request, and for a while from all others."""
-        if error.failure is Failure.WRITER_UNKNOWN:
-            return
-        self._failed.add(error.worker.facts.identity)
-        if error.failure is Failure.REJECTED:  # it may be for this request alone
-            self._num_rejected += 1
-        else:
-            self._parts.fleet.eject(error.worker, self._parts.config.eject_s)
-
-    def _outnumber(self, error: AttemptError) -> None:
-        """The worker knows a later attempt of this id: no fault of its, so it stays in use."""
-        self._num_stale += 1
-        self._attempt_number += 4**self._num_stale
-        if self._num_stale >= MAX_STALE:
-            raise self._final(error, f"{self._num_stale} times")
-
-    def _give_up_if_hopeless(self, error: AttemptError) -> None:
-        config = self._parts.config
-        dead = [lost for lost in self._lost if not self._parts.links.find(*lost)]
-        if len(dead) >= config.max_dead_decode_workers:
-            names = ", ".join(worker_id for worker_id, _ in dead)
-            raise PoisonError(f"{len(dead)} workers died while they ran this request: {names}")
-        if error.failure is Failure.REJECTED and self._num_rejected:
-            raise BatonError(f"{error.message} (a second worker could not take it in)")
-        if self._num_failures >= config.max_attempts:
-            raise self._final(error, f"after {self._num_failures} attempts")
-        if not self._parts.retries.take(self.arrival.parsed.tenant):
-            raise self._final(error, "and the retry budget is used up")
-
-    def _final(self, error: AttemptError, why: str) -> BatonError:
-        if error.failure in _OF_TRANSFER:
-            return KvTransferError(f"{error.message} ({why})", retry_after_s=1.0)
-        return WorkerLostError(f"{error.message} ({why})", retry_after_s=1.0)
-
-    def _who(self) -> tuple[str, int]:
-        return self.arrival.request_id, self._attempt_number
 
     # --- values for workers and clients --------------------------------------------------------
 
@@ -362,7 +278,7 @@ class RequestRun:
             request_id=arrival.wire_id,
             body_digest=parsed.body_digest,
             tenant=parsed.tenant,
-            attempt=self._attempt_number,
+            attempt=self._retrying.attempt_number,
             token_ids=self._prompt.wire_tokens,
             num_prompt_tokens=self._prompt.num_prompt_tokens,
             sampling=self._sampling(placed),
@@ -397,18 +313,5 @@ class RequestRun:
             num_prompt_tokens=self._prompt.num_prompt_tokens,
             num_cached_tokens_prefill=placement.num_cached_tokens_prefill,
             num_cached_tokens_decode=placement.num_cached_tokens_decode,
-            attempt=self._attempt_number,
+            attempt=self._retrying.attempt_number,
         )
-
-
-def _ending(error: AttemptError) -> BatonError | None:
-    """Of a failure after which no other attempt makes sense."""
-    if error.failure is Failure.INVALID:
-        return InvalidRequestError(error.message, field=error.field)
-    if error.failure is Failure.TAKEN:
-        return AlreadyExistsError(error.message, field="request_id")
-    if error.failure is Failure.DEADLINE:
-        return DeadlineError(OUT_OF_TIME)
-    if error.failure is Failure.MOVED:
-        return UnavailableError("another router goes on with the request", retry_after_s=0.0)
-    return None

@@ -23,7 +23,7 @@ from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.backoff import Backoff
 from router.config import RouterConfig
-from router.fleet import WorkerEntry
+from router.fleet import WorkerEntry, WorkerState
 from router.kv_follower import IndexState, KvFollower
 from router.prefix_index import PrefixIndex
 from router.session import RouterIdentity, Session
@@ -55,6 +55,10 @@ def channel_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
 
 class Waiting(Protocol):
     """Who waits for a worker: an attempt."""
+
+    @property
+    def progress_s(self) -> float:
+        """When its decode worker last told a token of it."""
 
     def review_patience(self) -> None:
         """The worker's state has changed."""
@@ -247,3 +251,18 @@ class Workers:
     @property
     def links(self) -> set[WorkerLink]:
         return {self.decode} if self.prefill is None else {self.decode, self.prefill}
+
+    def serve_others(
+        self, worker: WorkerEntry, since_s: float, has_first_token: bool, is_running: bool
+    ) -> bool:
+        """Whether a worker of these that says nothing of an attempt does well by others meanwhile.
+
+        So does a writer whose other prompts come out, and a decode worker whose other streams
+        flow: it has preempted this one for memory, and elsewhere all would have to be computed
+        again.
+        """
+        if worker.state is WorkerState.SUSPECT:
+            return False
+        if self.prefill is not None and worker is self.prefill.entry:
+            return not has_first_token and self.prefill.first_token_s > since_s
+        return is_running and any(other.progress_s > since_s for other in self.decode.waiting)
