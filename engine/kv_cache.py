@@ -23,39 +23,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.block_needs import BlockNeeds
 from engine.block_pool import BlockPool
 from engine.kv_events import KvEventLog
 from engine.prefix_match import longest_match
+from engine.request_blocks import RequestBlocks
 from engine.windows import first_kept_block, first_live_block, span_blocks
 from kv_transfer.block_hash import BlockHash, TokenIds, block_hash, block_hashes, chain_seed
 from kv_transfer.layout import NULL_BLOCK, BlockId, KvLayout
-
-
-@dataclass(eq=False)
-class RequestBlocks:
-    """One request's block tables and hashes. Written by `KvCache` alone."""
-
-    seed: BlockHash
-    hashes: list[BlockHash]  # of the full blocks whose tokens are known
-    tables: list[npt.NDArray[np.int32]]  # per group, [most blocks the request can ever have]
-    num_blocks: int = 0  # entries in use, the same in every group
-    num_stored: int = 0  # leading blocks that are named, or were when a window left them
-    first_live: list[int] = field(default_factory=list)  # per group
-    filled: list[int] = field(default_factory=list)  # per group, entries up to here hold blocks
-    views: tuple[npt.NDArray[np.int32], ...] = ()  # per group, tables[:num_blocks]
-    pushed_from: list[int] | None = None  # per group, entries that a push may still read
-    twins: list[tuple[int, BlockId]] = field(default_factory=list)  # (group, block), given way
-    awaits: bool = False  # was once refused for want of blocks
-
-    def blocks(self, group: int, start: int = 0) -> list[BlockId]:
-        """Blocks held from the table's entry `start` on, without the null block."""
-        return [BlockId(b) for b in self.tables[group][start : self.num_blocks].tolist() if b]
 
 
 class KvCache:

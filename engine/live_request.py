@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from engine.kv_cache import RequestBlocks
 from engine.request import FinishReason, HandoffId, RequestId, RequestSpec
+from engine.request_blocks import RequestBlocks
 from kv_transfer.block_hash import TokenIds
 
 
@@ -31,7 +31,7 @@ class Export:
 
 @dataclass(eq=False)
 class LiveRequest:
-    """Written by the `Scheduler` alone."""
+    """Written by the `Scheduler` and the `StepDraft` it makes."""
 
     spec: RequestSpec
     arrival: int

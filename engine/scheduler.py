@@ -22,16 +22,13 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from engine.admission import Limits, check_spec
-from engine.block_pushes import block_pushes
 from engine.errors import InvalidRequestError, UnknownRequestError
-from engine.kv_cache import KvCache, RequestBlocks
+from engine.kv_cache import KvCache
 from engine.live_request import Export, LiveRequest, Status
 from engine.quarantine import Quarantine
 from engine.request import (
-    BlockPush,
     EngineEvent,
     FinishedEvent,
     FinishReason,
@@ -42,10 +39,11 @@ from engine.request import (
     RequestSpec,
     ReservedEvent,
     SampledToken,
-    ScheduledSeq,
     StepPlan,
     TokenEvent,
 )
+from engine.request_blocks import RequestBlocks
+from engine.step_draft import StepDraft
 from kv_transfer.layout import BlockId
 
 
@@ -170,30 +168,23 @@ class Scheduler:
 
     def plan(self, sink_messages: tuple[bytes, ...] = ()) -> StepPlan:
         """Choose the step's sequences; the caller runs it and then calls `commit`."""
-        draft = _Draft(self._limits.max_num_batched_tokens)
+        draft = StepDraft(self._limits.max_num_batched_tokens, self._kv)
         num_running = len(self._running)
         self._plan_decodes(draft)
         for request in self._running:
             if draft.budget and not request.decodes:
-                self._schedule(request, draft)
+                draft.schedule(request)
         # Blocks are short when a decode had to preempt: nobody new starts.
         preempted = len(self._running) < num_running
         if not preempted:
             self._plan_waiting(draft)
-        self._blocked = not draft.seqs and not preempted
+        self._blocked = draft.is_empty and not preempted
         if not self._blocked:
             self._blocked_since = None
         elif self._blocked_since is None:
             self._blocked_since = self._clock()
         self._num_steps += 1
-        num_tokens = self._limits.max_num_batched_tokens - draft.budget
-        return StepPlan(
-            step=self._num_steps,
-            seqs=tuple(draft.seqs),
-            pushes=tuple(draft.pushes),
-            sink_messages=sink_messages,
-            num_tokens=num_tokens,
-        )
+        return draft.plan(self._num_steps, sink_messages)
 
     def commit(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> list[EngineEvent]:
         """Record a step that has run: `sampled` has a token for each sequence that samples."""
@@ -237,7 +228,7 @@ class Scheduler:
 
     # --- planning -------------------------------------------------------------------------------
 
-    def _plan_decodes(self, draft: _Draft) -> None:
+    def _plan_decodes(self, draft: StepDraft) -> None:
         index = 0
         while index < len(self._running) and draft.budget:
             request = self._running[index]
@@ -246,7 +237,7 @@ class Scheduler:
                     not self._make_room(request)
                 ):
                     continue  # it is no longer at this index
-                self._schedule(request, draft)
+                draft.schedule(request)
             index += 1
 
     def _make_room(self, request: LiveRequest) -> bool:
@@ -258,7 +249,7 @@ class Scheduler:
                 return False
         return True
 
-    def _plan_waiting(self, draft: _Draft) -> None:
+    def _plan_waiting(self, draft: StepDraft) -> None:
         """Start who waits, in order; one for whom quarantine leaves no room holds up nobody."""
         num_seqs = len(self._running) + self.num_reserved
         for request in tuple(self._waiting):
@@ -276,33 +267,8 @@ class Scheduler:
                 request.started_at = self._clock()
                 request.num_cached_tokens = cached
             self._run(request)
-            self._schedule(request, draft)
+            draft.schedule(request)
             num_seqs += 1
-
-    def _schedule(self, request: LiveRequest, draft: _Draft) -> None:
-        start = request.num_computed_tokens
-        ready = self._kv.num_ready_tokens(request.blocks)
-        num_new = min(request.num_left, draft.budget, ready - start)
-        if num_new <= 0:
-            return  # its window waits for a block
-        end = start + num_new
-        samples = end == request.num_tokens
-        draft.budget -= num_new
-        draft.seqs.append(
-            ScheduledSeq(
-                request.request_id,
-                request.tokens_between(start, end),
-                start,
-                request.blocks.views,
-                samples,
-            )
-        )
-        if request.export is not None:
-            num_complete = self._kv.num_blocks_of(end) if samples else end // self._kv.block_size
-            draft.pushes += block_pushes(
-                request, request.export, num_complete, self._kv.windows, self._kv.block_size
-            )
-            request.num_pushed_blocks = max(request.num_pushed_blocks, num_complete)
 
     # --- recording ------------------------------------------------------------------------------
 
@@ -402,15 +368,6 @@ class Scheduler:
             ids = [r.request_id for r in self._requests.values() if r.status is status]
             assert sorted(ids) == sorted(r.request_id for r in queue), f"{status} differs: {ids}"
             assert queue == sorted(queue, key=_order), f"{status} is out of order"
-
-
-@dataclass
-class _Draft:
-    """A plan in the making."""
-
-    budget: int
-    seqs: list[ScheduledSeq] = field(default_factory=list)
-    pushes: list[BlockPush] = field(default_factory=list)
 
 
 def _order(request: LiveRequest) -> tuple[int, int]:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from engine.kv_cache import KvCache, RequestBlocks
+from engine.kv_cache import KvCache
 from engine.request import BlocksStoredEvent
+from engine.request_blocks import RequestBlocks
 from engine.windows import first_live_block, span_blocks
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 

@@ -1,0 +1,52 @@
+"""A step's plan in the making: which tokens of which requests, and what they push."""
+
+from __future__ import annotations
+
+from engine.block_pushes import block_pushes
+from engine.kv_cache import KvCache
+from engine.live_request import LiveRequest
+from engine.request import BlockPush, ScheduledSeq, StepPlan
+
+
+class StepDraft:
+    """Owns a step's budget; who is asked for first has of it first."""
+
+    def __init__(self, max_tokens: int, kv: KvCache) -> None:
+        self._max_tokens = max_tokens
+        self._kv = kv
+        self._seqs: list[ScheduledSeq] = []
+        self._pushes: list[BlockPush] = []
+        self.budget = max_tokens
+        """Tokens that are left."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._seqs
+
+    def schedule(self, request: LiveRequest) -> None:
+        """Take what a request lacks, as far as its blocks and the budget go; maybe nothing."""
+        start = request.num_computed_tokens
+        ready = self._kv.num_ready_tokens(request.blocks)
+        num_new = min(request.num_left, self.budget, ready - start)
+        if num_new <= 0:
+            return  # its window waits for a block
+        end = start + num_new
+        samples = end == request.num_tokens
+        self.budget -= num_new
+        tokens, tables = request.tokens_between(start, end), request.blocks.views
+        self._seqs.append(ScheduledSeq(request.request_id, tokens, start, tables, samples))
+        if request.export is not None:
+            num_complete = self._kv.num_blocks_of(end) if samples else end // self._kv.block_size
+            self._pushes += block_pushes(
+                request, request.export, num_complete, self._kv.windows, self._kv.block_size
+            )
+            request.num_pushed_blocks = max(request.num_pushed_blocks, num_complete)
+
+    def plan(self, step: int, sink_messages: tuple[bytes, ...]) -> StepPlan:
+        return StepPlan(
+            step=step,
+            seqs=tuple(self._seqs),
+            pushes=tuple(self._pushes),
+            sink_messages=sink_messages,
+            num_tokens=self._max_tokens - self.budget,
+        )
