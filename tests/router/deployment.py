@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.v1 import (
@@ -34,6 +36,7 @@ PREFILL, DECODE, MIXED = (
     common_pb2.WORKER_ROLE_MIXED,
 )
 EOS = 256
+PROMPT = "the fox sang to the moon"
 QUICK = RouterConfig(
     keepalive_s=0.3,
     reconnect_min_s=0.02,
@@ -169,6 +172,15 @@ class Client:
                 call.cancel()
                 return answer
         return answer
+
+
+def error_reason(error: grpc.aio.AioRpcError) -> str:
+    """The ErrorInfo reason of a failed call."""
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    assert status is not None
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    return info.reason
 
 
 def ask_for(prompt: str, max_tokens: int = 12, **fields: Any) -> router_pb2.GenerateRequest:

@@ -11,10 +11,9 @@ import pytest
 from baton.v1 import control_pb2, worker_pb2
 from router.fleet_watch import read_fleet
 from router.text import TextModel
-from tests.router.deployment import Deployment, ask_for, deployment
+from tests.router.deployment import PROMPT, Deployment, ask_for, deployment
 from tests.router.scripted_worker import ScriptedWorker
 from tests.router.test_admission import admission_of, prompt
-from tests.router.test_failures import PROMPT
 from tests.router.test_placement import Clock, facts, fleet_of
 from tests.router.test_requests import assert_whole
 

@@ -11,9 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import common_pb2, router_pb2, worker_pb2
 from router.text import TextModel
-from tests.router.deployment import Answer, Deployment, ask_for, deployment
+from tests.router.deployment import PROMPT, Answer, Deployment, ask_for, deployment, error_reason
 from tests.router.scripted_tokens import oracle
-from tests.router.test_failures import PROMPT, error_reason
 from tests.router.test_requests import assert_whole, expected
 
 

@@ -16,8 +16,7 @@ from baton.v1 import router_pb2
 from cluster.registry import Role
 from router.text import TextModel
 from tests.cluster.conftest import nothing_held, running_worker
-from tests.router.deployment import Deployment, ask_for, deployment
-from tests.router.test_failures import PROMPT
+from tests.router.deployment import PROMPT, Deployment, ask_for, deployment
 from tests.router.test_real_workers import SMALL_VOCABULARY, Listed, request_of, router_over, until
 from tests.router.test_requests import assert_whole
 

@@ -18,9 +18,8 @@ from router.fair_share import SWEEP_ABOVE, FairShare
 from router.fleet import Fleet, ReportedLoad
 from router.prediction import earliest_first_token_s
 from router.text import TextModel
-from tests.router.deployment import ask_for, deployment
+from tests.router.deployment import PROMPT, ask_for, deployment, error_reason
 from tests.router.test_admission import admission_of, prompt
-from tests.router.test_failures import PROMPT, error_reason
 from tests.router.test_placement import Clock, facts, fleet_of, query, two_and_two
 from tests.router.test_requests import assert_whole
 from tests.router.test_service import refusal

@@ -11,9 +11,8 @@ from baton.v1 import control_pb2, worker_pb2
 from router.fleet import WorkerState
 from router.fleet_watch import read_fleet
 from router.text import TextModel
-from tests.router.deployment import Deployment, ask_for, deployment
+from tests.router.deployment import PROMPT, Deployment, ask_for, deployment
 from tests.router.scripted_tokens import Running
-from tests.router.test_failures import PROMPT
 from tests.router.test_requests import assert_whole
 from tests.router.test_sessions import entry_of
 

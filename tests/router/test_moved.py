@@ -14,9 +14,8 @@ import pytest
 from baton.session_wire import ANY_ATTEMPT
 from baton.v1 import router_pb2, worker_pb2
 from router.text import TextModel
-from tests.router.deployment import Answer, Deployment, ask_for, deployment
+from tests.router.deployment import PROMPT, Answer, Deployment, ask_for, deployment
 from tests.router.test_blame import held
-from tests.router.test_failures import PROMPT
 from tests.router.test_requests import assert_whole
 
 

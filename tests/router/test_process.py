@@ -24,11 +24,10 @@ from router.config import RouterConfig
 from router.fleet_links import FleetLinks, WorkerReport
 from router.server import RouterServer
 from router.text import TextModel
-from tests.router.deployment import Answer, Client, ask_for, byte_model, deployment
+from tests.router.deployment import PROMPT, Answer, Client, ask_for, byte_model, deployment
 from tests.router.proxy import Proxy
 from tests.router.scripted_tokens import oracle
 from tests.router.scripted_worker import MODEL
-from tests.router.test_failures import PROMPT
 from tests.router.test_requests import assert_whole
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.text import TextModel
-from tests.router.deployment import Answer, ask_for, deployment
+from tests.router.deployment import PROMPT, Answer, ask_for, deployment
 from tests.router.scripted_tokens import oracle
 
 
@@ -33,4 +33,32 @@ async def test_a_prompt_is_prefilled_in_one_pool_and_streams_from_the_other(
         assert answer.finished.usage.num_prompt_tokens == 16
         assert answer.finished.usage.num_output_tokens == 12
         assert answer.finished.timings.ttft_ms > 0
+        await d.check_empty()
+
+
+async def test_a_first_token_that_ends_the_request_releases_the_lease(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        answer = await d.client.ask(ask_for(PROMPT, 1))
+        assert_whole(answer, PROMPT, 1)
+        await d.check_empty()
+        assert d.worker("d0").num_decode_steps == 0
+
+
+async def test_a_mixed_fleet_serves_by_local_prefill_and_by_handoff(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, 0, 0, mixed=2, local_prefill="auto") as d:
+        answer = await d.client.ask(ask_for(PROMPT))
+        assert_whole(answer, PROMPT)
+    async with deployment(text_model, 0, 0, mixed=2, local_prefill="never") as d:
+        answer = await d.client.ask(ask_for(PROMPT))
+        assert_whole(answer, PROMPT)
+        assert answer.routed[0].prefill_worker != answer.routed[0].decode_worker
+    async with deployment(text_model, 1, 1, local_prefill="always") as d:
+        answer = await d.client.ask(ask_for(PROMPT))
+        assert_whole(answer, PROMPT)
+        assert answer.routed[0].prefill_worker == ""
+        assert len(answer.prefilled) == 1
         await d.check_empty()

@@ -18,9 +18,8 @@ from baton.v1 import common_pb2, router_pb2
 from router.attempt import Attempt
 from router.request_run import RequestRun
 from router.text import TextModel
-from tests.router.deployment import DECODE, Client, ask_for, deployment
+from tests.router.deployment import DECODE, PROMPT, Client, ask_for, deployment, error_reason
 from tests.router.scripted_worker import FINGERPRINT, MODEL
-from tests.router.test_failures import PROMPT, error_reason
 from tests.router.test_requests import assert_whole, expected
 
 

@@ -8,16 +8,16 @@ import time
 
 import pytest
 
-from baton.v1 import control_pb2
+from baton.v1 import control_pb2, worker_pb2
 from router.config import RouterConfig
 from router.fleet import WorkerEntry, WorkerState
 from router.patience import Patience
+from router.session import RouterIdentity, Session, SessionLostError
 from router.text import TextModel
-from tests.router.deployment import DECODE, Answer, Deployment, ask_for, deployment
+from tests.router.deployment import DECODE, PROMPT, Answer, Deployment, ask_for, deployment
 from tests.router.proxy import Proxy
 from tests.router.scripted_tokens import Running
 from tests.router.scripted_worker import ScriptedWorker
-from tests.router.test_failures import PROMPT
 from tests.router.test_placement import Clock, facts, fleet_of
 from tests.router.test_requests import assert_whole
 
@@ -143,6 +143,57 @@ def entry_of(d: Deployment, worker_id: str) -> WorkerEntry:
     entry = d.router.fleet.get(worker_id)
     assert entry is not None
     return entry
+
+
+# --- a session's own backlog and faults ----------------------------------------------------------
+
+
+async def test_a_frozen_session_s_backlog_loses_the_session_and_keeps_the_cancels() -> None:
+    session = Session("d0", RouterIdentity("r", 1), max_backlog=2)
+    session._outbox = asyncio.Queue(2)  # opened, and nobody reads
+    for attempt in range(1, 4):
+        session.cancel("mine", attempt)
+    assert not session.is_open
+    assert session.unconfirmed_cancels == [("mine", 1), ("mine", 2), ("mine", 3)]
+    with pytest.raises(SessionLostError):
+        session.reserve(worker_pb2.Reserve())
+
+
+async def test_a_session_whose_backlog_overflows_is_opened_again_and_its_streams_go_on(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, max_session_backlog=4) as d:
+        worker = d.worker("d0")
+        worker.may_decode.clear()
+        asking = []
+        for number in range(8):
+            request = ask_for(f"{PROMPT} {number}", request_id=f"r{number}")
+            asking.append(asyncio.create_task(d.client.ask(request)))
+            await d.until(lambda n=number: d.worker("p0").num_prefills == n + 1)  # it is reserved
+        for number in range(6):  # in one turn of the loop: more than the backlog
+            d.router.abort("", f"r{number}")
+        await d.until(lambda: worker.num_attaches >= 2)
+        worker.may_decode.set()
+        answers = await asyncio.gather(*asking)
+        for number in (6, 7):
+            assert_whole(answers[number], f"{PROMPT} {number}")
+        await d.check_empty()
+
+
+async def test_a_fault_of_ours_in_a_session_does_not_lose_the_worker(text_model: TextModel) -> None:
+    async with deployment(text_model) as d:
+        (link,) = (link for link in d.router.links if link.entry.facts.can_decode)
+        dispatch, faults = link.session._dispatch, []
+
+        def fail_once(response: worker_pb2.SessionResponse) -> None:
+            link.session._dispatch = dispatch  # type: ignore[method-assign]
+            faults.append(response)
+            raise AssertionError("a fault of ours")
+
+        link.session._dispatch = fail_once  # type: ignore[method-assign]
+        assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
+        assert len(faults) == 1
+        await d.check_empty()
 
 
 # --- workers the registry calls suspect -----------------------------------------------------------

@@ -17,10 +17,9 @@ from baton.v1 import common_pb2, router_pb2
 from router.config import RouterConfig
 from router.text import TextModel
 from router.tokenizing import Tokenizing
-from tests.router.deployment import Deployment, ask_for, byte_model, deployment
+from tests.router.deployment import PROMPT, Deployment, ask_for, byte_model, deployment
 from tests.router.scripted_worker import MODEL
 from tests.router.test_clients import left_behind
-from tests.router.test_failures import PROMPT
 from tests.router.test_requests import assert_whole
 
 
