@@ -1,0 +1,73 @@
+"""What is refused at the door, by its field."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.errors import InvalidRequestError
+from engine.request import HandoffId, SamplingParams
+from tests.engine.fakes import (
+    GREEDY,
+    FakeEngine,
+    Streams,
+    alone,
+    drain,
+    fake_config,
+    pool_is_whole,
+    prompt,
+    spec_of,
+)
+from tests.engine.watching import refused_field, watched
+
+
+def test_what_can_never_run_is_refused_at_the_door_by_its_field() -> None:
+    core, _ = watched(max_model_len=512)
+    outside = np.array([1, 2048], np.uint32)
+    emitted = spec_of("r", prompt(5), replace(GREEDY, max_tokens=3), emitted=[9, 9, 9])
+    assert refused_field(core, spec_of("r", prompt(0))) == "prompt"
+    assert refused_field(core, spec_of("r", prompt(512))) == "prompt"
+    assert refused_field(core, spec_of("r", outside)) == "token_ids"
+    assert refused_field(core, spec_of("r", prompt(5), SamplingParams(top_p=7.0))) == "top_p"
+    assert refused_field(core, emitted) == "max_tokens"
+
+
+def test_what_kv_memory_can_never_hold_is_refused_and_what_it_just_holds_runs() -> None:
+    core, _ = watched(num_blocks=12)  # 11 usable blocks: 176 tokens
+    assert refused_field(core, spec_of("r", prompt(177))) == "prompt"
+    with pytest.raises(InvalidRequestError, match="KV memory") as caught:
+        core.add(spec_of("r", prompt(160), replace(GREEDY, max_tokens=18)))
+    assert caught.value.field == "max_tokens"
+    fits = spec_of("r", prompt(160), replace(GREEDY, max_tokens=17))
+    core.add(fits)
+    assert drain(core).tokens["r"] == alone(fits)
+    pool_is_whole(core)
+
+
+def test_an_id_that_runs_already_is_refused() -> None:
+    core, _ = watched()
+    core.add(spec_of("r", prompt(5)))
+    with pytest.raises(InvalidRequestError) as caught:
+        core.add(spec_of("r", prompt(5)))
+    assert caught.value.field == "request_id"
+    streams = Streams()
+    drain(core, streams)
+    assert len(streams.tokens["r"]) == GREEDY.max_tokens
+
+
+@pytest.mark.parametrize("cached", [8, 64, 80])
+def test_a_receiver_that_claims_part_of_a_block_or_the_whole_prompt_is_refused(cached: int) -> None:
+    core, _ = watched()
+    with pytest.raises(InvalidRequestError) as caught:
+        core.add_prefill(spec_of("r", prompt(64)), HandoffId("h"), cached)
+    assert caught.value.field == "num_cached_tokens"
+    pool_is_whole(core)
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
+def test_limits_below_one_are_refused(name: str) -> None:
+    changes = {name: -1}
+    with pytest.raises(ValueError, match=name):
+        FakeEngine(fake_config(**changes))  # type: ignore[arg-type]
