@@ -349,9 +349,9 @@ class MemoryTransport:
         by_rkey = {region.rkey: region for region in receiver._memory.regions}
         for source, target, length, here, there in batch.runs.coalesced():
             source, target = source + batch.source_offset, target + batch.target_offset
-            region = by_rkey.get(batch.runs.rkeys[there])
+            region = by_rkey.get(batch.runs.way.rkeys[there])
             if region is None:
-                return f"no region with rkey {batch.runs.rkeys[there]!r}"
+                return f"no region with rkey {batch.runs.way.rkeys[there]!r}"
             self._memory.check_within(self._memory.regions[here], source, length)
             receiver._memory.check_within(region, target, length)
             ctypes.memmove(target, source, length)

@@ -8,18 +8,14 @@ heads, and so one contiguous run of bytes per layer and tensor.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import BlockId, KvLayout, RegionLayout, TensorSpec
 from kv_transfer.lease import Region
-from kv_transfer.transport import PutBatch, Runs, TransferMemory, Words
-
-Column = npt.NDArray[np.int64]
+from kv_transfer.transport import Place, PutBatch, Runs, TransferMemory, Way, Words
 
 
 @dataclass(frozen=True)
@@ -91,19 +87,6 @@ class GroupRuns:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Shares:
-    """What goes of a group's tensors, in bytes, each int64 [num_tensors, 1] but `lengths`
-    [num_tensors]: where the first layer's lies in a region of either side, how far apart blocks
-    are, how much of each goes."""
-
-    source_offsets: Column
-    target_offsets: Column
-    source_strides: Column
-    target_strides: Column
-    lengths: Words
-
-
 class Route:
     """From a source rank's pool into the regions that one target rank offers."""
 
@@ -119,11 +102,12 @@ class Route:
         self.pair = RankPair(source.tp_rank, source.tp_size, target_rank, target_size)
         self._source = source
         self._target = _target_layout(source.layout, target_rank, target_size, target_regions)
-        self._source_bases = _bases(source_regions)
-        self._target_bases = _bases(target_regions)
+        self._num_source_blocks = len(source_regions) * source.num_blocks
+        self._num_target_blocks = len(target_regions) * self._target.num_blocks
+        self._bases = _bases(source_regions), _bases(target_regions)
         self._rkeys = tuple(region.rkey for region in target_regions)
         groups = range(len(source.layout.groups))
-        self._shares = [self._shares_of(group) for group in groups]
+        self._ways = [self._way(group) for group in groups]
         self._layer_strides = [
             (layer_stride_bytes(source, group), layer_stride_bytes(self._target, group))
             for group in groups
@@ -136,49 +120,33 @@ class Route:
 
         Raises LeaseError for a target block outside the offered regions.
         """
-        shares = self._shares[group]
-        if shares is None or not len(source_blocks):
+        way = self._ways[group]
+        if way is None or not source_blocks:
             return None
-        # Few operations: each costs microseconds here, where the first layer's bytes wait for them.
-        here, source_rows = np.divmod(np.array(source_blocks, np.int64), self._source.num_blocks)
-        there, target_rows = np.divmod(np.array(target_blocks, np.int64), self._target.num_blocks)
-        try:
-            target_bases = self._target_bases[there]
-        except IndexError:
-            raise LeaseError(
-                f"block {max(target_blocks)} is in none of the offered regions"
-            ) from None
-        sources = source_rows * shares.source_strides + shares.source_offsets
-        sources += self._source_bases[here]
-        targets = target_rows * shares.target_strides + shares.target_offsets
-        targets += target_bases
-        first = Runs(
-            sources.view(np.uint64),
-            targets.view(np.uint64),
-            shares.lengths,
-            here,
-            there,
-            self._rkeys,
-        )
+        # Compiled code looks nothing up: what it is given is in a region.
+        assert max(source_blocks) < self._num_source_blocks, source_blocks
+        if max(target_blocks) >= self._num_target_blocks:
+            raise LeaseError(f"block {max(target_blocks)} is in none of the offered regions")
+        first = Runs(way, _words(source_blocks), _words(target_blocks))
         return GroupRuns(first, *self._layer_strides[group])
 
-    def _shares_of(self, group: int) -> _Shares | None:
-        spec, layouts = self._source.layout.groups[group], (self._source, self._target)
-        rows = []
-        for tensor in spec.tensors:
-            heads = self.pair.heads(tensor)
-            if heads:
-                offsets = [_offset(side, spec.first_layer, tensor, heads) for side in layouts]
-                strides = [side.tensor_block_bytes(tensor) for side in layouts]
-                rows.append([*offsets, *strides, len(heads) * layouts[0].layout.head_bytes(tensor)])
-        if not rows:
+    def _way(self, group: int) -> Way | None:
+        """What goes of a group's first layer; None: nothing does."""
+        spec = self._source.layout.groups[group]
+        heads = [(t, heads) for t in spec.tensors if (heads := self.pair.heads(t))]
+        if not heads:
             return None
-        columns = np.array(rows, dtype=np.int64)  # [num_tensors, 5]
-        lengths = np.ascontiguousarray(columns[:, 4]).view(np.uint64)
-        source_offsets, target_offsets, source_strides, target_strides = (
-            columns[:, i : i + 1] for i in range(4)
+        lengths = [len(part) * self._source.layout.head_bytes(tensor) for tensor, part in heads]
+        source, target = (
+            Place(
+                bases,
+                side.num_blocks,
+                _words([_offset(side, spec.first_layer, *part) for part in heads]),
+                _words([side.tensor_block_bytes(tensor) for tensor, _ in heads]),
+            )
+            for side, bases in zip((self._source, self._target), self._bases, strict=True)
         )
-        return _Shares(source_offsets, target_offsets, source_strides, target_strides, lengths)
+        return Way(source, target, _words(lengths), self._rkeys)
 
 
 def layer_stride_bytes(layout: RegionLayout, group: int) -> int:
@@ -194,8 +162,12 @@ def _offset(layout: RegionLayout, layer: int, tensor: TensorSpec, heads: range) 
     return start + (heads.start - held.start) * layout.layout.head_bytes(tensor)
 
 
-def _bases(regions: Sequence[Region]) -> npt.NDArray[np.int64]:
-    return np.array([region.base_address for region in regions], dtype=np.int64)
+def _bases(regions: Sequence[Region]) -> Words:
+    return _words([region.base_address for region in regions])
+
+
+def _words(values: Sequence[int]) -> Words:
+    return array("Q", values)
 
 
 def _target_layout(

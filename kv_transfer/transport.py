@@ -12,10 +12,11 @@ proof that the peer lives, nor that it has seen anything: only the peer's own me
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,58 +24,86 @@ import numpy.typing as npt
 from kv_transfer.config import TransferConfig
 from kv_transfer.lease import Region
 
-Words = npt.NDArray[np.uint64]
+Words: TypeAlias = (
+    "array[int]"  # of typecode "Q": unsigned 64-bit numbers, which compiled code reads in place
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where one side's blocks lie: regions at `bases`, of `num_blocks` blocks each; in a region
+    each tensor's first block at `offsets`, the next ones `strides` bytes on."""
+
+    bases: Words  # [num_regions]
+    num_blocks: int
+    offsets: Words  # [num_tensors]
+    strides: Words  # [num_tensors]
+
+    def region_of(self, block: int) -> int:
+        return block // self.num_blocks
+
+    def address_of(self, tensor: int, block: int) -> int:
+        region, row = divmod(block, self.num_blocks)
+        return self.bases[region] + self.offsets[tensor] + row * self.strides[tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """From this process's blocks to a peer's: of a block's tensors `lengths` bytes each; `rkeys` by
+    target region."""
+
+    source: Place
+    target: Place
+    lengths: Words  # [num_tensors]
+    rkeys: tuple[bytes, ...]
+
+    @cached_property
+    def packed(self) -> Words:
+        """For compiled code: `struct way` of `ucx/post_loop.c`."""
+        words: list[int] = []
+        for place in (self.source, self.target):
+            offsets, strides = (
+                column.buffer_info()[0] for column in (place.offsets, place.strides)
+            )
+            words += place.bases.buffer_info()[0], place.num_blocks, offsets, strides
+        return array("Q", (*words, *self.lengths.buffer_info()))
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Runs of bytes to copy into a peer's memory: of each block one for each tensor.
+    """Runs of bytes to copy into a peer's memory: of each block one for each tensor. `sources` and
+    `targets`: blocks here and there, in pairs, every one in a region of its place."""
 
-    `sources` and `targets`: addresses here and there, [num_tensors, num_blocks]; `lengths`: bytes
-    of each, [num_tensors]; `source_regions` and `target_regions` (int64 [num_blocks]): in which of
-    this process's regions and under which of `rkeys` a block lies.
-    """
-
+    way: Way
     sources: Words
     targets: Words
-    lengths: Words
-    source_regions: npt.NDArray[np.int64]
-    target_regions: npt.NDArray[np.int64]
-    rkeys: tuple[bytes, ...]
 
     @property
     def num_blocks(self) -> int:
-        return len(self.target_regions)
+        return len(self.targets)
 
     @cached_property
     def num_bytes(self) -> int:
-        return int(self.lengths.sum()) * self.num_blocks
-
-    @cached_property
-    def pointers(self) -> tuple[int, ...]:
-        """Addresses of the five arrays, in their order: for compiled code."""
-        arrays = (self.sources, self.targets, self.lengths)
-        regions = (self.source_regions, self.target_regions)
-        return tuple(array.ctypes.data for array in (*arrays, *regions))
+        return sum(self.way.lengths) * self.num_blocks
 
     def coalesced(self) -> Iterator[tuple[int, int, int, int, int]]:
         """(source, target, length, region here, region there), in order: neighbours that follow on
         at both ends are one. Regions are registered apart and never merged."""
-        here, there = self.source_regions.tolist(), self.target_regions.tolist()
-        rows = zip(self.sources.tolist(), self.targets.tolist(), self.lengths.tolist(), strict=True)
-        for sources, targets, length in rows:
-            first = 0
-            for i in range(1, len(here) + 1):
-                gone = (i - first) * length
-                if i < len(here) and (sources[i], targets[i], here[i], there[i]) == (
-                    sources[first] + gone,
-                    targets[first] + gone,
-                    here[first],
-                    there[first],
-                ):
-                    continue
-                yield sources[first], targets[first], gone, here[first], there[first]
-                first = i
+        here, there = self.way.source, self.way.target
+        for tensor, length in enumerate(self.way.lengths):
+            run: tuple[int, int, int, int, int] | None = None
+            for block, to in zip(self.sources, self.targets, strict=True):
+                source, target = here.address_of(tensor, block), there.address_of(tensor, to)
+                regions = here.region_of(block), there.region_of(to)
+                if run is not None:
+                    gone = run[2]
+                    if (source - gone, target - gone, *regions) == (*run[:2], *run[3:]):
+                        run = (*run[:2], gone + length, *regions)
+                        continue
+                    yield run
+                run = (source, target, length, *regions)
+            if run is not None:
+                yield run
 
 
 @dataclass(frozen=True, eq=False)

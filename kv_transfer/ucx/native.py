@@ -199,14 +199,11 @@ class _Entry(ctypes.Structure):
     _fields_ = (
         ("next", c_void_p),
         ("target", c_void_p),
+        ("way", c_void_p),
         ("sources", c_void_p),
         ("targets", c_void_p),
-        ("lengths", c_void_p),
-        ("source_regions", c_void_p),
-        ("target_regions", c_void_p),
         ("source_offset", c_uint64),
         ("target_offset", c_uint64),
-        ("num_tensors", c_size_t),
         ("num_blocks", c_size_t),
     )
 
@@ -281,13 +278,14 @@ class NativeQueue:
 
 
 def _entry(target: PutTarget, batch: PutBatch) -> _Entry:
+    runs = batch.runs
     return _Entry(
         None,
         addressof(target.native),
-        *batch.runs.pointers,
+        *(words.buffer_info()[0] for words in (runs.way.packed, runs.sources, runs.targets)),
         batch.source_offset,
         batch.target_offset,
-        *batch.runs.sources.shape,
+        runs.num_blocks,
     )
 
 

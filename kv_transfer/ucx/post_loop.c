@@ -34,14 +34,25 @@ struct target { /* where puts go; the endpoint is NULL before it is known and af
     uint64_t busy_ns;
 };
 
+struct place { /* block b of tensor t: bases[b / num_blocks] + offsets[t] + b % num_blocks * strides[t] */
+    const uint64_t *bases; /* by region */
+    uint64_t num_blocks;   /* of a region */
+    const uint64_t *offsets, *strides; /* by tensor */
+};
+
+struct way {
+    struct place source, target;
+    const uint64_t *lengths; /* by tensor */
+    uint64_t num_tensors;
+};
+
 struct entry {
     _Atomic(struct entry *) next;
     struct target *target; /* NULL: no put, but something that Python has to do */
-    const uint64_t *sources, *targets; /* [num_tensors, num_blocks] */
-    const uint64_t *lengths;           /* [num_tensors] */
-    const int64_t *source_regions, *target_regions; /* [num_blocks] */
+    const struct way *way;
+    const uint64_t *sources, *targets; /* blocks, [num_blocks] */
     uint64_t source_offset, target_offset;
-    size_t num_tensors, num_blocks;
+    size_t num_blocks;
 };
 
 /* Many threads add, one takes. `before` is the entry that was taken last: its `next` stands first,
@@ -60,34 +71,43 @@ static uint64_t now_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-/* How many blocks from the first on follow on at both ends, in one region each. */
-static size_t neighbours(const struct entry *entry, const uint64_t *sources, const uint64_t *targets,
-                         uint64_t length, size_t first) {
-    size_t i = first + 1;
-    while (i < entry->num_blocks && sources[i] == sources[i - 1] + length &&
-           targets[i] == targets[i - 1] + length &&
-           entry->source_regions[i] == entry->source_regions[first] &&
-           entry->target_regions[i] == entry->target_regions[first])
-        i++;
-    return i - first;
+static uint64_t region_of(const struct place *place, uint64_t block) {
+    return block / place->num_blocks;
+}
+
+static uint64_t address_of(const struct place *place, size_t tensor, uint64_t block) {
+    return place->bases[region_of(place, block)] + place->offsets[tensor] +
+           block % place->num_blocks * place->strides[tensor];
+}
+
+/* Whether the tensor's block lies in this region, at this address. */
+static int follows(const struct place *place, size_t tensor, uint64_t block, uint64_t region,
+                   uint64_t address) {
+    return region_of(place, block) == region && address_of(place, tensor, block) == address;
 }
 
 /* A put that is still in progress is released: the endpoint's next flush waits for it all the same. */
 static int post_entry(const struct api *api, const struct entry *entry) {
     const struct target *target = entry->target;
+    const struct place *here = &entry->way->source, *there = &entry->way->target;
     struct request_params params = {.op_attr_mask = OP_ATTR_MEMH};
     size_t in_progress = 0;
-    for (size_t tensor = 0; tensor < entry->num_tensors; tensor++) {
-        const uint64_t *sources = entry->sources + tensor * entry->num_blocks;
-        const uint64_t *targets = entry->targets + tensor * entry->num_blocks;
-        uint64_t length = entry->lengths[tensor];
-        for (size_t i = 0, count; i < entry->num_blocks; i += count) {
-            count = neighbours(entry, sources, targets, length, i);
-            params.memory_handle = target->memory_handles[entry->source_regions[i]];
+    for (size_t tensor = 0; tensor < entry->way->num_tensors; tensor++) {
+        uint64_t length = entry->way->lengths[tensor];
+        for (size_t i = 0; i < entry->num_blocks;) {
+            uint64_t from = region_of(here, entry->sources[i]);
+            uint64_t to = region_of(there, entry->targets[i]);
+            uint64_t source = address_of(here, tensor, entry->sources[i]);
+            uint64_t target_address = address_of(there, tensor, entry->targets[i]);
+            size_t count = 1; /* neighbours at both ends are one put */
+            while (++i < entry->num_blocks &&
+                   follows(here, tensor, entry->sources[i], from, source + count * length) &&
+                   follows(there, tensor, entry->targets[i], to, target_address + count * length))
+                count++;
+            params.memory_handle = target->memory_handles[from];
             void *request = api->put(
-                target->endpoint, (const void *)(uintptr_t)(sources[i] + entry->source_offset),
-                count * length, targets[i] + entry->target_offset,
-                target->rkeys[entry->target_regions[i]], &params);
+                target->endpoint, (const void *)(uintptr_t)(source + entry->source_offset),
+                count * length, target_address + entry->target_offset, target->rkeys[to], &params);
             if (IS_ERROR(request)) return (int)(intptr_t)request;
             if (request) {
                 api->release(request);

@@ -165,7 +165,7 @@ class UcxTransport:
     def put(self, peer: Peer, batch: PutBatch, on_failed: OnFailed) -> None:
         assert isinstance(peer, UcxPeer)
         assert self._memory is not None
-        handles, rkeys = self._memory.handles, batch.runs.rkeys
+        handles, rkeys = self._memory.handles, batch.runs.way.rkeys
         target = peer.target(rkeys)
 
         def open_target() -> str | None:
@@ -203,7 +203,10 @@ class UcxTransport:
                 if expects_answer:
                     self._awake_until_s = time.monotonic() + _LOOK_OUT_S
 
-        self._enqueue(Call(run))
+        if threading.current_thread() is self._thread and not self._commands:
+            run()  # an answer: nothing stands before it
+        else:
+            self._enqueue(Call(run))
 
     def close(self) -> None:
         with self._signalling:

@@ -20,12 +20,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
 from transfer_sides import LocalSide, RemoteSide, Side, SideSpec
+from ways import runs_between
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.process import ProcessIdentity, is_gone
-from kv_transfer.transport import FlushResult, PutBatch, Runs
+from kv_transfer.transport import FlushResult, PutBatch
 from kv_transfer.ucx.transport import UcxTransport
 
 CONFIG = TransferConfig(ucx_library=sys.argv[2] if len(sys.argv) > 2 else "wheel")
@@ -65,14 +65,7 @@ def flushes_of_a_lost_peer() -> dict[str, Any]:
     def on_flushed(result: FlushResult) -> None:
         flushed.put((peer.is_closed, result.error))
 
-    runs = Runs(
-        sources=np.array([[memory.regions[0].base_address]], np.uint64),
-        targets=np.array([[regions[0].base_address]], np.uint64),
-        lengths=np.array([CHUNK], np.uint64),
-        source_regions=np.zeros(1, np.int64),
-        target_regions=np.zeros(1, np.int64),
-        rkeys=(regions[0].rkey,),
-    )
+    runs = runs_between(memory.regions, regions, CHUNK)
     transport.put(peer, PutBatch(runs), ignore)
     transport.flush(peer, on_flushed)
     working = flushed.get(timeout=20)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +14,7 @@ from kv_transfer.errors import LeaseError
 from kv_transfer.layout import KvLayout, LayerGroup, RegionLayout, TensorSpec, kv_fingerprint
 from kv_transfer.lease import Region
 from kv_transfer.routes import RankPair, Route, pairs
-from kv_transfer.transport import Runs
+from kv_transfer.transport import Place, Runs, Way
 
 WIDTHS = [1, 2, 4]
 
@@ -65,17 +65,24 @@ def test_coalescing_keeps_every_byte_and_crosses_no_region(
     runs: list[tuple[int, int, int, int]],
 ) -> None:
     length = 10
-    here, source, there, target = (np.array(c, dtype=np.int64) for c in zip(*runs))
-    sources, targets = (here * 8 + source) * length, (there * 8 + target) * length
-    lengths = np.array([length], np.uint64)
-    columns = sources[None].view(np.uint64), targets[None].view(np.uint64)
-    merged = Runs(columns[0], columns[1], lengths, here, there, ()).coalesced()
+    regions = array("Q", (0, 8 * length))  # side by side, of 8 blocks
+    place = Place(regions, 8, array("Q", (0,)), array("Q", (length,)))
+    sources, targets = (
+        array("Q", (region * 8 + row for region, row in side))
+        for side in ([run[:2] for run in runs], [run[2:] for run in runs])
+    )
+    merged = list(Runs(Way(place, place, array("Q", (length,)), ()), sources, targets).coalesced())
     expanded = [(s + i, t + i, h, r) for s, t, n, h, r in merged for i in range(n)]
     assert expanded == [
-        (int(s) + i, int(t) + i, int(h), int(r))
-        for s, t, h, r in zip(sources, targets, here, there)
+        (s * length + i, t * length + i, s // 8, t // 8)
+        for s, t in zip(sources, targets)
         for i in range(length)
     ]
+    follow_on = [
+        (s + 1, t + 1) == (s2, t2) and s2 % 8 > 0 and t2 % 8 > 0
+        for (s, t), (s2, t2) in pairwise(zip(sources, targets))
+    ]
+    assert len(merged) == len(runs) - sum(follow_on)
 
 
 def test_a_run_of_neighbouring_blocks_is_one_put_for_each_tensor() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from transfer_sides import LAYOUT
+from ways import runs_between
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import TransportError
@@ -23,7 +24,7 @@ from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import FirstTokenLogprobs, Lease, LeaseId, RankLease, WorkerIdentity
 from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler
 from kv_transfer.rank import TransferRank
-from kv_transfer.transport import FlushResult, PutBatch, Runs, Transport, make_transport
+from kv_transfer.transport import FlushResult, PutBatch, Transport, make_transport
 from kv_transfer.ucx.native import NativeQueue, PythonQueue, make_queue
 from kv_transfer.ucx.transport import UcxTransport
 
@@ -65,19 +66,13 @@ def test_puts_land_before_their_flush_and_messages_come_in_order(
     peer = a.connect(b.address)
     assert a.connect(b.address) is peer
     a.prepare(peer, there.regions)
-    runs = Runs(
-        sources=np.array([[here.regions[r].base_address for r in (1, 0)]], np.uint64),
-        targets=np.array([[there.regions[r].base_address for r in (0, 2)]], np.uint64),
-        lengths=np.array([100], np.uint64),
-        source_regions=np.array([1, 0], np.int64),
-        target_regions=np.array([0, 2], np.int64),
-        rkeys=tuple(region.rkey for region in there.regions),
-    )
+    runs = runs_between(here.regions, there.regions, 100, (4, 0), (0, 8))
     refused: list[str] = []
+    unknown = replace(runs, way=replace(runs.way, rkeys=(b"no such key",) * 3))
     a.put(peer, PutBatch(runs, 8, 16), refused.append)
     a.flush(peer, flushed.put)
     assert flushed.get(timeout=10).error is None
-    a.put(peer, PutBatch(replace(runs, rkeys=(b"no such key",) * 3)), refused.append)
+    a.put(peer, PutBatch(unknown), refused.append)
     a.flush(peer, flushed.put)
     assert flushed.get(timeout=10).error is None  # of the flush: it waits for what was posted
     assert len(refused) == 1
@@ -103,11 +98,7 @@ def test_a_put_behind_another_needs_no_turn_of_the_interpreter() -> None:
     for transport in (a, b):
         transport.start(lambda _payload: None, lambda _address: None)
     peer, flushed = a.connect(b.address), queue.SimpleQueue[FlushResult]()
-    (source,), (target,) = here.regions, there.regions
-    one, region = np.ones(1, np.uint64), np.zeros(1, np.int64)
-    here_at, there_at = (one[None] * side.base_address for side in (source, target))
-    first = Runs(here_at, there_at, one, region, region, (target.rkey,))
-    whole = replace(first, lengths=one * num_bytes)
+    first, whole = (runs_between(here.regions, there.regions, n) for n in (1, num_bytes))
     interval_s, landed = sys.getswitchinterval(), []
     for value in range(1, 6):
         here.buffer[0] = 255
