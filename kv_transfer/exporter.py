@@ -65,9 +65,11 @@ _RESENDS = 4  # a `done` is repeated this often within its timeout, until it is 
 @dataclass(eq=False)
 class _Export:
     lease: Lease
-    outcome: asyncio.Future[Receipt]
     drained: dict[int, transfer_pb2.RankDrained] = field(default_factory=dict)  # by rank
     all_drained: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """With a receipt, or the error that broke it."""
+    receipt: Receipt | None = None
     error: HandoffError | None = None
     acked_at_s: float | None = None
     finishing_at_s: float | None = None
@@ -133,7 +135,7 @@ class Exporter:
                 f"of {self._identity.worker_id} ({self._fingerprint.hex()})"
             )
         self._rank.check_lease(lease)
-        export = self._exports[handoff] = _Export(lease, self._loop.create_future())
+        export = self._exports[handoff] = _Export(lease)
         self._send_to_sinks(self._rank.open_payload(lease))
         self._renew(export)
         return handoff
@@ -167,10 +169,14 @@ class Exporter:
         if export.error is None:
             self._begin_finish(handoff, export, first_token, logprobs, timeout_s)
         try:
-            return await asyncio.shield(export.outcome)
+            await export.over.wait()
         finally:
-            if export.outcome.done():
+            if export.over.is_set():
                 self._close(handoff, export)
+        if export.receipt is None:
+            assert export.error is not None
+            raise export.error
+        return export.receipt
 
     def _begin_finish(
         self,
@@ -211,7 +217,7 @@ class Exporter:
         if export.error is None:
             export.ended_by = ended_by
         self._break(handoff, CancelledHandoffError(f"handoff {handoff} was cancelled"))
-        await asyncio.wait([export.outcome])
+        await export.over.wait()
         self._close(handoff, export)
         return self._is_drained(export)
 
@@ -275,7 +281,7 @@ class Exporter:
             self._tell_drained(message.fence.reply_to.transfer_address, message)
         elif not _is_from_owner(export.lease, message):
             log.warning("fence of handoff %s from %s", handoff, message.sender_worker_id)
-        elif export.outcome.done() and self._is_drained(export):
+        elif export.over.is_set() and self._is_drained(export):
             self._tell_drained(export.lease.owner.rank0_address, message)
         else:
             self._break(handoff, FencedError(f"lease {message.lease_id} was fenced by its owner"))
@@ -308,7 +314,7 @@ class Exporter:
     def _break(self, handoff: HandoffId, error: HandoffError) -> None:
         """The handoff will not succeed: stop every rank. The first reason stands."""
         export = self._exports[handoff]
-        if export.error is not None or export.outcome.done():
+        if export.error is not None or export.over.is_set():
             return
         export.error = error
         export.stop_timers()
@@ -324,9 +330,9 @@ class Exporter:
     def _give_up_waiting(self, handoff: HandoffId, export: _Export) -> None:
         """A rank does not answer. What it has put can land yet, even if its process is gone: only
         the receiver knows over what it came."""
-        if not export.outcome.done():
+        if not export.over.is_set():
             log.error("handoff %s: not every rank has drained", handoff)
-            self._set_error(export)
+            self._end(export)
 
     def _is_drained(self, export: _Export) -> bool:
         return len(export.drained) == self._identity.tp_size
@@ -337,23 +343,20 @@ class Exporter:
             return
         export.all_drained.set()
         if export.error is None:
-            if export.acked_at_s is not None and not export.outcome.done():
-                export.stop_timers()
-                export.outcome.set_result(_receipt(export))
+            if export.acked_at_s is not None and not export.over.is_set():
+                export.receipt = _receipt(export)
+                self._end(export)
             return
         if not export.owner_told:
             export.owner_told = True
             self._tell_failed(export)
-        self._set_error(export)
+        self._end(export)
         if export.collected:
             self._exports.pop(handoff, None)
 
-    def _set_error(self, export: _Export) -> None:
+    def _end(self, export: _Export) -> None:
         export.stop_timers()
-        if not export.outcome.done():
-            assert export.error is not None
-            export.outcome.set_exception(export.error)
-            export.outcome.exception()  # whoever waits raises it; nobody has to
+        export.over.set()
 
     def _close(self, handoff: HandoffId, export: _Export) -> None:
         export.stop_timers()

@@ -44,7 +44,7 @@ from kv_transfer.lease import (
 )
 from kv_transfer.mailbox import Event, Mailbox, PeerLost
 from kv_transfer.process import own_identity
-from kv_transfer.rank_done import add_checksums, add_first_token, fill_done, why_wrong
+from kv_transfer.rank_done import add_checksums, fill_counts, fill_done, why_wrong
 from kv_transfer.rank_handoff import Lane, Phase, Push, RankHandoff
 from kv_transfer.rank_offers import RankOffers, check_lease
 from kv_transfer.routes import RankPair, Route, pairs
@@ -253,6 +253,7 @@ class TransferRank:
         handoff.phase = Phase.FLUSHING
         handoff.num_flushing = len(handoff.lanes)
         for rank, lane in handoff.lanes.items():
+            fill_counts(lane, handoff.first)
             self.transport.flush(lane.peer, partial(self._flushed, handoff, rank))
         if not handoff.lanes:
             self._drained(handoff)
@@ -309,12 +310,8 @@ class TransferRank:
             sends = not handoff.cancelled and handoff.error is None
         if sends:
             # Outside the lock: checksums take time, and the blocks are pinned.
-            done = lane.done.done
-            done.num_bytes, done.num_blocks = lane.num_bytes, lane.num_blocks
-            if handoff.first is not None:
-                add_first_token(done, handoff.first)
             if stride := self._config.checksum_stride:
-                add_checksums(done, handoff, lane, self.region_layout, self._memory, stride)
+                add_checksums(handoff, lane, self.region_layout, self._memory, stride)
             lane.sent = lane.done.SerializeToString()
             self.transport.send(lane.peer, lane.sent, expects_answer=self.tp_rank == 0)
         with self._lock:

@@ -13,7 +13,7 @@ from kv_transfer.transport import TransferMemory
 def fill_done(
     done: transfer_pb2.TransferDone, lease: Lease, pair: RankPair, layout: KvLayout
 ) -> None:
-    """What is known when a handoff opens. How much goes this way is counted as it goes."""
+    """What is known when a handoff opens."""
     fed = pairs(layout, pair.source_size, pair.target_size)
     done.target_rank = pair.target_rank
     done.num_source_ranks = sum(other.target_rank == pair.target_rank for other in fed)
@@ -21,14 +21,18 @@ def fill_done(
     done.kv_fingerprint = lease.kv_fingerprint
 
 
-def add_first_token(done: transfer_pb2.TransferDone, first: FirstToken) -> None:
-    done.first_token = first.token_id
-    if first.logprobs is not None:
-        done.logprobs.CopyFrom(logprobs_to_proto(first.logprobs))
+def fill_counts(lane: Lane, first: FirstToken | None) -> None:
+    """What is known when all that goes this way has been handed to the transport; not after the
+    flush, for which the receiver waits."""
+    done = lane.done.done
+    done.num_bytes, done.num_blocks = lane.num_bytes, lane.num_blocks
+    if first is not None:
+        done.first_token = first.token_id
+        if first.logprobs is not None:
+            done.logprobs.CopyFrom(logprobs_to_proto(first.logprobs))
 
 
 def add_checksums(
-    done: transfer_pb2.TransferDone,
     handoff: RankHandoff,
     lane: Lane,
     source: RegionLayout,
@@ -37,6 +41,7 @@ def add_checksums(
 ) -> None:
     """Checksums of every `stride`-th block that has gone this way, and which blocks they are."""
     sources, targets = handoff.tables()
+    done = lane.done.done
     done.checksum_stride = stride
     done.groups.extend(worker_pb2.GroupBlocks(block_ids=table) for table in targets)
     done.checksums.extend(block_checksums(memory, source, lane.route.pair, sources, stride))
