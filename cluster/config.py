@@ -75,7 +75,8 @@ class SupervisorConfig:
     """A worker that has been a suspect for this long is killed and recreated; so is one that a
     restarted supervisor finds serving and that does not register again by then."""
     start_timeout_s: float = 600.0
-    """A replica that has not registered by then is killed and recreated."""
+    """A replica that has not registered by then is killed and recreated; `baton up` gives up when
+    its pools are not live by then."""
     drain_timeout_s: float = 60.0
     """A replica that was let go and has not left by then is killed; above the worker's own."""
 

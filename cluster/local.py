@@ -24,15 +24,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
-
-import grpc
+from typing import Any
 
 from baton.config import ClusterConfig
-from baton.errors import BatonError, ConfigError, UnavailableError
-from baton.grpc_options import DIRECT
+from baton.control_client import ControlClient
+from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableError
 from baton.process_tree import Process, descendants, still_alive, wait_until_gone
-from baton.v1 import control_pb2, control_pb2_grpc
+from baton.v1 import control_pb2
+from cluster.error_text import one_line
 from cluster.model_dtype import DtypeDecision
 from cluster.rank_gpus import num_gpus_wanted
 from cluster.reaper import Reaper, inherited, watched_over
@@ -42,7 +41,6 @@ log = logging.getLogger(__name__)
 
 OnProgress = Callable[[str], None]
 
-_POOLS_TIMEOUT_S = 600.0
 _FAILED_STARTS = 2  # a first one may be bad luck
 _ROUTER_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 30.0
@@ -141,7 +139,7 @@ def up(
         config_path.write_text(config.to_yaml())
         on_progress("starting the supervisor")
         control = _start_supervisor(config, run_dir, stack)
-        _wait_for_pools(control, on_progress)
+        _wait_for_pools(control, on_progress, config.supervisor.start_timeout_s)
         on_progress("starting the router")
         listen = f"{config.router.host}:{config.router.port}"
         for process in ray_processes:
@@ -167,8 +165,8 @@ def _clear_away(
     error: BaseException | None,
     traceback: TracebackType | None,
 ) -> None:
-    """Unless the logs in it are needed."""
-    if not isinstance(error, BatonError):
+    """Unless the logs in it are needed: not after an interrupt."""
+    if not isinstance(error, Exception):
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
@@ -195,29 +193,33 @@ def _check_gpus(config: ClusterConfig) -> None:
 def start_ray(
     stack: contextlib.ExitStack, reaper: Reaper, num_gpus: int | None = None
 ) -> set[Process]:
-    """Returns the processes that all others of Ray's descend from.
+    """Returns the processes that all others of Ray's descend from. Raises UnavailableError.
 
     `num_gpus`: how many Ray is told there are; None: as many as it finds.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
+    from ray.exceptions import RayError
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     before = descendants()
     stack.callback(_stop_ray, before)
     with inherited(reaper.variables):
-        ray.init(
-            address="local",
-            num_cpus=max(4, len(os.sched_getaffinity(0))),
-            num_gpus=num_gpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            logging_level=logging.ERROR,
-            namespace="baton",
-            object_store_memory=_OBJECT_STORE_BYTES,
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=max(4, len(os.sched_getaffinity(0))),
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level=logging.ERROR,
+                namespace="baton",
+                object_store_memory=_OBJECT_STORE_BYTES,
+            )
+        except (OSError, RuntimeError, ValueError, RayError) as error:
+            raise UnavailableError(f"Ray does not start: {one_line(error)}") from error
     started = descendants() - before
     reaper.name(started)
     return started
@@ -265,7 +267,7 @@ def _start_supervisor(config: ClusterConfig, run_dir: Path, stack: contextlib.Ex
     try:
         address: str = ray.get(supervisor.address.remote(), timeout=_STOP_TIMEOUT_S)
     except RayError as error:
-        raise UnavailableError(f"the supervisor does not start: {error}") from error
+        raise UnavailableError(f"the supervisor does not start: {one_line(error)}") from error
     return address
 
 
@@ -276,32 +278,27 @@ def _give_up_on_failing(pools: list[control_pb2.PoolStatus]) -> None:
             raise UnavailableError(f"the {pool.name} pool does not start: {pool.last_error}")
 
 
-def _wait_for_pools(control: str, on_progress: OnProgress) -> None:
+def _wait_for_pools(control: str, on_progress: OnProgress, timeout_s: float) -> None:
     """Until every pool has its replicas live; tells which are missing as that changes."""
-    give_up_at = time.monotonic() + _POOLS_TIMEOUT_S
     told = ""
-    with grpc.insecure_channel(control, options=DIRECT) as channel:
-        # The generated types know grpc.aio only.
-        stub: Any = control_pb2_grpc.ControlServiceStub(cast(Any, channel))
-        watch = stub.WatchFleet(
-            control_pb2.WatchFleetRequest(), wait_for_ready=True, timeout=_POOLS_TIMEOUT_S
-        )
-        try:
-            for fleet in watch:
-                missing = [p for p in fleet.pools if p.live_replicas < p.desired_replicas]
-                if not missing:
-                    return
-                _give_up_on_failing(missing)
-                text = "loading the model: " + ", ".join(
-                    f"{p.name} {p.live_replicas}/{p.desired_replicas}" for p in fleet.pools
-                )
-                if text != told:
-                    told = text
-                    on_progress(text)
-                if time.monotonic() > give_up_at:
-                    break
-        except grpc.RpcError as error:
-            raise UnavailableError(f"the control service at {control} is lost: {error}") from error
-        finally:
-            watch.cancel()
-    raise UnavailableError(f"the pools are not live after {_POOLS_TIMEOUT_S:.0f} s: {told}")
+    with ControlClient(control) as client:
+        fleets = client.watch_fleet(timeout_s)
+        while True:
+            try:
+                fleet = next(fleets)
+            except DeadlineError as error:
+                limit = f"{timeout_s:g} s (supervisor.start_timeout_s)"
+                raise UnavailableError(f"the pools are not live after {limit}: {told}") from error
+            except BatonError as error:
+                lost = f"the control service at {control} is lost: {error.message}"
+                raise UnavailableError(lost) from error
+            missing = [p for p in fleet.pools if p.live_replicas < p.desired_replicas]
+            if not missing:
+                return
+            _give_up_on_failing(missing)
+            live = ", ".join(
+                f"{p.name} {p.live_replicas}/{p.desired_replicas}" for p in fleet.pools
+            )
+            if live != told:
+                told = live
+                on_progress(f"loading the model: {live}")

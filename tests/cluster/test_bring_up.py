@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -17,8 +18,11 @@ import pytest
 from baton.config import ClusterConfig
 from baton.errors import ConfigError, UnavailableError
 from baton.process_tree import descendants, wait_until_gone
-from cluster.local import up
+from cluster.config import RegistryConfig
+from cluster.control_service import Changes, serve
+from cluster.local import _wait_for_pools, up
 from cluster.reaper import watched_over
+from cluster.registry import Registry, Role
 from tests.cluster.whole_cluster import fake_cluster
 from tests.engine import checkpoints
 
@@ -87,6 +91,44 @@ def test_a_cluster_on_more_gpus_than_the_machine_has_is_refused_before_anything_
     assert wait_until_gone(descendants() - before, 5.0) == set()
 
 
+def test_ray_that_cannot_start_is_told_in_a_line_and_leaves_no_process_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (deep := tmp_path / ("deep" * 30)).mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))  # where Ray has its sockets, whose paths are short
+    before = descendants()
+    with pytest.raises(UnavailableError, match=r"Ray does not start: .*path length cannot exceed"):
+        up(fake_cluster(tmp_path, replicas=1), run_dir=tmp_path)
+    assert wait_until_gone(descendants() - before, 5.0) == set()
+
+
+def test_the_logs_stay_after_an_error_that_nobody_foresaw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    config = fake_cluster(tmp_path, replicas=1)
+
+    def ends_with(error: BaseException) -> int:
+        def at_the_first_step(_: str) -> None:
+            raise error
+
+        with pytest.raises(type(error)):
+            up(config, at_the_first_step)
+        return len(list(tmp_path.glob("baton-*")))
+
+    assert ends_with(KeyboardInterrupt()) == 0
+    assert ends_with(ArithmeticError("a bug")) == 1
+
+
+async def test_pools_that_are_not_live_in_time_are_named_with_the_setting() -> None:
+    registry = Registry(RegistryConfig(), time.monotonic)
+    registry.add_pool("decode", Role.DECODE, 2, 4)
+    async with serve(registry, Changes(), "127.0.0.1:0") as control:
+        problem = r"not live after 1\.5 s \(supervisor\.start_timeout_s\): .*decode 0/2$"
+        with pytest.raises(UnavailableError, match=problem):
+            await asyncio.to_thread(_wait_for_pools, control, print, 1.5)
+
+
 def test_kill_9_of_baton_up_leaves_no_process_behind(tmp_path: Path) -> None:
     (model := tmp_path / "model").mkdir()
     file = tmp_path / "cluster.yaml"
@@ -119,6 +161,7 @@ def test_the_reaper_ends_what_a_killed_process_leaves_even_if_it_does_not_listen
     script = f"""
 import json, os, pathlib, subprocess, sys, time
 from cluster.reaper import watched_over
+from cluster.registry import Registry, Role
 with watched_over() as reaper:
     child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], stdout=subprocess.PIPE,
                              start_new_session=True, env=os.environ | reaper.variables)
