@@ -56,7 +56,8 @@ def _pid_namespace() -> int:
 def _stat_fields(pid: int) -> list[str] | None:
     """What follows the name in /proc/<pid>/stat; None: no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        # Names are bytes: the kernel cuts long ones, also inside a letter.
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     return text[text.rindex(")") + 2 :].split()

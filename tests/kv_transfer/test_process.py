@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from kv_transfer.process import ProcessIdentity, is_gone, own_identity
 
 def stat_fields(pid: int) -> list[str]:
     """What /proc says of a process after its name: state first, start time twentieth."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
 
 
 @pytest.fixture
@@ -81,3 +82,18 @@ def test_a_reaped_process_and_one_with_its_pid_are_told_apart(
 def test_nothing_is_known_of_another_machine_or_pid_namespace() -> None:
     assert is_gone(replace(own_identity(), boot_id="another")) is None
     assert is_gone(replace(own_identity(), pid_namespace=1)) is None
+
+
+def test_a_process_whose_name_the_kernel_cuts_inside_a_letter_is_judged_like_any_other(
+    tmp_path: Path,
+) -> None:
+    sleep = shutil.which("sleep")
+    assert sleep is not None
+    command = shutil.copy(sleep, tmp_path / ("a" * 14 + "\u00e9"))  # the kernel keeps 15 bytes
+    with subprocess.Popen([command, "100"]) as running:
+        try:
+            ticks = int(stat_fields(running.pid)[19])
+            identity = replace(own_identity(), pid=running.pid, start_time_ticks=ticks)
+            assert is_gone(identity) is False
+        finally:
+            running.kill()
