@@ -173,11 +173,12 @@ class FakeRunner:
         state = mix(digest)
         if sampling.temperature > 0:
             state = mix(state ^ mix(sampling.seed) ^ mix(mix(index)))
-        forbidden = sampling.stop_token_ids | self._model.eos_token_ids
+        forbidden = sampling.forbidden(index, self._model.eos_token_ids)
         token = state % self._model.vocab_size
-        while index < sampling.min_tokens and token in forbidden:
-            state = mix(state)
-            token = state % self._model.vocab_size
+        if len(forbidden) < self._model.vocab_size:  # a token's choices are never all forbidden
+            while token in forbidden:
+                state = mix(state)
+                token = state % self._model.vocab_size
         return SampledToken(token, self._logprobs(token, sampling))
 
     def _logprobs(self, token: int, sampling: SamplingParams) -> TokenLogprobs | None:

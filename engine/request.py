@@ -43,6 +43,12 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
+    def forbidden(self, index: int, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """What must not be output token `index`: before `min_tokens`, whatever would end it."""
+        if index >= self.min_tokens:
+            return frozenset()
+        return self.stop_token_ids | (frozenset() if self.ignore_eos else eos_token_ids)
+
 
 @dataclass(frozen=True)
 class RequestSpec:

@@ -49,7 +49,7 @@ class Sampler:
         `specs` has each of them; `token_ids` must be complete where there are penalties.
         """
         rows = [_row(seq, specs[seq.request_id]) for seq in seqs]
-        forbidden = [self._forbidden(row) for row in rows]
+        forbidden = [row.params.forbidden(row.index, self._eos_token_ids) for row in rows]
         if any(forbidden) or not all(row.takes_likeliest for row in rows):
             wanted = SamplingRows.of(rows, forbidden, logits.shape[1], logits.device)
             adjusted = _penalise(_forbid(logits.float(), wanted.forbidden), wanted.penalties)
@@ -58,12 +58,6 @@ class Sampler:
             token_ids = logits.argmax(dim=-1).tolist()
         logprobs = _logprobs(logits, rows, token_ids)
         return [SampledToken(token, logprobs.get(i)) for i, token in enumerate(token_ids)]
-
-    def _forbidden(self, row: Row) -> frozenset[int]:
-        params = row.params
-        if row.index >= params.min_tokens:
-            return frozenset()
-        return params.stop_token_ids | (frozenset() if params.ignore_eos else self._eos_token_ids)
 
 
 def _row(seq: ScheduledSeq, spec: RequestSpec) -> Row:

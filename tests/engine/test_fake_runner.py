@@ -174,3 +174,20 @@ def test_mixing_of_integers_and_of_arrays_agree() -> None:
     states = [0, 1, 2**63, 2**64 - 1, 12345678901234567890]
     assert mix_all(np.array(states, np.uint64)).tolist() == [mix(s) for s in states]
     assert mix(0) == 0xE220A8397B1DCDAF  # published first output of SplitMix64 with seed 0
+
+
+@pytest.mark.timeout(20)
+def test_it_forbids_what_the_sampler_forbids_before_min_tokens() -> None:
+    config = fake_config()
+    config = replace(config, fake=replace(config.fake, vocab_size=4))  # 1 ends a sequence
+    ids = np.zeros(20, np.uint32)
+    lasting = replace(GREEDY, max_tokens=60, min_tokens=60)
+    everything = frozenset({0, 1, 2, 3})
+    for name, sampling, drawn in (
+        ("ends ignored", lasting, everything),
+        ("ends forbidden", replace(lasting, ignore_eos=False), {0, 2, 3}),
+        ("all forbidden", replace(lasting, stop_token_ids=everything), everything),  # so none is
+    ):
+        core = FakeEngine(config).core
+        core.add(spec_of(name, ids, sampling))
+        assert set(drain(core).tokens[name]) == drawn, name
