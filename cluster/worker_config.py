@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.config import ClusterConfig
+from baton.errors import ConfigError
 from cluster.config import RegistryConfig, WorkerSettings
 from cluster.registry import Role
 from decode_worker.config import DecodeConfig
@@ -60,7 +61,9 @@ def worker_config(
     cluster: ClusterConfig, pool: str, worker_id: str, control_address: str
 ) -> WorkerConfig:
     """The configuration of one replica of a pool. Raises ConfigError."""
-    wanted = cluster.pools[pool]
+    wanted = cluster.pools.get(pool)
+    if wanted is None:
+        raise ConfigError(f"no pool {pool!r}; there are: {', '.join(cluster.pools)}", field="pools")
     replicas = {name: each.replicas for name, each in cluster.pools.items()}
     num_threads = num_threads_of(cluster, pool, replicas)
     engine = dataclasses.replace(cluster.pool_engine(pool), num_threads=num_threads)

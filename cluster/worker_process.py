@@ -28,6 +28,7 @@ from typing import Any
 import uvloop
 
 from baton.config import load_config
+from baton.errors import ConfigError
 from cluster.error_text import one_line
 from cluster.loop_door import LoopDoor
 from cluster.rank import OnFatal, build_rank, follow_rank0, listen
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 _OURS = frozenset({"cluster", "prefill_worker", "decode_worker", "kv_transfer", "engine"})
 _TELL_WHY_S = 2.0
+_CONFIG_STATUS = 2
 _LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
 
@@ -172,9 +174,13 @@ class WorkerThread:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    cluster = load_config(options.config)
     worker_id = options.worker_id or f"{options.pool}-0"
-    config = worker_config(cluster, options.pool, worker_id, options.control)
+    try:
+        cluster = load_config(options.config)
+        config = worker_config(cluster, options.pool, worker_id, options.control)
+    except ConfigError as error:
+        print(f"worker: {error.message}", file=sys.stderr)
+        return _CONFIG_STATUS
     set_up_logging(config.log_level)
     place = RankPlace(options.rank, config.tp_size, options.meet)
     if place.size > 1 and place.rank == 0:
