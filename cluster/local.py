@@ -59,8 +59,10 @@ class RunningCluster:
         control_address: str,
         stack: contextlib.ExitStack,
         ray_heart: frozenset[Process],
+        run_dir: Path,
     ) -> None:
         self._router = router
+        self._run_dir = run_dir
         self._ray_heart = ray_heart
         self.control_address = control_address
         """host:port of the control service."""
@@ -90,7 +92,9 @@ class RunningCluster:
         while not (lost := self._ray_heart - still_alive(self._ray_heart)):
             time.sleep(_LOOK_S)
         named = ", ".join(f"{process.name} ({process.pid})" for process in lost)
-        raise UnavailableError(f"Ray's {named} has ended, and with it every worker")
+        raise UnavailableError(
+            f"Ray's {named} has ended, and with it every worker (logs: {self._run_dir})"
+        )
 
     def cut_short(self) -> None:
         """`close`, under way or to come, does not wait for streams. For signal handlers too."""
@@ -109,7 +113,7 @@ class RunningCluster:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        self._stack.__exit__(kind, error, traceback)
 
 
 def up(
@@ -120,7 +124,7 @@ def up(
     """Start everything and wait until it serves. Raises BatonError; nothing is left then.
 
     Logs and the configuration lie in `run_dir`, or in a temporary folder that goes with the
-    cluster, but stays when it cannot be started.
+    cluster, but stays when it cannot be started or is left because of an error.
     """
     config = dataclasses.replace(config, model=_absolute(config.model))
     with contextlib.ExitStack() as stack:
@@ -155,7 +159,7 @@ def up(
         stack.callback(router.close)
         router.start(_ROUTER_TIMEOUT_S)
         heart = frozenset(process for process in ray_processes if process.name in _RAY_HEART)
-        return RunningCluster(router, control, stack.pop_all(), heart)
+        return RunningCluster(router, control, stack.pop_all(), heart, run_dir)
     raise AssertionError("unreachable")
 
 

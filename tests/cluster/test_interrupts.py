@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,8 +154,12 @@ def test_a_cluster_whose_ray_has_ended_is_closed_and_says_so(tmp_path: Path, par
         up.processes = descendants(up.process.pid)
         (lost,) = (process for process in up.processes if process.name == part)
         os.kill(lost.pid, signal.SIGKILL)
-        up.until_told(f"Ray's {part} ({lost.pid}) has ended")
+        told = up.until_told(f"Ray's {part} ({lost.pid}) has ended")
         assert up.status(60) == EXIT_UNAVAILABLE
+        logs = re.search(r"\(logs: (.*)\)", told)
+        assert logs is not None, told
+        assert "decode-0.log" in os.listdir(logs[1])
+        shutil.rmtree(logs[1])
         assert "Traceback" not in "".join(up.told)
 
 
