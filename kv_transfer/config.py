@@ -18,7 +18,8 @@ class TransferConfig:
     renew_within_s: float = 10.0
     """A lease whose writer is not heard of for this long is fenced."""
     ack_timeout_s: float = 10.0
-    """Longest wait for a handoff to be sent and acknowledged, and for a broken one to drain."""
+    """Longest wait for a handoff's answer since bytes for its receiver have last left, and for a
+    broken one to drain."""
     tombstone_s: float = 600.0
     """How long a fenced or finished lease is remembered: longer than the longest RPC deadline."""
     keepalive_s: float = 1.0

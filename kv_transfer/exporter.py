@@ -76,15 +76,13 @@ class _Export:
     ended_by: FirstToken | None = None  # so nothing has to move
     owner_told: bool = False  # that it failed and has drained
     collected: bool = False  # the caller of `finish` or `cancel` has its outcome
-    timers: list[Timer] = field(default_factory=list)
+    timer: Timer | None = None  # of the answer that is waited for: `Ack`, or that ranks drained
     renewal: Timer | None = None
 
     def stop_timers(self) -> None:
-        for timer in self.timers:
-            timer.cancel()
-        self.timers.clear()
-        if self.renewal is not None:
-            self.renewal.cancel()
+        for timer in (self.timer, self.renewal):
+            if timer is not None:
+                timer.cancel()
 
 
 class Exporter:
@@ -157,9 +155,10 @@ class Exporter:
     ) -> Receipt:
         """Send `done` once all is pushed and wait for the receiver's `Ack`.
 
-        Raises PeerLostError, FencedError, NackError, HandoffTimeoutError (after `timeout_s`, or the
-        configured one), PostFailedError or CancelledHandoffError; then it has drained on every
-        rank, or `ack_timeout_s` more have passed.
+        Raises PeerLostError, FencedError, NackError, HandoffTimeoutError (`timeout_s`, or the
+        configured one, since the first token and since its bytes, or those before them to the same
+        receiver, have last left), PostFailedError or CancelledHandoffError; then it has drained on
+        every rank, or `ack_timeout_s` more have passed.
         """
         export = self._exports.get(handoff)
         if export is None:
@@ -191,17 +190,23 @@ class Exporter:
             kept = FirstTokenLogprobs(logprobs.logprob, logprobs.rank, logprobs.top)
         self._rank.finish(handoff, FirstToken(first_token, kept))
         timeout_s = self._config.ack_timeout_s if timeout_s is None else timeout_s
+        self._await_ack(handoff, export, timeout_s)
 
-        def time_out() -> None:
-            self._break(handoff, HandoffTimeoutError(f"no acknowledgement in {timeout_s:.3g} s"))
+    def _await_ack(self, handoff: HandoffId, export: _Export, timeout_s: float) -> None:
+        """Repeat the `done` from time to time, until nothing has moved for too long."""
+        assert export.finishing_at_s is not None
+        since_s = self._rank.moved_at_s(handoff) or export.finishing_at_s
+        left_s = since_s + timeout_s - self._clock.now_s()
+        if left_s <= 0:
+            error = HandoffTimeoutError(f"no acknowledgement in {timeout_s:.3g} s")
+            self._break(handoff, error)
+            return
 
-        export.timers.append(self._clock.call_later(timeout_s, time_out))
-        for number in range(1, _RESENDS):
-            export.timers.append(
-                self._clock.call_later(
-                    timeout_s * number / _RESENDS, lambda: self._rank.resend_done(handoff)
-                )
-            )
+        def look_again() -> None:
+            self._rank.resend_done(handoff)
+            self._await_ack(handoff, export, timeout_s)
+
+        export.timer = self._clock.call_later(min(timeout_s / _RESENDS, left_s), look_again)
 
     async def cancel(self, handoff: HandoffId, ended_by: FirstToken | None = None) -> bool:
         """Stop a handoff; returns when it has drained on every rank, or after `ack_timeout_s`.
@@ -318,10 +323,8 @@ class Exporter:
             return
         export.error = error
         export.stop_timers()
-        export.timers.append(
-            self._clock.call_later(
-                self._config.ack_timeout_s, lambda: self._give_up_waiting(handoff, export)
-            )
+        export.timer = self._clock.call_later(
+            self._config.ack_timeout_s, lambda: self._give_up_waiting(handoff, export)
         )
         self._rank.cancel(handoff)
         if self.on_broken is not None:

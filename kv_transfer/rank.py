@@ -49,7 +49,7 @@ from kv_transfer.rank_handoff import Lane, Phase, Push, RankHandoff
 from kv_transfer.rank_offers import RankOffers, check_lease
 from kv_transfer.routes import RankPair, Route, pairs
 from kv_transfer.tombstones import Tombstones
-from kv_transfer.transport import FlushResult, TransferMemory, Transport
+from kv_transfer.transport import FlushResult, Peer, TransferMemory, Transport
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +202,12 @@ class TransferRank:
             if lane.sent is not None:
                 self.transport.send(lane.peer, lane.sent)
 
+    def moved_at_s(self, handoff: HandoffId) -> float | None:
+        """When its bytes, or those that stood before them to the same receiver, have last left."""
+        with self._lock:
+            found = self._handoffs.get(handoff)
+            return found.moved_at_s if found is not None else None
+
     def send_progress(self, lease: Lease) -> None:
         """Renew a lease that is being served."""
         message = self.new_message(lease.lease_id, lease.lease_epoch)
@@ -305,7 +311,9 @@ class TransferRank:
             handoff.put_s += result.busy_s
             if not result.is_over and handoff.has_pushed:
                 handoff.can_still_land = True
-            if result.error is not None and handoff.error is None:
+            if result.error is None:
+                self._moved(lane.peer)
+            elif handoff.error is None:
                 handoff.error = result.error
             sends = not handoff.cancelled and handoff.error is None
         if sends:
@@ -318,6 +326,13 @@ class TransferRank:
             handoff.num_flushing -= 1
             if handoff.num_flushing == 0:
                 self._drained(handoff)
+
+    def _moved(self, peer: Peer) -> None:
+        """All that stood before a flush has left: what is behind it comes next."""
+        for other in self._handoffs.values():
+            lanes = other.lanes.values()
+            if other.phase is Phase.FLUSHING and any(lane.peer is peer for lane in lanes):
+                other.moved_at_s = self.now_s()
 
     def _cancel(self, handoff: HandoffId) -> None:
         with self._lock:

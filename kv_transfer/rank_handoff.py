@@ -74,6 +74,7 @@ class RankHandoff:
     can_still_land: bool = False  # a connection broke under its puts, and may deliver them yet
     put_s: float = 0.0
     num_flushing: int = 0
+    moved_at_s: float | None = None  # last flush to its receiver that has ended during its own
     report: transfer_pb2.TransferMessage | None = None  # rank 0's that it has drained, until `Ack`
     source_blocks: list[dict[int, BlockId]] = field(init=False)  # per group: ordinal -> block here
     _missing: list[list[int]] = field(init=False)  # per group and layer: flags of what is wanted

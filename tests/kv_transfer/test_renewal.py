@@ -10,7 +10,8 @@ from transfer_sides import ONE_HEAD, Side, SideSpec
 
 from kv_transfer.clock import ManualClock
 from kv_transfer.config import TransferConfig
-from kv_transfer.errors import CancelledHandoffError
+from kv_transfer.errors import CancelledHandoffError, HandoffTimeoutError
+from kv_transfer.lease import Receipt
 from kv_transfer.lease_table import LeaseFailure, LeaseState
 from kv_transfer.memory_transport import ManualScheduler, MemoryNetwork
 
@@ -24,10 +25,11 @@ class Pair:
     sender: Side
     receiver: Side
 
-    async def wait(self, seconds: int) -> None:
+    async def wait(self, seconds: int, without: tuple[str, ...] = ()) -> None:
+        kinds = tuple(kind for kind in ("put", "flush", "message") if kind not in without)
         for _ in range(4 * seconds):
             self.clock.advance(0.25)
-            self.scheduler.run_all()
+            self.scheduler.run_all(kinds)
             await asyncio.sleep(0)  # what has arrived is read
 
 
@@ -85,3 +87,39 @@ async def test_a_handoff_that_is_over_renews_nothing(pair: Pair) -> None:
     pair.scheduler.run_all()
     pair.clock.advance(30)
     assert pair.scheduler.pending == []
+
+
+async def test_the_ack_timeout_counts_from_the_last_flush_that_ended_not_from_the_first_token(
+    pair: Pair,
+) -> None:
+    """Several prompts on a slow link: each waits for those before it."""
+    finishing = []
+    for number in range(1, 5):
+        lease = pair.receiver.grant(f"r{number}", pair.sender.identity, [[number]])
+        handoff = pair.sender.open(lease)
+        pair.sender.push(handoff, 0, [0], [number])
+        finishing.append(asyncio.create_task(pair.sender.finish(handoff)))
+    await asyncio.sleep(0)
+    for number, task in enumerate(finishing):
+        await pair.wait(2, without=("flush",))  # 3 a prompt, of the 4 that the timeout lasts
+        assert not any(task.done() for task in finishing[number:])
+        pair.scheduler.run(next(o for o in pair.scheduler.pending if o.kind == "flush"))
+        await pair.wait(1, without=("flush",))
+        assert isinstance(await task, Receipt)
+
+
+async def test_what_no_longer_moves_ends_in_a_timeout_whatever_moves_for_others(
+    pair: Pair,
+) -> None:
+    tasks = []
+    for number in (1, 2):
+        lease = pair.receiver.grant(f"r{number}", pair.sender.identity, [[number]])
+        handoff = pair.sender.open(lease)
+        if number == 1:  # of the second nothing is ever pushed
+            pair.sender.push(handoff, 0, [0], [number])
+        tasks.append(asyncio.create_task(pair.sender.finish(handoff)))
+    await pair.wait(3, without=("flush",))
+    pair.scheduler.run(next(o for o in pair.scheduler.pending if o.kind == "flush"))
+    await pair.wait(2)
+    assert isinstance(await tasks[0], Receipt)
+    assert isinstance(tasks[1].exception(), HandoffTimeoutError)
