@@ -118,8 +118,9 @@ class KvCache:
         needs = self._needs_of(blocks, num_tokens, computed_here=False)
         kept = [headroom] * len(self.pools)
         if first is not None:
-            lacked = self._needs_of(*first).beside(needs, self.pools)
-            kept = [headroom + count for count in lacked]
+            theirs = self._needs_of(*first)
+            kept = [headroom + count for count in theirs.beside(needs, self.pools)]
+            self._evict_last(theirs.cached)  # or a block of it could go for one of these
         return self._hold(blocks, num_tokens, needs, kept)
 
     def _hold(
@@ -163,8 +164,11 @@ class KvCache:
         """Have a prefix that waits for blocks evicted last; done once, for it may wait long."""
         if not blocks.awaits:
             blocks.awaits = True
-            for pool, prefix in zip(self.pools, self._pin_cached(cached)):
-                pool.release(prefix)
+            self._evict_last(cached)
+
+    def _evict_last(self, cached: list[list[BlockHash]]) -> None:
+        for pool, prefix in zip(self.pools, self._pin_cached(cached)):
+            pool.release(prefix)
 
     def _pin_cached(self, cached: list[list[BlockHash]]) -> list[list[BlockId]]:
         pinned = []

@@ -200,6 +200,27 @@ def test_where_no_layer_sees_everything_what_a_receiver_does_not_need_is_not_cac
     kv.check_integrity([longer])
 
 
+def test_a_lease_evicts_nothing_that_a_prompt_counts_on_which_goes_first() -> None:
+    kv = cache(32, None, 8)
+    runs = np.concatenate([tokens(16), tokens(8, 500)])
+    held = placed(kv, runs, computed=False)
+    for end in (16, 20, 24):
+        kv.computed(held, runs, end)  # its window has left the first 4 blocks, oldest of all now
+    kv.free(placed(kv, tokens(8, 600)))
+    waits, comes = np.concatenate([tokens(16), tokens(4, 700)]), tokens(12, 800)
+    others = [
+        pool.acquire(pool.num_free - left) for pool, left in zip(kv.pools, (1 + 3, 1 + 3 + 2))
+    ]
+    first, lease = kv.open(waits, "", 100), kv.open(comes, "", 100)
+    assert kv.place_lease(lease, 12, 1, (first, 20)) is None
+    assert kv.place_lease(lease, 12, 0, (first, 20)) == 0
+    assert kv.place(first, 20) == 16
+    for pool, blocks in zip(kv.pools, others):
+        assert blocks is not None
+        pool.release(blocks)
+    kv.check_integrity([held, lease, first])
+
+
 @pytest.mark.parametrize("windows", [(8, None), (None, 8)])
 def test_news_of_the_cache_tells_of_a_group_that_sees_everything(
     windows: tuple[int | None, ...],
