@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from baton.errors import BatonError
 from baton.v1 import worker_pb2
@@ -39,6 +39,7 @@ class RequestOutput:
         self._ends = frozenset(parsed.stop_token_ids)
         self._booking: Booking | None = None
         self._routed: Routed | None = None
+        self._on_taken_in: Callable[[], None] = lambda: None
         self._attempt_at_s = 0.0
         self._first_at_s = self._last_at_s = 0.0  # of the tokens, once there are any
         self._gaps_s: list[float] = []  # one per token after those that came first
@@ -49,11 +50,13 @@ class RequestOutput:
 
     # --- what attempts call --------------------------------------------------------------------
 
-    def new_attempt(self, booking: Booking, routed: Routed | None) -> None:
+    def new_attempt(
+        self, booking: Booking, routed: Routed | None, on_taken_in: Callable[[], None]
+    ) -> None:
         """Tokens come of this booking now. `routed` is told once its decode worker has room: a full
-        one may be asked many times."""
+        one may be asked many times; so is who wants to know."""
         self._booking, self._attempt_at_s = booking, self._parts.clock()
-        self._routed = routed
+        self._routed, self._on_taken_in = routed, on_taken_in
 
     @property
     def num_emitted(self) -> int:
@@ -61,6 +64,7 @@ class RequestOutput:
 
     def reserved(self) -> None:
         self._reserve_s = self._parts.clock() - self._attempt_at_s
+        self._on_taken_in()
         if self._routed is not None:
             self.log.mark(self._routed)
 

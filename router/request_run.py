@@ -198,7 +198,7 @@ class RequestRun:
         routed: Routed | None = None,
     ) -> None:
         """See an attempt through to its end, and leave nothing of it behind on its workers."""
-        self._output.new_attempt(booking, routed)
+        self._output.new_attempt(booking, routed, self._retrying.taken_in)
         self._attempt = attempt
         try:
             await running

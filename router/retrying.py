@@ -50,7 +50,8 @@ class Retrying:
         self.failed: set[tuple[str, int]] = set()
         """(worker id, incarnation) of whom the request is kept from."""
         self._lost: list[tuple[str, int]] = []  # the same, lost while it ran there
-        self._num_failures = self._num_stale = self._num_rejected = 0
+        self._rejected_by: set[tuple[str, int]] = set()
+        self._num_failures = self._num_stale = 0
 
     def begin_attempt(self) -> None:
         self.attempt_number += 1
@@ -62,6 +63,13 @@ class Retrying:
     def lost_while_running(self, worker: WorkerEntry) -> None:
         """The request may be what its decode worker died of."""
         self._lost.append(worker.facts.identity)
+
+    def taken_in(self) -> None:
+        """A worker has room for the request and could read it: who could not is itself sick."""
+        fleet, config = self._parts.fleet, self._parts.config
+        for slot in fleet.slots_of(self._rejected_by):
+            fleet.eject(fleet.at(slot), config.eject_s)
+        self._rejected_by.clear()
 
     def judge(self, error: AttemptError) -> float:
         """Book a failed attempt; seconds until the next one. Raises BatonError when none may
@@ -102,8 +110,8 @@ class Retrying:
         if error.failure is Failure.WRITER_UNKNOWN:
             return
         self.failed.add(error.worker.facts.identity)
-        if error.failure is Failure.REJECTED:  # it may be for this request alone
-            self._num_rejected += 1
+        if error.failure is Failure.REJECTED:  # is it the request, or the worker?
+            self._rejected_by.add(error.worker.facts.identity)
         else:
             self._parts.fleet.eject(error.worker, self._parts.config.eject_s)
 
@@ -120,7 +128,7 @@ class Retrying:
         if len(dead) >= config.max_dead_decode_workers:
             names = ", ".join(worker_id for worker_id, _ in dead)
             raise PoisonError(f"{len(dead)} workers died while they ran this request: {names}")
-        if error.failure is Failure.REJECTED and self._num_rejected:
+        if error.failure is Failure.REJECTED and self._rejected_by - {error.worker.facts.identity}:
             raise BatonError(f"{error.message} (a second worker could not take it in)")
         if self._num_failures >= config.max_attempts:
             raise _final(error, f"after {self._num_failures} attempts")

@@ -101,6 +101,25 @@ async def test_a_request_that_two_workers_cannot_read_is_refused_and_ejects_nobo
         await d.check_empty()
 
 
+async def test_a_worker_that_rejects_what_another_takes_in_is_ejected(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, decode=2, eject_s=30.0) as d:
+        d.worker("d0").faults.reject = [(worker_pb2.REJECT_REASON_INTERNAL, 0)] * 100
+        await asyncio.gather(*(d.client.ask(ask_for(PROMPT)) for _ in range(4)))
+        for _ in range(8):
+            assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
+        assert 1 <= d.worker("d0").num_reserves <= 4  # as many as were on their way
+        await d.check_empty()
+
+
+async def test_one_worker_that_rejects_a_request_twice_is_not_two(text_model: TextModel) -> None:
+    async with deployment(text_model) as d:
+        d.worker("d0").faults.reject = [(worker_pb2.REJECT_REASON_INTERNAL, 0)] * 2
+        assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
+        await d.check_empty()
+
+
 async def test_a_request_that_ran_on_two_workers_that_died_is_poison(
     text_model: TextModel,
 ) -> None:
