@@ -398,14 +398,16 @@ class DecodeRole:
 
     async def _guard(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
         """An attempt that this leaves where it was is over."""
+        refusal, why = Refusal.INTERNAL, "this worker failed to take the request"
         try:
             await work
         except EngineStoppedError as error:  # the process's end, and reported there
             log.warning("a request came to a stopped engine: %s", error)
+            refusal, why = Refusal.DRAINING, "this worker's engine has stopped"
         finally:
             if run.phase is Phase.RESERVING:  # whatever failed, nobody waits for it
                 self._engine.post(lambda engine: engine.abort(run.key))
-                self._refuse(run, Refusal.INTERNAL, "this worker failed to take the request")
+                self._refuse(run, refusal, why)
 
     def task_over(self, task: asyncio.Task[None]) -> None:
         """An assertion that failed in one of the role's tasks ends the worker."""

@@ -300,17 +300,21 @@ class Scheduler:
         self._num_arrived += 1
         return LiveRequest(spec, self._num_arrived, self._clock(), max_len, blocks, export)
 
-    def _wait(self, request: LiveRequest) -> None:
+    def _unblock(self) -> None:
+        """A request is about to come that may have room."""
         if not self._running and not self._waiting:
-            self._blocked_since = None  # of those that were there before
+            self._blocked_since = None  # of those that were there before, or of nobody
+        self._blocked = False
+
+    def _wait(self, request: LiveRequest) -> None:
+        self._unblock()
         request.status = Status.WAITING
         self._requests[request.request_id] = request
         bisect.insort(self._waiting, request, key=_order)
-        self._blocked = False
 
     def _run(self, request: LiveRequest) -> None:
+        self._unblock()
         request.status = Status.RUNNING
-        self._blocked = False
         bisect.insort(self._running, request, key=_order)
 
     def _preempt(self, request: LiveRequest) -> None:

@@ -87,6 +87,17 @@ def test_a_prompt_that_waits_for_blocks_starts_when_another_has_computed_what_it
     pool_is_whole(core)
 
 
+def test_an_engine_that_had_nobody_to_run_is_not_blocked_by_whom_it_is_given() -> None:
+    engine = FakeEngine(fake_config(num_blocks=21))
+    core = EngineCore(engine.config, engine.core._runner, engine.sink, clock=lambda: 5.0)
+    core.reserve(spec_of("held", prompt(160)))
+    core.step()
+    core.admit(RequestId("held"), SampledToken(7))
+    assert core.blocked_since is None
+    core.abort(RequestId("held"))
+    pool_is_whole(core)
+
+
 def test_an_engine_is_blocked_from_when_nobody_could_start_until_somebody_does() -> None:
     now = 5.0
     engine = FakeEngine(fake_config(num_blocks=21))

@@ -1,0 +1,28 @@
+"""What a decode worker answers between its engine's end and its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.v1 import worker_pb2
+from cluster.registry import Role
+from engine.api import Engine
+from tests.cluster.conftest import DecodeLink, make_spec, running_worker, until
+
+
+async def test_a_worker_whose_engine_has_stopped_takes_nothing_more_and_blames_no_request() -> None:
+    def fail(_: Engine) -> None:
+        raise RuntimeError("the device is gone")
+
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        async with running_worker("decode-0", Role.DECODE) as worker:
+            link = DecodeLink(worker.address, "router-a/1")
+            await link.open()
+            await until(lambda: worker.decode._sessions)
+            worker.engine.post(fail)
+            await link.reserve(make_spec("x"))
+            await link.until(lambda: link.of("x").rejected)
+            told = link.of("x").rejected
+            assert told is not None
+            assert told.reason == worker_pb2.REJECT_REASON_DRAINING
+            await link.close()
