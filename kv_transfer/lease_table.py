@@ -3,7 +3,7 @@
 A lease:
 1. GRANTED: its named writer may write its blocks. Whatever is heard of the writer renews it;
 2. every source rank has reported `done` for every rank it feeds, and all agrees: `Admission` has
-   answered `Ack` on the progress thread, and once this loop hears of it: ADMITTED;
+   decided so on the progress thread, told this loop, and answers `Ack`: ADMITTED;
 3. released, expired, failed, or its writer lost: QUARANTINED. The writer is told to stop (`Fence`);
    nothing is admitted any more (`Nack`), and nobody else may write the blocks;
 4. the writer has provably stopped: the lease is forgotten and the listener told that its blocks are
@@ -228,7 +228,7 @@ class LeaseTable:
             self._fail(entry, LeaseFailure.WRITER_FAILED, first)
 
     def _decided(self, decision: Decision) -> None:
-        """What `Admission` has decided and answered since this loop last looked."""
+        """What `Admission` has decided since this loop last looked; it is answering."""
         assert decision.lease is not None, decision
         entry = self._entries.get(decision.lease.lease_id)
         if entry is None:
