@@ -115,8 +115,12 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kept: Tensor | None = None) -> Tensor:
+        """[batch, length, hidden]; of the positions in `kept` [batch, length] alone where it is
+        given, [positions, hidden]: others see no more of a position than its keys and values."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        if kept is not None:
+            x = x[kept]
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -154,28 +158,29 @@ class Llama(nn.Module):
                 scale = 0.7 / math.sqrt(weight.shape[1])
                 nn.init.normal_(weight, std=scale * (depth if writes else 1.0))
 
-    def hidden(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Final hidden states [batch, length, hidden] of token ids [batch, length]."""
+    def hidden(self, token_ids: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
+        """Final hidden states [positions, hidden] of token ids [batch, length], where `kept`."""
         length = token_ids.shape[1]
         if (length, dtype) not in self._tables:
             cos, sin = rope_tables(self.shape, length)
             self._tables[length, dtype] = cos.to(dtype), sin.to(dtype)
         cos, sin = self._tables[length, dtype]
         x = self.model.embed_tokens(token_ids).to(dtype)
-        for layer in self.model.layers:
+        *lower, last = self.model.layers
+        for layer in lower:
             x = layer(x, cos, sin)
-        out: Tensor = self.model.norm(x)
+        out: Tensor = self.model.norm(last(x, cos, sin, kept))
         return out
 
     def loss(self, token_ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Weighted mean cross-entropy of the next token; both arguments are [batch, length].
 
-        `weights` says how much predicting each token counts. Rows of weight 0 skip the head, which
-        saves a good part of a step when most of a row is a question's context.
+        `weights` says how much predicting each token counts. Positions of weight 0 skip the last
+        feed-forward and the head, a good part of a step when most of a row is a question's context.
         """
-        hidden = self.hidden(token_ids[:, :-1], dtype).flatten(0, 1)
-        wanted, weight = token_ids[:, 1:].flatten(), weights[:, 1:].flatten()
-        counted = weight > 0
-        logits = functional.linear(hidden[counted], self.model.embed_tokens.weight).float()
-        each = functional.cross_entropy(logits, wanted[counted], reduction="none")
-        return (each * weight[counted]).sum() / weight[counted].sum()
+        counted = weights[:, 1:] > 0
+        wanted, weight = token_ids[:, 1:][counted], weights[:, 1:][counted]
+        hidden = self.hidden(token_ids[:, :-1], counted, dtype)
+        logits = functional.linear(hidden, self.model.embed_tokens.weight).float()
+        each = functional.cross_entropy(logits, wanted, reduction="none")
+        return (each * weight).sum() / weight.sum()

@@ -23,6 +23,7 @@ from corpus import Make, Rows, pack, train_tokenizer
 from documents import lesson_document, long_document, short_document, study_document
 from export import write_checkpoint
 from llama import Llama, Shape
+from muon import Muon
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -113,9 +114,7 @@ def optimizers(model: Llama, recipe: Recipe) -> list[torch.optim.Optimizer]:
     rest = [{"params": [embedding], "lr": recipe.embedding_lr},
             {"params": norms, "lr": recipe.norm_lr}]  # fmt: skip
     return [
-        torch.optim.Muon(
-            matrices, lr=recipe.muon_lr, weight_decay=recipe.weight_decay, momentum=0.95
-        ),
+        Muon(matrices, recipe.muon_lr, recipe.weight_decay, momentum=0.95, dtype=COMPUTE_DTYPE),
         torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 

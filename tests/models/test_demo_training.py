@@ -30,9 +30,46 @@ for has_bf16 in (False, True):
     print(*seen)
 """
 
+# Some steps of Muon beside those of torch's own, which computes in bf16 whatever the CPU. Prints
+# how far weights are from torch's, of the way that they went.
+MUON = """
+import sys
+import torch
+from muon import Muon
+
+torch.set_num_threads(1)
+shapes = [(64, 64)] * 3 + [(32, 64)] * 2 + [(128, 64), (64, 128)]
+for dtype in (torch.bfloat16, torch.float32):
+    torch.manual_seed(1)
+    start = [torch.randn(shape) for shape in shapes]
+    ours, theirs = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
+    steps = (
+        Muon(ours, lr=0.01, weight_decay=0.1, momentum=0.95, dtype=dtype),
+        torch.optim.Muon(theirs, lr=0.01, weight_decay=0.1, momentum=0.95),
+    )
+    for _ in range(3):
+        for a, b in zip(ours, theirs):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        for optimizer in steps:
+            optimizer.step()
+    print(max(((a - b).norm() / (b - w).norm()).item() for a, b, w in zip(ours, theirs, start)))
+"""
+
+
+def run(script: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=TRAINING, capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout.split()
+
+
+def test_muon_does_what_torch_s_does_in_either_dtype() -> None:
+    in_bf16, in_fp32 = map(float, run(MUON))
+    assert in_bf16 < 1e-5
+    assert in_fp32 < 0.02
+
 
 def test_a_step_computes_in_bf16_only_where_the_cpu_has_instructions_for_it() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", STEP], cwd=TRAINING, capture_output=True, text=True, check=False
-    )
-    assert done.stdout.split() == ["torch.float32", "torch.bfloat16"], done.stderr
+    assert run(STEP) == ["torch.float32", "torch.bfloat16"]
