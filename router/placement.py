@@ -200,7 +200,6 @@ def evaluate(
         room &= ~query.reserved
     fits = fleet.longest_request >= query.num_tokens + query.least_new_tokens
     takes_prompt = fleet.longest_request > query.num_tokens
-    takes_prompt &= fleet.free_tokens >= np.minimum(query.num_tokens, fleet.max_held_tokens)
     p = np.flatnonzero(open_ & fleet.can_prefill & takes_prompt)
     d = np.flatnonzero(open_ & fleet.can_decode & fits & room)
     shape = (len(p) + 1, len(d))

@@ -189,18 +189,6 @@ def told(fleet: Fleet, worker_id: str, **figures: float) -> None:
     fleet.report(entry, dataclasses.replace(ReportedLoad(), **figures))  # type: ignore[arg-type]
 
 
-def test_a_prompt_does_not_go_where_quarantined_blocks_leave_it_no_room() -> None:
-    fleet = two_and_two()
-    told(fleet, "p1", num_quarantined_blocks=950)  # of 1000: 800 tokens are left
-    assert pick(fleet, query(fleet, 900, p1=850))[0] == "p0"
-    assert pick(fleet, query(fleet, 800, p1=790))[0] == "p1"
-    told(fleet, "p0", num_quarantined_blocks=950)
-    policy = dataclasses.replace(POLICY, local_prefill="never")
-    assert choose(query(fleet, 900), fleet.arrays, policy, 100.0, random.Random(0)) is None
-    told(fleet, "p1")
-    assert pick(fleet, query(fleet, 900), policy)[0] == "p1"
-
-
 def test_a_worker_that_was_never_measured_counts_as_the_best_of_its_class() -> None:
     """Else nothing would go to a new one: its default may be far below what the others do."""
     fleet = two_and_two()
