@@ -13,6 +13,7 @@ from engine.request import StepPlan
 _DECODES, _STEP, _PROMPT = range(3)
 _PROMPT_UNIT = 128  # tokens
 _KEPT = 0.8  # of an error, after the step that shows it
+_KEPT_AFTER_REST = 0.3  # one step alone is never all that is known
 _HALF_LIFE_S = 10.0  # of what was known, while no step said anything new
 _REACH = 4  # a step of so many times the prompt tokens of the longest one so far is unlike any
 
@@ -22,6 +23,8 @@ class LearnedRates:
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._chunk = max_num_batched_tokens
+        self._telling = min(_PROMPT_UNIT, max(1, max_num_batched_tokens // 2)) / _PROMPT_UNIT
+        """Units of prompts in a step from which the time of a unit can first be told."""
         self._times_s: list[float | None] = [None, None, None]  # of decodes, a step, a unit
         self._longest = 0  # prompt tokens of one step
         self._learned_at_s = 0.0
@@ -46,12 +49,10 @@ class LearnedRates:
         work = _work(plan)
         if work[_PROMPT] * _PROMPT_UNIT > _REACH * self._longest:
             return None
-        predicted_s = 0.0
-        for amount, time_s in zip(work, self._times_s):
-            if amount and time_s is None:
-                return None
-            predicted_s += amount * (time_s or 0.0)
-        return predicted_s
+        needed = [*work[:_PROMPT], work[_PROMPT] >= self._telling]
+        if any(need and time_s is None for need, time_s in zip(needed, self._times_s)):
+            return None
+        return self._sum_s(work)
 
     def learn(self, plan: StepPlan, elapsed_s: float, now_s: float) -> None:
         """The step took so long; it ended now."""
@@ -61,14 +62,24 @@ class LearnedRates:
         self._longest = max(self._longest, round(work[_PROMPT] * _PROMPT_UNIT))
         done = [kind for kind, amount in enumerate(work) if amount]
         new = [kind for kind in done if self._times_s[kind] is None]
-        predicted_s = sum(amount * (time_s or 0.0) for amount, time_s in zip(work, self._times_s))
-        if new:  # what the rest does not explain; that may explain too much
+        if work[_PROMPT] < self._telling and _PROMPT in new:  # too few to tell by
+            work[_PROMPT] = 0.0
+            done.remove(_PROMPT)
+            new.remove(_PROMPT)
+        predicted_s = self._sum_s(work)
+        if new:
             rest_s = max(elapsed_s - predicted_s, 0.1 * elapsed_s)
-            self._explain(rest_s + predicted_s, work, new)
+            self._explain(predicted_s + rest_s, work, new)
+            # What was known may have explained too much.
+            self._explain(elapsed_s, work, [kind for kind in done if kind not in new])
         else:
             kept = _KEPT * 0.5 ** ((now_s - self._learned_at_s) / _HALF_LIFE_S)
+            kept = max(kept, _KEPT_AFTER_REST)
             self._explain(elapsed_s + kept * (predicted_s - elapsed_s), work, done)
         self._learned_at_s = now_s
+
+    def _sum_s(self, work: list[float]) -> float:
+        return sum(amount * (time_s or 0.0) for amount, time_s in zip(work, self._times_s))
 
     def _explain(self, target_s: float, work: list[float], kinds: list[int]) -> None:
         """Correct the times of these kinds as little as makes the work take `target_s`."""

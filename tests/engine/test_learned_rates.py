@@ -109,3 +109,27 @@ def test_nothing_is_predicted_from_prompts_far_shorter() -> None:
     machine.run(step_of(16))
     assert machine.rates.predict(step_of(64)) is not None
     assert machine.rates.predict(step_of(65)) is None
+    assert not machine.rates.prefill_tokens_per_s
+
+
+@pytest.mark.parametrize("tail", [2, 8])
+@pytest.mark.parametrize("slower", [1.0, 2.0])
+def test_a_decode_worker_s_first_short_tails_do_not_set_its_prefill_rate(
+    tail: int, slower: float
+) -> None:
+    machine = Machine(step_s=0.02, decode_s=0.02, token_s=0.0001)
+    machine.run(step_of(decodes=4), 20)
+    machine.run(step_of(tail, decodes=4), slower=slower)
+    machine.run(step_of(tail, decodes=4), 20)
+    assert not machine.rates.prefill_tokens_per_s
+    machine.run(step_of(500, decodes=4))
+    assert machine.rates.prefill_tokens_per_s == pytest.approx(1 / machine.token_s, rel=0.2)
+
+
+def test_one_slow_short_step_after_a_rest_is_not_believed_whole() -> None:
+    machine = Machine(step_s=0.01, decode_s=0.01, token_s=0.0001)
+    machine.run(step_of(2048), 20)
+    machine.rest(60.0)
+    machine.run(step_of(16), slower=300.0)
+    machine.run(step_of(16), 11)
+    assert machine.rates.prefill_tokens_per_s > 0.2 * machine.true_rate
