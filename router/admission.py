@@ -72,6 +72,8 @@ class Ticket:
     stranded_since_s: float | None = field(compare=False, default=None)
     """Since when no usable worker takes it; None while one does."""
     placed: asyncio.Future[Placed] | None = field(compare=False, default=None)
+    explores: bool = field(compare=False, default=False)
+    """Its next placement does not trust old measures of the workers' speed."""
 
     @property
     def num_tokens(self) -> int:
@@ -187,6 +189,7 @@ class Admission:
             self._refuse_too_late(ticket)
         ticket.since_s, ticket.stranded_since_s = self._clock(), None
         ticket.owed_before = self._owed[ticket.tenant]
+        ticket.explores = self._rng.random() < self._config.explore_share
         ticket.placed = asyncio.get_running_loop().create_future()
         bisect.insort(self._waiting, ticket)
         self.kick()
@@ -340,6 +343,7 @@ class Admission:
                     least_new_tokens=ticket.least_new_tokens,
                     failed=failed,
                     reserved=reserved,
+                    explores=ticket.explores,
                 )
             )
         return queries

@@ -121,6 +121,8 @@ class PlacementQuery:
     """Slots on which this request failed before."""
     reserved: Bools | None = None
     """[slots] Decode workers that are kept for a request before this one."""
+    explores: bool = False
+    """Old measures of a worker's speed do not count, so that it is measured again."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,13 @@ class Placement:
     num_cached_tokens_prefill: int
     num_cached_tokens_decode: int
     num_tokens: int
+    by_own_measure_s: float
+    """Queue and prefill at the rate that the worker itself told last, or by default."""
+
+    @property
+    def first_token_s(self) -> float:
+        """Of the two predictions of queue and prefill the longer: what to be patient for."""
+        return max(self.queue_s + self.prefill_s, self.by_own_measure_s)
 
     @property
     def num_uncached_tokens(self) -> int:
@@ -184,13 +193,9 @@ class Costs:
 
 
 def evaluate(
-    query: PlacementQuery,
-    fleet: FleetArrays,
-    policy: RouterConfig,
-    now_s: float,
-    measured_since_s: float = -np.inf,
+    query: PlacementQuery, fleet: FleetArrays, policy: RouterConfig, now_s: float
 ) -> Costs:
-    """Cost of every candidate, vectorised over the fleet; older measures do not count. Pure."""
+    """Cost of every candidate, vectorised over the fleet. Pure."""
     open_ = fleet.usable & (fleet.kv_class == query.kv_class) & (fleet.hold_until_s <= now_s)
     needed = query.num_tokens - query.cached_tokens + query.max_new_tokens
     room = (fleet.running < fleet.max_running) & (
@@ -203,7 +208,8 @@ def evaluate(
     p = np.flatnonzero(open_ & fleet.can_prefill & takes_prompt)
     d = np.flatnonzero(open_ & fleet.can_decode & fits & room)
     shape = (len(p) + 1, len(d))
-    rates, steps = fleet.speeds(query.kv_class, measured_since_s)
+    since_s = now_s - policy.trust_rates_s if query.explores else -np.inf
+    rates, steps = fleet.speeds(query.kv_class, since_s)
     queue_all = fleet.queue_s(rates, now_s)
     compute_all = np.maximum(1, query.num_tokens - query.cached_tokens) / rates
     queue, prefill, transfer = np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -285,20 +291,15 @@ def choose(
     now_s: float,
     rng: random.Random,
 ) -> Placement | None:
-    """The cheapest placement, ties at random; None when no decode worker has room.
-
-    Now and then old measures are left out, so that each worker is measured again.
-    """
-    explores = rng.random() < policy.explore_share
-    since_s = now_s - policy.trust_rates_s if explores else -np.inf
-    costs = evaluate(query, fleet, policy, now_s, since_s)
+    """The cheapest placement, ties at random; None when no decode worker has room."""
+    costs = evaluate(query, fleet, policy, now_s)
     if not costs.total_s.size:
         return None
     best = float(costs.total_s.min())
     if not np.isfinite(best):
         return None
     ties = np.flatnonzero(costs.total_s <= best + TIE_TOLERANCE_S)
-    return _placement(query, fleet, costs, int(ties[rng.randrange(len(ties))]))
+    return _placement(query, fleet, costs, int(ties[rng.randrange(len(ties))]), now_s)
 
 
 def ranked(
@@ -308,18 +309,23 @@ def ranked(
     costs = evaluate(query, fleet, policy, now_s)
     order = np.argsort(costs.total_s, axis=None, kind="stable")[:limit]
     return [
-        _placement(query, fleet, costs, int(flat))
+        _placement(query, fleet, costs, int(flat), now_s)
         for flat in order
         if np.isfinite(costs.total_s.flat[flat])
     ]
 
 
-def _placement(query: PlacementQuery, fleet: FleetArrays, costs: Costs, flat: int) -> Placement:
+def _placement(
+    query: PlacementQuery, fleet: FleetArrays, costs: Costs, flat: int, now_s: float
+) -> Placement:
     row, column = divmod(flat, len(costs.decode_slots))
     decode_slot = int(costs.decode_slots[column])
     local = row == len(costs.prefill_slots)
     prefill_slot = None if local else int(costs.prefill_slots[row])
     cached = query.cached_tokens
+    slot, rates = decode_slot if prefill_slot is None else prefill_slot, fleet.prefill_tokens_per_s
+    uncached = max(1, query.num_tokens - int(cached[slot]))
+    by_own_measure_s = fleet.queue_s(rates, now_s)[slot] + uncached / rates[slot]
     return Placement(
         prefill_slot=prefill_slot,
         decode_slot=decode_slot,
@@ -333,4 +339,5 @@ def _placement(query: PlacementQuery, fleet: FleetArrays, costs: Costs, flat: in
         num_cached_tokens_prefill=0 if prefill_slot is None else int(cached[prefill_slot]),
         num_cached_tokens_decode=int(cached[decode_slot]),
         num_tokens=query.num_tokens,
+        by_own_measure_s=float(by_own_measure_s),
     )

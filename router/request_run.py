@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -175,7 +176,7 @@ class RequestRun:
             workers = self._workers(placed)
             self._retrying.begin_attempt()
             placement, routed = placed.placement, self._routed(placed)
-            attempt = self._new_attempt(workers, placement.queue_s + placement.prefill_s)
+            attempt = self._new_attempt(workers, placement.first_token_s)
             running = attempt.run(self._spec(placed))
             await self._follow(attempt, running, placed.booking, routed)
         finally:
@@ -198,7 +199,8 @@ class RequestRun:
         routed: Routed | None = None,
     ) -> None:
         """See an attempt through to its end, and leave nothing of it behind on its workers."""
-        self._output.new_attempt(booking, routed, self._retrying.taken_in)
+        taken_in = partial(self._retrying.taken_in, booking.decode)
+        self._output.new_attempt(booking, routed, taken_in)
         self._attempt = attempt
         try:
             await running

@@ -64,9 +64,10 @@ class Retrying:
         """The request may be what its decode worker died of."""
         self._lost.append(worker.facts.identity)
 
-    def taken_in(self) -> None:
+    def taken_in(self, worker: WorkerEntry) -> None:
         """A worker has room for the request and could read it: who could not is itself sick."""
         fleet, config = self._parts.fleet, self._parts.config
+        self._rejected_by.discard(worker.facts.identity)
         for slot in fleet.slots_of(self._rejected_by):
             fleet.eject(fleet.at(slot), config.eject_s)
         self._rejected_by.clear()

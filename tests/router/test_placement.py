@@ -208,23 +208,35 @@ def test_a_worker_that_looked_slow_once_is_tried_again_when_its_measure_is_old()
     for name, rate, step_s in (("0", 10_000.0, 0.005), ("1", 380.0, 0.1)):
         told(fleet, f"p{name}", prefill_tokens_per_s=rate)
         told(fleet, f"d{name}", decode_step_s=step_s)
-    wanted, rng = query(fleet, 1000), random.Random(1)
 
-    def chosen(num_placements: int) -> set[str]:
-        names = set()
-        for _ in range(num_placements):
+    def chosen(explores: bool) -> set[str]:
+        wanted = dataclasses.replace(query(fleet, 1000), explores=explores)
+        rng, names = random.Random(1), set()
+        for _ in range(64):
             placement = choose(wanted, fleet.arrays, POLICY, clock.now_s, rng)
             assert placement is not None
             names |= {placement.prefill_worker, placement.decode_worker}
         return names
 
-    assert chosen(1000) == {"p0", "d0"}
+    assert chosen(True) == {"p0", "d0"}
     clock.now_s += POLICY.trust_rates_s + 1
     told(fleet, "p1", prefill_tokens_per_s=380.0)  # told again, but not measured again
-    assert chosen(1000) == {"p0", "d0", "p1", "d1"}
+    assert chosen(False) == {"p0", "d0"}
+    assert chosen(True) == {"p0", "d0", "p1", "d1"}
     told(fleet, "p1", prefill_tokens_per_s=381.0)
     told(fleet, "d1", decode_step_s=0.11)
-    assert chosen(1000) == {"p0", "d0"}
+    assert chosen(True) == {"p0", "d0"}
+
+
+def test_patience_goes_by_a_worker_s_own_measure_also_where_it_is_not_trusted() -> None:
+    fleet = two_and_two()
+    told(fleet, "p0", prefill_tokens_per_s=10_000.0)
+    told(fleet, "p1", prefill_tokens_per_s=100.0)
+    wanted = dataclasses.replace(query(fleet, 6000), explores=True)
+    policy = dataclasses.replace(POLICY, trust_rates_s=0.0, local_prefill="never")
+    for placement in ranked(wanted, fleet.arrays, policy, 101.0, 4):
+        assert placement.prefill_s == 0.6
+        assert placement.first_token_s == (60.0 if placement.prefill_worker == "p1" else 0.6)
 
 
 def test_a_booking_is_felt_at_once_and_released_exactly_once() -> None:

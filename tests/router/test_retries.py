@@ -113,6 +113,22 @@ async def test_a_worker_that_rejects_what_another_takes_in_is_ejected(
         await d.check_empty()
 
 
+async def test_a_worker_that_rejects_a_request_and_then_takes_it_in_is_not_ejected(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, decode=2, eject_s=30.0) as d:
+        d.worker("d0").faults.reject = [(worker_pb2.REJECT_REASON_INTERNAL, 0)]
+        d.worker("d1").faults.reject = [(worker_pb2.REJECT_REASON_NO_CAPACITY, 60_000)]
+        fleet = d.router.fleet
+        while not d.worker("d0").num_reserves:  # ties are drawn
+            assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
+        rejecting = fleet.get("d0")
+        assert rejecting is not None
+        assert d.worker("d1").num_reserves == 1
+        assert fleet.arrays.hold_until_s[rejecting.slot] <= d.router.clock()
+        await d.check_empty()
+
+
 async def test_one_worker_that_rejects_a_request_twice_is_not_two(text_model: TextModel) -> None:
     async with deployment(text_model) as d:
         d.worker("d0").faults.reject = [(worker_pb2.REJECT_REASON_INTERNAL, 0)] * 2
