@@ -119,11 +119,8 @@ class Exporter:
         Raises LeaseFencedError when its owner has fenced it or it is over, LeaseServedError,
         FingerprintError, WrongWriterError, or LeaseError when it does not fit this worker's layout.
         """
+        self.check_unserved(lease)
         handoff = lease.handoff_id
-        if self._tombstones.holds(handoff, self._clock.now_s()):
-            raise LeaseFencedError(f"lease {lease.lease_id} is fenced or over")
-        if handoff in self._exports:
-            raise LeaseServedError(f"lease {lease.lease_id} is being served already")
         named = (lease.writer.worker_id, lease.writer.incarnation)
         if named != (self._identity.worker_id, self._identity.incarnation):
             raise WrongWriterError(f"lease {lease.lease_id} is for {named[0]}, start {named[1]}")
@@ -137,6 +134,13 @@ class Exporter:
         self._send_to_sinks(self._rank.open_payload(lease))
         self._renew(export)
         return handoff
+
+    def check_unserved(self, lease: Lease) -> None:
+        """Raises LeaseFencedError or LeaseServedError for one that was asked for before."""
+        if self._tombstones.holds(lease.handoff_id, self._clock.now_s()):
+            raise LeaseFencedError(f"lease {lease.lease_id} is fenced or over")
+        if lease.handoff_id in self._exports:
+            raise LeaseServedError(f"lease {lease.lease_id} is being served already")
 
     def _renew(self, export: _Export) -> None:
         """Now and from time to time, until the handoff is over."""
@@ -192,7 +196,9 @@ class Exporter:
         timeout_s = self._config.ack_timeout_s if timeout_s is None else timeout_s
         self._await_ack(handoff, export, timeout_s)
 
-    def _await_ack(self, handoff: HandoffId, export: _Export, timeout_s: float) -> None:
+    def _await_ack(
+        self, handoff: HandoffId, export: _Export, timeout_s: float, is_repeat: bool = False
+    ) -> None:
         """Repeat the `done` from time to time, until nothing has moved for too long."""
         assert export.finishing_at_s is not None
         since_s = self._rank.moved_at_s(handoff) or export.finishing_at_s
@@ -202,11 +208,12 @@ class Exporter:
             self._break(handoff, error)
             return
 
-        def look_again() -> None:
+        if is_repeat:
             self._rank.resend_done(handoff)
-            self._await_ack(handoff, export, timeout_s)
-
-        export.timer = self._clock.call_later(min(timeout_s / _RESENDS, left_s), look_again)
+        export.timer = self._clock.call_later(
+            min(timeout_s / _RESENDS, left_s),
+            lambda: self._await_ack(handoff, export, timeout_s, is_repeat=True),
+        )
 
     async def cancel(self, handoff: HandoffId, ended_by: FirstToken | None = None) -> bool:
         """Stop a handoff; returns when it has drained on every rank, or after `ack_timeout_s`.

@@ -146,6 +146,7 @@ class PrefillRole:
         Raises DrainingError, and from the exporter LeaseError (fenced, served already, or not
         ours) and FingerprintError; then nothing was begun.
         """
+        self._exporter.check_unserved(lease)  # one that is served goes on while the worker drains
         if self._draining:
             raise DrainingError("this worker is draining")
         handoff = self._exporter.open(lease)

@@ -14,6 +14,8 @@ from cluster.registry import Role
 from cluster.request_wire import read_spec
 from decode_worker.request_log import Submission
 from decode_worker.session import Refusal
+from kv_transfer.errors import LeaseServedError
+from kv_transfer.lease import Lease, LeaseId, WorkerIdentity
 from prefill_worker.role import DrainingError
 
 
@@ -49,11 +51,36 @@ async def test_a_worker_told_to_drain_takes_no_call_that_is_read_in_the_same_tur
     """It might be idle just now, and so be taken for drained with that call on it."""
     async with kit.running_worker("decode-0", Role.DECODE) as worker:
         worker.drain(0.0)
+        identity = WorkerIdentity.from_proto(worker.info().ref)
+        unserved = Lease(LeaseId("late"), 1, identity, identity, b"", (), 0, 2.0, ())
         with pytest.raises(DrainingError):
-            worker.prefill.start(kit.make_spec("late"), None, None)
+            worker.prefill.start(kit.make_spec("late"), unserved, None)
         refusal = worker.decode._refusal(submission_of(kit.make_spec("late")))
         assert refusal is not None
         assert refusal[0] is Refusal.DRAINING
+
+
+async def test_a_lease_that_is_served_is_told_so_also_by_a_worker_that_drains(kit: Any) -> None:
+    """Another router that asks for it waits for the handoff, and nothing is computed again."""
+    async with (
+        kit.running_worker("prefill-0", Role.PREFILL) as prefill,
+        kit.running_worker("decode-0", Role.DECODE) as decode,
+    ):
+        link = kit.decode_link(decode.address, "router-a")
+        await link.open()
+        router = kit.mini_router(prefill.address, link)
+        spec = kit.make_spec("x")
+        lease = Lease.from_proto(await router.reserve(spec, prefill.info().ref))
+        served = prefill.prefill.start(read_spec(spec), lease, None)
+        prefill.prefill.begin_drain()
+        with pytest.raises(LeaseServedError):
+            prefill.prefill.start(read_spec(spec), lease, None)
+        while await served.next() is not None:
+            pass
+        await link.until(lambda: link.of("x").finished)
+        await router.close()
+        await link.close()
+        await kit.nothing_held(prefill, decode)
 
 
 async def test_a_worker_that_drained_leaves_once_its_routers_have_taken_the_last_tokens(
