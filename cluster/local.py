@@ -289,13 +289,15 @@ def _wait_for_pools(control: str, on_progress: OnProgress, timeout_s: float) -> 
         fleets = client.watch_fleet(timeout_s)
         while True:
             try:
-                fleet = next(fleets)
+                fleet = next(fleets, None)
             except DeadlineError as error:
                 limit = f"{timeout_s:g} s (supervisor.start_timeout_s)"
                 raise UnavailableError(f"the pools are not live after {limit}: {told}") from error
             except BatonError as error:
                 lost = f"the control service at {control} is lost: {error.message}"
                 raise UnavailableError(lost) from error
+            if fleet is None:
+                raise UnavailableError(f"the control service at {control} has closed")
             missing = [p for p in fleet.pools if p.live_replicas < p.desired_replicas]
             if not missing:
                 return

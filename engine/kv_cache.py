@@ -120,7 +120,8 @@ class KvCache:
         if first is not None:
             theirs = self._needs_of(*first)
             kept = [headroom + count for count in theirs.beside(needs, self.pools)]
-            self._evict_last(theirs.cached)  # or a block of it could go for one of these
+            if needs.fit(self.pools, kept):
+                self._evict_last(theirs.cached)  # or a block of it could go for one of these
         return self._hold(blocks, num_tokens, needs, kept)
 
     def _hold(
