@@ -20,8 +20,8 @@ class RegistryConfig:
     stuck_factor: float = 20.0
     """A step that takes longer than this many times what was predicted is stuck: SUSPECT."""
     first_step_s: float = 120.0
-    """A worker's first step with a prompt, and its first that decodes, may each take this long:
-    nothing predicts them yet."""
+    """A worker's first step with a prompt, its first that decodes, and one with prompts over four
+    times as long as any before may each take this long: nothing predicts them yet."""
     gone_after_s: float = 15.0
     """A worker not heard of for this long is GONE; longer than `silent_after_s`."""
     forget_after_s: float = 10.0

@@ -48,7 +48,7 @@ class Progress:
     idle_s: float
     """Since the last step ended."""
     predicted_step_s: float | None
-    """Of the step under way; None: it has work of a kind that the worker has never done."""
+    """Of the step under way; None: the worker has never done work of its kind or length."""
 
     def is_stuck(self, config: RegistryConfig) -> bool:
         """Whether the step under way has taken longer than a sound one may."""

@@ -199,7 +199,8 @@ class Engine(Protocol):
     @property
     def predicted_step_s(self) -> float | None:
         """What the step under way, or the last one, was predicted to take by earlier ones. None:
-        it has work of a kind that was never done here. May be asked on any thread."""
+        it has work of a kind, or far longer prompts, than was ever done here. May be asked on any
+        thread."""
 
     @property
     def blocked_since(self) -> float | None:

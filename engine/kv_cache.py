@@ -5,6 +5,7 @@ Life of a request's blocks:
 1. `open` hashes the prompt's full blocks; nothing is held yet.
 2. `place` pins the longest cached prefix and acquires the rest, in all groups or in none. In a
    windowed group that is its span only: the blocks that a step's tokens and their windows lie in.
+   `place_lease` does so for KV that another worker computes, and leaves who waits first its room.
 3. `grow` adds blocks as the output gets longer.
 4. `computed` names full blocks once their KV exists (they become shareable) and lets go of blocks
    that every later token's window has left: the table then has the null block there, and as many

@@ -160,8 +160,8 @@ class Exporter:
         """Send `done` once all is pushed and wait for the receiver's `Ack`.
 
         Raises PeerLostError, FencedError, NackError, HandoffTimeoutError (`timeout_s`, or the
-        configured one, since the first token and since its bytes, or those before them to the same
-        receiver, have last left), PostFailedError or CancelledHandoffError; then it has drained on
+        configured one, since the later of the first token and the last flush to the receiver that
+        it waited for), PostFailedError or CancelledHandoffError; then it has drained on
         every rank, or `ack_timeout_s` more have passed.
         """
         export = self._exports.get(handoff)

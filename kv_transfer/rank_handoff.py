@@ -40,7 +40,7 @@ class Lane:
 
     peer: Peer
     route: Route
-    done: transfer_pb2.TransferMessage  # made when the handoff opens, completed when it is flushed
+    done: transfer_pb2.TransferMessage  # made when the handoff opens, completed for its flush
     sent: bytes | None = None  # `done` as it was sent, to be sent again
     num_bytes: int = 0  # handed to the transport: what `done` tells, whatever was to be handed
     num_blocks: int = 0

@@ -136,8 +136,8 @@ class StepProgress(_message.Message):
     idle_s: _builtins.float
     """Seconds since the last step ended."""
     predicted_step_s: _builtins.float
-    """What the step under way was predicted to take. Unset: it has work of a kind (prefill, decode)
-    that this worker has never done, and nothing predicts it.
+    """What the step under way was predicted to take. Unset: it has work of a kind (prefill, decode),
+    or far longer prompts, than this worker has ever done, and nothing predicts it.
     """
     def __init__(
         self,
