@@ -63,8 +63,10 @@ class EngineLoad:
     num_free_blocks: int
     num_blocks: int
     num_quarantined_blocks: int
+    """Kept from use until another worker has provably stopped, of the layer group that lacks most:
+    reservations that it could write still, and exports that it could read."""
     num_quarantined_bytes: int
-    """Of the blocks of all layer groups, over all layers and ranks."""
+    """The same of all layer groups, over all layers and ranks."""
     num_steps: int
     prefill_tokens_per_s: float
     decode_step_s: float

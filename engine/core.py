@@ -160,8 +160,8 @@ class EngineCore:
             num_queued_tokens=self._scheduler.num_queued_tokens,
             num_free_blocks=self._kv.num_free_blocks,
             num_blocks=self._kv.num_blocks - 1,  # the null block is nobody's
-            num_quarantined_blocks=self._kv.num_quarantined_blocks,
-            num_quarantined_bytes=self._kv.num_quarantined_bytes,
+            num_quarantined_blocks=self._scheduler.num_quarantined_blocks,
+            num_quarantined_bytes=self._scheduler.num_quarantined_bytes,
             num_steps=self._num_steps,
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
             decode_step_s=self._rates.decode_step_s,

@@ -55,7 +55,7 @@ class KvCache:
         self.block_size = layout.block_size
         self.num_blocks = num_blocks
         self.windows = [group.window for group in layout.groups]
-        self._block_bytes = [layout.rank_block_bytes(g, 0, 1) for g in range(len(layout.groups))]
+        self.block_bytes = [layout.rank_block_bytes(g, 0, 1) for g in range(len(layout.groups))]
         self.events = KvEventLog()
         """Of the first group that sees everything, else of the first: what a window leaves is
         evicted before its descendants, and a router follows a chain from its start."""
@@ -350,10 +350,6 @@ class KvCache:
             return None
         return min(max(self._spans), self.num_blocks - 1) * self.block_size
 
-    @property
-    def num_quarantined_blocks(self) -> int:
-        return max(pool.num_quarantined for pool in self.pools)
-
     def set_aside(self, pinned: Sequence[RequestBlocks]) -> list[set[BlockId]]:
         """Per group: blocks in quarantine and those that `pinned` hold."""
         of_group = []
@@ -370,11 +366,6 @@ class KvCache:
         """Whether `place` would hold blocks for these tokens if `set_aside` was all that is held:
         what the prompt shares with it is not needed twice."""
         return self._needs_of(blocks, num_tokens).fit_beside(self.pools, set_aside)
-
-    @property
-    def num_quarantined_bytes(self) -> int:
-        blocks = (pool.num_quarantined for pool in self.pools)
-        return sum(count * num_bytes for count, num_bytes in zip(blocks, self._block_bytes))
 
     def check_integrity(self, owners: Iterable[RequestBlocks]) -> None:
         """`owners` are the requests that hold blocks now. Raises AssertionError with the values."""

@@ -48,9 +48,22 @@ class Quarantine:
         """Whether it could be placed if nobody but those here held anything."""
         if not self._entries:
             return True  # it was refused at the door else
+        return self._kv.has_room_beside(self._held(), request.blocks, request.num_tokens)
+
+    @property
+    def num_blocks(self) -> int:
+        """Kept from use, of the layer group that lacks most: set aside or pinned, each once."""
+        return max(map(len, self._held()))
+
+    @property
+    def num_bytes(self) -> int:
+        """The same of all groups, over all layers and ranks."""
+        return sum(len(held) * size for held, size in zip(self._held(), self._kv.block_bytes))
+
+    def _held(self) -> list[set[BlockId]]:
         if self._set_aside is None:
             self._set_aside = self._kv.set_aside([export.blocks for export in self.exports()])
-        return self._kv.has_room_beside(self._set_aside, request.blocks, request.num_tokens)
+        return self._set_aside
 
     def exports(self) -> Iterator[LiveRequest]:
         """Those whose blocks are held still."""

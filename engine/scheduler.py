@@ -355,6 +355,14 @@ class Scheduler:
         return self._count(Status.EXPORTED)
 
     @property
+    def num_quarantined_blocks(self) -> int:
+        return self._quarantine.num_blocks
+
+    @property
+    def num_quarantined_bytes(self) -> int:
+        return self._quarantine.num_bytes
+
+    @property
     def num_queued_tokens(self) -> int:
         """Known tokens still to be computed, one for a decode left out."""
         waiting = sum(request.num_left for request in self._waiting)

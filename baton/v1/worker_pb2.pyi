@@ -912,6 +912,9 @@ class WorkerLoad(_message.Message):
     num_free_blocks: _builtins.int
     num_blocks: _builtins.int
     num_quarantined_blocks: _builtins.int
+    """Kept from use until another worker has provably stopped: leased blocks that it could still
+    write, and blocks of this worker's own handoffs that it could still read.
+    """
     prefill_tokens_per_s: _builtins.float
     """Learned: prompt tokens a second, and seconds of one decode step."""
     decode_step_s: _builtins.float

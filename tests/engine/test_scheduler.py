@@ -188,6 +188,31 @@ def test_a_quarantined_export_stays_pinned() -> None:
     pool_is_whole(sender.core)
 
 
+def test_a_load_tells_what_quarantine_keeps_from_use_reservations_and_exports_alike() -> None:
+    sender, receiver, wire = pair(fake_config(), fake_config())
+    for name in ("first", "same"):  # the second shares three cached blocks of the first
+        spec = spec_of(name, prompt(60))
+        lease = receiver.core.reserve(spec)
+        assert isinstance(lease, ReservedEvent)
+        sender.core.add_prefill(spec, wire.open(lease), 0)
+        drain(sender.core)
+        sender.core.release(spec.request_id, quarantine=True)
+    sender.core.reserve(spec_of("lost", prompt(40, 1)))
+    sender.core.abort(RequestId("lost"))
+    load = sender.core.load()
+    assert load.num_quarantined_blocks == load.num_blocks - load.num_free_blocks == 5 + 3
+    sizes = [
+        sender.model.layout.rank_block_bytes(g, 0, 1)
+        for g in range(len(sender.model.layout.groups))
+    ]
+    assert load.num_quarantined_bytes == 8 * sum(sizes)
+    sender.core.unquarantine(RequestId("first"))
+    assert sender.core.load().num_quarantined_blocks == 4 + 3
+    sender.core.unquarantine(RequestId("same"))
+    sender.core.unquarantine(RequestId("lost"))
+    pool_is_whole(sender.core)
+
+
 def test_specs_for_penalties_hold_every_token_known() -> None:
     core, _ = watched(num_blocks=40)
     runner = core._runner
