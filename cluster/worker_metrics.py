@@ -17,7 +17,7 @@ _GAUGES = {
     "num_queued_tokens": "Prompt tokens that still have to be computed",
     "num_free_blocks": "KV blocks free or evictable",
     "num_blocks": "KV blocks",
-    "num_quarantined_blocks": "KV blocks that a late writer could still touch",
+    "num_quarantined_blocks": "KV blocks kept from use: a late writer or reader could touch them",
     "prefill_tokens_per_s": "Measured prefill rate",
     "decode_step_s": "Measured time of a decode step",
     "handoff_bytes_per_s": "Measured bandwidth of this worker's handoffs",
@@ -52,7 +52,7 @@ class WorkerCollector(Collector):
         yield self._gauge("worker_num_orphans", "Requests whose router is gone", orphans)
         yield self._gauge(
             "kv_quarantined_bytes",
-            "KV memory that a late writer could still touch, over all ranks",
+            "KV memory kept from use, over all ranks: a late writer or reader could touch it",
             self._num_quarantined_bytes(),
         )
         steps = CounterMetricFamily("baton_worker_steps", "Engine steps", labels=("worker", "pool"))
