@@ -263,9 +263,10 @@ class Fleet:
         self._recount(entry)
 
     def forget_others(self) -> None:
-        """Nobody tells of others' load any more: what was told last must not count for ever."""
+        """Nobody tells of others' load, or of quarantine, any more: what was told last must not
+        count for ever."""
         for entry in self:
-            entry.others_requests = entry.others_queued_tokens = 0
+            entry.others_requests = entry.others_queued_tokens = entry.num_quarantined_blocks = 0
             self._recount(entry)
 
     def observe_handoff(self, entry: WorkerEntry, num_bytes: int, seconds: float) -> None:
@@ -286,8 +287,9 @@ class Fleet:
         if was_idle:
             a.head_since_s[slot] = self._clock()
         a.running[slot] = len(entry.decodes) + entry.others_requests
-        blocks = facts.num_blocks - entry.num_quarantined_blocks
-        a.free_tokens[slot] = blocks * facts.block_size - sum(entry.decodes.values())
+        left = (facts.num_blocks - entry.num_quarantined_blocks) * facts.block_size
+        a.unquarantined_tokens[slot] = left if entry.num_quarantined_blocks else np.inf
+        a.free_tokens[slot] = left - sum(entry.decodes.values())
         self._on_change()
 
     def _is_here(self, entry: WorkerEntry) -> bool:

@@ -47,6 +47,7 @@ class FleetArrays:
     free_tokens: Floats  # room for KV by this router's books
     longest_request: Floats  # prompt plus output tokens that the worker accepts
     max_held_tokens: Floats  # that one request holds at once; infinite: its whole length
+    unquarantined_tokens: Floats  # room for KV beside quarantine; infinite: nothing is in it
 
     @classmethod
     def empty(cls, num_slots: int) -> FleetArrays:
@@ -72,6 +73,7 @@ class FleetArrays:
             free_tokens=np.zeros(n),
             longest_request=np.zeros(n),
             max_held_tokens=np.zeros(n),
+            unquarantined_tokens=np.full(n, np.inf),
         )
 
     def grown(self) -> FleetArrays:
@@ -205,6 +207,7 @@ def evaluate(
         room &= ~query.reserved
     fits = fleet.longest_request >= query.num_tokens + query.least_new_tokens
     takes_prompt = fleet.longest_request > query.num_tokens
+    open_ &= query.num_tokens <= _longest_beside_quarantine(fleet, query.cached_tokens)
     p = np.flatnonzero(open_ & fleet.can_prefill & takes_prompt)
     d = np.flatnonzero(open_ & fleet.can_decode & fits & room)
     shape = (len(p) + 1, len(d))
@@ -232,6 +235,14 @@ def evaluate(
     return Costs(p, d, total, queue, prefill, transfer, decode)
 
 
+def _longest_beside_quarantine(fleet: FleetArrays, cached_tokens: Ints | int) -> Floats:
+    """[slots] The longest prompt that could ever start while quarantine lasts, infinite where it
+    leaves room enough for any. What is cached of it may be among the blocks that a late reader
+    pins, its own first attempt's: that needs no room beside them."""
+    left = fleet.unquarantined_tokens
+    return np.where(fleet.max_held_tokens <= left, np.inf, left + cached_tokens)
+
+
 def _exclude(total: Floats, p: Ints, d: Ints, policy: RouterConfig) -> None:
     """No pair of a worker with itself: that is local prefill; and what the policy rules out."""
     total[:-1][p[:, None] == d[None, :]] = np.inf
@@ -243,9 +254,11 @@ def _exclude(total: Floats, p: Ints, d: Ints, policy: RouterConfig) -> None:
 
 @dataclass(frozen=True)
 class Reach:
-    """How long a request each decode worker could take, had it and a prefill worker room.
+    """How long a request each decode worker could take, had it and a prefill worker room but for
+    what is in quarantine.
 
-    Tokens, float64 [slots]; 0: it takes none. The prompt is bounded apart, by who prefills it.
+    Tokens, float64 [slots]; 0: it takes none. The prompt is bounded apart, by who prefills it and
+    by quarantine at either.
     """
 
     request_tokens: Floats
@@ -261,20 +274,26 @@ class Reach:
         return set(zip(self.request_tokens.tolist(), self.prompt_tokens.tolist()))
 
 
-def reach(fleet: FleetArrays, policy: RouterConfig) -> Reach:
-    """Of the workers that are usable now, held or not. Pure."""
+def reach(fleet: FleetArrays, policy: RouterConfig, cached_tokens: Ints | int = 0) -> Reach:
+    """Of the workers that are usable now, held or not. Pure.
+
+    `cached_tokens` [slots] are a prompt's, as in its query: where quarantine bounds the prompts,
+    one that is cached in part may be longer.
+    """
     request = np.where(fleet.usable & fleet.can_decode, fleet.longest_request, 0.0)
-    if policy.local_prefill != "never":
-        return Reach(request, request)
+    beside = _longest_beside_quarantine(fleet, cached_tokens)
+    if policy.local_prefill != "never":  # a partner has the prompt held here as well
+        return Reach(request, np.minimum(request, beside))
     prompt = np.zeros_like(request)
     prefills = fleet.usable & fleet.can_prefill
+    bound = np.minimum(fleet.longest_request - 1, beside)
     for kv_class in np.unique(fleet.kv_class[prefills]):
         peers = np.flatnonzero(prefills & (fleet.kv_class == kv_class))
-        peers = peers[np.argsort(-fleet.longest_request[peers], kind="stable")]
-        longest = fleet.longest_request[peers] - 1
+        peers = peers[np.argsort(-bound[peers], kind="stable")]
+        longest = bound[peers]
         prompt[fleet.kv_class == kv_class] = longest[0]
         prompt[peers[0]] = longest[1] if len(peers) > 1 else 0  # none is its own partner
-    return Reach(request, prompt)
+    return Reach(request, np.minimum(prompt, beside))
 
 
 def longest_open(fleet: FleetArrays, reserved: Bools, now_s: float) -> float:

@@ -34,7 +34,10 @@ def stranded(total_tokens: int, num_tokens: int, within_reach: Reach) -> Unavail
     elif total_tokens > longest:
         message = f"no decode worker that takes {total_tokens} tokens is live"
     elif not within_reach.prompt_tokens.any():
-        message = "no prefill worker is live"
+        message = "no prefill worker is live, or quarantine leaves nobody any room"
     else:
-        message = f"no prefill worker that takes {num_tokens} tokens is live"
+        message = (
+            f"no prefill worker that takes {num_tokens} tokens is live, or quarantine leaves them"
+            " no room"
+        )
     return UnavailableError(message, retry_after_s=1.0)

@@ -1,0 +1,142 @@
+"""Prompts for which quarantined blocks leave no room: where they go, and whom they hold up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from baton.errors import UnavailableError
+from router.config import LocalPrefill, RouterConfig
+from router.fleet import Fleet, ReportedLoad
+from router.placement import reach
+from tests.router.test_admission import admission_of, entry_of, prompt, rounds
+from tests.router.test_placement import Clock, facts, fleet_of, pick, query
+
+NEVER = RouterConfig(local_prefill="never")
+
+
+def quarantine(fleet: Fleet, worker_id: str, num_blocks: int) -> None:
+    fleet.report(entry_of(fleet, worker_id), ReportedLoad(num_quarantined_blocks=num_blocks))
+
+
+def two_prefill_workers(clock: Clock | None = None) -> Fleet:
+    """Of 10 blocks of 16 tokens each, of which p0 has 6 in quarantine: room for 64 tokens."""
+    fleet = fleet_of(
+        facts("p0", True, False, num_blocks=10, max_request_tokens=160),
+        facts("p1", True, False, num_blocks=10, max_request_tokens=160),
+        facts("d0", False, True),
+        clock=clock,
+    )
+    quarantine(fleet, "p0", 6)
+    return fleet
+
+
+def test_a_prompt_goes_where_quarantine_leaves_it_room() -> None:
+    fleet = two_prefill_workers()
+    fleet.arrays.queued_tokens[entry_of(fleet, "p1").slot] = 10_000  # by cost it were p0
+    assert pick(fleet, query(fleet, 64), NEVER) == ("p0", "d0")
+    assert pick(fleet, query(fleet, 65), NEVER) == ("p1", "d0")
+    quarantine(fleet, "p0", 0)
+    assert pick(fleet, query(fleet, 65), NEVER) == ("p0", "d0")
+
+
+def test_what_is_cached_of_a_prompt_needs_no_room_beside_quarantine() -> None:
+    """A retry comes back to the export of its own first attempt."""
+    fleet = two_prefill_workers()
+    assert pick(fleet, query(fleet, 96, p0=48), NEVER) == ("p0", "d0")
+    assert pick(fleet, query(fleet, 128, p0=48), NEVER) == ("p1", "d0")
+
+
+def test_a_window_s_span_is_all_that_a_prompt_needs_beside_quarantine() -> None:
+    fleet = fleet_of(
+        facts("p0", True, False, num_blocks=10, max_held_tokens=48),
+        facts("d0", False, True),
+    )
+    quarantine(fleet, "p0", 7)
+    assert pick(fleet, query(fleet, 1000), NEVER) == ("p0", "d0")
+    assert reach(fleet.arrays, NEVER).takes(1000, 1).any()
+
+
+@pytest.mark.parametrize("local_prefill", ["auto", "always"])
+def test_a_worker_that_prefills_for_itself_has_no_more_room_than_quarantine_leaves(
+    local_prefill: LocalPrefill,
+) -> None:
+    policy = RouterConfig(local_prefill=local_prefill)
+    fleet = fleet_of(
+        facts("d0", False, True, num_blocks=10, max_request_tokens=160),
+        facts("d1", False, True, num_blocks=10, max_request_tokens=160),
+    )
+    quarantine(fleet, "d0", 6)
+    fleet.arrays.queued_tokens[entry_of(fleet, "d1").slot] = 10_000
+    assert pick(fleet, query(fleet, 65), policy) == ("", "d1")
+    assert reach(fleet.arrays, policy).takes(64, 1).sum() == 2
+    assert reach(fleet.arrays, policy).takes(65, 1).tolist()[:2] == [False, True]
+
+
+def test_who_is_within_reach_goes_by_the_prefill_workers_room() -> None:
+    fleet = two_prefill_workers()
+    assert reach(fleet.arrays, NEVER).takes(150, 1).any()
+    quarantine(fleet, "p1", 2)
+    assert reach(fleet.arrays, NEVER).takes(128, 1).any()
+    assert not reach(fleet.arrays, NEVER).takes(129, 1).any()
+    cached = np.zeros(fleet.num_slots, dtype=np.int64)
+    cached[entry_of(fleet, "p0").slot] = 96
+    assert reach(fleet.arrays, NEVER, cached).takes(150, 1).any()
+
+
+async def test_a_prompt_that_fits_nowhere_holds_nobody_back_and_is_refused() -> None:
+    clock = Clock()
+    fleet = two_prefill_workers(clock)
+    quarantine(fleet, "p1", 6)
+    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    large = asyncio.create_task(admission.place(admission.ticket(prompt(100), 4)))
+    await rounds(admission, clock, 5.0)
+    small = asyncio.create_task(admission.place(admission.ticket(prompt(50, 200), 4)))
+    await rounds(admission, clock, 0.25)
+    assert small.done()
+    fleet.release(small.result().booking)
+    assert not large.done()
+    await rounds(admission, clock, 6.0)
+    with pytest.raises(UnavailableError, match="100 tokens"):
+        await large
+    fleet.check_integrity()
+
+
+@pytest.mark.parametrize("registry_is_gone", [False, True])
+async def test_a_prompt_is_placed_when_quarantine_ends_or_nobody_tells_of_it(
+    registry_is_gone: bool,
+) -> None:
+    clock = Clock()
+    fleet = two_prefill_workers(clock)
+    quarantine(fleet, "p1", 6)
+    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    large = asyncio.create_task(admission.place(admission.ticket(prompt(100), 4)))
+    await rounds(admission, clock, 5.0)
+    assert not large.done()
+    if registry_is_gone:
+        fleet.forget_others()
+    else:
+        quarantine(fleet, "p1", 0)
+    await rounds(admission, clock, 0.25)
+    fleet.release(large.result().booking)
+
+
+async def test_a_prompt_that_fits_beside_its_own_export_waits_for_a_decode_worker() -> None:
+    clock = Clock()
+    fleet = two_prefill_workers(clock)
+    quarantine(fleet, "p1", 6)
+    admission = admission_of(fleet, clock, fleet_wait_s=2.0, prediction_ttl_s=60.0)
+    first = await admission.place(admission.ticket(prompt(60), 4))  # soon cached there
+    fleet.arrays.max_running[:] = 0
+    large = asyncio.create_task(admission.place(admission.ticket(prompt(100), 4)))
+    await rounds(admission, clock, 5.0)
+    assert not large.done()
+    small = asyncio.create_task(admission.place(admission.ticket(prompt(10, 500), 4)))
+    fleet.arrays.max_running[:] = 8
+    await rounds(admission, clock, 0.25)
+    assert large.result().placement.prefill_worker == first.placement.prefill_worker
+    for placed in (first, large.result(), await small):
+        fleet.release(placed.booking)
+    fleet.check_integrity()
