@@ -24,10 +24,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from baton.v1 import transfer_pb2
-from kv_transfer.clock import Clock, LoopClock, Timer
+from kv_transfer.clock import Clock, LoopClock
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import (
     CancelledHandoffError,
@@ -42,6 +41,7 @@ from kv_transfer.errors import (
     PostFailedError,
     WrongWriterError,
 )
+from kv_transfer.export import Export
 from kv_transfer.layout import HandoffId
 from kv_transfer.lease import (
     FirstToken,
@@ -60,29 +60,6 @@ log = logging.getLogger(__name__)
 
 _RENEWALS = 3  # so often within the time that a lease lasts: one may be late, or lost
 _RESENDS = 4  # a `done` is repeated this often within its timeout, until it is answered
-
-
-@dataclass(eq=False)
-class _Export:
-    lease: Lease
-    drained: dict[int, transfer_pb2.RankDrained] = field(default_factory=dict)  # by rank
-    all_drained: asyncio.Event = field(default_factory=asyncio.Event)
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-    """With a receipt, or the error that broke it."""
-    receipt: Receipt | None = None
-    error: HandoffError | None = None
-    acked_at_s: float | None = None
-    finishing_at_s: float | None = None
-    ended_by: FirstToken | None = None  # so nothing has to move
-    owner_told: bool = False  # that it failed and has drained
-    collected: bool = False  # the caller of `finish` or `cancel` has its outcome
-    timer: Timer | None = None  # of the answer that is waited for: `Ack`, or that ranks drained
-    renewal: Timer | None = None
-
-    def stop_timers(self) -> None:
-        for timer in (self.timer, self.renewal):
-            if timer is not None:
-                timer.cancel()
 
 
 class Exporter:
@@ -104,7 +81,7 @@ class Exporter:
         self._engine_is_well = engine_is_well
         self._loop = asyncio.get_running_loop()
         self._clock = clock or LoopClock(self._loop)
-        self._exports: dict[HandoffId, _Export] = {}
+        self._exports: dict[HandoffId, Export] = {}
         self._tombstones = Tombstones(config.tombstone_s)
         self._can_still_land: set[HandoffId] = set()  # for good: `Drained` is never said of these
         self.on_broken: Callable[[HandoffId, HandoffError], None] | None = None
@@ -130,7 +107,7 @@ class Exporter:
                 f"of {self._identity.worker_id} ({self._fingerprint.hex()})"
             )
         self._rank.check_lease(lease)
-        export = self._exports[handoff] = _Export(lease)
+        export = self._exports[handoff] = Export(lease)
         self._send_to_sinks(self._rank.open_payload(lease))
         self._renew(export)
         return handoff
@@ -142,7 +119,7 @@ class Exporter:
         if lease.handoff_id in self._exports:
             raise LeaseServedError(f"lease {lease.lease_id} is being served already")
 
-    def _renew(self, export: _Export) -> None:
+    def _renew(self, export: Export) -> None:
         """Now and from time to time, until the handoff is over."""
         if export.finishing_at_s is not None or self._engine_is_well():
             self._rank.send_progress(export.lease)
@@ -184,7 +161,7 @@ class Exporter:
     def _begin_finish(
         self,
         handoff: HandoffId,
-        export: _Export,
+        export: Export,
         first_token: int,
         logprobs: LogprobsLike | None,
         timeout_s: float | None,
@@ -197,7 +174,7 @@ class Exporter:
         self._await_ack(handoff, export, timeout_s)
 
     def _await_ack(
-        self, handoff: HandoffId, export: _Export, timeout_s: float, is_repeat: bool = False
+        self, handoff: HandoffId, export: Export, timeout_s: float, is_repeat: bool = False
     ) -> None:
         """Repeat the `done` from time to time, until nothing has moved for too long."""
         assert export.finishing_at_s is not None
@@ -271,7 +248,7 @@ class Exporter:
             return
         if kind == "rank_drained":
             self._rank_drained(handoff, export, event)
-        elif not _is_from_owner(export.lease, event):
+        elif not export.is_from_owner(event):
             log.warning("%s of handoff %s from %s", kind, handoff, event.sender_worker_id)
         elif kind == "ack":
             export.acked_at_s = self._clock.now_s()
@@ -291,7 +268,7 @@ class Exporter:
         if export is None:
             self._tombstones.bury(handoff, self._clock.now_s())
             self._tell_drained(message.fence.reply_to.transfer_address, message)
-        elif not _is_from_owner(export.lease, message):
+        elif not export.is_from_owner(message):
             log.warning("fence of handoff %s from %s", handoff, message.sender_worker_id)
         elif export.over.is_set() and self._is_drained(export):
             self._tell_drained(export.lease.owner.rank0_address, message)
@@ -299,7 +276,7 @@ class Exporter:
             self._break(handoff, FencedError(f"lease {message.lease_id} was fenced by its owner"))
 
     def _rank_drained(
-        self, handoff: HandoffId, export: _Export, message: transfer_pb2.TransferMessage
+        self, handoff: HandoffId, export: Export, message: transfer_pb2.TransferMessage
     ) -> None:
         report = message.rank_drained
         if message.sender_worker_id != self._identity.worker_id:
@@ -337,24 +314,24 @@ class Exporter:
         if self.on_broken is not None:
             self.on_broken(handoff, error)
 
-    def _give_up_waiting(self, handoff: HandoffId, export: _Export) -> None:
+    def _give_up_waiting(self, handoff: HandoffId, export: Export) -> None:
         """A rank does not answer. What it has put can land yet, even if its process is gone: only
         the receiver knows over what it came."""
         if not export.over.is_set():
             log.error("handoff %s: not every rank has drained", handoff)
             self._end(export)
 
-    def _is_drained(self, export: _Export) -> bool:
+    def _is_drained(self, export: Export) -> bool:
         return len(export.drained) == self._identity.tp_size
 
-    def _settle(self, handoff: HandoffId, export: _Export) -> None:
+    def _settle(self, handoff: HandoffId, export: Export) -> None:
         """Give the outcome once every rank has drained."""
         if not self._is_drained(export):
             return
         export.all_drained.set()
         if export.error is None:
             if export.acked_at_s is not None and not export.over.is_set():
-                export.receipt = _receipt(export)
+                export.receipt = export.make_receipt()
                 self._end(export)
             return
         if not export.owner_told:
@@ -364,11 +341,11 @@ class Exporter:
         if export.collected:
             self._exports.pop(handoff, None)
 
-    def _end(self, export: _Export) -> None:
+    def _end(self, export: Export) -> None:
         export.stop_timers()
         export.over.set()
 
-    def _close(self, handoff: HandoffId, export: _Export) -> None:
+    def _close(self, handoff: HandoffId, export: Export) -> None:
         export.stop_timers()
         export.collected = True
         self._tombstones.bury(handoff, self._clock.now_s())
@@ -378,7 +355,7 @@ class Exporter:
 
     # --- what is said ----------------------------------------------------------------------------
 
-    def _tell_failed(self, export: _Export) -> None:
+    def _tell_failed(self, export: Export) -> None:
         lease = export.lease
         message = self._rank.new_message(lease.lease_id, lease.lease_epoch)
         assert export.error is not None
@@ -394,23 +371,3 @@ class Exporter:
         message = self._rank.new_message(about.lease_id, about.lease_epoch)
         message.drained.SetInParent()
         self._rank.send(address, message)
-
-
-def _is_from_owner(lease: Lease, message: transfer_pb2.TransferMessage) -> bool:
-    owner = lease.owner
-    return (message.sender_worker_id, message.sender_incarnation) == (
-        owner.worker_id,
-        owner.incarnation,
-    )
-
-
-def _receipt(export: _Export) -> Receipt:
-    reports = export.drained.values()
-    assert export.acked_at_s is not None
-    assert export.finishing_at_s is not None
-    return Receipt(
-        num_bytes=sum(report.num_bytes for report in reports),
-        num_blocks=max(report.num_blocks for report in reports),
-        put_s=max(report.put_s for report in reports),
-        exposed_s=export.acked_at_s - export.finishing_at_s,
-    )
