@@ -130,7 +130,7 @@ class LeaseTable:
         self._writable: dict[tuple[int, BlockId], LeaseId] = {}  # (group, block) -> its one lease
         self._epochs = itertools.count(1)
         rank.lease_mail.bind(loop.call_soon_threadsafe, self._handle)
-        rank.admission = self._admission
+        rank.arrivals.admission = self._admission
 
     def grant(
         self,

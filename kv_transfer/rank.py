@@ -11,8 +11,8 @@ A cancel, a fence or a lost peer skips to 3 and sends no `done`. Once a rank has
 drained, nothing of the handoff is in flight and nothing will be, unless it says that it can still
 land: that a connection broke under it which delivers what it has taken (TCP).
 
-On the receiver, every rank verifies checksums and rank 0's `Admission` answers; whatever else
-arrives goes to the `LeaseTable` or the `Exporter` of rank 0.
+On the receiver, the rank's `RankArrivals` takes every `done` and renewal; what else is told to a
+worker goes to the `LeaseTable` or the `Exporter` of its rank 0.
 
 Three threads meet here (engine, progress, rank 0's event loop): `_lock` guards the handoffs, is
 held briefly, and never while a callback runs.
@@ -29,7 +29,6 @@ from functools import partial
 from google.protobuf.message import DecodeError
 
 from baton.v1 import transfer_pb2
-from kv_transfer.admission import Admission
 from kv_transfer.config import TransferConfig
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import HandoffId, RegionLayout
@@ -44,7 +43,8 @@ from kv_transfer.lease import (
 )
 from kv_transfer.mailbox import Event, Mailbox, PeerLost
 from kv_transfer.process import own_identity
-from kv_transfer.rank_done import add_checksums, fill_counts, fill_done, why_wrong
+from kv_transfer.rank_arrivals import RankArrivals
+from kv_transfer.rank_done import add_checksums, fill_counts, fill_done
 from kv_transfer.rank_handoff import Lane, Phase, Push, RankHandoff
 from kv_transfer.rank_offers import RankOffers, check_lease
 from kv_transfer.routes import RankPair, Route, pairs
@@ -76,8 +76,7 @@ class TransferRank:
         self.transport, self.region_layout, self.identity = transport, region_layout, identity
         self.tp_rank = tp_rank
         self.exporter_mail, self.lease_mail = Mailbox(), Mailbox()
-        self.admission: Admission | None = None
-        """On the rank 0 of a worker that gives leases: what a `done` is reported to."""
+        self.arrivals = RankArrivals(region_layout, memory, rank0_address, self.send)
         self.now_s: Callable[[], float] = time.monotonic
         self._memory, self._config = memory, config
         self._lock = threading.Lock()
@@ -89,9 +88,9 @@ class TransferRank:
         self._offers.add(mine)
         self._rank0_address = rank0_address
         self._handlers: dict[str, Callable[[transfer_pb2.TransferMessage], None]] = {
-            "done": self._receive_done,
-            "rank_done": self._receive_rank_done,
-            "progress": self._receive_progress,
+            "done": self.arrivals.done,
+            "rank_done": self.arrivals.rank_done,
+            "progress": self.arrivals.progress,
             "failed": self.lease_mail.put,
             "drained": self.lease_mail.put,
             "ack": self._receive_ack,
@@ -363,10 +362,6 @@ class TransferRank:
     def _receive_cancel(self, message: transfer_pb2.TransferMessage) -> None:
         self._cancel(handoff_id(message.lease_id, message.lease_epoch))
 
-    def _receive_progress(self, message: transfer_pb2.TransferMessage) -> None:
-        if self.admission is not None:
-            self.admission.heard(message)
-
     def _receive_ack(self, message: transfer_pb2.TransferMessage) -> None:
         """The last `done` was sent before: this rank has drained."""
         events = [message]
@@ -376,36 +371,6 @@ class TransferRank:
                 events.insert(0, found.report)
                 found.report = None
         self.exporter_mail.put(*events)
-
-    def _receive_done(self, message: transfer_pb2.TransferMessage) -> None:
-        """Verify what has arrived here, then let rank 0 decide: this rank, or the one we tell."""
-        done, source_rank = message.done, message.sender_rank
-        error = why_wrong(done, source_rank, self.region_layout, self._memory)
-        if self._rank0_address is None:
-            self._report_done(message, source_rank, done, error)
-            return
-        report = transfer_pb2.TransferMessage()
-        report.CopyFrom(message)  # the sender stays the writer: rank 0 checks it
-        report.rank_done.source_rank = source_rank
-        report.rank_done.done.CopyFrom(done)
-        report.rank_done.error = error
-        self.send(self._rank0_address, report)
-
-    def _receive_rank_done(self, message: transfer_pb2.TransferMessage) -> None:
-        report = message.rank_done
-        self._report_done(message, report.source_rank, report.done, report.error)
-
-    def _report_done(
-        self,
-        message: transfer_pb2.TransferMessage,
-        source_rank: int,
-        done: transfer_pb2.TransferDone,
-        error: str,
-    ) -> None:
-        if self.admission is None:
-            log.error("a done from %s, but nothing is leased here", message.sender_worker_id)
-        else:
-            self.admission.done(message, source_rank, done, error)
 
     def _peer_lost(self, address: bytes) -> None:
         with self._lock:
