@@ -66,7 +66,7 @@ class Attempt:
         self._first_seen = False
         self._over_at_worker = False
         self.has_moved = False  # to another router
-        self._is_lease_taken = False
+        self._is_lease_taken = False  # as far as is known, by another router
         self._reserved = False
         self._prefill_task: asyncio.Task[None] | None = None
         self._reattach_task: asyncio.Task[None] | None = None
@@ -323,8 +323,8 @@ class Attempt:
         if not self.running:
             self._expect("the handed-off request", self._decode)
 
-    def on_lease_taken(self) -> None:
-        self._is_lease_taken = True
+    def on_lease_refused(self) -> None:
+        self._is_lease_taken = self._find_worker is not None  # else its writer came too late for it
         if not self.running:  # how long to wait is the lease's affair
             self._patience.expect("a token", self._config.max_timeout_s, self._decode)
 

@@ -40,8 +40,8 @@ class PrefillListener(Protocol):
     def on_first_token(self, first: worker_pb2.FirstToken) -> None: ...
     def on_handed_off(self, done: worker_pb2.HandoffDone) -> None: ...
     def on_prefill_failed(self, broken: PrefillFailed) -> None: ...
-    def on_lease_taken(self) -> None:
-        """Another router had the lease served, or it is over: the session tells how it ends."""
+    def on_lease_refused(self) -> None:
+        """It is served already, or fenced or over: the session tells how it ends."""
 
 
 async def follow_prefill(
@@ -60,7 +60,7 @@ async def follow_prefill(
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
             log.info("%s: %s", worker_id, error.details())
-            listener.on_lease_taken()
+            listener.on_lease_refused()
         elif not is_over:
             message = f"{worker_id}: {error.code().name}: {error.details()}"
             failure, field = failure_of_call(error, link.entry), from_rpc_error(error).field

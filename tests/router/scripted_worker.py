@@ -38,6 +38,7 @@ class Faults:
     handoff_reason: str = "TIMEOUT"  # of those
     hang_handoffs: int = 0  # after the first token
     hang_prefills: int = 0  # until `unhang`
+    late_prefills: int = 0  # they find their lease fenced by its owner
     lose_moves: int = 0  # attached by another router, the former one is not told
     late_first_tokens: int = 0  # the handoff overtakes the first token
     reject: list[tuple[int, int]] = field(default_factory=list)  # (RejectReason, retry ms)
@@ -167,6 +168,10 @@ class ScriptedWorker(
             if request.lease.lease_id in self.served:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "served already")
             self.served.add(request.lease.lease_id)
+            if self._use("late_prefills"):
+                owner = self.fabric.workers[request.lease.owner.worker_id]
+                asyncio.get_running_loop().call_soon(owner.give_up, request.lease)
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "fenced or over")
             await self.may_prefill.wait()
             if self._use("hang_prefills"):
                 await self.unhang.wait()
