@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from handoff_pairs import CONFIGS, HERE, THERE, AnySide, MakePair, fits_here, local
+from manual_world import World
 from transfer_sides import RemoteSide, SideSpec
 
 from kv_transfer.config import TransferConfig
@@ -46,3 +47,20 @@ async def make_pair() -> AsyncIterator[MakePair]:
         if not isinstance(side, RemoteSide) or side.process.is_alive():
             await side.call("check_integrity")
         await side.close()
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    """One rank on either side; at the end nothing is left of any handoff, nor in quarantine."""
+    world = World()
+    yield world
+    await world.settle()
+    await world.advance(20)
+    await world.settle()
+    await world.advance(2)
+    for side in (world.sender, world.receiver):
+        if side.spec.worker_id not in world.dead:
+            side.check_integrity()
+            assert side.leftovers() == (0, 0, 0), side.spec.worker_id
+    if "receiver" not in world.dead:
+        assert world.receiver.table.num_quarantined_blocks == 0

@@ -1,0 +1,181 @@
+"""Peers and connections that are lost, puts that fail or land late, ranks that never drain."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from handoff_pairs import THERE
+from manual_world import World, begin_finish, settled
+
+from kv_transfer.errors import PeerLostError, PostFailedError
+from kv_transfer.lease import Receipt
+from kv_transfer.lease_table import LeaseFailure, LeaseState
+
+
+async def test_late_puts_of_a_dead_writer_find_their_blocks_in_quarantine(world: World) -> None:
+    lease = world.grant([[1, 2], [1, 2]])
+    handoff = world.sender.open(lease)
+    await world.settle()
+    world.push_all(handoff, [3, 4])
+    address = world.sender.transports[0].address
+    world.network.kill(address)
+    world.scheduler.run_all(("lost",))
+    await world.deliver()
+    assert world.receiver.events == [("failed", "r", LeaseFailure.WRITER_LOST)]
+    assert world.receiver.table.state(lease.lease_id) is LeaseState.QUARANTINED
+    await world.advance(30)  # however long: nobody has reaped it
+    assert world.receiver.table.num_quarantined_blocks == 4
+    world.scheduler.run_all(("put",))  # they land
+    assert world.receiver.count_wrong_bytes(THERE) > 0
+    with pytest.raises(AssertionError, match="another lease"):
+        world.grant([[2], [2]], "other")
+    world.network.reap(address)
+    world.sender_is_gone = True
+    await world.advance(2)
+    assert world.receiver.event_names() == ["failed", "quiescent"]
+    world.dead.add("sender")
+
+
+async def test_mail_that_nobody_reads_is_not_kept(world: World) -> None:
+    two = World(sender_tp=2)
+    mails = [mail for rank in two.sender.ranks for mail in (rank.exporter_mail, rank.lease_mail)]
+    for number in range(5):
+        two.sender.transports[1].connect(b"gone-%d" % number)
+    await two.settle()
+    assert [mail.num_waiting for mail in mails] == [0, 0, 0, 0]
+
+
+async def test_a_lost_receiver_breaks_the_handoff_and_tells_the_role_at_once(world: World) -> None:
+    handoff = world.sender.open(world.grant([[1], [1]]))
+    await world.settle()
+    broken = []
+    world.sender.exporter.on_broken = lambda name, error: broken.append((name, type(error)))
+    world.network.kill(world.receiver.transports[0].address)
+    await world.settle()
+    assert broken == [(handoff, PeerLostError)]
+    with pytest.raises(PeerLostError):
+        await world.sender.finish(handoff)
+    world.dead.add("receiver")
+
+
+async def test_an_rkey_that_is_revoked_ends_in_a_failed_post(world: World) -> None:
+    lease = world.grant([[1], [1]])
+    handoff = world.sender.open(lease)
+    memory: Any = world.receiver.memories[0]
+    kept, memory.regions = memory.regions, ()
+    world.push_all(handoff, [3])
+    finishing = begin_finish(world, handoff)
+    await world.settle()
+    with pytest.raises(PostFailedError, match="rkey"):
+        await finishing
+    memory.regions = kept
+    assert world.receiver.event_names() == ["failed", "quiescent"]
+
+
+async def test_a_failed_post_is_told_to_the_handoff_it_was_for_and_to_no_other(
+    world: World,
+) -> None:
+    failing = world.sender.open(world.grant([[1], [1]], "failing"))
+    other = world.sender.open(world.grant([[2], [2]], "other"))
+    await world.settle()
+    memory: Any = world.receiver.memories[0]
+    kept, memory.regions = memory.regions, ()
+    world.push_all(failing, [3])
+    await world.settle()
+    memory.regions = kept
+    world.push_all(other, [4])
+    assert isinstance(await settled(world, begin_finish(world, other)), Receipt)
+    with pytest.raises(PostFailedError, match="rkey"):
+        await settled(world, begin_finish(world, failing))
+    assert [event[:2] for event in world.receiver.events] == [
+        ("failed", "failing"),  # at once: nobody waits for the rest of a prompt in vain
+        ("quiescent", "failing"),
+        ("admitted", "other"),
+    ]
+
+
+async def test_a_rank_that_never_drains_delays_nobody_for_ever_and_frees_nothing() -> None:
+    world = World(sender_tp=2)
+    handoff = world.sender.open(world.grant([[1], [1]]))
+    await world.settle()
+    world.sender.push(handoff, 0, [0], [3])  # half of it: rank 1 has more to do
+    cancelling = asyncio.create_task(world.sender.exporter.cancel(handoff))
+    await world.deliver()
+    (cancel,) = world.messages("rank_cancel")
+    world.scheduler.drop(cancel)
+    await world.settle()
+    await world.advance(5)
+    assert not await cancelling  # bounded, and tells that nothing is proved
+    draining = asyncio.create_task(world.sender.exporter.wait_drained(handoff))
+    await world.settle()
+    await world.advance(10)
+    await world.settle()
+    assert world.receiver.events == [("failed", "r", LeaseFailure.EXPIRED)]
+    assert world.receiver.table.num_quarantined_blocks == 2
+    assert not draining.done()
+    cancel.run()  # the rank comes to
+    await world.settle()
+    assert draining.done()
+    await world.advance(10)
+    await world.settle()
+    assert world.receiver.event_names()[-1] == "quiescent"
+    assert world.sender.leftovers() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("sender_tp", [1, 2])
+async def test_nobody_says_drained_while_a_broken_connection_can_still_deliver(
+    sender_tp: int,
+) -> None:
+    world = World(sender_tp, puts_outlive_connection=True)
+    lease = world.grant([[1], [1]])
+    handoff = world.sender.open(lease)
+    await world.settle()
+    world.push_all(handoff, [3])
+    finishing = begin_finish(world, handoff)
+    await world.deliver()
+    world.break_connection(world.sender, sender_tp - 1, world.receiver)
+    world.scheduler.run_all(("lost",))
+    await world.deliver()
+    world.scheduler.run_all(("flush", "message"))  # the bytes are on their way yet
+    await world.deliver()
+    with pytest.raises(PeerLostError):
+        await finishing
+    world.scheduler.run_all(("flush", "message"))
+    for _ in range(3):  # fences are answered, or not, all the same
+        await world.advance(10)
+        world.scheduler.run_all(("flush", "message"))
+        await world.deliver()
+    assert world.receiver.event_names() == ["failed"]
+    assert world.receiver.table.state(lease.lease_id) is LeaseState.QUARANTINED
+    assert world.receiver.count_wrong_bytes(THERE) == 0
+    await world.settle()
+    assert world.receiver.count_wrong_bytes(THERE) > 0  # they land where nobody else writes
+    with pytest.raises(AssertionError, match="another lease"):
+        world.grant([[1], [2]], "other")
+
+
+async def test_a_connection_that_breaks_before_anything_was_pushed_strands_no_blocks() -> None:
+    world = World(puts_outlive_connection=True)
+    handoff = world.sender.open(world.grant([[1], [1]]))
+    await world.settle()
+    world.break_connection(world.sender, 0, world.receiver)
+    await world.settle()
+    with pytest.raises(PeerLostError):
+        await world.sender.finish(handoff)
+    await world.settle()
+    assert world.receiver.event_names() == ["failed", "quiescent"]
+    assert world.receiver.table.num_quarantined_blocks == 0
+
+
+async def test_a_rank_that_has_lost_its_rank_0_once_still_reaches_it() -> None:
+    world = World(sender_tp=2, receiver_tp=2)
+    handoff = world.sender.open(world.grant([[1], [1]]))
+    await world.settle()
+    for side in (world.sender, world.receiver):
+        world.break_connection(side, 1, side)
+    await world.settle()
+    world.push_all(handoff, [3])
+    assert isinstance(await settled(world, begin_finish(world, handoff)), Receipt)
+    assert world.receiver.event_names() == ["admitted"]
