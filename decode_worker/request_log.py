@@ -36,6 +36,10 @@ class Submission:
     timeout_s: float | None
     wire: bytes
 
+    def deadline_s(self, now_s: float) -> float | None:
+        """When it is taken now; None: it has none."""
+        return None if self.timeout_s is None else now_s + self.timeout_s
+
 
 @dataclass(frozen=True)
 class _Known:

@@ -27,6 +27,7 @@ from baton.worker_wire import finish_reason_from_proto
 from decode_worker.config import DecodeConfig
 from decode_worker.errors import NoSessionError, OtherBodyError, StaleAttemptError
 from decode_worker.request_log import Record, RequestLog, Submission
+from decode_worker.role_tasks import RoleTasks
 from decode_worker.runs import Phase, Run, Runs, sampled_token
 from decode_worker.session import Admitted, Moved, Refusal, Reserved, RouterSession
 from engine.errors import EngineStoppedError, InvalidRequestError
@@ -60,8 +61,8 @@ class DecodeRole:
         fail: Callable[[str, BaseException], None],
     ) -> None:
         """`fail` is told of an error that leaves nothing here to rely on."""
+        self.tasks = RoleTasks(fail)
         self._engine = engine
-        self._fail = fail
         self._kv_fingerprint = kv_fingerprint
         self._config = config
         self._clock = clock
@@ -72,7 +73,6 @@ class DecodeRole:
         self._sessions: dict[str, RouterSession] = {}
         self._runs = Runs()  # not ended
         self._fenced: set[RequestId] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
         self._numbers = itertools.count(1)  # of submissions
 
@@ -150,15 +150,14 @@ class DecodeRole:
         key = RequestId(f"{submission.spec.request_id}/{next(self._numbers)}")
         submission = replace(submission, spec=replace(submission.spec, request_id=key))
         record = self._log.open(submission)
-        deadline_s = None
-        if submission.timeout_s is not None:
-            deadline_s = self._clock.now_s() + submission.timeout_s
+        deadline_s = submission.deadline_s(self._clock.now_s())
         run = Run(submission, record, session, session.router, Phase.RESERVING, deadline_s)
         self._runs.add(run)
         try:
             # A writer tells the first token to the router itself: this worker starts after it.
             session.follow(record, len(record.token_ids) + (writer is not None))
-            self._spawn(run, self._start(run) if writer is None else self._reserve(run, writer))
+            work = self._start(run) if writer is None else self._reserve(run, writer)
+            self.tasks.spawn(self._guard(run, work))
         except BaseException:  # whoever asked tells the session
             self._forget(run, "it could not be taken")
             raise
@@ -227,9 +226,7 @@ class DecodeRole:
                 self._refuse(run, Refusal.INVALID, f"writer: {error}")
 
     def _grant(self, run: Run, writer: WorkerIdentity, event: ReservedEvent) -> None:
-        left_s = self._config.max_lease_s
-        if run.deadline_s is not None:
-            left_s = max(0.0, run.deadline_s - self._clock.now_s())
+        left_s = run.left_s(self._clock.now_s(), otherwise_s=self._config.max_lease_s)
         lease = self._lease_table.grant(
             run.key, writer, event.block_ids, event.num_cached_tokens, left_s
         )
@@ -369,7 +366,7 @@ class DecodeRole:
     @property
     def is_idle(self) -> bool:
         """Nothing runs, and no writer may still touch this worker's memory."""
-        return not self._runs and not self._fenced and not self._tasks
+        return not self._runs and not self._fenced and not self.tasks
 
     @property
     def has_told_all(self) -> bool:
@@ -390,12 +387,6 @@ class DecodeRole:
         assert self._leases is not None, "bind comes before submit"
         return self._leases
 
-    def _spawn(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._guard(run, work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(self.task_over)
-
     async def _guard(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
         """An attempt that this leaves where it was is over."""
         refusal, why = Refusal.INTERNAL, "this worker failed to take the request"
@@ -408,11 +399,3 @@ class DecodeRole:
             if run.phase is Phase.RESERVING:  # whatever failed, nobody waits for it
                 self._engine.post(lambda engine: engine.abort(run.key))
                 self._refuse(run, refusal, why)
-
-    def task_over(self, task: asyncio.Task[None]) -> None:
-        """An assertion that failed in one of the role's tasks ends the worker."""
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, AssertionError):
-            self._fail("the decode role", error)
-        elif error is not None:
-            log.error("a task of the decode role failed", exc_info=error)

@@ -55,6 +55,10 @@ class Run:
         if self.reserved is not None:  # who was told may be gone: the writer may wait in vain
             self.tell(self.reserved)
 
+    def left_s(self, now_s: float, otherwise_s: float) -> float:
+        """Until its deadline; `otherwise_s` when it has none."""
+        return otherwise_s if self.deadline_s is None else max(0.0, self.deadline_s - now_s)
+
     def overdue(self, now_s: float, orphan_ttl_s: float) -> str | None:
         """Why it has to end now; None when it may go on."""
         if self.deadline_s is not None and now_s >= self.deadline_s:

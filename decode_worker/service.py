@@ -50,7 +50,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             )
         session = self._role.open_session(first.open.router_id)
         reader = asyncio.create_task(self._read(session, request_iterator))
-        reader.add_done_callback(self._role.task_over)
+        self._role.tasks.watch(reader)
         try:
             async for update in session.updates():
                 yield _update_message(update)
