@@ -249,7 +249,7 @@ class Admission:
         if kinds != self._kinds or now - self._looked_at_s >= POLL_S:
             self._kinds, self._looked_at_s = kinds, now
             self._refuse_stranded(within_reach, now)
-        next_s = self._try_in_order(now)
+        next_s = self._try_in_order(within_reach, now)
         self._waiting = [t for t in self._waiting if t.placed is not None and not t.placed.done()]
         if self._waiting:
             self._schedule(max(next_s, 0.002))
@@ -257,7 +257,7 @@ class Admission:
             self._owed.clear()
             self._shares.idle()
 
-    def _try_in_order(self, now: float) -> float:
+    def _try_in_order(self, within_reach: Reach, now: float) -> float:
         """Place who can start; return after how many seconds trying again may help."""
         config, arrays = self._config, self._fleet.arrays
         next_s, tries, in_vain = self._next_release_s(now), 0, 0
@@ -281,7 +281,7 @@ class Admission:
                     next_s = min(next_s, best.queue_s - config.lease_lead_s)
                 if now - ticket.since_s <= config.max_bypass_s:
                     continue
-                reserved[self._kept_for(ticket, best, now)] = True
+                self._reserve(reserved, ticket, best, within_reach)
             longest = longest_open(arrays, reserved, now)
         ended_s = self._clock()
         spent_s = (ended_s - now) * (in_vain / tries if tries else 1.0)
@@ -296,16 +296,14 @@ class Admission:
         )
         return min((p for p in found if p is not None), key=lambda p: p.cost_s, default=None)
 
-    def _kept_for(self, ticket: Ticket, best: Placement | None, now: float) -> int | Bools:
-        """Of decode workers, for a request that has been overtaken for long enough: where it goes
-        once its prefill can start, or wherever it could."""
-        return self._could_run(ticket, now) if best is None else best.decode_slot
-
-    def _could_run(self, ticket: Ticket, now: float) -> Bools:
-        """[slots] Decode workers with which it can run, by what is cached of its prompt too."""
-        cached = sum(query.cached_tokens for query in self._queries(ticket, now))
-        here = reach(self._fleet.arrays, self._config, cached)
-        return here.takes(len(ticket.prompt), ticket.least_new_tokens)
+    @staticmethod
+    def _reserve(reserved: Bools, ticket: Ticket, best: Placement | None, limits: Reach) -> None:
+        """Keep room for a request that has been overtaken for long enough: where it goes once its
+        prefill can start, or wherever it could."""
+        if best is not None:
+            reserved[best.decode_slot] = True
+        else:
+            reserved |= limits.takes(len(ticket.prompt), ticket.least_new_tokens)
 
     def _next_release_s(self, now: float) -> float:
         """Until a held worker may be asked again; other changes come as kicks."""
@@ -393,7 +391,4 @@ class Admission:
             elif ticket.stranded_since_s is None:
                 ticket.stranded_since_s = now
             elif now - ticket.stranded_since_s >= self._config.fleet_wait_s:
-                if self._could_run(ticket, now).any():  # seldom asked: it looks up the prompt
-                    ticket.stranded_since_s = None
-                else:
-                    ticket.placed.set_exception(stranded(total, num_tokens, within_reach))
+                ticket.placed.set_exception(stranded(total, num_tokens, within_reach))

@@ -207,7 +207,7 @@ def evaluate(
         room &= ~query.reserved
     fits = fleet.longest_request >= query.num_tokens + query.least_new_tokens
     takes_prompt = fleet.longest_request > query.num_tokens
-    open_ &= query.num_tokens <= _longest_beside_quarantine(fleet, query.cached_tokens)
+    open_ &= query.num_tokens <= _longest_beside_quarantine(fleet)
     p = np.flatnonzero(open_ & fleet.can_prefill & takes_prompt)
     d = np.flatnonzero(open_ & fleet.can_decode & fits & room)
     shape = (len(p) + 1, len(d))
@@ -235,12 +235,12 @@ def evaluate(
     return Costs(p, d, total, queue, prefill, transfer, decode)
 
 
-def _longest_beside_quarantine(fleet: FleetArrays, cached_tokens: Ints | int) -> Floats:
+def _longest_beside_quarantine(fleet: FleetArrays) -> Floats:
     """[slots] The longest prompt that could ever start while quarantine lasts, infinite where it
-    leaves room enough for any. What is cached of it may be among the blocks that a late reader
-    pins, its own first attempt's: that needs no room beside them."""
+    leaves room enough for any. What is cached of it makes no difference: those blocks are among
+    what is left, or in quarantine until a late reader has stopped."""
     left = fleet.unquarantined_tokens
-    return np.where(fleet.max_held_tokens <= left, np.inf, left + cached_tokens)
+    return np.where(fleet.max_held_tokens <= left, np.inf, left)
 
 
 def _exclude(total: Floats, p: Ints, d: Ints, policy: RouterConfig) -> None:
@@ -274,14 +274,10 @@ class Reach:
         return set(zip(self.request_tokens.tolist(), self.prompt_tokens.tolist()))
 
 
-def reach(fleet: FleetArrays, policy: RouterConfig, cached_tokens: Ints | int = 0) -> Reach:
-    """Of the workers that are usable now, held or not. Pure.
-
-    `cached_tokens` [slots] are a prompt's, as in its query: where quarantine bounds the prompts,
-    one that is cached in part may be longer.
-    """
+def reach(fleet: FleetArrays, policy: RouterConfig) -> Reach:
+    """Of the workers that are usable now, held or not. Pure."""
     request = np.where(fleet.usable & fleet.can_decode, fleet.longest_request, 0.0)
-    beside = _longest_beside_quarantine(fleet, cached_tokens)
+    beside = _longest_beside_quarantine(fleet)
     if policy.local_prefill != "never":  # a partner has the prompt held here as well
         return Reach(request, np.minimum(request, beside))
     prompt = np.zeros_like(request)
