@@ -62,11 +62,14 @@ class LearnedRates:
         self._longest = max(self._longest, round(work[_PROMPT] * _PROMPT_UNIT))
         done = [kind for kind, amount in enumerate(work) if amount]
         new = [kind for kind in done if self._times_s[kind] is None]
-        if work[_PROMPT] < self._telling and _PROMPT in new:  # too few to tell by
+        are_too_few = _PROMPT in new and work[_PROMPT] < self._telling
+        if are_too_few:
             work[_PROMPT] = 0.0
             done.remove(_PROMPT)
             new.remove(_PROMPT)
         predicted_s = self._sum_s(work)
+        if are_too_few and not new and elapsed_s > predicted_s:
+            return  # the prompts may have taken what is more
         if new:
             rest_s = max(elapsed_s - predicted_s, 0.1 * elapsed_s)
             self._explain(predicted_s + rest_s, work, new)

@@ -126,6 +126,14 @@ def test_a_decode_worker_s_first_short_tails_do_not_set_its_prefill_rate(
     assert machine.rates.prefill_tokens_per_s == pytest.approx(1 / machine.token_s, rel=0.2)
 
 
+def test_short_prompts_among_decodes_do_not_slow_the_decodes_that_are_told() -> None:
+    machine = Machine(step_s=0.05, decode_s=0.05, token_s=0.002)
+    for _ in range(40):
+        machine.run(step_of(decodes=4), 4)
+        machine.run(step_of(100, decodes=4))
+    assert machine.rates.decode_step_s == pytest.approx(0.05, rel=0.05)
+
+
 def test_one_slow_short_step_after_a_rest_is_not_believed_whole() -> None:
     machine = Machine(step_s=0.01, decode_s=0.01, token_s=0.0001)
     machine.run(step_of(2048), 20)
