@@ -1,5 +1,6 @@
 # Everything a developer runs. `make setup` once; each target makes what it needs.
 SHELL := /bin/bash
+PYTHON := python3
 VENV := .venv
 PY := $(VENV)/bin/python
 BUF := node_modules/.bin/buf
@@ -9,11 +10,13 @@ CODE := baton router prefill_worker decode_worker kv_transfer engine cluster ben
 setup: $(VENV)/.ready  ## a virtual environment with everything the project needs
 
 $(VENV)/.ready: pyproject.toml
-	@test -x $(PY) || { echo "[1/3] creating $(VENV)"; python3 -m venv $(VENV); }
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Baton needs Python 3.11 or newer, " \
+	  "$(PYTHON) is " + sys.version.split()[0] + ": name another, e.g. make setup PYTHON=python3.11")'
+	@test -x $(VENV)/bin/pip || { echo "[1/3] creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "[2/3] installing PyTorch (the largest download; a few minutes on a slow line)"
 	@$(PY) -m pip install --disable-pip-version-check $${BATON_TORCH:-torch==2.13.0}
 	@echo "[3/3] installing Baton and its other dependencies"
-	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev,controller]'
+	@$(PY) -m pip install --disable-pip-version-check --editable '.[dev,controller]'
 	@touch $@
 
 demo: setup  ## start the whole cluster on the shipped model, ask it things, stop it
