@@ -34,7 +34,7 @@ DECODE_STEPS = 16
 ROUNDS = 5
 LONG_ROUND_S = 12.0
 MOST_TOKENS = DECODE_STEPS * (ROUNDS + 1) + 32  # of a request in a batch, over all rounds
-LONG_ROUNDS = 3  # of cells whose round takes longer: the whole run stays under ten minutes
+LONG_ROUNDS = 3  # of cells whose round takes longer
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Time to first token and gaps between tokens through the whole path: client, router, workers.
 
-TTFT is what the client sees, and the columns after it add up to it, but for being medians each:
-tokenize and queue in the router, reserve at the decode worker, the prefill worker's own queue, its
-prefill to the sampled token, `rest`: messages between router and workers and their wake-ups, and
-`client`: between client and router. On the local cluster the decode worker's queue and its messages
-are part of prefill.
+TTFT is what the client sees, `beyond prefill` what of it is not the same request's prefill. The
+columns after it add up to TTFT, but for being medians each: tokenize and queue in the router,
+reserve at the decode worker, the prefill worker's own queue, its prefill to the sampled token,
+`rest`: messages between router and workers and their wake-ups, and `client`: between client and
+router. On the local cluster the decode worker's queue and its messages are part of prefill.
 
 Two clusters one after the other on this machine: disaggregated (one prefill, one decode worker)
 and local (one decode worker, which prefills by itself). One request at a time, every prompt new, so
@@ -46,6 +46,11 @@ class Sample:
     handed_off: HandedOff | None
 
     @property
+    def beyond_prefill_ms(self) -> float:
+        """What the path adds to the prefill of this very request."""
+        return self.ttft_ms - self.finished.timings.prefill_ms
+
+    @property
     def rest_ms(self) -> float:
         """What is left of the router's time to first token beside the stages it knows."""
         t = self.finished.timings
@@ -72,6 +77,7 @@ class PathRow:
         return [
             f"{self.cluster}, {self.prompt} tokens",
             self.median(lambda s: s.ttft_ms),
+            self.median(lambda s: s.beyond_prefill_ms),
             self.median(lambda s: s.finished.timings.tokenize_ms),
             self.median(lambda s: s.finished.timings.queue_ms),
             self.median(lambda s: s.finished.timings.reserve_ms),
@@ -90,6 +96,7 @@ class PathRow:
 HEADER = (
     "cluster",
     "TTFT ms",
+    "beyond prefill ms",
     "tokenize ms",
     "queue ms",
     "reserve ms",
