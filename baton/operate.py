@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from baton import render
 from baton.control_client import ControlClient
 from baton.errors import BatonError, DeadlineError, NotFoundError
+from baton.pairing import unpaired
 from baton.progress import Steps
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 
@@ -34,6 +35,8 @@ def print_fleet(fleet: Fleet) -> None:
         if pool.last_error:
             failed = f"{pool.name}: {pool.num_failed_starts} failed starts, the last: "
             render.out().print(failed + pool.last_error, style="red", markup=False)
+    for line in unpaired(fleet).values():
+        render.out().print(line, style="red", markup=False)
     workers = sorted(
         fleet.workers, key=lambda worker: (worker.info.pool, worker.info.ref.worker_id)
     )

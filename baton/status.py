@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NoReturn, Protocol
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -12,6 +13,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 from baton import errors
 from baton.errors import BatonError
+
+T = TypeVar("T")
 
 DOMAIN = "baton.dev"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -77,6 +80,20 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
         error.message = f"{message[:_MAX_ERROR_BYTES].decode(errors='ignore')}..."
     await context.abort(status_code(error), error.message, status_metadata(error))
     raise AssertionError("abort returned")
+
+
+async def first_message(
+    requests: AsyncIterator[T], timeout_s: float, context: grpc.aio.ServicerContext[Any, Any]
+) -> T | None:
+    """What a caller's stream begins with; None when it ends without a message.
+
+    A caller that says nothing for `timeout_s` is told so by a DeadlineError, and the call is over.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(aiter(requests), None)
+    except TimeoutError:
+        await abort(context, errors.DeadlineError(f"no first message within {timeout_s:g} s"))
 
 
 def from_rpc_error(failure: RpcFailure, address: str = "the address") -> BatonError:

@@ -26,6 +26,8 @@ class RegistryConfig:
     """A worker not heard of for this long is GONE; longer than `silent_after_s`."""
     forget_after_s: float = 10.0
     """How long a worker that is GONE is still shown."""
+    register_within_s: float = 10.0
+    """A call to register that has not said who calls by then is ended."""
 
     @property
     def look_s(self) -> float:
@@ -36,6 +38,7 @@ class RegistryConfig:
     def __post_init__(self) -> None:
         for name in ("silent_after_s", "stuck_after_s", "first_step_s", "gone_after_s"):
             _check_positive(name, getattr(self, name))
+        _check_positive("register_within_s", self.register_within_s)
         if not 1 <= self.stuck_factor < math.inf:
             raise ValueError(f"stuck_factor must be at least 1, not {self.stuck_factor}")
         if self.gone_after_s <= self.silent_after_s:

@@ -21,7 +21,8 @@ from grpc_health.v1.health import aio as health_aio
 
 from baton.errors import BatonError, NotFoundError
 from baton.grpc_options import accepts_pings
-from baton.status import abort
+from baton.pairing import unpaired
+from baton.status import abort, first_message
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.config import RegistryConfig
 from cluster.registry import (
@@ -91,7 +92,8 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def Register(  # noqa: N802
         self, request_iterator: AsyncIterator[control_pb2.RegisterRequest], context: Context
     ) -> AsyncIterator[control_pb2.RegisterResponse]:
-        first = await anext(request_iterator, None)
+        within_s = self._registry.register_within_s
+        first = await first_message(request_iterator, within_s, context)
         if first is None or not first.worker.ref.worker_id:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "the first message must carry `worker`"
@@ -236,13 +238,17 @@ async def serve(
 
 
 async def _look(registry: Registry, changes: Changes) -> None:
-    """Let time pass in the registry, and tell what follows from silence."""
+    """Let time pass in the registry, and tell what follows from silence and of lone workers."""
     version = registry.refresh()
+    told: dict[str, str] = {}
     while True:
         await asyncio.sleep(registry.look_s)
         former, version = version, registry.refresh()
         if version != former:
             changes.announce()
+            former_told, told = told, unpaired(fleet_message(registry.snapshot()))
+            for worker_id in told.keys() - former_told.keys():
+                log.warning("%s", told[worker_id])
 
 
 async def _main(listen: str) -> None:

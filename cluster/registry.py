@@ -147,6 +147,11 @@ class Registry:
         """How often somebody must look."""
         return self._config.look_s
 
+    @property
+    def register_within_s(self) -> float:
+        """How long a call may take to say who registers."""
+        return self._config.register_within_s
+
     # --- pools ----------------------------------------------------------------------------------
 
     def add_pool(self, name: str, role: Role, replicas: int, max_replicas: int) -> None:

@@ -210,7 +210,7 @@ class Worker:
             )
         if self._config.role is not Role.PREFILL:
             worker_pb2_grpc.add_DecodeServiceServicer_to_server(
-                DecodeService(self.decode, read_spec), server
+                DecodeService(self.decode, read_spec, self._config.decode.open_timeout_s), server
             )
         incarnation = self.rank.identity.incarnation
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How long a decode worker keeps what nobody asks for. All times are in seconds."""
+    """How long a decode worker waits, and keeps what nobody asks for. All times are in seconds."""
 
     orphan_ttl_s: float = 30.0
     """How long a request runs on, or its output is kept, after its router is gone."""
@@ -22,6 +22,8 @@ class DecodeConfig:
     """When a router that met a full worker is told to come back."""
     max_lease_s: float = 600.0
     """Longest life of a lease for a request without a deadline."""
+    open_timeout_s: float = 10.0
+    """A session that has not said whose it is by then is ended."""
 
     def __post_init__(self) -> None:
         if self.max_finished < 1:
@@ -33,5 +35,6 @@ class DecodeConfig:
         for name in ("orphan_ttl_s", "finished_ttl_s", "no_capacity_retry_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must not be negative, and finite")
-        if not 0 < self.max_lease_s < math.inf:
-            raise ValueError(f"max_lease_s must be above 0 and finite, not {self.max_lease_s}")
+        for name in ("max_lease_s", "open_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from baton.status import first_message
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.worker_wire import ReadSpec, field_on_wire, finish_reason_to_proto
 from decode_worker.errors import NoSessionError, NotHereError, OtherBodyError
@@ -36,14 +37,15 @@ _REFUSALS = {
 
 
 class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
-    def __init__(self, role: DecodeRole, read_spec: ReadSpec) -> None:
+    def __init__(self, role: DecodeRole, read_spec: ReadSpec, open_timeout_s: float) -> None:
         self._role = role
         self._read_spec = read_spec
+        self._open_timeout_s = open_timeout_s
 
     async def Session(  # noqa: N802
         self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
-        first = await anext(aiter(request_iterator), None)
+        first = await first_message(request_iterator, self._open_timeout_s, context)
         if first is None or not first.open.router_id:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "a session begins with `open` and a router_id"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import time
 from collections.abc import AsyncIterator
@@ -13,7 +14,8 @@ import grpc.aio
 import pytest
 
 from baton.control_client import ControlClient
-from baton.errors import InvalidRequestError
+from baton.errors import DeadlineError, InvalidRequestError
+from baton.status import from_rpc_error
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
@@ -33,12 +35,17 @@ def make_registry() -> Registry:
     return registry
 
 
-def worker_info(incarnation: int = 1) -> control_pb2.WorkerInfo:
+def worker_info(
+    worker_id: str = "decode-0",
+    role: common_pb2.WorkerRole.ValueType = common_pb2.WORKER_ROLE_DECODE,
+    kv_fingerprint: bytes = b"",
+) -> control_pb2.WorkerInfo:
     return control_pb2.WorkerInfo(
-        ref=common_pb2.WorkerRef(worker_id="decode-0", incarnation=incarnation),
+        ref=common_pb2.WorkerRef(worker_id=worker_id, incarnation=1),
         pool="decode",
-        role=common_pb2.WORKER_ROLE_DECODE,
+        role=role,
         address="127.0.0.1:1",
+        kv_fingerprint=kv_fingerprint,
     )
 
 
@@ -47,8 +54,10 @@ def beat() -> Beat:
 
 
 @contextlib.asynccontextmanager
-async def registered(address: str, drained: asyncio.Event) -> AsyncIterator[None]:
-    registrar = Registrar(address, worker_info(), beat, drained.set, interval_s=0.05)
+async def registered(
+    address: str, drained: asyncio.Event, info: control_pb2.WorkerInfo | None = None
+) -> AsyncIterator[None]:
+    registrar = Registrar(address, info or worker_info(), beat, drained.set, interval_s=0.05)
     task = asyncio.create_task(registrar.run())
     try:
         yield
@@ -147,6 +156,48 @@ async def test_a_registered_worker_is_seen_live_with_its_load_and_suspect_once_c
             assert fleet.workers[0].load.num_running == 2
             assert fleet.pools[0].live_replicas == 1
         await fleet_where(stub, control_pb2.WORKER_STATE_SUSPECT)
+
+
+async def test_a_worker_that_no_partner_shares_a_fingerprint_with_is_live_and_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prefill = worker_info("prefill-0", common_pb2.WORKER_ROLE_PREFILL, b"one")
+    sound, odd = worker_info("decode-0", kv_fingerprint=b"one"), worker_info("decode-1")
+    quick = dataclasses.replace(RegistryConfig(), silent_after_s=0.3)
+    never = asyncio.Event()
+    async with (
+        serve(Registry(quick, time.monotonic), Changes(), "127.0.0.1:0") as address,
+        grpc.aio.insecure_channel(address) as channel,
+        registered(address, never, prefill),
+        registered(address, never, sound),
+        registered(address, never, odd),
+        asyncio.timeout(10),
+    ):
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        looks_after = 3  # one comes about every second, and one on every change
+        async for fleet in stub.WatchFleet(control_pb2.WatchFleetRequest()):
+            looks_after -= [w.state for w in fleet.workers] == [LIVE] * 3
+            if not looks_after:
+                break
+    told = [r.getMessage() for r in caplog.records if "pairs with none" in r.getMessage()]
+    assert told == [
+        "decode-1 runs other weights or settings than every prefill worker (prefill-0): "
+        "it pairs with none"
+    ]
+
+
+async def test_a_call_that_never_says_who_registers_is_ended_by_a_typed_error() -> None:
+    registry = Registry(RegistryConfig(register_within_s=0.2), time.monotonic)
+    async with (
+        serve(registry, Changes(), "127.0.0.1:0") as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        call = control_pb2_grpc.ControlServiceStub(channel).Register()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(call.read(), 10)
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, DeadlineError)
+        assert error.message == "no first message within 0.2 s"
 
 
 async def test_a_drain_asked_of_the_registry_reaches_the_worker() -> None:

@@ -100,7 +100,7 @@ async def test_a_message_that_nobody_foresaw_ends_its_own_request_alone(worker: 
         raise OverflowError("of a kind that no check knows")
 
     session = worker.decode.open_session("router-a/1")
-    service = DecodeService(worker.decode, read)
+    service = DecodeService(worker.decode, read, 10.0)
     service._reserve(session, worker_pb2.Reserve(spec=make_spec("x")))
     update = await anext(session.updates())
     assert [told.refusal for told in update.rejected] == [Refusal.INTERNAL]
@@ -116,7 +116,7 @@ async def test_an_error_in_taking_a_request_ends_that_request_alone(
 
     nothing: Any = None
     session = worker.decode.open_session("router-a/1")
-    service = DecodeService(worker.decode, lambda _: nothing)
+    service = DecodeService(worker.decode, lambda _: nothing, 10.0)
     with monkeypatch.context() as patched:
         patched.setattr(worker.decode, "submit", submit)
         service._reserve(session, worker_pb2.Reserve(spec=make_spec("x")))

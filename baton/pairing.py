@@ -1,0 +1,57 @@
+"""Which workers of a fleet can exchange KV with no other.
+
+That is no error: while weights or settings are rolled out, a fleet has two kinds of workers. But
+one that stays alone serves nobody, so it is told of.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from baton.v1 import common_pb2, control_pb2
+
+_PREFILL, _DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
+_PARTNERS = {_PREFILL: "decode worker", _DECODE: "prefill worker"}
+_NAMED = 3
+
+
+def unpaired(fleet: control_pb2.WatchFleetResponse) -> dict[str, str]:
+    """What to say of each live worker whose partners all run other weights or settings, by its id.
+
+    Partners are the workers that are not gone and take on the other half of a request.
+    """
+    here = [
+        worker.info for worker in fleet.workers if worker.state != control_pb2.WORKER_STATE_GONE
+    ]
+    of_kind: dict[bytes, list[control_pb2.WorkerInfo]] = defaultdict(list)
+    for info in here:
+        of_kind[info.kv_fingerprint].append(info)
+    if len(of_kind) < 2:
+        return {}
+    told = {}
+    for worker in fleet.workers:
+        mine, name = worker.info, worker.info.ref.worker_id
+        if worker.state != control_pb2.WORKER_STATE_LIVE:
+            continue
+        if any(_are_partners(mine, other) for other in of_kind[mine.kv_fingerprint]):
+            continue
+        others = [other.ref.worker_id for other in here if _are_partners(mine, other)]
+        if others:
+            told[name] = (
+                f"{name} runs other weights or settings than every "
+                f"{_PARTNERS.get(mine.role, 'other worker')} ({_listed(others)}): "
+                "it pairs with none"
+            )
+    return told
+
+
+def _are_partners(one: control_pb2.WorkerInfo, other: control_pb2.WorkerInfo) -> bool:
+    """Whether one may prefill what the other decodes, as far as their roles go."""
+    if one.ref.worker_id == other.ref.worker_id:
+        return False
+    return one.role != other.role or one.role not in (_PREFILL, _DECODE)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(sorted(names)[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
