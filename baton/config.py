@@ -106,6 +106,10 @@ class ClusterConfig:
                 f"transfer.transport must be ucx in a cluster, whose workers are processes, "
                 f"not {self.transfer.transport}"
             )
+        self._check_times()
+
+    def _check_times(self) -> None:
+        """Where one part has to outlast another."""
         if self.supervisor.drain_timeout_s <= self.worker.drain_timeout_s:
             raise ValueError(
                 f"supervisor.drain_timeout_s must be above worker.drain_timeout_s "
@@ -116,6 +120,17 @@ class ClusterConfig:
             raise ValueError(
                 f"registry.gone_after_s must be above registry.silent_after_s + "
                 f"supervisor.fence_after_s ({fence_at_s:g}), not {self.registry.gone_after_s}"
+            )
+        if self.router.first_token_timeout_s <= self.registry.first_step_s:
+            raise ValueError(
+                f"router.first_token_timeout_s must be above registry.first_step_s "
+                f"({self.registry.first_step_s:g}), not {self.router.first_token_timeout_s:g}"
+            )
+        asked_until_s = self.router.reserve_timeout_s + self.router.max_timeout_s
+        if self.transfer.tombstone_s <= asked_until_s:
+            raise ValueError(
+                f"transfer.tombstone_s must be above router.reserve_timeout_s + "
+                f"router.max_timeout_s ({asked_until_s:g}), not {self.transfer.tombstone_s:g}"
             )
         if self.worker.heartbeat_s >= self.registry.silent_after_s:
             raise ValueError(

@@ -27,7 +27,7 @@ from router.config import RouterConfig
 from router.failure import AttemptError, Failure, failure_of, loss_of
 from router.fleet import WorkerEntry
 from router.output import TokenSink, finish_reason_of
-from router.patience import Patience
+from router.patience import Limit, Patience
 from router.prefill_call import PrefillFailed, follow_prefill
 from router.reattach import NotAttachedError, TakenOverError, attach_again
 from router.session import SessionLostError
@@ -46,16 +46,16 @@ class Attempt:
         sink: TokenSink,
         config: RouterConfig,
         clock: Callable[[], float],
-        predicted_s: float = 0.0,
+        first_token_limit: Limit,
     ) -> None:
-        """`predicted_s`: until the first token, by the placement."""
+        """`first_token_limit`: how long the first token may take from the reservation."""
         self.wire_id = wire_id
         self.number: int | None = None
         self.running = False
         self.progress_s = -math.inf  # when the decode worker last told a token
         self._workers, self._sink = workers, sink
         self._config, self._clock = config, clock
-        self._predicted_s = predicted_s
+        self._first_token_limit = first_token_limit
         self._spec = worker_pb2.RequestSpec()
         self._first_index = 0  # output index of the first token that is this attempt's own
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -188,7 +188,9 @@ class Attempt:
     def _on_silence(self, worker: WorkerEntry, what: str) -> None:
         since_s = self._clock() - self._config.token_timeout_s
         if self._workers.serve_others(worker, since_s, self._first_seen, self.running):
-            self._expect(what, worker)
+            config = self._config
+            limit = config.token_timeout_s if self._first_seen else self._first_token_limit
+            self._patience.expect(what, limit, worker)
             return
         self._fail(Failure.STUCK, worker, f"{worker.facts.worker_id}: no sign of {what}")
 
@@ -220,11 +222,10 @@ class Attempt:
         if not self._reserved:
             self._reserved = True
             self._sink.reserved()
-        limit_s = self._predicted_s + self._config.first_token_timeout_s
         if not reserved.HasField("lease"):
-            self._patience.expect("a first token", limit_s, self._decode)
+            self._patience.expect("a first token", self._first_token_limit, self._decode)
         elif writer := self._writer_of(reserved.lease):
-            self._patience.expect("a first token", limit_s, writer.entry)
+            self._patience.expect("a first token", self._first_token_limit, writer.entry)
             request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
             call = follow_prefill(writer, request, self._config.max_timeout_s, self)
             self._prefill_task = asyncio.create_task(call)

@@ -51,8 +51,10 @@ class RouterConfig:
     """Deadline of a request that names none."""
     max_timeout_s: float = 3600.0
     reserve_timeout_s: float = 5.0
-    first_token_timeout_s: float = 30.0
-    """Longest wait for a first token beyond what was predicted."""
+    first_token_timeout_s: float = 150.0
+    """Longest wait for a first token beyond what is predicted, by the newest measure of its
+    worker. More than the registry allows a step that nothing predicts (`registry.first_step_s`):
+    a worker whose step hangs is told to be SUSPECT long before."""
     token_timeout_s: float = 30.0
     """Longest gap between tokens before a request is moved. One whose worker is not SUSPECT and
     serves others meanwhile is not: it was preempted there, or its prompt waits its turn."""

@@ -269,6 +269,10 @@ class Fleet:
             entry.others_requests = entry.others_queued_tokens = entry.num_quarantined_blocks = 0
             self._recount(entry)
 
+    def prefill_tokens_per_s(self, entry: WorkerEntry) -> float:
+        """As the worker told last; the default until it has."""
+        return float(self.arrays.prefill_tokens_per_s[entry.slot])
+
     def observe_handoff(self, entry: WorkerEntry, num_bytes: int, seconds: float) -> None:
         """Learn a prefill worker's bandwidth from a handoff large enough to tell."""
         if self._is_here(entry) and num_bytes >= 1 << 16 and seconds > 0:

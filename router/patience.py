@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from router.fleet import WorkerEntry, WorkerState
 
+Limit = float | Callable[[], float]  # seconds from the last progress; or what tells them
+
 
 class Patience:
     """Own the limit on an attempt's silence. Calls `on_over(worker, what was awaited)` once."""
@@ -24,17 +26,19 @@ class Patience:
         self._suspect_silence_s, self._clock, self._on_over = suspect_silence_s, clock, on_over
         self._workers: tuple[WorkerEntry, ...] = ()
         self._what = ""
-        self._since_s = self._limit_s = self._timer_at_s = 0.0
+        self._since_s = self._timer_at_s = 0.0
+        self._limit: Limit = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def expect(self, what: str, seconds: float, *workers: WorkerEntry) -> None:
-        """There was progress; the next one has to come within `seconds`.
+    def expect(self, what: str, limit: Limit, *workers: WorkerEntry) -> None:
+        """There was progress; the next one has to come within the limit.
 
-        Any of `workers` may be what it waits for. When it does not come, the one whose time was
-        over first is told of, of equals the first.
+        Where the limit may grow meanwhile, what tells it is asked again once it is over. Any of
+        `workers` may be what it waits for. When it does not come, the one whose time was over first
+        is told of, of equals the first.
         """
         self._workers, self._what = workers, what
-        self._since_s, self._limit_s = self._clock(), seconds
+        self._since_s, self._limit = self._clock(), limit
         self.review()
 
     def review(self) -> None:
@@ -51,7 +55,8 @@ class Patience:
             self._timer = None
 
     def _over_at_s(self, worker: WorkerEntry) -> float:
-        over_at_s = self._since_s + self._limit_s
+        limit = self._limit
+        over_at_s = self._since_s + (limit() if callable(limit) else limit)
         if worker.state is not WorkerState.SUSPECT:
             return over_at_s
         silent_since_s = max(self._since_s, worker.state_since_s)

@@ -143,13 +143,13 @@ class Placement:
     num_cached_tokens_prefill: int
     num_cached_tokens_decode: int
     num_tokens: int
-    by_own_measure_s: float
-    """Queue and prefill at the rate that the worker itself told last, or by default."""
+    num_tokens_ahead: float
+    """Of this prompt and those before it in line, what its worker has to compute."""
 
-    @property
-    def first_token_s(self) -> float:
-        """Of the two predictions of queue and prefill the longer: what to be patient for."""
-        return max(self.queue_s + self.prefill_s, self.by_own_measure_s)
+    def first_token_s(self, tokens_per_s: float) -> float:
+        """What to be patient for: queue and prefill as predicted here, or, if longer, at the rate
+        that the worker itself told last."""
+        return max(self.queue_s + self.prefill_s, self.num_tokens_ahead / tokens_per_s)
 
     @property
     def num_uncached_tokens(self) -> int:
@@ -340,7 +340,7 @@ def _placement(
     cached = query.cached_tokens
     slot, rates = decode_slot if prefill_slot is None else prefill_slot, fleet.prefill_tokens_per_s
     uncached = max(1, query.num_tokens - int(cached[slot]))
-    by_own_measure_s = fleet.queue_s(rates, now_s)[slot] + uncached / rates[slot]
+    queued = fleet.queue_s(rates, now_s)[slot] * rates[slot]
     return Placement(
         prefill_slot=prefill_slot,
         decode_slot=decode_slot,
@@ -354,5 +354,5 @@ def _placement(
         num_cached_tokens_prefill=0 if prefill_slot is None else int(cached[prefill_slot]),
         num_cached_tokens_decode=int(cached[decode_slot]),
         num_tokens=query.num_tokens,
-        by_own_measure_s=float(by_own_measure_s),
+        num_tokens_ahead=float(queued + uncached),
     )

@@ -33,6 +33,7 @@ from router.attempt import Attempt
 from router.failure import AttemptError, Failure
 from router.fleet import Booking
 from router.output import OutputLog, Routed
+from router.patience import Limit
 from router.prompt import PromptBlocks
 from router.request_output import RequestOutput
 from router.resume import find_running
@@ -175,8 +176,8 @@ class RequestRun:
         try:
             workers = self._workers(placed)
             self._retrying.begin_attempt()
-            placement, routed = placed.placement, self._routed(placed)
-            attempt = self._new_attempt(workers, placement.first_token_s)
+            routed, limit = self._routed(placed), partial(self._first_token_limit_s, placed)
+            attempt = self._new_attempt(workers, limit)
             running = attempt.run(self._spec(placed))
             await self._follow(attempt, running, placed.booking, routed)
         finally:
@@ -213,10 +214,21 @@ class RequestRun:
             if not self._orphaned:
                 attempt.cancel_on_worker()
 
-    def _new_attempt(self, workers: Workers, predicted_s: float = 0.0) -> Attempt:
+    def _first_token_limit_s(self, placed: Placed) -> float:
+        """By the newest measure: a worker's first long prompt is what its speed is learned from."""
+        tokens_per_s = self._parts.fleet.prefill_tokens_per_s(placed.booking.prefill)
+        predicted_s = placed.placement.first_token_s(tokens_per_s)
+        return predicted_s + self._parts.config.first_token_timeout_s
+
+    def _new_attempt(self, workers: Workers, first_token_limit: Limit) -> Attempt:
         parts = self._parts
         return Attempt(
-            self.arrival.wire_id, workers, self._output, parts.config, parts.clock, predicted_s
+            self.arrival.wire_id,
+            workers,
+            self._output,
+            parts.config,
+            parts.clock,
+            first_token_limit,
         )
 
     # --- taking over from another router -------------------------------------------------------
@@ -230,7 +242,8 @@ class RequestRun:
         found = await find_running(
             self.arrival,
             parts.links,
-            lambda link: self._new_attempt(Workers(link, None)),
+            # How long its first token may take is its lease's affair.
+            lambda link: self._new_attempt(Workers(link, None), parts.config.max_timeout_s),
             parts.config.attach_timeout_s,
         )
         self._is_sought = False

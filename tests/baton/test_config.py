@@ -217,6 +217,28 @@ def test_a_hung_worker_is_fenced_before_it_is_given_up_for_gone() -> None:
     assert "supervisor.fence_after_s (15), not 15.0" in caught.value.message
 
 
+def test_a_router_waits_for_a_first_step_for_as_long_as_the_registry_does() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"registry": {"first_step_s": 150}})
+    assert caught.value.field == "router.first_token_timeout_s"
+    assert "must be above registry.first_step_s (150), not 150" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "seconds"),
+    [("transfer", "tombstone_s", 3605), ("router", "max_timeout_s", 3995)],
+)
+def test_a_lease_is_remembered_for_longer_than_any_call_can_name_it(
+    section: str, name: str, seconds: int
+) -> None:
+    config = parse_config({section: {name: seconds + (1 if section == "transfer" else -1)}})
+    assert config.transfer.tombstone_s > config.router.max_timeout_s
+    with pytest.raises(ConfigError) as caught:
+        parse_config({section: {name: seconds}})
+    assert caught.value.field == "transfer.tombstone_s"
+    assert "must be above router.reserve_timeout_s + router.max_timeout_s" in caught.value.message
+
+
 def test_what_the_file_sets_reaches_the_workers() -> None:
     config = parse_config(
         {

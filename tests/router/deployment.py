@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -193,8 +194,10 @@ def ask_for(prompt: str, max_tokens: int = 12, **fields: Any) -> router_pb2.Gene
 class Deployment:
     """Own the processes-to-be of one test: all in one event loop, all over real sockets."""
 
-    def __init__(self, text_model: TextModel, config: RouterConfig) -> None:
-        self.text_model, self.config = text_model, config
+    def __init__(
+        self, text_model: TextModel, config: RouterConfig, clock: Callable[[], float]
+    ) -> None:
+        self.text_model, self.config, self.clock = text_model, config, clock
         self.fabric, self.registry = Fabric(), Registry()
         self.servers: list[RouterServer] = []
         self.clients: list[Client] = []
@@ -225,7 +228,14 @@ class Deployment:
 
     async def add_router(self, **changes: Any) -> Client:
         config = RouterConfig(**{**vars(self.config), **changes})
-        router = Router(config, self.registry.address, MODEL, self.text_model, rng=random.Random(1))
+        router = Router(
+            config,
+            self.registry.address,
+            MODEL,
+            self.text_model,
+            clock=self.clock,
+            rng=random.Random(1),
+        )
         server = RouterServer(router, config, "127.0.0.1:0")
         await server.start()
         self.servers.append(server)
@@ -270,10 +280,11 @@ async def deployment(
     prefill: int = 1,
     decode: int = 1,
     mixed: int = 0,
+    clock: Callable[[], float] = time.monotonic,
     **changes: Any,
 ) -> AsyncIterator[Deployment]:
     """Workers p0.., d0.., m0.. and one router that is connected to all of them."""
-    made = Deployment(text_model, RouterConfig(**{**vars(QUICK), **changes}))
+    made = Deployment(text_model, RouterConfig(**{**vars(QUICK), **changes}), clock)
     try:
         await made.registry.start()
         for letter, role, count in (("p", PREFILL, prefill), ("d", DECODE, decode)):

@@ -42,16 +42,6 @@ async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced(
         await d.check_empty()
 
 
-async def test_a_hung_prefill_worker_is_given_up_after_its_time(text_model: TextModel) -> None:
-    async with deployment(text_model, prefill=2, first_token_timeout_s=0.2) as d:
-        for worker in ("p0", "p1"):
-            d.worker(worker).faults.hang_prefills = 1
-        answer = await d.client.ask(ask_for(PROMPT))
-        assert_whole(answer, PROMPT)
-        assert len(answer.routed) == 3
-        await d.check_empty()
-
-
 async def test_a_failed_handoff_is_repeated_with_the_first_token_in_the_prompt(
     text_model: TextModel,
 ) -> None:

@@ -236,7 +236,10 @@ def test_patience_goes_by_a_worker_s_own_measure_also_where_it_is_not_trusted() 
     policy = dataclasses.replace(POLICY, trust_rates_s=0.0, local_prefill="never")
     for placement in ranked(wanted, fleet.arrays, policy, 101.0, 4):
         assert placement.prefill_s == 0.6
-        assert placement.first_token_s == (60.0 if placement.prefill_worker == "p1" else 0.6)
+        entry = fleet.get(placement.prefill_worker)
+        assert entry is not None
+        expected_s = 60.0 if placement.prefill_worker == "p1" else 0.6
+        assert placement.first_token_s(fleet.prefill_tokens_per_s(entry)) == expected_s
 
 
 def test_a_booking_is_felt_at_once_and_released_exactly_once() -> None:
