@@ -120,4 +120,5 @@ def test_the_supervisor_recreates_a_replica_whole_when_one_of_its_ranks_is_kille
             assert running.result(90).ids == site.expect(PROMPT[:60], 300)
         new = live_workers(after)["decode-0"].ref.ranks
         assert {r.process.pid for r in new}.isdisjoint(r.process.pid for r in ranks)
+        site.serves(after, "decode-0")
         site.all_sound()

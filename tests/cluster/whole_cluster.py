@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import signal
 import time
@@ -34,6 +35,9 @@ from tests.router.deployment import byte_model
 LIVE = control_pb2.WORKER_STATE_LIVE
 PROMPT = [5 + number % 200 for number in range(480)]
 """Token ids that every model here knows."""
+
+_NUM_ASKED_TOKENS = 6
+_NUMBERS = itertools.count()
 
 Fleet = control_pb2.WatchFleetResponse
 Books = worker_pb2.CheckIntegrityResponse
@@ -128,6 +132,37 @@ class Site:
 
         return self.wait_for(recreated)
 
+    def serves(self, fleet: Fleet, worker_id: str) -> None:
+        """Have this very start of a worker take part in an answer: the others of its pool drain
+        meanwhile, and are replaced."""
+        workers = live_workers(fleet)
+        mine = workers[worker_id]
+        others = [n for n, w in workers.items() if w.pool == mine.pool and n != worker_id]
+        sampled_before = num_sampled(books_of(mine.address))
+        with ControlClient(self.cluster.control_address) as control:
+            for other in others:
+                control.drain(other)
+        asked: list[Asked] = []
+        give_up_at = time.monotonic() + 30  # routers hear of it a moment later
+        while not (asked and worker_id in asked[-1][1].workers):
+            assert time.monotonic() < give_up_at, f"{worker_id} was in none of {len(asked)} answers"
+            asked.append(self.ask_new())
+        assert num_sampled(books_of(mine.address)) > sampled_before, f"another {worker_id} served"
+        self.check(asked)
+        for other in others:
+            self.wait_for_recreated(fleet, other)
+
+    def ask_new(self) -> Asked:
+        """A prompt whose prefix no worker has cached, and its answer."""
+        prompt = [5 + next(_NUMBERS) % 200, *PROMPT[:40]]
+        return prompt, run(self.cluster.router_address, prompt, _NUM_ASKED_TOKENS)
+
+    def check(self, asked: Sequence[Asked]) -> None:
+        """Every answer is the oracle's."""
+        expected = self.expected([p for p, _ in asked], [_NUM_ASKED_TOKENS] * len(asked))
+        for (_, answer), tokens in zip(asked, expected, strict=True):
+            assert answer.ids == tokens
+
     # --- books ----------------------------------------------------------------------------------
 
     def books(self, fleet: Fleet | None = None) -> dict[str, Books]:
@@ -196,6 +231,10 @@ def books_of(address: str) -> Books:
         return books
 
 
+def num_sampled(books: Books) -> int:
+    return books.num_first_tokens + books.num_later_tokens
+
+
 def holds_nothing(books: Books) -> bool:
     held = books.num_waiting + books.num_running + books.num_reserved + books.num_exporting
     held += books.num_open_leases + books.num_open_handoffs
@@ -212,6 +251,11 @@ class Answer:
         self.ids: list[int] = []
         self.routed: list[Routed] = []
         self.finished: Finished | None = None
+
+    @property
+    def workers(self) -> set[str]:
+        """Of the last attempt."""
+        return {self.routed[-1].prefill_worker, self.routed[-1].decode_worker}
 
     def take(self, event: Event) -> None:
         assert self.finished is None, f"{event} after the end"
@@ -265,6 +309,10 @@ async def start(
                     if num_events == leave_after:
                         break
     return answer
+
+
+Asked = tuple[list[int], Answer]
+"""A prompt and what came."""
 
 
 @contextlib.contextmanager
