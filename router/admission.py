@@ -41,7 +41,7 @@ from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
 from router.refusals import stranded, too_large
 
-SCAN_AHEAD = 32  # requests tried per round, of those that some open worker is long enough for
+SCAN_AHEAD = 32  # requests tried per round, of those that fit some open worker and can run at all
 POLL_S = 0.25  # longest time between rounds while requests wait
 ROUND_PAUSE = 4.0  # times what a round spent in vain: the event loop is left to the streams
 
@@ -271,6 +271,8 @@ class Admission:
             assert ticket.placed is not None
             if ticket.placed.done() or ticket.num_tokens > longest:
                 continue
+            if ticket.stranded_since_s is not None:
+                continue  # and no worker's reach has changed since that was seen
             tries += 1
             best = self._best(ticket, reserved, now)
             if best is not None and best.queue_s <= config.lease_lead_s:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from baton.errors import UnavailableError
+from router.admission import SCAN_AHEAD
 from router.config import LocalPrefill, RouterConfig
 from router.fleet import Fleet, ReportedLoad
 from router.placement import reach
@@ -82,21 +83,23 @@ def test_who_is_within_reach_goes_by_the_prefill_workers_room() -> None:
     assert not reach(fleet.arrays, NEVER).takes(129, 1).any()
 
 
-async def test_a_prompt_that_fits_nowhere_holds_nobody_back_and_is_refused() -> None:
+async def test_prompts_that_fit_nowhere_hold_nobody_back_and_are_refused() -> None:
     clock = Clock()
     fleet = two_prefill_workers(clock)
     quarantine(fleet, "p1", 6)
     admission = admission_of(fleet, clock, fleet_wait_s=10.0)
-    large = asyncio.create_task(admission.place(admission.ticket(prompt(100), 4)))
+    tickets = [admission.ticket(prompt(100, n * 100), 4) for n in range(2 * SCAN_AHEAD)]
+    large = [asyncio.create_task(admission.place(ticket)) for ticket in tickets]
     await rounds(admission, clock, 5.0)
-    small = asyncio.create_task(admission.place(admission.ticket(prompt(50, 200), 4)))
+    small = asyncio.create_task(admission.place(admission.ticket(prompt(50, 10_000), 4)))
     await rounds(admission, clock, 0.25)
     assert small.done()
     fleet.release(small.result().booking)
-    assert not large.done()
+    assert not any(task.done() for task in large)
     await rounds(admission, clock, 6.0)
-    with pytest.raises(UnavailableError, match="100 tokens"):
-        await large
+    for task in large:
+        with pytest.raises(UnavailableError, match="100 tokens"):
+            await task
     fleet.check_integrity()
 
 
