@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -18,6 +17,7 @@ from baton.errors import InvalidRequestError
 from baton.grpc_options import accepts_pings
 from baton.status import abort
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
+from tests.router.scripted_faults import Faults
 from tests.router.scripted_kv import BLOCK_SIZE, ScriptedKv
 from tests.router.scripted_tokens import Running, known_tokens
 
@@ -25,26 +25,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 FINGERPRINT = b"f" * 16
 MODEL = "tiny"
-
-
-@dataclass
-class Faults:
-    """What a worker is told to do wrong; each count is used up one by one."""
-
-    fail_prefills: int = 0
-    not_for_us: list[str] = field(default_factory=list)  # reasons to refuse a prompt with
-    refuse_prefills: int = 0
-    fail_handoffs: int = 0
-    handoff_reason: str = "TIMEOUT"  # of those
-    hang_handoffs: int = 0  # after the first token
-    hang_prefills: int = 0  # until `unhang`
-    late_prefills: int = 0  # they find their lease fenced by its owner
-    lose_moves: int = 0  # attached by another router, the former one is not told
-    late_first_tokens: int = 0  # the handoff overtakes the first token
-    reject: list[tuple[int, int]] = field(default_factory=list)  # (RejectReason, retry ms)
-    hang_reservations: int = 0
-    hang_attaches: int = 0
-    end_early: int = 0  # prefill streams that end after the first token
 
 
 class Fabric:
@@ -79,6 +59,8 @@ class ScriptedWorker(
         self.may_decode.set()
         self.may_prefill = asyncio.Event()
         self.may_prefill.set()
+        self.may_tell_first = asyncio.Event()  # else the handoff overtakes the first token
+        self.may_tell_first.set()
         self.unhang = asyncio.Event()
         self.served: set[str] = set()  # leases
         self.runs: dict[str, Running] = {}
@@ -168,16 +150,16 @@ class ScriptedWorker(
             if request.lease.lease_id in self.served:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "served already")
             self.served.add(request.lease.lease_id)
-            if self._use("late_prefills"):
+            if self.faults.use("late_prefills"):
                 owner = self.fabric.workers[request.lease.owner.worker_id]
                 asyncio.get_running_loop().call_soon(owner.give_up, request.lease)
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "fenced or over")
             await self.may_prefill.wait()
-            if self._use("hang_prefills"):
+            if self.faults.use("hang_prefills"):
                 await self.unhang.wait()
-            if self._use("fail_prefills"):
+            if self.faults.use("fail_prefills"):
                 await context.abort(grpc.StatusCode.INTERNAL, "scripted failure")
-            if self._use("refuse_prefills"):
+            if self.faults.use("refuse_prefills"):
                 refusal = InvalidRequestError("scripted refusal", field="sampling.top_k")
                 await abort(context, refusal)
             if self.faults.not_for_us:
@@ -197,21 +179,19 @@ class ScriptedWorker(
         run = Running(spec, None, known_tokens(spec))
         finished = run.next()
         first = worker_pb2.FirstToken(id=run.tokens[-1], prefill_ms=1.0, finished=finished)
-        late = self._use("late_first_tokens")
+        is_late = not self.may_tell_first.is_set()
         owner = self.fabric.workers.get(request.lease.owner.worker_id)
         if finished and owner is not None:  # whether or not its caller is there to hear of it
             asyncio.get_running_loop().call_soon(owner.give_up, request.lease)
-        if not late:
+        if finished or not is_late:
+            await self.may_tell_first.wait()
             yield worker_pb2.PrefillResponse(first_token=first)
-        elif finished:
-            await asyncio.sleep(0.05)
-            yield worker_pb2.PrefillResponse(first_token=first)
-        if finished or self._use("end_early"):
+        if finished or self.faults.use("end_early"):
             return
         self.kv.hold(self.kv_fingerprint, known_tokens(spec))
-        if self._use("hang_handoffs"):
+        if self.faults.use("hang_handoffs"):
             await asyncio.Event().wait()
-        if self._use("fail_handoffs"):
+        if self.faults.use("fail_handoffs"):
             reason = self.faults.handoff_reason
             failed = worker_pb2.HandoffFailed(reason=reason, message="scripted")
             yield worker_pb2.PrefillResponse(handoff_failed=failed)
@@ -220,19 +200,13 @@ class ScriptedWorker(
             failed = worker_pb2.HandoffFailed(reason="FENCED", message="no such lease")
             yield worker_pb2.PrefillResponse(handoff_failed=failed)
             return
-        if late:
-            await asyncio.sleep(0.05)
+        if is_late:
+            await self.may_tell_first.wait()
             yield worker_pb2.PrefillResponse(first_token=first)
         done = worker_pb2.HandoffDone(
             num_bytes=len(run.tokens) * self.kv_bytes_per_token, num_blocks=1, put_ms=0.5
         )
         yield worker_pb2.PrefillResponse(handoff_done=done)
-
-    def _use(self, fault: str) -> bool:
-        left = getattr(self.faults, fault)
-        if left:
-            setattr(self.faults, fault, left - 1)
-        return bool(left)
 
     # --- decode --------------------------------------------------------------------------------
 
@@ -272,7 +246,7 @@ class ScriptedWorker(
     def _reserve(self, router_id: str, reserve: worker_pb2.Reserve) -> None:
         spec = reserve.spec
         self.num_reserves += 1
-        if self._use("hang_reservations"):
+        if self.faults.use("hang_reservations"):
             return
         if self.faults.reject:
             reason, retry_ms = self.faults.reject.pop(0)
@@ -376,7 +350,7 @@ class ScriptedWorker(
     async def Attach(  # noqa: N802
         self, request: worker_pb2.AttachRequest, context: Context
     ) -> worker_pb2.AttachResponse:
-        if self._use("hang_attaches"):
+        if self.faults.use("hang_attaches"):
             self.num_attaching += 1
             await asyncio.Event().wait()
         wanted = request.request_id
@@ -396,7 +370,7 @@ class ScriptedWorker(
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no such session")
         self.num_attaches += 1
         former, running.router_id, running.router = running.router_id, request.router_id, router
-        if former not in (None, request.router_id) and not self._use("lose_moves"):
+        if former not in (None, request.router_id) and not self.faults.use("lose_moves"):
             moved = worker_pb2.Moved(request_id=wanted, attempt=running.spec.attempt)
             self._tell(former, moved=[moved])
         if running.reserved is not None and running.task is None:

@@ -7,8 +7,9 @@ import asyncio
 
 import pytest
 
+from router.attempt import Attempt
 from router.text import TextModel
-from tests.router.deployment import DECODE, PROMPT, ask_for, deployment
+from tests.router.deployment import DECODE, PROMPT, Deployment, ask_for, deployment
 from tests.router.scripted_tokens import Running
 from tests.router.scripted_worker import ScriptedWorker
 from tests.router.test_requests import assert_whole
@@ -63,10 +64,19 @@ async def test_a_prefill_that_ends_without_a_handoff_is_repeated(text_model: Tex
         await d.check_empty()
 
 
+def attempts(d: Deployment) -> list[Attempt]:
+    """Those under way at the router."""
+    waiting = {attempt for link in d.router.links for attempt in link.waiting}
+    return [attempt for attempt in waiting if isinstance(attempt, Attempt)]
+
+
 async def test_tokens_that_overtake_the_first_one_wait_for_it(text_model: TextModel) -> None:
     async with deployment(text_model) as d:
-        d.worker("p0").faults.late_first_tokens = 1
-        answer = await d.client.ask(ask_for(PROMPT))
+        d.worker("p0").may_tell_first.clear()
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: any(attempt._early for attempt in attempts(d)))
+        d.worker("p0").may_tell_first.set()
+        answer = await asking
         assert_whole(answer, PROMPT)
         assert len(answer.routed) == 1
         await d.check_empty()
@@ -75,9 +85,12 @@ async def test_tokens_that_overtake_the_first_one_wait_for_it(text_model: TextMo
 async def test_a_handoff_given_up_because_the_first_token_ended_the_request_is_no_failure(
     text_model: TextModel,
 ) -> None:
-    async with deployment(text_model) as d:
-        d.worker("p0").faults.late_first_tokens = 1
-        answer = await d.client.ask(ask_for(PROMPT, 1))
+    async with deployment(text_model, handoff_report_wait_s=10.0) as d:
+        d.worker("p0").may_tell_first.clear()
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, 1)))
+        await d.until(lambda: any(attempt._over_at_worker for attempt in attempts(d)))
+        d.worker("p0").may_tell_first.set()
+        answer = await asking
         assert_whole(answer, PROMPT, num_tokens=1)
         assert len(answer.ids) == len(answer.routed) == 1
         assert d.worker("p0").num_prefills == 1
