@@ -68,12 +68,6 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
     ModelError, TransportError, TpPeerError, ValueError.
     """
     started_at = time.monotonic()
-    spec = load_model_spec(config.model_path, config.engine)
-    layout = region_layout(spec, config.engine, place.rank, place.size)
-    transport = make_transport(config.transfer)
-    if on_fatal is not None:
-        transport.on_fatal = on_fatal
-    memory = _pool(config, transport, layout)
     group = None
     if place.size > 1:
         if config.engine.backend == "fake":
@@ -88,6 +82,12 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
             config.engine.device,
             _MEETING_TIMEOUT_S,
         )
+    spec = load_model_spec(config.model_path, config.engine, group)
+    layout = region_layout(spec, config.engine, place.rank, place.size)
+    transport = make_transport(config.transfer)
+    if on_fatal is not None:
+        transport.on_fatal = on_fatal
+    memory = _pool(config, transport, layout)
     identity = _meet(config.worker_id, place, TransferRank.address_of(transport, place.rank))
     transfer = TransferRank(
         transport,

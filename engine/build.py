@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from engine import compute_threads
 from engine.api import KvMemory, KvSink, ModelSpec, Runner
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def load_model_spec(model_path: str, config: EngineConfig) -> ModelSpec:
-    """Describe the model without loading it. Raises engine.models.errors.ModelError."""
+def load_model_spec(model_path: str, config: EngineConfig, tp: TpGroup | None = None) -> ModelSpec:
+    """Describe the model without loading it; all bytes of its weights are read once, by all ranks
+    together. Raises engine.models.errors.ModelError, engine.tp.TpPeerError."""
     if config.backend == "fake":
         from engine.fake_runner import fake_model_spec
 
@@ -32,7 +34,8 @@ def load_model_spec(model_path: str, config: EngineConfig) -> ModelSpec:
         dtype = choice.dtype
         # Alone: workers elsewhere that decided otherwise would exchange no KV with this one.
         log.info("%s: computing in %s: %s", model_path, dtype, choice.reason)
-    return describe(model_path, config.block_size, dtype, config.max_model_len)
+    num_threads = config.num_threads or compute_threads.share(1 if tp is None else tp.size)
+    return describe(model_path, config.block_size, dtype, config.max_model_len, num_threads, tp)
 
 
 def region_layout(

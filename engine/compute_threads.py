@@ -7,6 +7,8 @@ any thread; a runner on a CPU calls `wanted` before each step.
 
 from __future__ import annotations
 
+import os
+
 _wanted: int | None = None
 
 
@@ -18,3 +20,8 @@ def want(num_threads: int | None) -> None:
 
 def wanted() -> int | None:
     return _wanted
+
+
+def share(num_ranks: int) -> int:
+    """Threads for each of `num_ranks` that divide the cores that this process may run on."""
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)

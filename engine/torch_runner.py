@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -128,7 +127,7 @@ def load_torch_runner(
     rank, size = (0, 1) if tp is None else (tp.rank, tp.size)
     device = torch.device(config.device)
     if device.type == "cpu":
-        torch.set_num_threads(config.num_threads or max(1, num_cores() // size))
+        torch.set_num_threads(config.num_threads or compute_threads.share(size))
     folder = resolve(model_path)
     model = read_config(folder)
     shard = shard_of(model, rank, size)
@@ -141,8 +140,3 @@ def load_torch_runner(
         tp.wait_all()  # steps have a time limit: none may start while a rank still loads
     regions = RegionLayout(spec.layout, rank, size, memory.blocks_per_region)
     return TorchRunner(spec, decoder, PagedKv(memory, regions, device), sink, sample, tp)
-
-
-def num_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))

@@ -113,6 +113,12 @@ class TpGroup:
         _with_peers(lambda: dist.all_reduce(x, group=self._compute), "all-reduce")
         return x
 
+    def sum_on_host(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor in host memory over the ranks, in place, however long they take to come
+        (while they load). Raises TpPeerError."""
+        _with_peers(lambda: dist.all_reduce(x, group=self._plans), "sum on the host")
+        return x
+
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Rank 0: the ranks' columns, equally many, side by side; None on the others."""
         logits = logits.contiguous()

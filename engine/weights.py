@@ -6,7 +6,6 @@ folder was left unread: a tensor that the decoder does not know would mean wrong
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -17,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -109,20 +110,19 @@ class Checkpoint:
                 f"architecture does not: {', '.join(some[:5])}"
             )
 
-    def digest(self) -> str:
-        """Hex digest of all names, types and shapes and of some of every tensor's content.
+    def names(self) -> list[str]:
+        """All tensors, also those that nothing asks for, sorted."""
+        return sorted(self._file_of)
 
-        It does not depend on how the tensors are spread over files.
-        """
-        digest = hashlib.blake2b(digest_size=16)
-        for name in sorted(self._file_of):
-            view = self._slice(name)
-            shape = tuple(view.get_shape())
-            digest.update(f"{name} {view.get_dtype()} {shape}\n".encode())
-            for row in sorted({0, shape[0] // 2, shape[0] - 1} if shape and shape[0] else ()):
-                part = view[(slice(row, row + 1), slice(0, 1))[: max(1, len(shape) - 1)]]
-                digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+    def header(self, name: str) -> str:
+        """A tensor's name, type and shape on one line."""
+        view = self._slice(name)
+        return f"{name} {view.get_dtype()} {tuple(view.get_shape())}"
+
+    def content(self, name: str) -> npt.NDArray[np.uint8]:
+        """All bytes of a tensor, row by row, as the file has them: mapped, not copied."""
+        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        return tensor.reshape(-1).view(torch.uint8).numpy()
 
     def dtype(self) -> str:
         """What most of the weights are in, as safetensors names it; ours for those we compute in.

@@ -12,6 +12,7 @@ from engine.models.config import ModelConfig, model_config
 from engine.models.errors import CheckpointError
 from engine.models.hub import snapshot
 from engine.weights import Checkpoint, read_json
+from engine.weights_digest import Ranks, weights_digest
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec, kv_fingerprint
 
 log = logging.getLogger(__name__)
@@ -31,13 +32,21 @@ def read_config(folder: Path) -> ModelConfig:
     return model_config(read_json(path), str(path))
 
 
-def describe(model_path: str, block_size: int, dtype: str, max_model_len: int | None) -> ModelSpec:
-    """Read the config and digest the weights. Raises ModelError."""
+def describe(
+    model_path: str,
+    block_size: int,
+    dtype: str,
+    max_model_len: int | None,
+    num_threads: int,
+    ranks: Ranks | None,
+) -> ModelSpec:
+    """Read the config and digest the weights, with the other `ranks`. Raises ModelError and what
+    the ranks do."""
     folder = resolve(model_path)
     config = read_config(folder)
     layout = kv_layout(config, block_size, dtype)
     with Checkpoint(folder) as checkpoint:
-        digest = checkpoint.digest()
+        digest = weights_digest(checkpoint, num_threads, ranks)
     longest = config.longest_context
     if max_model_len is not None and max_model_len > longest:
         log.warning("max_model_len is %d: %s has no more", longest, folder)

@@ -19,10 +19,12 @@ from engine.request import (
     SampledToken,
     ScheduledSeq,
     StepPlan,
+    TokenLogprobs,
 )
 from engine.torch_runner import TorchRunner, load_torch_runner
 from engine.tp import TpGroup
 from kv_transfer.layout import RegionLayout
+from tests.engine.checkpoints import Greedy
 
 
 @dataclass
@@ -60,7 +62,11 @@ def argmax(
 ) -> list[SampledToken]:
     assert logits.dtype == torch.float32
     assert len(logits) == len(seqs)
-    return [SampledToken(int(token)) for token in logits.argmax(-1)]
+    likeliest = logits.log_softmax(-1).max(-1)
+    return [
+        SampledToken(token, TokenLogprobs(logprob, 1))
+        for token, logprob in zip(likeliest.indices.tolist(), likeliest.values.tolist())
+    ]
 
 
 @dataclass
@@ -75,7 +81,7 @@ class Setup:
 
 
 def set_up(folder: Path, config: EngineConfig, tp: TpGroup | None = None) -> Setup:
-    spec = load_model_spec(str(folder), config)
+    spec = load_model_spec(str(folder), config, tp)
     regions = region_layout(spec, config, tp.rank if tp else 0, tp.size if tp else 1)
     stride = -(-regions.num_bytes() // 4096) * 4096
     memory = HostMemory(config.num_regions, stride, regions.num_blocks)
@@ -96,6 +102,7 @@ class Driver:
         ]
         self.tables: dict[int, tuple[np.ndarray, ...]] = {}
         self.tokens: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[float]] = {}
         self.computed: dict[int, int] = {}
         self._step = 0
 
@@ -109,6 +116,7 @@ class Driver:
             self._free[group] = free[count:]
         self.tables[seq] = tuple(tables)
         self.tokens[seq] = list(prompt)
+        self.logprobs[seq] = []
         self.computed[seq] = 0
 
     def step(self, counts: dict[int, int]) -> dict[int, int]:
@@ -124,10 +132,17 @@ class Driver:
         self._step += 1
         plan = StepPlan(self._step, tuple(seqs), num_tokens=sum(counts.values()))
         sampled = iter(self.setup.runner.run(plan, {}))
-        found = {int(s.request_id): next(sampled).token_id for s in seqs if s.samples}
+        found = {int(s.request_id): next(sampled) for s in seqs if s.samples}
         for seq, token in found.items():
-            self.tokens[seq].append(token)
-        return found
+            assert token.logprobs is not None
+            self.tokens[seq].append(token.token_id)
+            self.logprobs[seq].append(token.logprobs.logprob)
+        return {seq: token.token_id for seq, token in found.items()}
+
+    def answer(self, seq: int) -> Greedy:
+        """What was sampled so far."""
+        logprobs = list(self.logprobs[seq])
+        return Greedy(self.tokens[seq][len(self.tokens[seq]) - len(logprobs) :], logprobs)
 
     def _windowed(self, seq: int, start: int) -> tuple[np.ndarray, ...]:
         """Tables as a scheduler gives them: what a window has left is the null block."""
@@ -141,9 +156,7 @@ class Driver:
         return tuple(tables)
 
 
-def generate(
-    driver: Driver, prompts: list[list[int]], num_tokens: int, chunk: int
-) -> list[list[int]]:
+def generate(driver: Driver, prompts: list[list[int]], num_tokens: int, chunk: int) -> list[Greedy]:
     """Greedy tokens of all prompts, prefilled in chunks and decoded as one batch."""
     for seq, prompt in enumerate(prompts):
         driver.add(seq, prompt, num_tokens)
@@ -155,7 +168,7 @@ def generate(
             pending[seq] -= count
     for _ in range(num_tokens - 1):
         driver.step(dict.fromkeys(range(len(prompts)), 1))
-    return [driver.tokens[seq][len(prompt) :] for seq, prompt in enumerate(prompts)]
+    return [driver.answer(seq) for seq in range(len(prompts))]
 
 
 def random_prompt(length: int, vocab: int, seed: int = 0) -> list[int]:

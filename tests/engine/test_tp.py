@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.build import load_model_spec
 from engine.config import EngineConfig
 from engine.models.config import model_config
 from engine.models.errors import ShardingError
@@ -65,12 +66,15 @@ def replica(folder: Path, size: int) -> Iterator[tuple[Setup, list[BaseProcess]]
         ),
     ],
 )
-def test_two_ranks_give_the_oracles_tokens(family: str, tmp_path: Path) -> None:
+def test_two_ranks_give_the_oracles_tokens_and_one_ranks_fingerprint(
+    family: str, tmp_path: Path
+) -> None:
     oracle = checkpoints.save(family, tmp_path)
     prompts = [random_prompt(n, checkpoints.VOCAB, n) for n in (1, 40, 131)]
     with replica(tmp_path, 2) as (setup, others):
+        assert setup.spec == load_model_spec(str(tmp_path), CONFIG)
         found = generate(Driver(setup), prompts, 8, chunk=64)
-        assert found == [checkpoints.greedy(oracle, prompt, 8) for prompt in prompts]
+        assert found == [checkpoints.greedy_answer(oracle, prompt, 8) for prompt in prompts]
     assert [other.exitcode for other in others] == [0]
 
 
@@ -80,7 +84,7 @@ def test_four_ranks_replicate_two_kv_heads(tmp_path: Path) -> None:
     prompts = [random_prompt(n, checkpoints.VOCAB, n) for n in (3, 70)]
     with replica(tmp_path, 4) as (setup, _):
         found = generate(Driver(setup), prompts, 8, chunk=64)
-        assert found == [checkpoints.greedy(oracle, prompt, 8) for prompt in prompts]
+        assert found == [checkpoints.greedy_answer(oracle, prompt, 8) for prompt in prompts]
 
 
 def test_a_killed_rank_makes_the_next_step_raise_soon(tmp_path: Path) -> None:
@@ -103,7 +107,7 @@ def test_a_plan_longer_than_the_inline_part_arrives_whole(tmp_path: Path) -> Non
         assert setup.runner.run(plan, {}) == []
         assert setup.sink.calls[-1] == ("step_done",)
         driver = Driver(setup)  # the next plan is read from where this one ended
-        assert len(generate(driver, [[5, 6]], 2, chunk=64)[0]) == 2
+        assert len(generate(driver, [[5, 6]], 2, chunk=64)[0].ids) == 2
     assert others[0].exitcode == 0
 
 
