@@ -183,9 +183,8 @@ class Worker:
         if self._idle.is_set():
             await self._last_tokens_taken()
         # A leak shows here, in the exit status; an engine that does not answer, in `_stop_engine`.
-        checked = self.engine.call(lambda engine: engine.check_integrity())
-        await asyncio.wait_for(asyncio.wrap_future(checked), self._config.settings.leave_timeout_s)
-        self.check_integrity()
+        books = await asyncio.wait_for(self.integrity(), self._config.settings.leave_timeout_s)
+        assert not books.problems, list(books.problems)
         self._stopped.set()
 
     async def _last_tokens_taken(self) -> None:
@@ -380,11 +379,12 @@ class Worker:
         }
 
     async def integrity(self) -> worker_pb2.CheckIntegrityResponse:
-        """What every part's check finds, and what is held. Raises EngineStoppedError."""
+        """What every part's check finds, on every rank, and what is held. Raises
+        EngineStoppedError."""
         books = await asyncio.wrap_future(self.engine.call(EngineBooks.of))
         return report(
             books,
-            problems_of(self._checks()),
+            await self.exporter.rank_books.problems() + problems_of(self._checks()),
             self._tokens,
             self.leases.num_open_leases(),
             self.exporter.num_open(),

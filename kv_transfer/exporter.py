@@ -54,6 +54,7 @@ from kv_transfer.lease import (
 )
 from kv_transfer.mailbox import Event, PeerLost
 from kv_transfer.rank import TransferRank
+from kv_transfer.rank_books import RankBooks
 from kv_transfer.tombstones import Tombstones
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Exporter:
         self._loop = asyncio.get_running_loop()
         self._clock = clock or LoopClock(self._loop)
         self._exports: dict[HandoffId, Export] = {}
+        self.rank_books = RankBooks(rank, self._exports)
         self._tombstones = Tombstones(config.tombstone_s)
         self._can_still_land: set[HandoffId] = set()  # for good: `Drained` is never said of these
         self.on_broken: Callable[[HandoffId, HandoffError], None] | None = None
@@ -240,6 +242,9 @@ class Exporter:
         assert isinstance(event, transfer_pb2.TransferMessage), event
         kind = event.WhichOneof("message")
         handoff = handoff_id(event.lease_id, event.lease_epoch)
+        if kind == "rank_books":
+            self.rank_books.told(event)
+            return
         if kind == "fence":
             self._fenced(handoff, event)
             return

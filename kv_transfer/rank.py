@@ -98,6 +98,8 @@ class TransferRank:
             "fence": self.exporter_mail.put,
             "rank_drained": self.exporter_mail.put,
             "rank_cancel": self._receive_cancel,
+            "rank_books_asked": lambda _: self._tell_books(),
+            "rank_books": self.exporter_mail.put,
             "rank_regions": lambda m: self._offers.add(RankLease.from_proto(m.rank_regions.lease)),
         }
         transport.start(self._receive, self._peer_lost)
@@ -361,6 +363,13 @@ class TransferRank:
 
     def _receive_cancel(self, message: transfer_pb2.TransferMessage) -> None:
         self._cancel(handoff_id(message.lease_id, message.lease_epoch))
+
+    def _tell_books(self) -> None:
+        message = self.new_message("", 0)
+        message.rank_books.SetInParent()
+        with self._lock:  # so that what drains later is also told later
+            message.rank_books.handoffs.extend(self._handoffs)
+            self._report(message)
 
     def _receive_ack(self, message: transfer_pb2.TransferMessage) -> None:
         """The last `done` was sent before: this rank has drained."""

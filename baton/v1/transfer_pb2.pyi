@@ -40,6 +40,8 @@ class TransferMessage(_message.Message):
     RANK_DRAINED_FIELD_NUMBER: _builtins.int
     RANK_CANCEL_FIELD_NUMBER: _builtins.int
     RANK_REGIONS_FIELD_NUMBER: _builtins.int
+    RANK_BOOKS_ASKED_FIELD_NUMBER: _builtins.int
+    RANK_BOOKS_FIELD_NUMBER: _builtins.int
     sender_worker_id: _builtins.str
     """Who sends: replies to an older incarnation are dropped."""
     sender_incarnation: _builtins.int
@@ -68,6 +70,10 @@ class TransferMessage(_message.Message):
     def rank_cancel(self) -> Global___RankCancel: ...
     @_builtins.property
     def rank_regions(self) -> Global___RankRegions: ...
+    @_builtins.property
+    def rank_books_asked(self) -> Global___RankBooksAsked: ...
+    @_builtins.property
+    def rank_books(self) -> Global___RankBooks: ...
     def __init__(
         self,
         *,
@@ -87,12 +93,14 @@ class TransferMessage(_message.Message):
         rank_drained: Global___RankDrained | None = ...,
         rank_cancel: Global___RankCancel | None = ...,
         rank_regions: Global___RankRegions | None = ...,
+        rank_books_asked: Global___RankBooksAsked | None = ...,
+        rank_books: Global___RankBooks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "done", b"done", "drained", b"drained", "failed", b"failed", "fence", b"fence", "message", b"message", "nack", b"nack", "progress", b"progress", "rank_cancel", b"rank_cancel", "rank_done", b"rank_done", "rank_drained", b"rank_drained", "rank_regions", b"rank_regions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "done", b"done", "drained", b"drained", "failed", b"failed", "fence", b"fence", "message", b"message", "nack", b"nack", "progress", b"progress", "rank_books", b"rank_books", "rank_books_asked", b"rank_books_asked", "rank_cancel", b"rank_cancel", "rank_done", b"rank_done", "rank_drained", b"rank_drained", "rank_regions", b"rank_regions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "done", b"done", "drained", b"drained", "failed", b"failed", "fence", b"fence", "lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "message", b"message", "nack", b"nack", "progress", b"progress", "rank_cancel", b"rank_cancel", "rank_done", b"rank_done", "rank_drained", b"rank_drained", "rank_regions", b"rank_regions", "sender_incarnation", b"sender_incarnation", "sender_rank", b"sender_rank", "sender_worker_id", b"sender_worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "done", b"done", "drained", b"drained", "failed", b"failed", "fence", b"fence", "lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "message", b"message", "nack", b"nack", "progress", b"progress", "rank_books", b"rank_books", "rank_books_asked", b"rank_books_asked", "rank_cancel", b"rank_cancel", "rank_done", b"rank_done", "rank_drained", b"rank_drained", "rank_regions", b"rank_regions", "sender_incarnation", b"sender_incarnation", "sender_rank", b"sender_rank", "sender_worker_id", b"sender_worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["done", "ack", "nack", "fence", "drained", "progress", "failed", "rank_done", "rank_drained", "rank_cancel", "rank_regions"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["done", "ack", "nack", "fence", "drained", "progress", "failed", "rank_done", "rank_drained", "rank_cancel", "rank_regions", "rank_books_asked", "rank_books"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -401,6 +409,45 @@ class RankRegions(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankRegions: _TypeAlias = RankRegions  # noqa: Y015
+
+@_typing.final
+class RankBooksAsked(_message.Message):
+    """Rank 0 asks another rank of its worker what it holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankBooksAsked: _TypeAlias = RankBooksAsked  # noqa: Y015
+
+@_typing.final
+class RankBooks(_message.Message):
+    """The answer: the handoffs that this rank has not drained."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDOFFS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def handoffs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        handoffs: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoffs", b"handoffs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankBooks: _TypeAlias = RankBooks  # noqa: Y015
 
 @_typing.final
 class OpenHandoff(_message.Message):

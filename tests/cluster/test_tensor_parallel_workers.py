@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import signal
@@ -19,7 +20,7 @@ from baton.config import load_config
 from baton.process_tree import descendants, wait_until_gone
 from baton.v1 import control_pb2
 from tests.cluster.fleet_processes import Fleet, started
-from tests.cluster.whole_cluster import PROMPT, live_workers, run, running_site
+from tests.cluster.whole_cluster import PROMPT, books_of, live_workers, run, running_site
 from tests.engine import checkpoints
 
 
@@ -46,6 +47,16 @@ def write_config(folder: Path, prefill_tp: int, decode_tp: int) -> Path:
         )
     )
     return config
+
+
+async def books_cover_a_rank_above_0(fleet: Fleet, worker_id: str) -> None:
+    (rank1,) = psutil.Process(fleet.processes[worker_id].pid).children()
+    assert list((await asyncio.to_thread(books_of, fleet.address(worker_id))).problems) == []
+    rank1.suspend()
+    (problem,) = (await asyncio.to_thread(books_of, fleet.address(worker_id))).problems
+    assert problem.startswith("rank 1: it has not told what it holds")
+    rank1.resume()
+    assert list((await asyncio.to_thread(books_of, fleet.address(worker_id))).problems) == []
 
 
 async def a_dead_rank_takes_its_replica_down(fleet: Fleet, worker_id: str) -> None:
@@ -85,9 +96,9 @@ async def test_unequal_widths_hand_over_the_oracles_tokens_and_a_dead_rank_takes
             assert len(tokens) == 12
         await router.close()
         await link.close()
-        await a_dead_rank_takes_its_replica_down(
-            fleet, "prefill-0" if prefill_tp > 1 else "decode-0"
-        )
+        wide = "prefill-0" if prefill_tp > 1 else "decode-0"
+        await books_cover_a_rank_above_0(fleet, wide)
+        await a_dead_rank_takes_its_replica_down(fleet, wide)
     assert wait_until_gone(ranks, 5.0) == set()
 
 

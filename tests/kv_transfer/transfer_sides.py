@@ -290,6 +290,9 @@ class Side:
         self.table.check_integrity()
         self.exporter.check_integrity()
 
+    async def rank_problems(self) -> list[str]:
+        return await self.exporter.rank_books.problems()
+
     def leftovers(self) -> tuple[int, int, int]:
         """(open leases, open handoffs, handoffs that a rank still holds)."""
         held = sum(rank.num_open_handoffs() for rank in self.ranks)
