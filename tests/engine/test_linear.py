@@ -1,0 +1,135 @@
+"""Matrix products in bf16, packed where the CPU can, against a reference in float32, per output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.attention.choice import pick_kernels
+from engine.attention.kernels import Kernels
+from engine.attention.torch_kernels import TorchKernels
+from engine.models.config import MoeConfig
+from engine.models.linear import Linear
+from engine.models.mlp import DenseMlp, MoeMlp, experts_of
+
+BF16 = torch.bfloat16
+# bf16 has 8 bits: of each output, against the largest of its row.
+TOLERANCE = 8e-3
+# What experts are weighted by, the gate, its product and the sum are rounded too.
+MOE_TOLERANCE = 2e-2
+NUM_EXPERTS = 5
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error of any output, as a part of the largest output of its row."""
+    assert found.dtype == BF16
+    assert found.shape == expected.shape
+    assert found.isfinite().all()
+    scale = expected.abs().amax(dim=-1, keepdim=True)
+    return float(((found.float() - expected).abs() / scale).max())
+
+
+class Random:
+    """Normal values that bf16 holds, the same in every run."""
+
+    def __init__(self, seed: int) -> None:
+        torch.set_num_threads(1)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def values(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=self._generator) * scale).bfloat16()
+
+    def weight(self, *shape: int) -> torch.Tensor:
+        return self.values(*shape, scale=shape[-1] ** -0.5)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (33, 65), (256, 96), (129, 1025), (1000, 31)])
+def test_linear_is_that_of_the_definition(shape: tuple[int, int], with_bias: bool) -> None:
+    random = Random(0)
+    weight = random.weight(*shape)
+    bias = random.values(shape[0]) if with_bias else None
+    linear = Linear(weight, bias)
+    assert linear._packed == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    for num_rows in (1, 2, 3, 15, 16, 17, 64, 257):
+        x = random.values(num_rows, shape[1])
+        expected = torch.nn.functional.linear(
+            x.float(), weight.float(), None if bias is None else bias.float()
+        )
+        error = relative_error(linear(x), expected)
+        assert error < TOLERANCE, (num_rows, error)
+
+
+def test_one_wrong_weight_row_is_far_above_the_tolerance() -> None:
+    random = Random(1)
+    weight, x = random.weight(129, 257), random.values(3, 257)
+    expected = x.float() @ weight.float().T
+    wrong = weight.clone()
+    wrong[77] = weight[78]
+    assert relative_error(Linear(wrong)(x), expected) > 4 * TOLERANCE
+
+
+@pytest.fixture(params=["torch", "picked"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return TorchKernels() if request.param == "torch" else pick_kernels(torch.device("cpu"), BF16)
+
+
+class SparseMlp:
+    """A sparse MLP's weights, what computes with them in bf16, and what float32 says."""
+
+    def __init__(self, hidden: int, width: int, per_token: int) -> None:
+        names = ("gate", "up", "down")
+        self.config = MoeConfig((0,), NUM_EXPERTS, per_token, width, True, "mlp", names)
+        self.random = Random(hidden)
+        self.router = self.random.weight(NUM_EXPERTS, hidden)
+        self.gate_up = self.random.weight(NUM_EXPERTS, 2 * width, hidden)
+        self.down = self.random.weight(NUM_EXPERTS, hidden, width)
+
+    def built(self) -> MoeMlp:
+        experts = [DenseMlp(Linear(up), Linear(down)) for up, down in zip(self.gate_up, self.down)]
+        return MoeMlp(self.config, self.router, experts_of(experts))
+
+    def tokens(self, num_rows: int) -> torch.Tensor:
+        """Such whose experts are clear: a choice must not hang on how bf16 rounds the logits."""
+        count = self.config.num_experts_per_token
+        x = self.random.values(2 * num_rows + 20, self.router.shape[1])
+        logits = (x.float() @ self.router.float().T).sort(dim=-1, descending=True).values
+        clear = x[logits[:, count - 1] - logits[:, count] > 0.05]
+        assert len(clear) >= num_rows
+        return clear[:num_rows]
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """Token by token, from the definition."""
+        rows = []
+        for token in x.float():
+            weights, chosen = (
+                (self.router.float() @ token).softmax(-1).topk(self.config.num_experts_per_token)
+            )
+            row = torch.zeros_like(token)
+            for weight, expert in zip(weights / weights.sum(), chosen.tolist()):
+                gate, up = (self.gate_up[expert].float() @ token).chunk(2)
+                inner = torch.nn.functional.silu(gate) * up
+                row += weight * (self.down[expert].float() @ inner)
+            rows.append(row)
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("sizes", [(64, 48, 2), (33, 17, 1), (129, 80, 3)])
+def test_sparse_mlp_is_that_of_the_definition(
+    kernels: Kernels, sizes: tuple[int, int, int]
+) -> None:
+    mlp = SparseMlp(*sizes)
+    for num_rows in (1, 2, 3, 17, 100):
+        x = mlp.tokens(num_rows)
+        error = relative_error(mlp.built()(x, kernels), mlp.reference(x))
+        assert error < MOE_TOLERANCE, (num_rows, error)
+
+
+@pytest.mark.parametrize("wrong", ["gate_up", "down", "router"])
+def test_one_wrong_weight_row_of_a_sparse_mlp_is_far_above_the_tolerance(wrong: str) -> None:
+    mlp = SparseMlp(64, 48, 2)
+    x = mlp.tokens(60)
+    expected = mlp.reference(x)
+    rows = getattr(mlp, wrong).view(-1, getattr(mlp, wrong).shape[-1])
+    rows[3] = rows[2]
+    assert relative_error(mlp.built()(x, TorchKernels()), expected) > 4 * MOE_TOLERANCE
