@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from baton.errors import InvalidRequestError, NotFoundError
 from cluster.config import RegistryConfig, WorkerSettings
 from cluster.registry import Progress, Registration, Registry, Role, Stream, WorkerState
+from decode_worker.config import DecodeConfig
 
 
 class FakeClock:
@@ -321,6 +322,8 @@ def test_a_failure_after_service_begins_the_count_of_failed_starts_anew() -> Non
         (RegistryConfig, "stuck_factor", 0.5),
         (RegistryConfig, "forget_after_s", -1.0),
         (RegistryConfig, "first_step_s", float("inf")),
+        (RegistryConfig, "register_within_s", 0.0),
+        (DecodeConfig, "open_timeout_s", 0.0),
         (WorkerSettings, "heartbeat_s", 0.0),
         (WorkerSettings, "drain_timeout_s", -1.0),
         (WorkerSettings, "leave_timeout_s", 0.0),
