@@ -66,7 +66,7 @@ class DecodeRole:
         self._kv_fingerprint = kv_fingerprint
         self._config = config
         self._clock = clock
-        self._leases: LeaseTable | None = None
+        self._leases: LeaseTable  # from `bind` on
         self._log = RequestLog(
             config.finished_ttl_s, config.max_finished, config.max_finished_bytes
         )
@@ -187,6 +187,19 @@ class DecodeRole:
             return Refusal.STALE_ATTEMPT, str(error)
         return None
 
+    async def _guard(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
+        """An attempt that this leaves where it was is over."""
+        refusal, why = Refusal.INTERNAL, "this worker failed to take the request"
+        try:
+            await work
+        except EngineStoppedError as error:  # the process's end, and reported there
+            log.warning("a request came to a stopped engine: %s", error)
+            refusal, why = Refusal.DRAINING, "this worker's engine has stopped"
+        finally:
+            if run.phase is Phase.RESERVING:  # whatever failed, nobody waits for it
+                self._engine.post(lambda engine: engine.abort(run.key))
+                self._refuse(run, refusal, why)
+
     async def _start(self, run: Run) -> None:
         """Prefill and decode here."""
         spec = run.submission.spec
@@ -227,7 +240,7 @@ class DecodeRole:
 
     def _grant(self, run: Run, writer: WorkerIdentity, event: ReservedEvent) -> None:
         left_s = run.left_s(self._clock.now_s(), otherwise_s=self._config.max_lease_s)
-        lease = self._lease_table.grant(
+        lease = self._leases.grant(
             run.key, writer, event.block_ids, event.num_cached_tokens, left_s
         )
         run.granted(lease, event.num_cached_tokens)
@@ -328,7 +341,7 @@ class DecodeRole:
             self._engine.post(lambda engine: engine.abort(key))
         self._close(run, reason, error)
         if lease_id is not None:
-            self._lease_table.release(lease_id)
+            self._leases.release(lease_id)
         run.tell_output()
 
     def _close(self, run: Run, reason: FinishReason, error: str) -> None:
@@ -379,23 +392,3 @@ class DecodeRole:
     def check_integrity(self) -> None:
         """Raise AssertionError when an attempt is owned twice or by nobody."""
         self._runs.check_integrity()
-
-    # --- small parts ----------------------------------------------------------------------------
-
-    @property
-    def _lease_table(self) -> LeaseTable:
-        assert self._leases is not None, "bind comes before submit"
-        return self._leases
-
-    async def _guard(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
-        """An attempt that this leaves where it was is over."""
-        refusal, why = Refusal.INTERNAL, "this worker failed to take the request"
-        try:
-            await work
-        except EngineStoppedError as error:  # the process's end, and reported there
-            log.warning("a request came to a stopped engine: %s", error)
-            refusal, why = Refusal.DRAINING, "this worker's engine has stopped"
-        finally:
-            if run.phase is Phase.RESERVING:  # whatever failed, nobody waits for it
-                self._engine.post(lambda engine: engine.abort(run.key))
-                self._refuse(run, refusal, why)
