@@ -21,7 +21,7 @@ from engine.request import (
     StepPlan,
     TokenLogprobs,
 )
-from engine.torch_runner import TorchRunner, load_torch_runner
+from engine.torch_runner import SampleFn, TorchRunner, load_torch_runner
 from engine.tp import TpGroup
 from kv_transfer.layout import RegionLayout
 from tests.engine.checkpoints import Greedy
@@ -80,13 +80,15 @@ class Setup:
     sink: RecordingSink
 
 
-def set_up(folder: Path, config: EngineConfig, tp: TpGroup | None = None) -> Setup:
+def set_up(
+    folder: Path, config: EngineConfig, tp: TpGroup | None = None, sample: SampleFn = argmax
+) -> Setup:
     spec = load_model_spec(str(folder), config, tp)
     regions = region_layout(spec, config, tp.rank if tp else 0, tp.size if tp else 1)
     stride = -(-regions.num_bytes() // 4096) * 4096
     memory = HostMemory(config.num_regions, stride, regions.num_blocks)
     sink = RecordingSink()
-    runner = load_torch_runner(str(folder), config, spec, memory, sink, tp, argmax)
+    runner = load_torch_runner(str(folder), config, spec, memory, sink, tp, sample)
     return Setup(runner, spec, memory, regions, sink)
 
 

@@ -1,7 +1,9 @@
-"""Greedy tokens are those of transformers, and the comparison would notice a lost block."""
+"""Greedy tokens and how likely each is are those of transformers, and the comparison would notice
+a lost block."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from itertools import islice
@@ -17,6 +19,7 @@ from engine.config import EngineConfig
 from engine.local_memory import LocalDeviceMemory, LocalSink
 from engine.request import RequestId, RequestSpec, SamplingParams
 from tests.engine import checkpoints
+from tests.engine.checkpoints import Greedy
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
 from tests.engine.fakes import drain, pool_is_whole
 
@@ -47,9 +50,9 @@ def oracle(family: str) -> transformers.PreTrainedModel:
 
 
 @lru_cache
-def oracle_tokens(family: str, length: int) -> tuple[int, ...]:
+def oracle_answer(family: str, length: int) -> Greedy:
     prompt = random_prompt(length, checkpoints.VOCAB, length)
-    return tuple(checkpoints.greedy(oracle(family), prompt, NUM_TOKENS))
+    return checkpoints.greedy_answer(oracle(family), prompt, NUM_TOKENS)
 
 
 def check(folder: Path, family: str, lengths: list[int], chunk: int, block_size: int) -> None:
@@ -58,7 +61,7 @@ def check(folder: Path, family: str, lengths: list[int], chunk: int, block_size:
     )
     prompts = [random_prompt(length, checkpoints.VOCAB, length) for length in lengths]
     found = generate(Driver(set_up(folder, config)), prompts, NUM_TOKENS, chunk)
-    assert found == [list(oracle_tokens(family, length)) for length in lengths]
+    assert found == [oracle_answer(family, length) for length in lengths]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +122,7 @@ def test_a_whole_engine_with_its_kv_in_a_tensor_gives_the_tokens_of_transformers
         prompt = np.array(random_prompt(length, checkpoints.VOCAB, length), np.uint32)
         engine.add(RequestSpec(RequestId(str(length)), prompt, length, greedy))
     streams = drain(engine)
-    assert streams.tokens == {str(n): list(oracle_tokens(family, n)) for n in lengths}
+    assert streams.tokens == {str(n): oracle_answer(family, n).ids for n in lengths}
     pool_is_whole(engine)
 
 
@@ -134,13 +137,16 @@ def test_a_kv_pool_on_another_device_than_the_model_is_refused(
         build_runner(path, config, model, memory, LocalSink(), None)
 
 
-# --- the oracle has power: one change of the KV between prefill and decode changes the tokens -----
+# --- the oracle has power: one change of the KV between prefill and decode changes the answer -----
+#
+# As many tokens of as long a prompt as anywhere in smallest blocks, of which one matters least. By
+# the tokens alone, without how likely they are, a third to two thirds of these harms go unseen.
 #
 # Attention does not see the order of its keys, as their positions are rotated into them: two of a
 # request's own blocks, swapped whole, are no error. Swaps are with what belongs elsewhere.
 
-LENGTH = 80  # whole blocks: the narrowest window still sees the last one whole
-POWER_TOKENS = 32
+LENGTH = 1504  # whole blocks: the narrowest window still sees the last one whole
+BLOCK_SIZE = 8
 
 
 class Harm:
@@ -246,39 +252,47 @@ class Harm:
 
 
 @pytest.mark.parametrize(
-    "family",
+    ("family", "num_harms"),
     [
-        "qwen2",
-        "qwen3",
-        *(pytest.param(f, marks=pytest.mark.full) for f in FAMILIES if f not in ("qwen2", "qwen3")),
+        ("qwen2", 60),
+        ("qwen3", 60),
+        *(pytest.param(family, None, marks=pytest.mark.full) for family in FAMILIES),
     ],
 )
-def test_any_one_harm_to_the_kv_changes_the_tokens(
-    folders: Callable[[str], Path], family: str
+def test_any_one_harm_to_the_kv_changes_the_answer(
+    folders: Callable[[str], Path], family: str, num_harms: int | None
 ) -> None:
-    config = EngineConfig(dtype="float32", num_blocks=40, num_regions=1, num_threads=1)
+    """`num_harms` of them, taken at random; None is all."""
+    config = EngineConfig(
+        dtype="float32", num_blocks=400, block_size=BLOCK_SIZE, num_regions=1, num_threads=1
+    )
     setup = set_up(folders(family), config)
     driver = Driver(setup)
     for seq in range(2):
-        driver.add(seq, random_prompt(LENGTH, checkpoints.VOCAB, LENGTH + seq), POWER_TOKENS)
-    driver.step({0: LENGTH, 1: LENGTH})
-    start = list(driver.tokens[0])
+        driver.add(seq, random_prompt(LENGTH, checkpoints.VOCAB, LENGTH + seq), NUM_TOKENS)
+        driver.step({seq: LENGTH})
+    first, first_logprob = driver.tokens[0][LENGTH], driver.logprobs[0][0]
+    prompt = driver.tokens[0][:LENGTH]
     prefilled = setup.memory.buffer.copy()
+    expected = checkpoints.greedy_answer(oracle(family), prompt, NUM_TOKENS)
 
-    def decode() -> list[int]:
-        driver.tokens[0], driver.computed[0] = list(start), LENGTH
-        for _ in range(POWER_TOKENS - 1):
-            driver.step({0: 1})
-        return driver.tokens[0][LENGTH:]
+    def is_seen(harm: Callable[[], None]) -> bool:
+        """Decode after `harm`, until the answer differs."""
+        setup.memory.buffer[:] = prefilled
+        driver.tokens[0], driver.logprobs[0] = [*prompt, first], [first_logprob]
+        driver.computed[0] = LENGTH
+        harm()
+        for count in range(1, NUM_TOKENS + 1):
+            if driver.answer(0) != Greedy(expected.ids[:count], expected.logprobs[:count]):
+                return True
+            if count < NUM_TOKENS:
+                driver.step({0: 1})
+        return False
 
-    unharmed = decode()
-    assert unharmed == checkpoints.greedy(oracle(family), start[:LENGTH], POWER_TOKENS)
-    unseen = []
+    assert not is_seen(lambda: None)
     harms = Harm(setup, driver)
     assert all(harms.visible(group) for group in range(len(harms.layout.groups)))
-    for name, harm in harms.all():
-        setup.memory.buffer[:] = prefilled
-        harm()
-        if decode() == unharmed:
-            unseen.append(name)
-    assert not unseen
+    chosen = list(harms.all())
+    if num_harms is not None:
+        chosen = random.Random(7).sample(chosen, num_harms)
+    assert not [name for name, harm in chosen if not is_seen(harm)]

@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.local_memory import LocalKvMemory, LocalSink
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, TokenEvent
 from tests.engine import checkpoints
+from tests.engine.checkpoints import Greedy
 
 Overrides = tuple[tuple[str, Any], ...]
 
@@ -29,15 +30,15 @@ def greedy_tokens(
     family: str, overrides: Overrides, prompt: Sequence[int], num_tokens: int
 ) -> list[int]:
     """What transformers says. It knows no chunks, blocks or widths: it is asked once."""
-    return list(_greedy_tokens(family, overrides, tuple(prompt), num_tokens))
+    return list(greedy_answer(family, overrides, tuple(prompt), num_tokens).ids)
 
 
 @cache
-def _greedy_tokens(
+def greedy_answer(
     family: str, overrides: Overrides, prompt: tuple[int, ...], num_tokens: int
-) -> tuple[int, ...]:
-    model = oracle_model(family, overrides)
-    return tuple(checkpoints.greedy(model, list(prompt), num_tokens))
+) -> Greedy:
+    """The same, with how likely transformers holds each token."""
+    return checkpoints.greedy_answer(oracle_model(family, overrides), list(prompt), num_tokens)
 
 
 def engine_alone(
@@ -64,6 +65,12 @@ def engine_alone(
                 found[int(event.request_id)].append(event.token)
     engine.check_integrity()
     return found
+
+
+def answer_of(tokens: Sequence[SampledToken]) -> Greedy:
+    """Of greedy tokens that were asked for with their log-probabilities."""
+    told = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
+    return Greedy(ids_of(tokens), told)
 
 
 def ids_of(tokens: Sequence[SampledToken]) -> list[int]:

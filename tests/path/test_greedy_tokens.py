@@ -1,6 +1,6 @@
-"""Greedy tokens in fp32 are those of transformers, and sampled ones follow from the seed, wherever
-they are computed: by an engine alone, on one worker, or on two with the KV moved between them; from
-nothing or from cached blocks."""
+"""Greedy tokens in fp32, and how likely each is, are those of transformers, and sampled ones follow
+from the seed, wherever they are computed: by an engine alone, on one worker, or on two with the KV
+moved between them; from nothing or from cached blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.client import AsyncClient
 from engine.request import SamplingParams
 from tests.engine import checkpoints
 from tests.engine.driving import random_prompt
-from tests.path.oracles import ids_of
+from tests.path.oracles import answer_of, ids_of
 from tests.path.whole_path import Answer, Pool, Shape, WholePath, ask, whole_path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -28,7 +28,7 @@ ALL_LENGTHS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 128, 200, 511, 512
 
 async def ask_all(router: AsyncClient, prompts: Sequence[Sequence[int]], salt: str) -> list[Answer]:
     return await asyncio.gather(
-        *(ask(router, p, cache_salt=salt, max_tokens=NUM_TOKENS) for p in prompts)
+        *(ask(router, p, cache_salt=salt, max_tokens=NUM_TOKENS, logprobs=0) for p in prompts)
     )
 
 
@@ -59,16 +59,18 @@ def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
 def check_alone(path: WholePath, lengths: Sequence[int]) -> None:
     """One engine, all prompts in a batch; its tokens know nothing of widths."""
     prompts = prompts_of(lengths)
-    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
     for chunk in path.shape.chunks:
         found = path.alone(prompts, greedy, chunk)
-        assert [*map(ids_of, found)] == [path.greedy(p, NUM_TOKENS) for p in prompts], chunk
+        assert [*map(answer_of, found)] == [path.greedy_answer(p, NUM_TOKENS) for p in prompts], (
+            chunk
+        )
 
 
 async def check_tokens(path: WholePath, lengths: Sequence[int], salt: str) -> None:
     """All ways to the same tokens; a salt names a cache that starts empty on both workers."""
     prompts = prompts_of(lengths)
-    expected = [path.greedy(prompt, NUM_TOKENS) for prompt in prompts]
+    expected = [path.greedy_answer(prompt, NUM_TOKENS) for prompt in prompts]
     nothing = [0] * len(prompts)
     all_blocks = [whole_blocks(prompt, path) for prompt in prompts]
 
@@ -82,7 +84,7 @@ async def check_tokens(path: WholePath, lengths: Sequence[int], salt: str) -> No
         ("b", path.far_again, check_handed_off, all_blocks),
     ):
         answers = await ask_all(router, prompts, salt + cache)
-        assert [answer.ids for answer in answers] == expected, (cache, cached)
+        assert [answer.greedy for answer in answers] == expected, (cache, cached)
         check(answers, cached)
     await path.until_idle()
 
@@ -91,8 +93,8 @@ async def check_conversation(path: WholePath, length: int, salt: str) -> None:
     """Each turn's prompt is the last one, its answer and more; the two workers take turns."""
     prompt = random_prompt(length, checkpoints.VOCAB, length + 1)
     for turn, router in enumerate((path.far, path.far, path.near, path.far)):
-        answer = await ask(router, prompt, cache_salt=salt, max_tokens=40)
-        assert answer.ids == path.greedy(prompt, 40), turn
+        answer = await ask(router, prompt, cache_salt=salt, max_tokens=40, logprobs=0)
+        assert answer.greedy == path.greedy_answer(prompt, 40), turn
         assert turn == 0 or answer.num_cached_tokens > 0
         prompt = prompt + answer.ids + random_prompt(9, checkpoints.VOCAB, turn)
     await path.until_idle()

@@ -26,7 +26,8 @@ from engine.config import EngineConfig
 from engine.request import SampledToken, SamplingParams
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine import checkpoints
-from tests.path.oracles import engine_alone, greedy_tokens, oracle_model
+from tests.engine.checkpoints import Greedy
+from tests.path.oracles import engine_alone, greedy_answer, greedy_tokens, oracle_model
 
 _REQUEST_S = 60.0
 _IDLE_S = 20.0
@@ -132,6 +133,11 @@ class Answer:
         assert self.finished.usage.num_cached_tokens == self.prefilled.num_cached_tokens
         return self.prefilled.num_cached_tokens
 
+    @property
+    def greedy(self) -> Greedy:
+        """Of a greedy request that asked for log-probabilities."""
+        return Greedy(self.ids, [one.logprob for one in self.logprobs])
+
 
 async def ask(
     router: AsyncClient,
@@ -228,6 +234,10 @@ class WholePath:
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """What transformers says."""
         return greedy_tokens(self.shape.family, self.shape.overrides, tuple(prompt), num_tokens)
+
+    def greedy_answer(self, prompt: Sequence[int], num_tokens: int) -> Greedy:
+        """The same, with how likely it holds each token."""
+        return greedy_answer(self.shape.family, self.shape.overrides, tuple(prompt), num_tokens)
 
     def alone(
         self,
