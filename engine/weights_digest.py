@@ -56,7 +56,7 @@ def _chunks(content: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 def _part(chunks: list[npt.NDArray[np.uint8]], rank: int, size: int) -> list[int]:
-    """The chunks that begin in a rank's part of all bytes: one run of each file, read in order."""
+    """Indices of the chunks that begin in a rank's equal part of all bytes: one run of names."""
     lengths = np.array([len(chunk) for chunk in chunks], dtype=np.int64)
     starts = lengths.cumsum() - lengths
     owners = starts * size // max(1, lengths.sum())
