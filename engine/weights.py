@@ -120,8 +120,15 @@ class Checkpoint:
         return f"{name} {view.get_dtype()} {tuple(view.get_shape())}"
 
     def content(self, name: str) -> npt.NDArray[np.uint8]:
-        """All bytes of a tensor, row by row, as the file has them: mapped, not copied."""
-        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        """All bytes of a tensor, row by row, as the file has them: mapped, not copied.
+
+        Raises CheckpointError for a type that safetensors cannot read.
+        """
+        file = self._file_of[name]
+        try:
+            tensor: torch.Tensor = self._files[file].get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._folder / file}: tensor {name}: {error}") from error
         return tensor.reshape(-1).view(torch.uint8).numpy()
 
     def dtype(self) -> str:

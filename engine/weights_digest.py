@@ -34,7 +34,10 @@ class Ranks(Protocol):
 
 
 def weights_digest(checkpoint: Checkpoint, num_threads: int, ranks: Ranks | None = None) -> str:
-    """Hex digest, equal on all ranks; every one of them has to call this. Raises TpPeerError."""
+    """Hex digest, equal on all ranks; every one of them has to call this.
+
+    Raises CheckpointError, and TpPeerError when a rank is lost.
+    """
     names = checkpoint.names()
     chunks = [chunk for name in names for chunk in _chunks(checkpoint.content(name))]
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine import weights_digest as module
+from engine.models.errors import CheckpointError
 from engine.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
 from engine.weights_digest import weights_digest
 
@@ -118,3 +119,11 @@ def test_ranks_that_share_the_work_find_what_one_finds_alone(tmp_path: Path, siz
     hashed = sorted(int(part.any(dim=1).sum()) for part in parts)
     assert sum(hashed) == len(parts[0])  # each chunk by one rank
     assert hashed[-1] - hashed[0] <= 3
+
+
+def test_a_type_that_safetensors_cannot_read_is_named_with_its_file(tmp_path: Path) -> None:
+    entry = {"dtype": "F6_E2M3", "shape": [16], "data_offsets": [0, 12]}
+    header = json.dumps({"weight": entry}).encode()
+    (tmp_path / SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
+    with pytest.raises(CheckpointError, match=rf"{SINGLE_FILE}: tensor weight: .*F6_E2M3"):
+        digest_of(tmp_path)
