@@ -129,6 +129,7 @@ async def check_seeds(path: WholePath, salt: str) -> None:
             )
         )
         assert [answer.ids for answer in answers] == [*map(ids_of, expected)]
+    await path.until_idle()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
