@@ -97,6 +97,13 @@ async def check_conversation(path: WholePath, length: int, salt: str) -> None:
         assert answer.greedy == path.greedy_answer(prompt, 40), turn
         assert turn == 0 or answer.num_cached_tokens > 0
         prompt = prompt + answer.ids + random_prompt(9, checkpoints.VOCAB, turn)
+
+
+async def check_conversations(path: WholePath, lengths: Sequence[int], salt: str) -> None:
+    """One that begins with each length, all at once: they share steps, which take the time."""
+    async with asyncio.TaskGroup() as group:
+        for length in lengths:
+            group.create_task(check_conversation(path, length, f"{salt} {length}"))
     await path.until_idle()
 
 
@@ -189,7 +196,7 @@ async def test_tokens_local_and_handed_over_are_those_of_transformers(path: Whol
 async def test_turns_of_a_conversation_go_on_from_the_blocks_of_either_worker(
     path: WholePath,
 ) -> None:
-    await check_conversation(path, 75, "talk")
+    await check_conversations(path, [75], "talk")
 
 
 @quick_fleets
@@ -233,7 +240,7 @@ async def test_every_family_and_width_gives_the_tokens_of_transformers_whatever_
     if widths == (1, 1):
         check_alone(path, LENGTHS)
     await check_tokens(path, LENGTHS, str(widths))
-    await check_conversation(path, 75, f"talk {widths}")
+    await check_conversations(path, [75], f"talk {widths}")
     await check_seeds(path, f"seeds {widths}")
 
 
@@ -269,8 +276,7 @@ async def test_every_family_chunk_and_width_gives_the_tokens_of_transformers(
     if widths == (1, 1):
         check_alone(path, ALL_LENGTHS)
     await check_tokens(path, ALL_LENGTHS, str(widths))
-    await check_conversation(path, 75, f"talk {widths}")
-    await check_conversation(path, 600, f"long talk {widths}")
+    await check_conversations(path, [75, 600], f"talk {widths}")
     await check_seeds(path, f"seeds {widths}")
 
 
@@ -298,4 +304,4 @@ async def test_a_kv_head_held_by_every_rank_is_handed_over_once_and_read_by_all(
 ) -> None:
     await path.use_widths(*widths)
     await check_tokens(path, LENGTHS, str(widths))
-    await check_conversation(path, 75, f"talk {widths}")
+    await check_conversations(path, [75], f"talk {widths}")
