@@ -5,8 +5,8 @@
 2. `Prefill` with the lease goes to the prefill worker; its first token is emitted at once.
 3. The decode worker's tokens follow on the session. They may come before the first token does:
    tokens are emitted strictly by index, early ones wait, duplicates are dropped.
-   An attempt that was attached to begins here, or at 2: the worker tells the lease again to who
-   attaches, for whoever was told before may be gone. The writer serves it once, whoever asks.
+   An attempt that was attached to begins here, or at 2: who attaches is told the lease again, for
+   whoever was told before may be gone. The writer serves it once, whoever asks.
 4. When the session is lost while the worker lives, the attempt attaches to itself in the next one:
    the worker has gone on, or kept what it had. No token is computed twice.
 5. It ends with the last token, or with an `AttemptError`. What is then still under way on either
@@ -27,7 +27,7 @@ from router.config import RouterConfig
 from router.failure import AttemptError, Failure, failure_of, loss_of
 from router.fleet import WorkerEntry
 from router.output import TokenSink, finish_reason_of
-from router.patience import Limit, Patience
+from router.patience import Patience
 from router.prefill_call import PrefillFailed, follow_prefill
 from router.reattach import NotAttachedError, TakenOverError, attach_again
 from router.session import SessionLostError
@@ -46,16 +46,16 @@ class Attempt:
         sink: TokenSink,
         config: RouterConfig,
         clock: Callable[[], float],
-        first_token_limit: Limit,
+        first_token_limit_s: Callable[[WorkerEntry], float],
     ) -> None:
-        """`first_token_limit`: how long the first token may take from the reservation."""
+        """`first_token_limit_s`: how long a worker may take for the first token, once reserved."""
         self.wire_id = wire_id
         self.number: int | None = None
         self.running = False
         self.progress_s = -math.inf  # when the decode worker last told a token
         self._workers, self._sink = workers, sink
         self._config, self._clock = config, clock
-        self._first_token_limit = first_token_limit
+        self._first_token_limit_s = first_token_limit_s
         self._spec = worker_pb2.RequestSpec()
         self._first_index = 0  # output index of the first token that is this attempt's own
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -185,13 +185,14 @@ class Attempt:
     def _expect(self, what: str, *workers: WorkerEntry) -> None:
         self._patience.expect(what, self._config.token_timeout_s, *workers)
 
+    def _expect_first(self, worker: WorkerEntry) -> None:
+        self._patience.expect("a first token", partial(self._first_token_limit_s, worker), worker)
+
     def _on_silence(self, worker: WorkerEntry, what: str) -> None:
         since_s = self._clock() - self._config.token_timeout_s
         if self._workers.serve_others(worker, since_s, self._first_seen, self.running):
-            config = self._config
-            limit = config.token_timeout_s if self._first_seen else self._first_token_limit
-            self._patience.expect(what, limit, worker)
-            return
+            again = partial(self._expect, what) if self._first_seen else self._expect_first
+            return again(worker)
         self._fail(Failure.STUCK, worker, f"{worker.facts.worker_id}: no sign of {what}")
 
     def _fail(
@@ -223,9 +224,9 @@ class Attempt:
             self._reserved = True
             self._sink.reserved()
         if not reserved.HasField("lease"):
-            self._patience.expect("a first token", self._first_token_limit, self._decode)
+            self._expect_first(self._decode)
         elif writer := self._writer_of(reserved.lease):
-            self._patience.expect("a first token", self._first_token_limit, writer.entry)
+            self._expect_first(writer.entry)
             request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
             call = follow_prefill(writer, request, self._config.max_timeout_s, self)
             self._prefill_task = asyncio.create_task(call)

@@ -271,6 +271,8 @@ class Fleet:
 
     def prefill_tokens_per_s(self, entry: WorkerEntry) -> float:
         """As the worker told last; the default until it has."""
+        if not self._is_here(entry):  # its slot may be another's by now
+            return self._config.default_prefill_tokens_per_s
         return float(self.arrays.prefill_tokens_per_s[entry.slot])
 
     def observe_handoff(self, entry: WorkerEntry, num_bytes: int, seconds: float) -> None:

@@ -31,9 +31,8 @@ from baton.v1 import common_pb2, worker_pb2
 from router.admission import Placed, Ticket
 from router.attempt import Attempt
 from router.failure import AttemptError, Failure
-from router.fleet import Booking
+from router.fleet import Booking, WorkerEntry
 from router.output import OutputLog, Routed
-from router.patience import Limit
 from router.prompt import PromptBlocks
 from router.request_output import RequestOutput
 from router.resume import find_running
@@ -176,8 +175,8 @@ class RequestRun:
         try:
             workers = self._workers(placed)
             self._retrying.begin_attempt()
-            routed, limit = self._routed(placed), partial(self._first_token_limit_s, placed)
-            attempt = self._new_attempt(workers, limit)
+            routed, placement = self._routed(placed), placed.placement
+            attempt = self._new_attempt(workers, placement.first_token_s)
             running = attempt.run(self._spec(placed))
             await self._follow(attempt, running, placed.booking, routed)
         finally:
@@ -214,21 +213,17 @@ class RequestRun:
             if not self._orphaned:
                 attempt.cancel_on_worker()
 
-    def _first_token_limit_s(self, placed: Placed) -> float:
-        """By the newest measure: a worker's first long prompt is what its speed is learned from."""
-        tokens_per_s = self._parts.fleet.prefill_tokens_per_s(placed.booking.prefill)
-        predicted_s = placed.placement.first_token_s(tokens_per_s)
-        return predicted_s + self._parts.config.first_token_timeout_s
-
-    def _new_attempt(self, workers: Workers, first_token_limit: Limit) -> Attempt:
+    def _new_attempt(self, workers: Workers, first_token_s: Callable[[float], float]) -> Attempt:
+        """`first_token_s`: what to be patient for at a rate of prefill, in tokens a second."""
         parts = self._parts
+
+        def limit_s(worker: WorkerEntry) -> float:
+            # The newest measure: a worker's first long prompt is what its speed is learned from.
+            predicted_s = first_token_s(parts.fleet.prefill_tokens_per_s(worker))
+            return predicted_s + parts.config.first_token_timeout_s
+
         return Attempt(
-            self.arrival.wire_id,
-            workers,
-            self._output,
-            parts.config,
-            parts.clock,
-            first_token_limit,
+            self.arrival.wire_id, workers, self._output, parts.config, parts.clock, limit_s
         )
 
     # --- taking over from another router -------------------------------------------------------
@@ -239,11 +234,13 @@ class RequestRun:
         Raises NotResumableError when it runs nowhere and its seed is not known.
         """
         parsed, parts = self.arrival.parsed, self._parts
+        num_tokens = len(parsed.token_ids)  # what is cached of it where it runs is not known here
         found = await find_running(
             self.arrival,
             parts.links,
-            # How long its first token may take is its lease's affair.
-            lambda link: self._new_attempt(Workers(link, None), parts.config.max_timeout_s),
+            lambda link: self._new_attempt(
+                Workers(link, None), lambda tokens_per_s: num_tokens / tokens_per_s
+            ),
             parts.config.attach_timeout_s,
         )
         self._is_sought = False

@@ -182,6 +182,36 @@ async def test_a_router_that_attaches_before_a_lease_was_told_has_the_prompt_com
         assert (await decode.integrity()).num_later_tokens == NUM_TOKENS - 1
 
 
+async def test_a_prompt_that_its_writer_lost_is_given_up_by_the_router_that_asked_for_it_last(
+    text_model: TextModel, listed: list[Listed]
+) -> None:
+    hasty = dataclasses.replace(
+        CONFIG, resume_window_s=30.0, attach_timeout_s=10.0, first_token_timeout_s=0.3
+    )
+    prefill, decode = (one.worker for one in listed)
+    assert decode.decode is not None
+    hold_decode, hold_prefill = threading.Event(), threading.Event()
+    async with (
+        router_over(text_model, *listed, config=hasty) as (router_a, client_a),
+        router_over(text_model, *listed, config=hasty) as (router_b, client_b),
+    ):
+        decode.engine.post(lambda _: hold_decode.wait(30))
+        former = asyncio.create_task(client_a.ask(named(1)))
+        runs = decode.decode._runs
+        await until(lambda: len(runs) == 1)
+        await router_a.close()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await former
+        prefill.engine.post(lambda _: hold_prefill.wait(30))
+        hold_decode.set()
+        again = named(1)
+        again.resume_from_index = 0
+        latter = asyncio.create_task(client_b.ask(again))
+        await until(lambda: bool(router_b.metrics.failures._metrics))
+        hold_prefill.set()
+        assert (await latter).ids == alone(1)
+
+
 async def test_a_first_token_that_ends_a_request_that_has_moved_ends_it_at_the_router_of_now(
     text_model: TextModel, listed: list[Listed]
 ) -> None:
