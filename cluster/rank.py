@@ -88,6 +88,8 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
     if on_fatal is not None:
         transport.on_fatal = on_fatal
     memory = _pool(config, transport, layout)
+    if group is not None:
+        group.wait_all()  # a rank's pool may take it longer than a collective may
     identity = _meet(config.worker_id, place, TransferRank.address_of(transport, place.rank))
     transfer = TransferRank(
         transport,

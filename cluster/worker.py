@@ -183,7 +183,7 @@ class Worker:
         if self._idle.is_set():
             await self._last_tokens_taken()
         # A leak shows here, in the exit status; an engine that does not answer, in `_stop_engine`.
-        books = await asyncio.wait_for(self.integrity(), self._config.settings.leave_timeout_s)
+        books = await self.integrity(self._config.settings.leave_timeout_s)
         assert not books.problems, list(books.problems)
         self._stopped.set()
 
@@ -378,13 +378,15 @@ class Worker:
             "leases": self.leases.check_integrity,
         }
 
-    async def integrity(self) -> worker_pb2.CheckIntegrityResponse:
-        """What every part's check finds, on every rank, and what is held. Raises
-        EngineStoppedError."""
-        books = await asyncio.wrap_future(self.engine.call(EngineBooks.of))
+    async def integrity(self, step_s: float | None = None) -> worker_pb2.CheckIntegrityResponse:
+        """What every part's check finds, on every rank, and what is held. `step_s`: how long the
+        engine's step under way may take. Raises EngineStoppedError, TimeoutError."""
+        on_ranks = await self.exporter.rank_books.problems()
+        engine = self.engine.call(EngineBooks.of)
+        books = await asyncio.wait_for(asyncio.wrap_future(engine), step_s)
         return report(
             books,
-            await self.exporter.rank_books.problems() + problems_of(self._checks()),
+            on_ranks + problems_of(self._checks()),
             self._tokens,
             self.leases.num_open_leases(),
             self.exporter.num_open(),

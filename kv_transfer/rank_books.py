@@ -38,11 +38,14 @@ class RankBooks:
             question = self._rank.new_message("", 0)
             question.rank_books_asked.SetInParent()
             self._rank.send(other.transfer_address, question)
-        if answers:
-            await asyncio.wait(answers.values(), timeout=_ANSWER_S)
+        try:
+            if answers:
+                await asyncio.wait(answers.values(), timeout=_ANSWER_S)
+        finally:  # also of a call whose asker has gone
+            for rank, answer in answers.items():
+                self._waiting[rank].discard(answer)
         found = []
         for rank, answer in answers.items():
-            self._waiting[rank].discard(answer)
             silent = f"it has not told what it holds within {_ANSWER_S:g} s"
             problem = answer.result() if answer.done() else silent
             if problem:
