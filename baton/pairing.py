@@ -1,7 +1,7 @@
 """Which workers of a fleet can exchange KV with no other.
 
 That is no error: while weights or settings are rolled out, a fleet has two kinds of workers. But
-one that stays alone serves nobody, so it is told of.
+one that stays alone serves at most what it can prefill and decode by itself, so it is told of.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from baton.errors import ConfigError
 from cluster.config import RegistryConfig, WorkerSettings
 from cluster.registry import Role
 from decode_worker.config import DecodeConfig
+from engine import compute_threads
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
 
@@ -90,5 +90,4 @@ def num_threads_of(cluster: ClusterConfig, pool: str, replicas: Mapping[str, int
     down 10-100x.
     """
     num_ranks = sum(replicas[name] * each.tensor_parallel for name, each in cluster.pools.items())
-    share = max(1, len(os.sched_getaffinity(0)) // max(1, num_ranks))
-    return cluster.pool_engine(pool).num_threads or share
+    return cluster.pool_engine(pool).num_threads or compute_threads.share(max(1, num_ranks))

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face model folder, mapped, never read whole.
+"""Tensors of a Hugging Face model folder, mapped: only its digest reads all of it.
 
 A `Checkpoint` checks every name and shape that is asked of it and, at the end, that nothing in the
 folder was left unread: a tensor that the decoder does not know would mean wrong results.

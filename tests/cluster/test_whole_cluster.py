@@ -229,6 +229,7 @@ def asked_until_it_listens(site: Site, address: str) -> list[Asked]:
         time.sleep(0.005)
     asked = []
     while not listens(address):
+        assert time.monotonic() < give_up_at + 30, "it does not come back"
         asked.append(site.ask_new())
     return asked
 
