@@ -113,11 +113,13 @@ def test_the_stages_of_the_whole_path_add_up_to_the_first_token(
     monkeypatch.setattr(path, "WARM_UPS", 1)
     rows = path.measure(DEMO_MODEL, 2000, lambda message: None)
     disaggregated, alone = numbers_of(markdown(path.HEADER, [row.cells() for row in rows]))
-    assert (len(disaggregated), len(alone)) == (13, 10)  # nothing is handed off on one worker
-    for ttft, *stages in (disaggregated[:8], alone[:8]):
+    assert (len(disaggregated), len(alone)) == (14, 11)  # nothing is handed off on one worker
+    for ttft, beyond_prefill, *stages in (disaggregated[:9], alone[:9]):
         assert sum(stages) == pytest.approx(ttft, abs=0.1)
         assert all(stage >= 0 for stage in stages)
-    assert disaggregated[4] > 0, "the prefill worker's own queue is told"
+        prefill = stages[4]
+        assert beyond_prefill == pytest.approx(ttft - prefill, abs=0.1)
+    assert disaggregated[5] > 0, "the prefill worker's own queue is told"
 
 
 @pytest.mark.full
