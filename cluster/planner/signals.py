@@ -1,0 +1,127 @@
+"""What is known of a cluster at one moment: the planner's input.
+
+Figures are of single workers and routers, each with the time it was measured, so that the planner
+itself leaves out what is old or was measured on a worker that is still warming up. Times are
+seconds of any one clock, the same for all of them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Role(enum.Enum):
+    """A pool's, as `PoolStatus.role` tells it."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class WorkerPhase(enum.Enum):
+    """How far a worker is. The registry's SUSPECT and LIVE are both LIVE here: what a silent worker
+    told last grows old by itself. One that is GONE is left out, and so are its figures."""
+
+    STARTING = "starting"
+    """It has a machine and loads: capacity to come, nothing to measure."""
+    LIVE = "live"
+    DRAINING = "draining"
+    """It takes nothing new: neither capacity nor load of the pool's others."""
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """Of a mixed pool: how many workers act in one role alone; the rest act in both."""
+
+    prefill: int = 0
+    decode: int = 0
+
+
+@dataclass(frozen=True)
+class WorkerSignals:
+    """One worker, as `WatchFleet` tells of it (`FleetWorker`)."""
+
+    worker_id: str
+    """`FleetWorker.info.ref.worker_id`."""
+    phase: WorkerPhase = WorkerPhase.LIVE
+    """`FleetWorker.state`."""
+    live_since_s: float | None = None
+    """When it was first seen LIVE; None: it never was."""
+    measured_at_s: float | None = None
+    """When the figures below were heard; None: never. The wire tells no time of its own yet."""
+    num_streams: int = 0
+    """Requests that run or whose KV is on its way: `WorkerLoad.num_running + num_reserved`."""
+    max_streams: int = 1
+    """`WorkerInfo.max_num_seqs`."""
+    kv_use: float = 0.0
+    """Share of the KV blocks that requests hold, 0 to 1: `1 - num_free_blocks / num_blocks`."""
+    num_queued_tokens: int = 0
+    """Prompt tokens that it still has to compute: `WorkerLoad.num_queued_tokens`."""
+    prefill_tokens_per_s: float | None = None
+    """Its learned rate: `WorkerLoad.prefill_tokens_per_s`; None: it has never prefilled."""
+    itl_s: float | None = None
+    """Recent gap between its streams' tokens, 95th percentile; `WorkerLoad.decode_step_s` where
+    nothing else tells; None: it has never decoded."""
+
+
+@dataclass(frozen=True)
+class PoolSignals:
+    """One pool and its workers."""
+
+    name: str
+    role: Role
+    """`PoolStatus.role`."""
+    desired_replicas: int
+    """The one truth about the pool's size now, whoever wrote it: `PoolStatus.desired_replicas`, the
+    scale subresource under Kubernetes. Never what the planner asked for last."""
+    max_replicas: int
+    """From the pool's configuration."""
+    min_replicas: int = 0
+    """From the pool's configuration."""
+    num_pending: int = 0
+    """Replicas that have no machine yet: pods that are Pending; places that wait for room."""
+    workers: tuple[WorkerSignals, ...] = ()
+    role_plan: RolePlan = RolePlan()
+    """The roles in force, of a mixed pool."""
+
+
+@dataclass(frozen=True)
+class QueueSignals:
+    """Requests of one router that wait for the same thing."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    """Their prompts' tokens that are expected not to be cached."""
+    oldest_wait_s: float = 0.0
+    median_wait_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RouterSignals:
+    """One router, from its metrics. A router that is gone is left out."""
+
+    router_id: str
+    measured_at_s: float | None
+    """When the figures below were read; None: never."""
+    requests_per_s: float = 0.0
+    """Arrivals, also of what waits or is held: never completions, which a full pool caps."""
+    uncached_tokens_per_s: float = 0.0
+    """Prompt tokens that arrive (`baton_prompt_tokens`), less the share that recent prefills found
+    cached (`baton_cached_prompt_tokens`)."""
+    num_held: int = 0
+    """Requests held because a pool that they need is at zero."""
+    waiting_for_prefill: QueueSignals = QueueSignals()
+    """Requests that no prefill worker could start soon enough."""
+    waiting_for_decode: QueueSignals = QueueSignals()
+    """Requests that no decode worker has room for."""
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Everything that one decision goes by."""
+
+    now_s: float
+    pools: tuple[PoolSignals, ...]
+    """In any order; names are distinct."""
+    routers: tuple[RouterSignals, ...]
