@@ -1,0 +1,57 @@
+"""A real API server for every test that asks for one. Where there is none they skip, and say so."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.k8s.control_plane.assets import find
+from tests.k8s.control_plane.errors import CommandError, NotAtHandError
+from tests.k8s.control_plane.plane import ControlPlane, control_plane_of
+
+_ACCOUNT_TIMEOUT_S = 20.0
+_POLL_S = 0.05
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips here, not in the fixture: pytest then folds them all into one line of its summary."""
+    if "control_plane" in getattr(item, "fixturenames", ()):
+        try:
+            find()
+        except NotAtHandError as error:
+            pytest.skip(f"NO KUBERNETES CONTROL PLANE: {error}")
+
+
+@pytest.fixture(scope="session")
+def control_plane() -> Iterator[ControlPlane]:
+    """Started by the first test that asks, shared by all, ended after the last."""
+    with control_plane_of(find()) as plane:
+        yield plane
+
+
+@pytest.fixture
+def namespace(control_plane: ControlPlane) -> Iterator[str]:
+    """A fresh one's name; pods may be made in it. It is deleted afterwards, in its own time."""
+    name = f"test-{secrets.token_hex(4)}"
+    control_plane.kubectl("create", "namespace", name)
+    try:
+        if control_plane.has_controllers:
+            _wait_for_account(control_plane, name)
+        yield name
+    finally:
+        control_plane.kubectl("delete", "namespace", name, "--wait=false")
+
+
+def _wait_for_account(control_plane: ControlPlane, namespace: str) -> None:
+    """Until a controller has made the default account, which every pod there runs as."""
+    give_up_at = time.monotonic() + _ACCOUNT_TIMEOUT_S
+    while True:
+        try:
+            control_plane.kubectl("--namespace", namespace, "get", "serviceaccount", "default")
+            return
+        except CommandError:
+            assert time.monotonic() < give_up_at, f"{namespace} has no default service account"
+        time.sleep(_POLL_S)
