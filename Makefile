@@ -5,7 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BUF := node_modules/.bin/buf
 CODE := baton router prefill_worker decode_worker kv_transfer engine cluster bench tests models
-.PHONY: setup demo test test-full check bench proto format
+.PHONY: setup demo test test-full test-k8s control-plane check bench proto format
 
 setup: $(VENV)/.ready  ## a virtual environment with everything the project needs
 
@@ -26,7 +26,14 @@ test: setup  ## the tests: every part, one case per fault, about 11 minutes on t
 	@$(PY) -m pytest -m "not full and not gpu"
 
 test-full: setup  ## every combination and the soaks
+	@$(PY) -m tests.k8s.control_plane.build || true
 	@$(PY) -m pytest -m "not gpu" --timeout 1800
+
+test-k8s: control-plane  ## everything about Kubernetes, on a real API server
+	@$(PY) -m pytest tests/k8s --timeout 1800
+
+control-plane: setup  ## a real Kubernetes API server for tests, built once (about 5 minutes) into the user's cache
+	@$(PY) -m tests.k8s.control_plane.build
 
 bench: setup  ## one table of first numbers, into bench/results/
 	@$(PY) -m bench
