@@ -49,12 +49,14 @@ class Server:
         self._command = command
         self._log = folder / f"{self.name}.log"
         self._environment = {**os.environ, **environment}
+        self._log_start = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, is_ready: Callable[[], bool], timeout_s: float) -> None:
         """Raises ServerEndedError when it ends, or is not ready in time."""
         assert self._process is None, self.name
         with self._log.open("ab") as log:
+            self._log_start = log.tell()
             process = self._process = subprocess.Popen(
                 self._command,
                 env=self._environment,
@@ -88,6 +90,7 @@ class Server:
         return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in open_here)
 
     def _ended(self, how: str) -> ServerEndedError:
-        tail = self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+        written = self._log.read_bytes()[self._log_start :]
+        tail = written[-_TAIL_BYTES:].decode(errors="replace")
         kind = PortTakenError if "address already in use" in tail else ServerEndedError
         return kind(f"{self.name} {how}; its log ends with:\n{tail}")
