@@ -1,0 +1,61 @@
+"""Threads that work on a queue's keys."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+from deploy.controller.errors import KubeError, StatusError
+from deploy.controller.workqueue import WorkQueue
+
+log = logging.getLogger(__name__)
+
+K = TypeVar("K", bound=Hashable)
+
+Reconcile = Callable[[K], float | None]
+"""Brings the key's object one step nearer to what is wanted; answers in how many seconds to look
+again without being told, None: when told. What it raises brings the key back, later and later."""
+
+
+class Workers(Generic[K]):
+    """Own `num_workers` threads on one queue."""
+
+    def __init__(
+        self, queue: WorkQueue[K], reconcile: Reconcile[K], num_workers: int, name: str
+    ) -> None:
+        self._queue = queue
+        self._reconcile = reconcile
+        self._name = name
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
+            for number in range(num_workers)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """No key is begun any more; those under way have `timeout_s` to end. Whether they did."""
+        self._queue.close()
+        ends_at = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, ends_at - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while (key := self._queue.take()) is not None:
+            try:
+                again_after_s = self._reconcile(key)
+            except KubeError as error:
+                wanted_s = error.retry_after_s if isinstance(error, StatusError) else None
+                delay_s = self._queue.failed(key, wanted_s or 0.0)
+                log.warning("%s: %s: %s: again in %.1f s", self._name, key, error, delay_s)
+            except Exception:
+                delay_s = self._queue.failed(key)
+                log.exception("%s: %s failed: again in %.1f s", self._name, key, delay_s)
+            else:
+                self._queue.succeeded(key, again_after_s)

@@ -1,0 +1,244 @@
+"""Keys to be worked on: never two workers on one, none forgotten."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+
+import pytest
+
+from deploy.controller.backoff import Backoff
+from deploy.controller.errors import UnreachableError, status_error
+from deploy.controller.workers import Workers
+from deploy.controller.workqueue import PendingKeys, WorkQueue
+
+_TIMEOUT_S = 10.0
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def pending() -> PendingKeys[str]:
+    return PendingKeys()
+
+
+def test_a_key_added_twice_waits_once(pending: PendingKeys[str]) -> None:
+    for key in ("a", "b", "a"):
+        pending.add(key)
+    assert [pending.take(0), pending.take(0), pending.take(0)] == ["a", "b", None]
+
+
+def test_a_key_added_while_it_is_worked_on_waits_for_the_end_and_comes_again(
+    pending: PendingKeys[str],
+) -> None:
+    pending.add("a")
+    assert pending.take(0) == "a"
+    pending.add("a")
+    pending.add("a")
+    assert pending.take(0) is None
+    pending.done("a")
+    assert pending.take(0) == "a"
+    pending.done("a")
+    assert pending.take(0) is None
+
+
+def test_a_key_for_later_comes_at_its_earliest_time(pending: PendingKeys[str]) -> None:
+    pending.add_later("a", 30)
+    pending.add_later("a", 10)
+    pending.add_later("a", 20)
+    assert pending.next_due_at() == 10
+    assert pending.take(9.9) is None
+    assert pending.take(10) == "a"
+    pending.done("a")
+    assert pending.take(100) is None, "one key waits for one time"
+
+
+def test_working_on_a_key_sooner_does_not_cancel_its_time(pending: PendingKeys[str]) -> None:
+    pending.add_later("a", 10)
+    pending.add("a")
+    assert pending.take(0) == "a"
+    pending.done("a")
+    assert pending.take(9) is None
+    assert pending.take(10) == "a"
+
+
+def test_a_key_whose_time_comes_while_it_is_worked_on_comes_again(
+    pending: PendingKeys[str],
+) -> None:
+    pending.add("a")
+    pending.add_later("a", 5)
+    assert pending.take(0) == "a"
+    assert pending.take(5) is None
+    assert pending.num_waiting(5) == 1
+    pending.done("a")
+    assert pending.take(5) == "a"
+
+
+def test_no_sequence_of_calls_gives_a_key_to_two_or_forgets_one() -> None:
+    rng = random.Random(7)
+    for _ in range(50):
+        pending: PendingKeys[int] = PendingKeys()
+        owed: set[int] = set()
+        under_way: set[int] = set()
+        for now in range(200):
+            key = rng.randrange(5)
+            match rng.randrange(4):
+                case 0:
+                    pending.add(key)
+                    owed.add(key)
+                case 1:
+                    pending.add_later(key, now + rng.randrange(20))
+                    owed.add(key)
+                case 2 if (taken := pending.take(now)) is not None:
+                    assert taken not in under_way
+                    assert taken in owed
+                    under_way.add(taken)
+                case 3 if under_way:
+                    ended = under_way.pop()
+                    pending.done(ended)
+        for key in under_way:
+            pending.done(key)
+        came = Counter(iter(lambda p=pending: p.take(1000), None))  # type: ignore[misc]
+        assert all(count == 1 for count in came.values())
+        assert pending.next_due_at() is None
+
+
+def test_a_failing_key_comes_back_later_and_later_until_it_succeeds() -> None:
+    clock = FakeClock()
+    queue: WorkQueue[str] = WorkQueue(Backoff(first_s=1.0, longest_s=8.0), clock)
+    queue.add("a")
+    delays = []
+    for _ in range(6):
+        assert queue.take() == "a"
+        delay_s = queue.failed("a")
+        delays.append(delay_s)
+        due_at = clock.now + delay_s
+        clock.now = due_at - 0.01
+        assert len(queue) == 0
+        clock.now = due_at
+        assert len(queue) == 1
+    for full_s, delay_s in zip((1, 2, 4, 8, 8, 8), delays, strict=True):
+        assert full_s / 2 <= delay_s <= full_s
+    assert queue.take() == "a"
+    queue.succeeded("a")
+    queue.add("a")
+    assert queue.take() == "a"
+    assert queue.failed("a") <= 1, "its failures are forgotten"
+
+
+def test_delays_after_failures_are_not_all_the_same() -> None:
+    backoff, rng = Backoff(first_s=1.0, longest_s=8.0), random.Random(1)
+    assert len({backoff.delay_s(3, rng) for _ in range(10)}) == 10
+    assert backoff.delay_s(10_000, rng) <= 8.0
+
+
+def test_workers_work_on_many_keys_at_once_and_on_each_alone() -> None:
+    queue: WorkQueue[int] = WorkQueue()
+    both_inside = threading.Barrier(2)
+    inside: set[int] = set()
+    finished = threading.Event()
+    rounds: Counter[int] = Counter()
+
+    def reconcile(key: int) -> float | None:
+        assert key not in inside
+        inside.add(key)
+        rounds[key] += 1
+        if rounds[key] == 1:
+            both_inside.wait(_TIMEOUT_S)
+            queue.add(key)
+        inside.remove(key)
+        if rounds == {1: 2, 2: 2}:
+            finished.set()
+        return None
+
+    workers = Workers(queue, reconcile, num_workers=3, name="test")
+    workers.start()
+    queue.add(1)
+    queue.add(2)
+    assert finished.wait(_TIMEOUT_S)
+    assert workers.stop(_TIMEOUT_S)
+    assert rounds == {1: 2, 2: 2}
+
+
+def test_a_reconcile_may_ask_to_look_again_later() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    looked_twice = threading.Event()
+    num_looks = 0
+
+    def reconcile(key: str) -> float | None:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 2:
+            looked_twice.set()
+            return None
+        return 0.01
+
+    workers = Workers(queue, reconcile, num_workers=1, name="test")
+    workers.start()
+    queue.add("a")
+    assert looked_twice.wait(_TIMEOUT_S)
+    assert workers.stop(_TIMEOUT_S)
+
+
+@pytest.mark.parametrize("error", [UnreachableError("gone"), ValueError("a bug")])
+def test_what_a_reconcile_raises_brings_its_key_back_and_no_worker_down(error: Exception) -> None:
+    queue: WorkQueue[str] = WorkQueue(Backoff(first_s=0.01, longest_s=0.01))
+    succeeded = threading.Event()
+    failures = [error, error]
+
+    def reconcile(key: str) -> float | None:
+        if failures:
+            raise failures.pop()
+        succeeded.set()
+        return None
+
+    workers = Workers(queue, reconcile, num_workers=1, name="test")
+    workers.start()
+    queue.add("a")
+    assert succeeded.wait(_TIMEOUT_S)
+    assert workers.stop(_TIMEOUT_S)
+
+
+def test_a_server_that_wants_to_be_left_alone_is(caplog: pytest.LogCaptureFixture) -> None:
+    queue: WorkQueue[str] = WorkQueue(Backoff(first_s=0.01, longest_s=0.01))
+    throttled = threading.Event()
+
+    def reconcile(key: str) -> float | None:
+        throttled.set()
+        raise status_error({"code": 429, "details": {"retryAfterSeconds": 60}}, "GET /")
+
+    workers = Workers(queue, reconcile, num_workers=1, name="test")
+    workers.start()
+    queue.add("a")
+    assert throttled.wait(_TIMEOUT_S)
+    assert workers.stop(_TIMEOUT_S)
+    assert "again in 60.0 s" in caplog.text
+
+
+def test_a_stop_lets_the_key_under_way_end_and_begins_no_other() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    begun, may_end = threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    def reconcile(key: str) -> float | None:
+        begun.set()
+        assert may_end.wait(_TIMEOUT_S)
+        ended.append(key)
+        return None
+
+    workers = Workers(queue, reconcile, num_workers=1, name="test")
+    workers.start()
+    queue.add("a")
+    queue.add("b")
+    assert begun.wait(_TIMEOUT_S)
+    assert not workers.stop(timeout_s=0.02), "one that does not end is not waited for for ever"
+    may_end.set()
+    assert workers.stop(_TIMEOUT_S)
+    assert ended == ["a"]
