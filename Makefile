@@ -4,8 +4,8 @@ PYTHON := python3
 VENV := .venv
 PY := $(VENV)/bin/python
 BUF := node_modules/.bin/buf
-CODE := baton router prefill_worker decode_worker kv_transfer engine cluster bench tests models
-.PHONY: setup demo test test-full test-k8s control-plane check bench proto format
+CODE := baton router prefill_worker decode_worker kv_transfer engine cluster deploy bench tests models
+.PHONY: setup demo test test-full test-k8s control-plane check bench crds proto format
 
 setup: $(VENV)/.ready  ## a virtual environment with everything the project needs
 
@@ -48,6 +48,10 @@ check: setup $(BUF)  ## format, lint, types, import rules, wire rules, stale gen
 	  $(BUF) breaking proto --against '.git#branch=origin/main,subdir=proto'; \
 	else $(BUF) breaking proto --against '.git#branch=main,subdir=proto'; fi
 	@$(PY) tests/generated_code.py --check
+	@$(PY) -m deploy.api.generate --check
+
+crds: setup  ## regenerate deploy/crds/ from deploy/api
+	@$(PY) -m deploy.api.generate
 
 proto: setup  ## regenerate baton/v1 from proto/
 	@$(PY) tests/generated_code.py

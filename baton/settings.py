@@ -10,41 +10,27 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from baton.errors import ConfigError
 
 T = TypeVar("T")
 
+Spell = Callable[[str], str]
+"""How a file writes a field's name."""
 
-def parse(cls: type[T], value: object, *, source: str, key: str = "") -> T:
+
+def as_is(name: str) -> str:
+    return name
+
+
+def parse(cls: type[T], value: object, *, source: str, key: str = "", spell: Spell = as_is) -> T:
     """Make a `cls` from a mapping; `source` names the file, `key` is the dotted way here."""
-    if not isinstance(value, Mapping):
-        raise _error(source, key, f"a mapping is expected, not {_describe(value)}")
-    types_of = _field_types(cls)
-    for name in value:
-        if name not in types_of:
-            raise _unknown_key(source, key, str(name), list(types_of))
-    values = {
-        name: _convert(types_of[name], item, source, _join(key, name))
-        for name, item in value.items()
-    }
-    missing = [
-        field.name
-        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
-        if field.name not in values
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise _error(source, _join(key, missing[0]), "is needed")
-    try:
-        return cls(**values)
-    except ValueError as error:
-        raise _error(source, *_locate(key, str(error), types_of)) from error
+    return _Reader(source, spell).parse(cls, value, key)
 
 
 def dump(config: object, *, base: object | None = None) -> dict[str, Any]:
@@ -69,7 +55,102 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-# --- one value ----------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------
+
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+class _Reader:
+    """Reads one file's values; its errors name the file and spell keys as it does."""
+
+    def __init__(self, source: str, spell: Spell) -> None:
+        self._source, self._spell = source, spell
+
+    def parse(self, cls: type[T], value: object, key: str) -> T:
+        if not isinstance(value, Mapping):
+            raise self._error(key, f"a mapping is expected, not {_describe(value)}")
+        kinds = _field_types(cls)
+        field_of = {self._spell(name): name for name in kinds}
+        for name in value:
+            if name not in field_of:
+                raise self._unknown_key(key, str(name), list(field_of))
+        values = {
+            field_of[name]: self._convert(kinds[field_of[name]], item, _join(key, name))
+            for name, item in value.items()
+        }
+        if missing := [name for name in _needed(cls) if name not in values]:
+            raise self._error(_join(key, self._spell(missing[0])), "is needed")
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise self._error(*self._locate(key, str(error), kinds)) from error
+
+    def _convert(self, kind: Any, value: object, key: str) -> Any:
+        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+        if origin in (types.UnionType, typing.Union):
+            if value is None and type(None) in arguments:
+                return None
+            (kind,) = (argument for argument in arguments if argument is not type(None))
+            return self._convert(kind, value, key)
+        if origin is typing.Literal:
+            if value not in arguments:
+                raise self._error(key, _one_of(value, [str(choice) for choice in arguments]))
+            return value
+        if origin in (dict, Mapping) or origin is types.MappingProxyType:
+            return self._convert_mapping(arguments[1], value, key)
+        if origin is tuple:
+            return self._convert_tuple(arguments[0], value, key)
+        if dataclasses.is_dataclass(kind):
+            return self.parse(typing.cast(type, kind), {} if value is None else value, key)
+        return self._convert_scalar(kind, value, key)
+
+    def _convert_mapping(self, kind: Any, value: object, key: str) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            raise self._error(key, f"a mapping is expected, not {_describe(value)}")
+        for name in value:
+            if isinstance(name, bool):
+                raise self._error(key, f"a name is expected, not {_describe_for_text(name)}")
+        return {
+            str(name): self._convert(kind, item, _join(key, str(name)))
+            for name, item in value.items()
+        }
+
+    def _convert_tuple(self, kind: Any, value: object, key: str) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            raise self._error(key, f"a list is expected, not {_describe(value)}")
+        return tuple(self._convert(kind, item, f"{key}[{i}]") for i, item in enumerate(value))
+
+    def _convert_scalar(self, kind: Any, value: object, key: str) -> Any:
+        if kind is Any:
+            return value
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            given = _describe_for_text(value) if kind is str else _describe(value)
+            raise self._error(key, f"{_KINDS[kind]} is expected, not {given}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self._error(key, f"must be a finite number, not {value}")
+        return value
+
+    # --- errors -----------------------------------------------------------------------------------
+
+    def _error(self, key: str, problem: str) -> ConfigError:
+        where = f"{self._source}: {key}" if key else self._source
+        return ConfigError(f"{where}: {problem}", field=key or None)
+
+    def _unknown_key(self, key: str, name: str, valid: list[str]) -> ConfigError:
+        near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(valid))}"
+        return self._error(_join(key, name), f"unknown key; {hint}")
+
+    def _locate(self, key: str, problem: str, names: Mapping[str, Any]) -> tuple[str, str]:
+        """A dataclass names the field first in its ValueError: move it into the key."""
+        spelt = re.sub(r"\b[a-z]+(_[a-z0-9]+)+\b", lambda word: self._spell(word[0]), problem)
+        first, _, rest = spelt.partition(" ")
+        if first.partition(".")[0] in map(self._spell, names):
+            return _join(key, first), rest
+        return key, spelt
 
 
 def _field_types(cls: Any) -> dict[str, Any]:
@@ -80,62 +161,13 @@ def _field_types(cls: Any) -> dict[str, Any]:
     }
 
 
-def _convert(kind: Any, value: object, source: str, key: str) -> Any:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in arguments:
-            return None
-        (kind,) = (argument for argument in arguments if argument is not type(None))
-        return _convert(kind, value, source, key)
-    if origin is typing.Literal:
-        if value not in arguments:
-            raise _error(source, key, _one_of(value, [str(choice) for choice in arguments]))
-        return value
-    if origin in (dict, Mapping) or origin is types.MappingProxyType:
-        return _convert_mapping(arguments[1], value, source, key)
-    if origin is tuple:
-        return _convert_tuple(arguments[0], value, source, key)
-    if dataclasses.is_dataclass(kind):
-        return parse(
-            typing.cast(type, kind), {} if value is None else value, source=source, key=key
-        )
-    return _convert_scalar(kind, value, source, key)
-
-
-def _convert_mapping(kind: Any, value: object, source: str, key: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise _error(source, key, f"a mapping is expected, not {_describe(value)}")
-    for name in value:
-        if isinstance(name, bool):
-            raise _error(source, key, f"a name is expected, not {_describe_for_text(name)}")
-    return {
-        str(name): _convert(kind, item, source, _join(key, str(name)))
-        for name, item in value.items()
-    }
-
-
-def _convert_tuple(kind: Any, value: object, source: str, key: str) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise _error(source, key, f"a list is expected, not {_describe(value)}")
-    return tuple(
-        _convert(kind, item, source, f"{key}[{index}]") for index, item in enumerate(value)
-    )
-
-
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-
-
-def _convert_scalar(kind: Any, value: object, source: str, key: str) -> Any:
-    if kind is Any:
-        return value
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        given = _describe_for_text(value) if kind is str else _describe(value)
-        raise _error(source, key, f"{_KINDS[kind]} is expected, not {given}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise _error(source, key, f"must be a finite number, not {value}")
-    return value
+def _needed(cls: Any) -> list[str]:
+    """Fields without a default."""
+    return [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
 
 
 def _plain(value: object, default: object) -> Any:
@@ -148,7 +180,7 @@ def _plain(value: object, default: object) -> Any:
     return value
 
 
-# --- errors -------------------------------------------------------------------------------------
+# --- words --------------------------------------------------------------------------------------
 
 
 def _join(key: str, name: str) -> str:
@@ -167,26 +199,7 @@ def _describe_for_text(value: object) -> str:
     return f"{name}: YAML reads {words} so unless they are quoted"
 
 
-def _error(source: str, key: str, problem: str) -> ConfigError:
-    where = f"{source}: {key}" if key else source
-    return ConfigError(f"{where}: {problem}", field=key or None)
-
-
-def _unknown_key(source: str, key: str, name: str, valid: list[str]) -> ConfigError:
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(valid))}"
-    return _error(source, _join(key, name), f"unknown key; {hint}")
-
-
 def _one_of(value: object, choices: list[str]) -> str:
     near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5) if type(value) is str else []
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"must be one of {', '.join(choices)}, not {_describe_for_text(value)}{hint}"
-
-
-def _locate(key: str, problem: str, names: Mapping[str, Any]) -> tuple[str, str]:
-    """A dataclass names the field first in its ValueError: move it into the key."""
-    first, _, rest = problem.partition(" ")
-    if first.partition(".")[0] in names:
-        return _join(key, first), rest
-    return key, problem

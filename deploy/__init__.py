@@ -1,0 +1,1 @@
+"""What runs Baton on Kubernetes: the custom resources and the controller that serves them."""

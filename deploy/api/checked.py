@@ -1,0 +1,85 @@
+"""Dataclasses whose values are checked by the same words in Python and at an API server: a field's
+bounds, and rules that cross fields, each once as CEL and once as its Python twin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+_KEY = "bounds"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """None: not bounded. `max_size` counts characters, list items or a mapping's keys: a CEL rule
+    over values without one is refused by the API server, which cannot tell its cost."""
+
+    minimum: float | None = None
+    maximum: float | None = None
+    pattern: str | None = None
+    max_size: int | None = None
+    partial_of: type | None = None
+    """A mapping of some of this dataclass's fields."""
+    is_object: bool = False
+    """A Kubernetes object of another kind (a pod template): its fields are not looked at."""
+
+
+def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
+    """A dataclass field with bounds; one without a default is required."""
+    kinds = {"default_factory": default} if callable(default) else {"default": default}
+    if default is dataclasses.MISSING:
+        kinds = {}
+    return dataclasses.field(metadata={_KEY: Bounds(**bounds)}, **kinds)
+
+
+def bounds_of(field: dataclasses.Field[Any]) -> Bounds:
+    found: Bounds = field.metadata.get(_KEY, Bounds())
+    return found
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What crosses fields; `message` begins with the field that it names."""
+
+    cel: str
+    """With `self` for the object; `oldSelf` makes it a rule on changes."""
+    message: str
+    holds: Callable[[Any], bool] | None = None
+    """The same of the dataclass; None: of changes, which only an API server sees."""
+
+    def validation(self) -> dict[str, str]:
+        """An entry of `x-kubernetes-validations`."""
+        return {"rule": self.cel, "message": self.message}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Raises ValueError, naming the field first, for a value outside its bounds or a rule that does
+    not hold."""
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and (problem := _problem(value, bounds_of(field))):
+                raise ValueError(f"{field.name} {problem}")
+        for rule in self.rules:
+            if rule.holds is not None and not rule.holds(self):
+                raise ValueError(rule.message)
+
+
+def _problem(value: Any, bounds: Bounds) -> str | None:
+    if bounds.minimum is not None and value < bounds.minimum:
+        return f"must be at least {bounds.minimum:g}, not {value:g}"
+    if bounds.maximum is not None and value > bounds.maximum:
+        return f"must be at most {bounds.maximum:g}, not {value:g}"
+    if bounds.pattern is not None and not re.search(bounds.pattern, value):
+        return f"must match {bounds.pattern}, not {value!r}"
+    if bounds.max_size is not None and len(value) > bounds.max_size:
+        return f"must not be longer than {bounds.max_size}, not {len(value)}"
+    return None

@@ -1,0 +1,145 @@
+"""The two CustomResourceDefinitions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.api.naming import GROUP, VERSION
+from deploy.api.schema import schema_of
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.status import ServingClusterStatus, WorkerPoolStatus
+from deploy.api.worker_pool import WorkerPoolSpec
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """Of what `kubectl get` prints."""
+
+    name: str
+    path: str
+    type: str = "string"
+    priority: int = 0
+    """1: only with `-o wide`."""
+
+    def printer_column(self) -> Object:
+        wide = {"priority": self.priority} if self.priority else {}
+        return {"name": self.name, "type": self.type, "jsonPath": self.path} | wide
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One custom resource."""
+
+    kind: str
+    plural: str
+    short_name: str
+    text: str
+    spec: type
+    status: type
+    columns: tuple[Column, ...]
+    scale: bool = False
+
+    @property
+    def crd_name(self) -> str:
+        return f"{self.plural}.{GROUP}"
+
+    def crd(self) -> Object:
+        """The CustomResourceDefinition."""
+        names = {
+            "kind": self.kind,
+            "listKind": f"{self.kind}List",
+            "plural": self.plural,
+            "singular": self.kind.lower(),
+            "shortNames": [self.short_name],
+            "categories": ["baton", "all"],
+        }
+        version = {
+            "name": VERSION,
+            "served": True,
+            "storage": True,
+            "schema": {"openAPIV3Schema": self._schema()},
+            "subresources": self._subresources(),
+            "additionalPrinterColumns": [column.printer_column() for column in self.columns],
+        }
+        return {
+            "apiVersion": "apiextensions.k8s.io/v1",
+            "kind": "CustomResourceDefinition",
+            "metadata": {"name": self.crd_name},
+            "spec": {"group": GROUP, "names": names, "scope": "Namespaced", "versions": [version]},
+        }
+
+    def _schema(self) -> Object:
+        status = schema_of(self.status)
+        for name, key in (("conditions", "type"), ("draining", "worker")):
+            if name in status["properties"]:
+                listed = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+                status["properties"][name] |= listed
+        return {
+            "description": self.text,
+            "type": "object",
+            "required": ["spec"],
+            "properties": {
+                "apiVersion": {"type": "string"},
+                "kind": {"type": "string"},
+                "metadata": {"type": "object"},
+                "spec": schema_of(self.spec),
+                "status": status,
+            },
+        }
+
+    def _subresources(self) -> Object:
+        scale = {
+            "specReplicasPath": ".spec.replicas",
+            "statusReplicasPath": ".status.replicas",
+            "labelSelectorPath": ".status.selector",
+        }
+        return {"status": {}} | ({"scale": scale} if self.scale else {})
+
+
+def _condition(kind: str) -> str:
+    return f'.status.conditions[?(@.type=="{kind}")].status'
+
+
+AGE = Column("Age", ".metadata.creationTimestamp", "date")
+
+SERVING_CLUSTER = Kind(
+    kind="ServingCluster",
+    plural="servingclusters",
+    short_name="sc",
+    text="One model, served by routers and by pools of prefill and decode workers.",
+    spec=ServingClusterSpec,
+    status=ServingClusterStatus,
+    columns=(
+        Column("Available", _condition("Available")),
+        Column("Progressing", _condition("Progressing")),
+        Column("Endpoint", ".status.endpoints.grpc"),
+        Column("Revision", ".status.revision", priority=1),
+        AGE,
+    ),
+)
+
+WORKER_POOL = Kind(
+    kind="WorkerPool",
+    plural="workerpools",
+    short_name="wp",
+    text="Workers of one role and shape; `kubectl scale` changes their number.",
+    spec=WorkerPoolSpec,
+    status=WorkerPoolStatus,
+    columns=(
+        Column("Role", ".spec.role"),
+        Column("Desired", ".spec.replicas", "integer"),
+        Column("Ready", ".status.readyReplicas", "integer"),
+        Column("Updated", ".status.updatedReplicas", "integer", priority=1),
+        Column("Queue", ".status.queue", "integer"),
+        Column("KV%", ".status.kvUsePercent", "integer"),
+        Column("Scaling", ".spec.scaling.mode"),
+        Column("Cluster", ".spec.cluster", priority=1),
+        AGE,
+    ),
+    scale=True,
+)
+
+KINDS = (SERVING_CLUSTER, WORKER_POOL)

@@ -1,0 +1,20 @@
+"""An object from an API server into a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from baton import settings
+from deploy.api.naming import camel
+
+T = TypeVar("T")
+
+
+def read_spec(cls: type[T], custom_object: Mapping[str, Any]) -> T:
+    """The spec of a ServingCluster or WorkerPool. Raises ConfigError, which names the field as the
+    object spells it."""
+    metadata = custom_object["metadata"]
+    source = f"{custom_object['kind']} {metadata['namespace']}/{metadata['name']}"
+    value = custom_object.get("spec", {})
+    return settings.parse(cls, value, source=source, key="spec", spell=camel)

@@ -1,0 +1,154 @@
+"""A structural OpenAPI v3 schema from frozen dataclasses.
+
+Names become camelCase, the text under a field its description, bounds and rules what the API server
+checks. Of what `deploy.api` declares the defaults stand in the schema, so that they are seen in the
+object; those of sections that `cluster.yaml` shares are told in words: written into every stored
+object they would outlive the release that chose them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from deploy.api.checked import Bounds, Checked, bounds_of
+from deploy.api.naming import camel
+
+_SCALARS = {
+    bool: {"type": "boolean"},
+    int: {"type": "integer", "format": "int64"},
+    float: {"type": "number"},
+    str: {"type": "string"},
+}
+_SIZE = {"string": "maxLength", "array": "maxItems", "object": "maxProperties"}
+_LONGEST = 4096  # of text that names no bound of its own
+
+
+def schema_of(cls: type) -> dict[str, Any]:
+    """The schema of a dataclass, without a description of its own."""
+    kinds, texts = typing.get_type_hints(cls), _texts(cls)
+    properties, required = {}, []
+    for field in dataclasses.fields(cls):
+        name = camel(field.name)
+        properties[name] = _property(cls, field, kinds[field.name], texts.get(field.name, ""))
+        if _default(field) is dataclasses.MISSING:
+            required.append(name)
+    schema: dict[str, Any] = {"type": "object", "properties": properties}
+    if required:
+        schema["required"] = required
+    if issubclass(cls, Checked) and cls.rules:
+        schema["x-kubernetes-validations"] = [rule.validation() for rule in cls.rules]
+    return schema
+
+
+def _property(cls: type, field: dataclasses.Field[Any], kind: Any, text: str) -> dict[str, Any]:
+    """One field: its type, bounds, default and description."""
+    inner, optional = _without_none(kind)
+    schema = _bounded(inner, bounds_of(field))
+    default = _default(field)
+    if default is not dataclasses.MISSING and default is not None:
+        if dataclasses.is_dataclass(default) or isinstance(default, Mapping):
+            if issubclass(cls, Checked) and _holds_defaults(inner):
+                schema["default"] = {}
+        elif issubclass(cls, Checked):
+            schema["default"] = list(default) if isinstance(default, tuple) else default
+        else:
+            text = f"{text} Default: {_spelt(default)}.".strip()
+    if optional:
+        schema["nullable"] = True
+    if not text and dataclasses.is_dataclass(inner):
+        text = inspect.cleandoc(inner.__doc__ or "")
+    return ({"description": text} if text else {}) | schema
+
+
+def _type_schema(kind: Any, bounds: Bounds) -> dict[str, Any]:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return {"type": "string", "enum": list(arguments)}
+    if origin is tuple:
+        return {"type": "array", "items": _bounded(arguments[0], Bounds())}
+    if bounds.partial_of is not None:
+        return _all_optional(schema_of(bounds.partial_of))
+    if bounds.is_object:
+        return {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    if _is_mapping(kind):
+        return {"type": "object", "additionalProperties": _bounded(arguments[1], Bounds())}
+    if dataclasses.is_dataclass(kind):
+        return schema_of(typing.cast(type, kind))
+    return dict(_SCALARS[kind])
+
+
+def _bounded(kind: Any, bounds: Bounds) -> dict[str, Any]:
+    """A type within bounds."""
+    schema = _type_schema(kind, bounds)
+    number = int if schema["type"] == "integer" else float
+    if bounds.minimum is not None:
+        schema["minimum"] = number(bounds.minimum)
+    if bounds.maximum is not None:
+        schema["maximum"] = number(bounds.maximum)
+    if bounds.pattern is not None:
+        schema["pattern"] = bounds.pattern
+    size = bounds.max_size or (_LONGEST if schema == _SCALARS[str] else None)
+    if size is not None:
+        schema[_SIZE[schema["type"]]] = size
+    return schema
+
+
+def _all_optional(schema: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in schema.items() if name != "required"}
+
+
+def _is_mapping(kind: Any) -> bool:
+    origin = typing.get_origin(kind)
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _holds_defaults(kind: Any) -> bool:
+    """Whether an object that is not given gets its fields' defaults all the same."""
+    return dataclasses.is_dataclass(kind) and issubclass(typing.cast(type, kind), Checked)
+
+
+def _without_none(kind: Any) -> tuple[Any, bool]:
+    if typing.get_origin(kind) not in (types.UnionType, typing.Union):
+        return kind, False
+    (inner,) = (each for each in typing.get_args(kind) if each is not type(None))
+    return inner, True
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _spelt(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@functools.cache
+def _texts(cls: type) -> dict[str, str]:
+    """The text under each field, of the class and those it is made from."""
+    texts: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(each):
+            texts |= _own_texts(each)
+    return texts
+
+
+def _own_texts(cls: type) -> dict[str, str]:
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(node, ast.ClassDef)
+    texts = {}
+    for field, below in zip(node.body, node.body[1:]):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            match below:
+                case ast.Expr(value=ast.Constant(value=str() as text)):
+                    texts[field.target.id] = " ".join(text.split())
+    return texts

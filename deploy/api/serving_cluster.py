@@ -1,0 +1,214 @@
+"""`ServingCluster` (`sc`): one model, its routers and its pools."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cluster.config import RegistryConfig, SupervisorConfig, WorkerSettings
+from decode_worker.config import DecodeConfig
+from deploy.api.checked import Checked, Rule, bounded
+from deploy.api.model_source import ModelSource
+from deploy.api.worker_pool import DURATION, PoolTemplate
+from engine.config import EngineConfig
+from kv_transfer.config import TransferConfig
+from router.config import RouterConfig
+
+SECRET_NAME = 253
+POOL_NAME = r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$"
+
+
+@dataclass(frozen=True)
+class IssuerRef(Checked):
+    """A cert-manager issuer."""
+
+    name: str = bounded(max_size=SECRET_NAME)
+    kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
+
+
+@dataclass(frozen=True)
+class RouterTls(Checked):
+    """The routers' certificate. Exactly one of `secretName` and `issuerRef`."""
+
+    secret_name: str | None = bounded(None, max_size=SECRET_NAME)
+    """A Secret with tls.crt and tls.key, and ca.crt where clients must show a certificate."""
+    issuer_ref: IssuerRef | None = None
+    """Who issues it, by cert-manager."""
+    require_client_certificate: bool = False
+
+    rules = (
+        Rule(
+            "has(self.secretName) != has(self.issuerRef)",
+            "secretName must be given, or issuerRef: exactly one of them",
+            lambda tls: (tls.secret_name is None) != (tls.issuer_ref is None),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class RouterAuth(Checked):
+    """Who may call the routers."""
+
+    token_secret_name: str = bounded(max_size=SECRET_NAME)
+    """A Secret: each key is a tenant, its value the bearer token that tenant's calls carry."""
+
+
+@dataclass(frozen=True)
+class RouterSpec(Checked):
+    """The routers: a Deployment and a Service."""
+
+    replicas: int = bounded(2, minimum=1, maximum=64)
+    tls: RouterTls | None = None
+    """None: plain text; the Service is then meant for the cluster's inside."""
+    auth: RouterAuth | None = None
+    settings: RouterConfig = field(default_factory=RouterConfig)
+    """Limits, deadlines and cost weights of each router."""
+    service_type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    hostname: str | None = bounded(None, max_size=253)
+    """Where given, an HTTPRoute or Ingress leads this name to the routers."""
+    gateway: str | None = bounded(None, max_size=253)
+    """The Gateway that the HTTPRoute hangs on; None: an Ingress."""
+    template: Mapping[str, Any] = bounded(dict, is_object=True)
+    """A PodTemplateSpec that is merged over the operator's own."""
+
+    rules = (
+        Rule(
+            "!has(self.gateway) || has(self.hostname)",
+            "hostname is needed where gateway is given",
+            lambda router: router.gateway is None or router.hostname is not None,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class PoolRatio(Checked):
+    """Bounds on prefill replicas for each decode replica, which the planner keeps."""
+
+    min: float | None = bounded(None, minimum=0, maximum=1024)
+    max: float | None = bounded(None, minimum=0, maximum=1024)
+
+    rules = (
+        Rule(
+            "!has(self.min) || !has(self.max) || self.min <= self.max",
+            "min must not be above max",
+            lambda ratio: ratio.min is None or ratio.max is None or ratio.min <= ratio.max,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Images(Checked):
+    """What the pods run; empty: the images that the operator was installed with."""
+
+    worker: str = bounded("", max_size=512)
+    router: str = bounded("", max_size=512)
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    pull_secrets: tuple[str, ...] = bounded((), max_size=16)
+
+
+@dataclass(frozen=True)
+class GcsFaultTolerance(Checked):
+    """Where Ray's head keeps its state, so that workers outlive it."""
+
+    redis_address: str = bounded(max_size=512, pattern=r"^(rediss?://)?[^/:]+:[0-9]+$")
+    redis_secret_name: str | None = bounded(None, max_size=SECRET_NAME)
+    """A Secret whose key `password` opens it."""
+
+
+@dataclass(frozen=True)
+class RaySpec(Checked):
+    """The Ray cluster under the workers."""
+
+    version: str = bounded("", max_size=32)
+    """What the worker image holds; empty: that of the operator's default image."""
+    token_secret_name: str | None = bounded(None, max_size=SECRET_NAME)
+    """A Secret whose key `auth_token` Ray's processes share; None: the operator makes one."""
+    gcs_fault_tolerance: GcsFaultTolerance | None = None
+    """None: losing the head's pod takes the pools down with it."""
+    head_template: Mapping[str, Any] = bounded(dict, is_object=True)
+    """A PodTemplateSpec that is merged over the operator's own for the head."""
+
+
+@dataclass(frozen=True)
+class CohortRollout(Checked):
+    """How a change of weights, quantisation or block size goes over: prefill and decode together,
+    since old and new exchange no KV."""
+
+    weights: tuple[int, ...] = bounded((1, 10, 50, 100), max_size=16)
+    """Percent of new requests that go to the new version, step by step; the last must be 100."""
+    step: str = bounded("5m", pattern=DURATION, max_size=32)
+    """How long each step is watched."""
+    max_error_percent: float = bounded(1.0, minimum=0, maximum=100)
+    """More failed requests of the new version than this takes everything back to the old one."""
+    max_itl_factor: float = bounded(1.5, minimum=1, maximum=100)
+    """So does an inter-token latency of more than this many times the old one's."""
+
+    rules = (
+        Rule(
+            "self.weights.size() > 0 && self.weights[self.weights.size() - 1] == 100",
+            "weights must end with 100",
+            lambda rollout: bool(rollout.weights) and rollout.weights[-1] == 100,
+        ),
+        Rule(
+            "self.weights.all(w, w >= 0 && w <= 100)",
+            "weights must be percentages, between 0 and 100",
+            lambda rollout: all(0 <= weight <= 100 for weight in rollout.weights),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class ServingClusterSpec(Checked):
+    """One model, its routers and its pools; sections as in cluster.yaml."""
+
+    model: ModelSource
+    pools: Mapping[str, PoolTemplate] = bounded(max_size=32)
+    """By name. A WorkerPool is made of each, called `<cluster>-<pool>`."""
+    tokenizer: str | None = bounded(None, max_size=1024)
+    """A folder or a name on the hub, where the model's own files hold no tokenizer."""
+    served_model_name: str | None = bounded(None, max_size=256)
+    """What clients call the model; None: the last part of its source."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Of every process."""
+    ratio: PoolRatio = field(default_factory=PoolRatio)
+    router: RouterSpec = field(default_factory=RouterSpec)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    images: Images = field(default_factory=Images)
+    ray: RaySpec = field(default_factory=RaySpec)
+    rollout: CohortRollout = field(default_factory=CohortRollout)
+
+    rules = (
+        Rule(
+            f"self.pools.all(name, name.matches('{POOL_NAME}'))",
+            "pools must have names of 1 to 40 small letters, digits and -, and begin and end with "
+            "a letter or digit",
+            lambda spec: all(_is_pool_name(name) for name in spec.pools),
+        ),
+        Rule(
+            "self.pools.exists(name, self.pools[name].role != 'prefill')",
+            "pools need at least one of role decode or mixed",
+            lambda spec: any(pool.role != "prefill" for pool in spec.pools.values()),
+        ),
+        Rule(
+            "!(has(self.router.settings) && has(self.router.settings.localPrefill) && "
+            "self.router.settings.localPrefill == 'never') || "
+            "self.pools.exists(name, self.pools[name].role != 'decode')",
+            "router.settings.localPrefill must not be never without a pool of role prefill or "
+            "mixed",
+            lambda spec: (
+                spec.router.settings.local_prefill != "never"
+                or any(pool.role != "decode" for pool in spec.pools.values())
+            ),
+        ),
+    )
+
+
+def _is_pool_name(name: str) -> bool:
+    return re.search(POOL_NAME, name) is not None

@@ -1,0 +1,70 @@
+"""What the operator tells in `.status`; every list is short, every number of the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from deploy.api.checked import Checked, bounded
+
+
+@dataclass(frozen=True)
+class Condition(Checked):
+    """As in all of Kubernetes' objects."""
+
+    type: str = bounded(max_size=316)
+    status: Literal["True", "False", "Unknown"] = bounded()
+    reason: str = bounded(max_size=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")
+    message: str = bounded(max_size=32768)
+    last_transition_time: str = bounded(max_size=64)
+    observed_generation: int = bounded(0, minimum=0)
+
+
+@dataclass(frozen=True)
+class Draining(Checked):
+    """A worker that leaves, and what it still waits for."""
+
+    worker: str = bounded(max_size=253)
+    pod: str = bounded("", max_size=253)
+    num_running: int = bounded(0, minimum=0)
+    """Requests that it still runs."""
+    since: str = bounded("", max_size=64)
+    held_by: str = bounded("", max_size=1024)
+    """What holds it up, where it takes longer than the pool's drainTimeout."""
+
+
+@dataclass(frozen=True)
+class WorkerPoolStatus(Checked):
+    replicas: int = bounded(0, minimum=0)
+    """Workers that there are, those that start or drain included."""
+    ready_replicas: int = bounded(0, minimum=0)
+    updated_replicas: int = bounded(0, minimum=0)
+    """Workers of the newest version."""
+    draining: tuple[Draining, ...] = bounded((), max_size=1024)
+    selector: str = bounded("", max_size=1024)
+    """Labels of the pool's pods, for HorizontalPodAutoscalers."""
+    queue: int = bounded(0, minimum=0)
+    """Requests that wait at the pool's workers."""
+    kv_use_percent: int = bounded(0, minimum=0, maximum=100)
+    ttft_seconds: float | None = None
+    itl_seconds: float | None = None
+    last_error: str = bounded("", max_size=32768)
+    """Why a replica last failed to start, in its own words."""
+    desired_replicas: int | None = None
+    """What the planner would have, whoever writes `spec.replicas`."""
+    desired_reason: str = bounded("", max_size=4096)
+    observed_generation: int = bounded(0, minimum=0)
+    conditions: tuple[Condition, ...] = bounded((), max_size=16)
+
+
+@dataclass(frozen=True)
+class ServingClusterStatus(Checked):
+    endpoints: Mapping[str, str] = field(default_factory=dict)
+    """Where what is served: `grpc`, `control`."""
+    revision: str = bounded("", max_size=64)
+    """Of weights, quantisation and block size, which pools must share to exchange KV."""
+    pools: Mapping[str, str] = field(default_factory=dict)
+    """Ready and wanted replicas of each pool, as `2/3`."""
+    observed_generation: int = bounded(0, minimum=0)
+    conditions: tuple[Condition, ...] = bounded((), max_size=16)

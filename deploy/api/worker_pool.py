@@ -1,0 +1,148 @@
+"""`WorkerPool` (`wp`): workers of one role and shape; `kubectl scale` changes their number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from baton.config import Role
+from deploy.api.checked import Checked, Rule, bounded
+from engine.config import EngineConfig
+
+MAX_REPLICAS = 1024
+DURATION = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
+
+ScalingMode = Literal["manual", "hpa", "planner"]
+
+
+@dataclass(frozen=True)
+class Parallelism(Checked):
+    """How one replica is spread over GPUs."""
+
+    tensor: int = bounded(1, minimum=1, maximum=64)
+    """Rank processes of a replica, all in one pod; on cuda each has a GPU of its own."""
+    expert: int = bounded(1, minimum=1, maximum=1)
+    """Not built yet: 1."""
+
+
+@dataclass(frozen=True)
+class Rollout(Checked):
+    """How a change of the pool's pods is rolled out; no request is lost in any case."""
+
+    max_surge: int = bounded(1, minimum=0, maximum=MAX_REPLICAS)
+    """Replicas above the pool's size while it is rolled."""
+    max_unavailable: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
+    """Replicas that may be missing while it is rolled."""
+    partition: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
+    """So many replicas, those of the lowest places, keep their old version."""
+    ready_timeout: str = bounded("15m", pattern=DURATION, max_size=32)
+    """A new version that is not ready by then stops the rollout."""
+
+    rules = (
+        Rule(
+            "self.maxSurge + self.maxUnavailable > 0",
+            "maxSurge and maxUnavailable must not both be 0: nothing could ever be replaced",
+            lambda rollout: rollout.max_surge + rollout.max_unavailable > 0,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Who writes `spec.replicas`: one at a time."""
+
+    mode: ScalingMode = "manual"
+    """manual: a person (kubectl scale). hpa: a HorizontalPodAutoscaler on the pool's `/scale`.
+    planner: the operator's own planner, which then overwrites what anyone else sets."""
+
+
+@dataclass(frozen=True)
+class RolePlan(Checked):
+    """Of a `mixed` pool: how many workers act in one role alone; the rest act in both. Switching
+    takes no new pod: every worker of the pool can do either."""
+
+    prefill: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
+    decode: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
+
+
+@dataclass(frozen=True)
+class PoolShape(Checked):
+    """What a pool's workers are, whoever says how many there are."""
+
+    role: Role
+    """prefill, decode, or mixed: both. Cannot be changed."""
+    min_replicas: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
+    """What the planner, and a person, may scale to at least; 0 lets the planner stop the pool."""
+    max_replicas: int = bounded(64, minimum=1, maximum=MAX_REPLICAS)
+    """What anyone may scale to at most."""
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    engine: Mapping[str, Any] = bounded(dict, partial_of=EngineConfig)
+    """Engine settings of this pool that differ from the cluster's."""
+    template: Mapping[str, Any] = bounded(dict, is_object=True)
+    """A PodTemplateSpec that is merged over the operator's own: resources, node selection,
+    tolerations, annotations, volumes, further containers."""
+    drain_timeout: str = bounded("10m", pattern=DURATION, max_size=32)
+    """How long a worker that leaves may finish what it runs."""
+    rollout: Rollout = field(default_factory=Rollout)
+    scaling: Scaling = field(default_factory=Scaling)
+    role_plan: RolePlan | None = None
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "self.minReplicas <= self.maxReplicas",
+            "minReplicas must not be above maxReplicas",
+            lambda pool: pool.min_replicas <= pool.max_replicas,
+        ),
+        Rule(
+            "!has(self.rolePlan) || self.role == 'mixed'",
+            "rolePlan is of pools whose role is mixed: others have one role",
+            lambda pool: pool.role_plan is None or pool.role == "mixed",
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class PoolTemplate(PoolShape):
+    """A pool of a ServingCluster, of which the operator makes a WorkerPool."""
+
+    initial_replicas: int = bounded(1, minimum=0, maximum=MAX_REPLICAS)
+    """Used when the WorkerPool is created, and never again: `spec.replicas` of that is the size."""
+
+    rules = (
+        *PoolShape.rules,
+        Rule(
+            "self.initialReplicas <= self.maxReplicas",
+            "initialReplicas must not be above maxReplicas",
+            lambda pool: pool.initial_replicas <= pool.max_replicas,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class WorkerPoolSpec(PoolShape):
+    """Workers of one role and shape, of one ServingCluster."""
+
+    cluster: str = bounded("", max_size=63)
+    """The ServingCluster, in the same namespace; set by the operator. Cannot be changed."""
+    pool: str = bounded("", max_size=40)
+    """The pool's name in it; set by the operator. Cannot be changed."""
+    replicas: int = bounded(1, minimum=0, maximum=MAX_REPLICAS)
+    """Workers; written by whom `scaling.mode` names."""
+
+    rules = (
+        *PoolShape.rules,
+        Rule(
+            "self.replicas <= self.maxReplicas",
+            "replicas must not be above maxReplicas",
+            lambda pool: pool.replicas <= pool.max_replicas,
+        ),
+        Rule(
+            "self.replicas >= self.minReplicas",
+            "replicas must not be below minReplicas",
+            lambda pool: pool.replicas >= pool.min_replicas,
+        ),
+        Rule("self.role == oldSelf.role", "role cannot be changed: make another pool"),
+        Rule("self.cluster == oldSelf.cluster", "cluster cannot be changed"),
+        Rule("self.pool == oldSelf.pool", "pool cannot be changed"),
+    )

@@ -1,0 +1,48 @@
+"""What an API server does with a custom object's defaults, from the same schema."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deploy.api.naming import camel
+from deploy.api.schema import schema_of
+
+
+def with_defaults(cls: type, spec: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a spec with what its schema defaults."""
+    filled = copy.deepcopy(spec)
+    _fill(schema_of(cls), filled)
+    return filled
+
+
+def _fill(schema: Mapping[str, Any], value: Any) -> None:
+    if not isinstance(value, dict):
+        return
+    for name, inner in schema.get("properties", {}).items():
+        if name not in value and "default" in inner:
+            value[name] = copy.deepcopy(inner["default"])
+        _fill(inner, value.get(name))
+    if "additionalProperties" in schema:
+        for item in value.values():
+            _fill(schema["additionalProperties"], item)
+
+
+def inner_objects(cls: type, value: Mapping[str, Any]) -> Iterator[tuple[type, dict[str, Any]]]:
+    """The objects directly in one, each with the dataclass it is read as."""
+    for name, kind in typing.get_type_hints(cls).items():
+        inner = value.get(camel(name))
+        for each in (kind, *typing.get_args(kind)):
+            if not dataclasses.is_dataclass(each) or not isinstance(inner, dict):
+                continue
+            items = inner.values() if _is_map(kind) else [inner]
+            for item in items:
+                yield typing.cast(type, each), item
+
+
+def _is_map(kind: Any) -> bool:
+    origin = typing.get_origin(kind)
+    return isinstance(origin, type) and issubclass(origin, Mapping)

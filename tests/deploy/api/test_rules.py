@@ -1,0 +1,181 @@
+"""Each rule says the same as CEL and in Python; each bad spec is refused by the field's name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import cel
+import pytest
+
+from baton.errors import ConfigError
+from deploy.api.checked import Checked
+from deploy.api.read import read_spec
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.worker_pool import WorkerPoolSpec
+from tests.deploy.api.defaults import inner_objects, with_defaults
+from tests.deploy.api.test_schema import dataclasses_in
+
+CLUSTER_KIND = "ServingCluster"
+CLUSTER: dict[str, Any] = {
+    "model": {"name": "models/demo"},
+    "pools": {"prefill": {"role": "prefill"}, "decode": {"role": "decode", "initialReplicas": 2}},
+}
+ONE_POOL = {"model": {"name": "models/demo"}, "pools": {"decode": {"role": "decode"}}}
+POOL: dict[str, Any] = {"role": "decode", "cluster": "main", "pool": "decode", "replicas": 2}
+
+
+def custom_object(kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": kind, "metadata": {"namespace": "default", "name": "main"}, "spec": spec}
+
+
+def changed(spec: dict[str, Any], path: str, value: object) -> dict[str, Any]:
+    """A copy with one value set; None takes it away."""
+    new = copy.deepcopy(spec)
+    *way, last = path.split(".")
+    inner = new
+    for name in way:
+        inner = inner.setdefault(name, {})
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    return new
+
+
+BAD_CLUSTERS = [
+    ("model.name", None, "spec.model.name"),
+    ("model.claim", {"claimName": "weights"}, "spec.model.name"),
+    ("model.uri", "ftp://host/model", "spec.model.uri"),
+    ("model.claim", {"claimName": "weights", "path": "../etc"}, "spec.model.claim.path"),
+    ("pools", {"prefill": {"role": "prefill"}}, "spec.pools"),
+    ("pools", {"Decode_1": {"role": "decode"}}, "spec.pools"),
+    ("pools.decode.role", "decoder", "spec.pools.decode.role"),
+    ("pools.decode.initialReplicas", 65, "spec.pools.decode.initialReplicas"),
+    ("pools.decode.minReplicas", 99, "spec.pools.decode.minReplicas"),
+    ("pools.decode.parallelism", {"tensor": 0}, "spec.pools.decode.parallelism.tensor"),
+    ("pools.decode.parallelism", {"expert": 2}, "spec.pools.decode.parallelism.expert"),
+    ("pools.decode.drainTimeout", "soon", "spec.pools.decode.drainTimeout"),
+    ("pools.decode.rolePlan", {"prefill": 1}, "spec.pools.decode.rolePlan"),
+    (
+        "pools.decode.rollout",
+        {"maxSurge": 0, "maxUnavailable": 0},
+        "spec.pools.decode.rollout.maxSurge",
+    ),
+    ("pools.decode.scaling", {"mode": "auto"}, "spec.pools.decode.scaling.mode"),
+    ("pools.decode.replicas", 3, "spec.pools.decode.replicas"),
+    ("router.replicas", 0, "spec.router.replicas"),
+    ("router.tls", {}, "spec.router.tls.secretName"),
+    ("router.gateway", "public", "spec.router.hostname"),
+    ("router.settings", {"maxQueue": 0}, "spec.router.settings.maxQueue"),
+    ("router.settings", {"maxQeue": 9}, "spec.router.settings.maxQeue"),
+    ("engine.blockSize", "16", "spec.engine.blockSize"),
+    ("engine.maxNumBatchedTokens", 8, "spec.engine.maxNumBatchedTokens"),
+    ("ratio", {"min": 2, "max": 1}, "spec.ratio.min"),
+    ("rollout.weights", [10, 50], "spec.rollout.weights"),
+    ("rollout.weights", [10, 101, 100], "spec.rollout.weights"),
+    ("ray.gcsFaultTolerance", {"redisAddress": "x"}, "spec.ray.gcsFaultTolerance.redisAddress"),
+]  # fmt: skip
+BAD_POOLS = [
+    ("replicas", 65, "spec.replicas"),
+    ("minReplicas", 3, "spec.replicas"),
+    ("minReplicas", 99, "spec.minReplicas"),
+    ("role", None, "spec.role"),
+    ("rolePlan", {"decode": 1}, "spec.rolePlan"),
+    ("rollout", {"maxSurge": 0}, "spec.rollout.maxSurge"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "field"), BAD_CLUSTERS)
+def test_a_bad_cluster_is_refused_by_the_name_of_its_field(
+    path: str, value: object, field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_spec(ServingClusterSpec, custom_object(CLUSTER_KIND, changed(CLUSTER, path, value)))
+    assert caught.value.field == field
+    assert "_" not in str(caught.value).replace(str(value), ""), "spelt as in Kubernetes"
+
+
+@pytest.mark.parametrize(("path", "value", "field"), BAD_POOLS)
+def test_a_bad_pool_is_refused_by_the_name_of_its_field(
+    path: str, value: object, field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_spec(WorkerPoolSpec, custom_object("WorkerPool", changed(POOL, path, value)))
+    assert caught.value.field == field
+
+
+def test_a_misspelt_key_is_told_with_the_nearest_one_in_kubernetes_spelling() -> None:
+    bad = changed(CLUSTER, "engine.maxNumSeq", 4)
+    with pytest.raises(ConfigError, match="did you mean 'maxNumSeqs'"):
+        read_spec(ServingClusterSpec, custom_object(CLUSTER_KIND, bad))
+
+
+# --- CEL and Python -----------------------------------------------------------------------------
+
+
+def violated(cls: type[Checked], value: dict[str, Any]) -> list[str]:
+    """Messages of the rules on one object that CEL finds broken; rules on changes left out."""
+    rules = [rule for rule in cls.rules if rule.holds is not None]
+    return [rule.message for rule in rules if not cel.evaluate(rule.cel, {"self": value})]
+
+
+def all_violated(cls: type, value: Any) -> list[str]:
+    """The same, of the object and everything in it."""
+    found = violated(cls, value) if issubclass(cls, Checked) else []
+    for inner_cls, inner in inner_objects(cls, value):
+        found += all_violated(inner_cls, inner)
+    return found
+
+
+def python_refuses(cls: type[Any], kind: str, spec: dict[str, Any]) -> str | None:
+    try:
+        read_spec(cls, custom_object(kind, spec))
+    except ConfigError as error:
+        return error.message
+    return None
+
+
+def rules_in(cls: type) -> list[str]:
+    return [
+        rule.message
+        for each in dataclasses_in(cls)
+        if issubclass(each, Checked)
+        for rule in each.rules
+        if rule.holds is not None
+    ]
+
+
+CASES = [
+    *((ServingClusterSpec, CLUSTER_KIND, CLUSTER, path, value) for path, value, _ in BAD_CLUSTERS),
+    *((WorkerPoolSpec, "WorkerPool", POOL, path, value) for path, value, _ in BAD_POOLS),
+    (ServingClusterSpec, CLUSTER_KIND, CLUSTER, "router.settings", {"localPrefill": "never"}),
+    (ServingClusterSpec, CLUSTER_KIND, ONE_POOL, "router.settings", {"localPrefill": "never"}),
+    (ServingClusterSpec, CLUSTER_KIND, CLUSTER, "ratio", {"min": 1, "max": 1}),
+    (ServingClusterSpec, CLUSTER_KIND, CLUSTER, "router.tls", {"secretName": "cert"}),
+    (WorkerPoolSpec, "WorkerPool", POOL, "replicas", 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "kind", "base", "path", "value"), CASES)
+def test_cel_and_python_judge_a_spec_alike(
+    cls: type[Checked], kind: str, base: dict[str, Any], path: str, value: object
+) -> None:
+    spec = changed(base, path, value)
+    refused = python_refuses(cls, kind, spec)
+    broken = all_violated(cls, with_defaults(cls, spec))
+    if refused is None:
+        assert broken == []
+    elif any(message.partition(" ")[2] in refused for message in rules_in(cls)):
+        assert any(message.partition(" ")[2] in refused for message in broken), (refused, broken)
+
+
+@pytest.mark.parametrize("cls", [ServingClusterSpec, WorkerPoolSpec])
+def test_every_rule_is_broken_by_some_case(cls: type[Checked]) -> None:
+    broken = {
+        message
+        for of, _, base, path, value in CASES
+        if of is cls
+        for message in all_violated(cls, with_defaults(cls, changed(base, path, value)))
+    }
+    assert set(rules_in(cls)) - broken == set()

@@ -1,0 +1,99 @@
+"""The custom resources' schema says what the dataclasses say."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from baton.config import ClusterConfig
+from deploy.api import generate
+from deploy.api.checked import Checked
+from deploy.api.crd import KINDS, SERVING_CLUSTER, WORKER_POOL
+from deploy.api.naming import camel, snake
+from deploy.api.schema import schema_of
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.worker_pool import WorkerPoolSpec
+
+
+def nested(schema: dict[str, Any], path: str = "spec") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema in a schema, with the way to it."""
+    yield path, schema
+    for name, inner in schema.get("properties", {}).items():
+        yield from nested(inner, f"{path}.{name}")
+    for key in ("items", "additionalProperties"):
+        if key in schema:
+            yield from nested(schema[key], f"{path}[]")
+
+
+def dataclasses_in(cls: type) -> set[type]:
+    """A dataclass and all that its fields are made of."""
+    found = {cls}
+    for kind in typing.get_type_hints(cls).values():
+        for each in (kind, *typing.get_args(kind)):
+            if dataclasses.is_dataclass(each):
+                found |= dataclasses_in(typing.cast(type, each))
+    return found
+
+
+def test_the_committed_definitions_are_what_the_dataclasses_make() -> None:
+    assert generate.stale() == []
+
+
+@pytest.mark.parametrize("cls", [ServingClusterSpec, WorkerPoolSpec, ClusterConfig])
+def test_every_field_name_comes_back_from_its_spelling_in_kubernetes(cls: type) -> None:
+    for each in dataclasses_in(cls):
+        for field in dataclasses.fields(each):
+            assert snake(camel(field.name)) == field.name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
+def test_every_schema_is_structural_and_bounded(kind: Any) -> None:
+    """As the API server asks: a type everywhere, and a size wherever a rule may look."""
+    for path, schema in nested(schema_of(kind.spec)):
+        assert "type" in schema, path
+        if schema["type"] == "string" and "enum" not in schema:
+            assert "maxLength" in schema, path
+        if "additionalProperties" in schema:
+            assert "maxProperties" in schema, path
+            assert "properties" not in schema, path
+        if schema["type"] == "array":
+            assert "maxItems" in schema, path
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
+def test_every_field_of_a_spec_is_described(kind: Any) -> None:
+    own = [
+        path
+        for path, schema in nested(schema_of(kind.spec))
+        if "description" not in schema and path.count(".") == 1 and not path.endswith("[]")
+    ]
+    assert own == []
+
+
+def test_a_pools_size_can_be_scaled_and_is_defaulted() -> None:
+    (version,) = WORKER_POOL.crd()["spec"]["versions"]
+    replicas = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["replicas"]
+    assert replicas["default"] == 1
+    assert version["subresources"]["scale"]["specReplicasPath"] == ".spec.replicas"
+
+
+def test_a_section_that_cluster_yaml_shares_keeps_its_defaults_out_of_stored_objects() -> None:
+    (version,) = SERVING_CLUSTER.crd()["spec"]["versions"]
+    spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    assert "default" not in spec["engine"]
+    assert "default" not in spec["engine"]["properties"]["blockSize"]
+    assert "Default: 16." in spec["engine"]["properties"]["blockSize"]["description"]
+
+
+def test_every_rule_names_a_field_of_its_object() -> None:
+    for kind in KINDS:
+        for cls in dataclasses_in(kind.spec):
+            if issubclass(cls, Checked):
+                names = {camel(field.name) for field in dataclasses.fields(cls)}
+                for rule in cls.rules:
+                    first = rule.message.replace(",", " ").replace(":", " ").split()[0]
+                    assert first.partition(".")[0] in names, rule.message
