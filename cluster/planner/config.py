@@ -44,7 +44,7 @@ class PlannerConfig:
 
     tolerance: float = 0.1
     """A pool grows when the need exceeds its replicas by more than this share of them."""
-    consolidation_margin: float = 0.1
+    consolidation_margin: float = 0.2
     """A pool shrinks when the remaining replicas would hold the load and this share more."""
     max_step_out: int = 4
     """Replicas that a pool may have beyond those that have started, one that is at zero too."""

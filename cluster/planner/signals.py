@@ -109,6 +109,9 @@ class RouterSignals:
     uncached_tokens_per_s: float = 0.0
     """Prompt tokens that arrive (`baton_prompt_tokens`), less the share that recent prefills found
     cached (`baton_cached_prompt_tokens`)."""
+    output_tokens: float | None = None
+    """Of a request, mean of those that ended of late (`baton_output_tokens` over `baton_requests`);
+    None: none has."""
     num_held: int = 0
     """Requests held because a pool that they need is at zero."""
     waiting_for_prefill: QueueSignals = QueueSignals()

@@ -1,0 +1,110 @@
+"""What the planner remembers from one call to the next; the caller keeps it, and may lose it: then
+nothing shrinks until a stable window has been seen again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from cluster.planner.config import PlannerConfig
+from cluster.planner.itl_curve import ItlCurve
+from cluster.planner.measure import PoolMeasure
+from cluster.planner.needs import Need, NeedRange
+from cluster.planner.signals import PoolSignals, Role, RolePlan
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The need at one moment, and its mean over the panic window until then."""
+
+    at_s: float
+    need: NeedRange
+    mean: NeedRange
+
+
+@dataclass(frozen=True)
+class PoolMemory:
+    """Of one pool."""
+
+    samples: tuple[Sample, ...] = ()
+    """Of the stable window, oldest first."""
+    known_since_s: float | None = None
+    """Since when there have been samples without a gap; None: there are none."""
+    prefill_tokens_per_s: float | None = None
+    """Newest known rate of a worker."""
+    itl_curve: ItlCurve = field(default_factory=ItlCurve)
+    desired_seen: int | None = None
+    """The pool's size as the signals told it last."""
+    shrunk_at_s: float | None = None
+    """When the signals last showed a smaller one than before."""
+    roles_seen: RolePlan | None = None
+    switched_at_s: float | None = None
+    """When the signals last showed other roles than before."""
+
+    def see(
+        self, pool: PoolSignals, measure: PoolMeasure, now_s: float, is_new: bool
+    ) -> PoolMemory:
+        """Take in what the signals show. What is not `is_new` was taken in before."""
+        shrunk = self.desired_seen is not None and pool.desired_replicas < self.desired_seen
+        switched = self.roles_seen is not None and pool.role_plan != self.roles_seen
+        curve = self.itl_curve
+        if is_new and measure.itl is not None:
+            curve = curve.with_point(measure.itl)
+        return replace(
+            self,
+            prefill_tokens_per_s=measure.prefill_tokens_per_s or self.prefill_tokens_per_s,
+            itl_curve=curve,
+            desired_seen=pool.desired_replicas,
+            shrunk_at_s=now_s if shrunk else self.shrunk_at_s,
+            roles_seen=pool.role_plan,
+            switched_at_s=now_s if switched else self.switched_at_s,
+        )
+
+    def add(self, need: NeedRange, now_s: float, config: PlannerConfig) -> PoolMemory:
+        """Remember a need; one of the same moment is replaced."""
+        earlier = [sample for sample in self.samples if sample.at_s < now_s]
+        recent = [s.need for s in earlier if now_s - s.at_s < config.panic_window_s]
+        sample = Sample(now_s, need, _mean([*recent, need]))
+        kept = [s for s in earlier if now_s - s.at_s <= config.stable_window_s]
+        gap_s = now_s - earlier[-1].at_s if earlier else 0.0
+        is_broken = not earlier or gap_s > 2 * config.panic_window_s
+        return replace(
+            self,
+            samples=(*kept, sample),
+            known_since_s=now_s if is_broken else self.known_since_s,
+        )
+
+    def wanted(self, role: Role) -> float:
+        """Workers that scale-out goes by: the mean of the panic window."""
+        return self.samples[-1].mean.least.workers(role)
+
+    def peak(self, role: Role) -> float:
+        """Workers that scale-in goes by: the most of the stable window, and of this moment."""
+        means = max(sample.mean.most.workers(role) for sample in self.samples)
+        return max(means, self.samples[-1].need.most.workers(role))
+
+
+def _mean(needs: list[NeedRange]) -> NeedRange:
+    return NeedRange(
+        _mean_need([need.least for need in needs]),
+        _mean_need([need.most for need in needs]),
+        needs[-1].words,
+    )
+
+
+def _mean_need(needs: list[Need]) -> Need:
+    return Need(
+        sum(need.prefill for need in needs) / len(needs),
+        sum(need.decode for need in needs) / len(needs),
+    )
+
+
+@dataclass(frozen=True)
+class PlannerState:
+    """Of all pools. A new planner begins with `PlannerState()`."""
+
+    at_s: float | None = None
+    """When the newest signals were of."""
+    busy_at_s: float | None = None
+    """When there last was a request anywhere, or nobody could tell."""
+    pools: Mapping[str, PoolMemory] = field(default_factory=dict)

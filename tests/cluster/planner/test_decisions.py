@@ -1,0 +1,391 @@
+"""What is planned for single moments, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.planner.config import PlannerConfig
+from cluster.planner.signals import PoolSignals, QueueSignals, Role, RolePlan, Signals
+from tests.cluster.planner.moments import (
+    RATE,
+    Planning,
+    decode_pool,
+    moment,
+    prefill_pool,
+    queue,
+    router,
+    worker,
+)
+
+STABLE_S = PlannerConfig().stable_window_s
+
+
+def quiet(planning: Planning, pools: tuple[PoolSignals, ...], until_s: float) -> None:
+    """The same moment again and again, from 0 s on."""
+    now_s = 0.0
+    while now_s <= until_s:
+        fresh = tuple(
+            replace(
+                pool, workers=tuple(replace(each, measured_at_s=now_s) for each in pool.workers)
+            )
+            for pool in pools
+        )
+        planning.see(moment(now_s, router(now_s), *fresh))
+        now_s += 5.0
+
+
+# --- growing -------------------------------------------------------------------------------------
+
+
+def test_prefill_grows_with_the_tokens_that_arrive_and_says_so_with_numbers() -> None:
+    planning = Planning(PlannerConfig(ttft_target_s=0.5))
+    seen = router(0.0, tokens_per_s=3_500, for_prefill=queue(12, 3.1, 4_800))
+    planning.see(moment(0.0, seen, prefill_pool(0.0, 2), decode_pool(0.0, 1)))
+    assert planning.reason("prefill") == (
+        "prefill 2 -> 4: queue wait 3.1 s over target 0.5 s, 3,500 uncached tokens/s need 4.4 "
+        "workers at 1,000 tokens/s"
+    )
+
+
+def test_prefill_has_more_to_spare_where_the_target_leaves_little_time_to_wait() -> None:
+    """4 workers' worth of prompts that take 0.5 s each."""
+    sizes = []
+    for target_s in (5.0, 0.6):
+        planning = Planning(PlannerConfig(ttft_target_s=target_s))
+        seen = router(0.0, tokens_per_s=4_000, prompt_tokens=500)
+        planning.see(moment(0.0, seen, prefill_pool(0.0, 4), decode_pool(0.0, 1)))
+        sizes.append(planning.desired("prefill"))
+    assert sizes == [5, 6]
+
+
+def test_decode_grows_with_the_kv_that_streams_hold() -> None:
+    planning = Planning()
+    decode = decode_pool(0.0, 2, streams=40, fill=1.9)
+    planning.see(moment(0.0, router(0.0), prefill_pool(0.0, 1), decode))
+    assert planning.desired("decode") == 3
+    assert "40 streams fill 1.9 of 2 workers" in planning.reason("decode")
+
+
+def test_decode_grows_where_streams_are_scarcer_than_kv() -> None:
+    planning = Planning()
+    decode = decode_pool(0.0, 1, streams=256, fill=0.1)
+    planning.see(moment(0.0, router(0.0), prefill_pool(0.0, 1), decode))
+    assert planning.desired("decode") == 2
+
+
+def test_decode_grows_when_tokens_come_too_slowly() -> None:
+    planning = Planning(PlannerConfig(itl_target_s=0.04))
+    decode = decode_pool(0.0, 2, streams=40, fill=0.4, itl_s=0.06)
+    planning.see(moment(0.0, router(0.0), prefill_pool(0.0, 1), decode))
+    assert planning.desired("decode") == 3
+    assert "ITL 60.0 ms over target 40 ms needs 3.0 workers" in planning.reason("decode")
+
+
+def test_decode_grows_before_the_streams_are_there_when_arrivals_come_to_more() -> None:
+    """10 requests/s of 100 tokens each are 1,000 tokens/s, also while 250 streams have 500."""
+    planning = Planning(PlannerConfig(itl_target_s=1.0))
+    decode = decode_pool(0.0, 2, streams=250, fill=1.0, itl_s=0.5)
+    seen = replace(router(0.0, tokens_per_s=100, prompt_tokens=10), output_tokens=100.0)
+    planning.see(moment(0.0, seen, prefill_pool(0.0, 1), decode))
+    assert planning.desired("decode") == 3
+    assert "room for 1,000 tokens/s needs 2.5 workers" in planning.reason("decode")
+
+
+def test_a_single_moment_of_a_burst_counts_for_its_share_of_the_panic_window() -> None:
+    planning = Planning()
+    for now_s in (0.0, 5.0):
+        seen = router(now_s, tokens_per_s=400)
+        planning.see(moment(now_s, seen, prefill_pool(now_s, 1), decode_pool(now_s, 1)))
+    seen = router(10.0, tokens_per_s=4_000)
+    planning.see(moment(10.0, seen, prefill_pool(10.0, 1), decode_pool(10.0, 1)))
+    assert planning.desired("prefill") == 2
+
+
+def test_a_need_within_tolerance_adds_no_worker() -> None:
+    planning = Planning()
+    decode = decode_pool(0.0, 2, streams=40, fill=2 * 0.8 * 1.09)
+    planning.see(moment(0.0, router(0.0), prefill_pool(0.0, 1), decode))
+    assert planning.desired("decode") == 2
+
+
+def test_a_pool_grows_by_a_step_beyond_what_has_started() -> None:
+    planning = Planning(PlannerConfig(max_step_out=2))
+    seen = router(0.0, tokens_per_s=10_000)
+    planning.see(moment(0.0, seen, prefill_pool(0.0, 3), decode_pool(0.0, 1)))
+    assert planning.desired("prefill") == 5
+    assert "12 wanted, 2 more than have started at a time" in planning.reason("prefill")
+
+
+def test_replicas_without_a_machine_make_no_room_for_further_steps() -> None:
+    planning = Planning(PlannerConfig(max_step_out=2))
+    prefill = replace(prefill_pool(0.0, 5, num_live=3), num_pending=2)
+    planning.see(moment(0.0, router(0.0, tokens_per_s=10_000), prefill, decode_pool(0.0, 1)))
+    assert planning.desired("prefill") == 5
+
+
+def test_max_replicas_is_kept_and_named() -> None:
+    planning = Planning()
+    prefill = replace(prefill_pool(0.0, 2), max_replicas=3)
+    planning.see(moment(0.0, router(0.0, tokens_per_s=4_000), prefill, decode_pool(0.0, 1)))
+    assert planning.desired("prefill") == 3
+    assert "max_replicas 3" in planning.reason("prefill")
+
+
+def test_a_queue_asks_for_as_much_again_as_the_arrivals_and_one_worker_at_most() -> None:
+    """Workers to come would stand idle once the queue is worked off."""
+    planning = Planning(PlannerConfig(max_step_out=100))
+    seen = router(0.0, tokens_per_s=2_000, for_prefill=queue(90_000, 600.0, 9_000_000))
+    planning.see(moment(0.0, seen, prefill_pool(0.0, 2), decode_pool(0.0, 1)))
+    assert planning.desired("prefill") == 5
+
+
+def test_prompts_whose_rate_nobody_knows_change_nothing() -> None:
+    planning = Planning()
+    prefill = prefill_pool(0.0, 2, rate=None)
+    planning.see(moment(0.0, router(0.0, tokens_per_s=9_000), prefill, decode_pool(0.0, 1)))
+    assert planning.desired("prefill") == 2
+    assert "no warm worker has told its prefill rate yet" in planning.reason("prefill")
+
+
+def test_a_rate_stays_known_while_no_worker_can_tell_it() -> None:
+    planning = Planning()
+    planning.see(moment(0.0, router(0.0), prefill_pool(0.0, 1), decode_pool(0.0, 1)))
+    starting = prefill_pool(5.0, 1, num_live=0)
+    planning.see(moment(5.0, router(5.0, tokens_per_s=9_000), starting, decode_pool(5.0, 1)))
+    assert f"at {RATE:,.0f} tokens/s" in planning.reason("prefill")
+
+
+# --- shrinking -----------------------------------------------------------------------------------
+
+
+def test_nothing_shrinks_before_a_stable_window_is_known() -> None:
+    planning = Planning()
+    pools = prefill_pool(0.0, 1), decode_pool(0.0, 3)
+    quiet(planning, pools, STABLE_S - 5.0)
+    assert planning.desired("decode") == 3
+    assert "known for 295 s of 300 s" in planning.reason("decode")
+    quiet(planning, pools, STABLE_S)
+    assert planning.desired("decode") == 2
+
+
+def test_a_gap_in_what_is_known_begins_the_stable_window_anew() -> None:
+    planning = Planning()
+    pools = prefill_pool(0.0, 1), decode_pool(0.0, 3)
+    quiet(planning, pools, 250.0)
+    later_s = 290.0
+    planning.see(
+        moment(later_s, router(later_s), prefill_pool(later_s, 1), decode_pool(later_s, 3))
+    )
+    assert "known for 0 s of 300 s" in planning.reason("decode")
+
+
+def test_the_most_that_was_needed_within_the_stable_window_is_kept() -> None:
+    planning = Planning()
+    busy = decode_pool(0.0, 3, streams=60, fill=2.2)
+    planning.see(moment(0.0, router(0.0), prefill_pool(0.0, 1), busy))
+    now_s = 5.0
+    while now_s <= STABLE_S:
+        planning.see(moment(now_s, router(now_s), prefill_pool(now_s, 1), decode_pool(now_s, 3)))
+        assert planning.desired("decode") == 3, now_s
+        now_s += 5.0
+    while planning.desired("decode") == 3:
+        planning.see(moment(now_s, router(now_s), prefill_pool(now_s, 1), decode_pool(now_s, 3)))
+        now_s += 5.0
+    assert now_s - STABLE_S <= planning.config.panic_window_s + 10.0
+    assert "workers needed at most within 300 s" in planning.reason("decode")
+
+
+def test_an_unheard_router_may_be_as_busy_as_the_heard_ones() -> None:
+    """1.2 workers' worth of prompts at the one that is heard."""
+    planning = Planning()
+    now_s = 0.0
+    while now_s <= STABLE_S:
+        heard = router(now_s, tokens_per_s=1_200)
+        silent = replace(heard, router_id="router-1", measured_at_s=-1_000.0)
+        pools = prefill_pool(now_s, 3), decode_pool(now_s, 1)
+        planning.see(Signals(now_s, pools, (heard, silent)))
+        now_s += 5.0
+    assert planning.desired("prefill") == 3
+
+
+# --- zero ----------------------------------------------------------------------------------------
+
+ZERO = PlannerConfig(scale_to_zero_after_s=STABLE_S)
+
+
+def test_idle_pools_stop_together_and_start_together_for_a_held_request() -> None:
+    planning = Planning(ZERO)
+    quiet(planning, (prefill_pool(0.0, 2), decode_pool(0.0, 3)), STABLE_S - 5.0)
+    assert min(planning.desired("prefill"), planning.desired("decode")) > 0
+    quiet(planning, (prefill_pool(0.0, 2), decode_pool(0.0, 3)), STABLE_S)
+    assert (planning.desired("prefill"), planning.desired("decode")) == (0, 0)
+    assert "all pools stop together" in planning.reason("decode")
+
+    stopped = prefill_pool(400.0, 0), decode_pool(400.0, 0)
+    planning.see(moment(400.0, router(400.0), *stopped))
+    assert (planning.desired("prefill"), planning.desired("decode")) == (0, 0)
+    planning.see(moment(405.0, router(405.0, held=1), *stopped))
+    assert (planning.desired("prefill"), planning.desired("decode")) == (1, 1)
+    assert "start together for 1 requests that are held" in planning.reason("decode")
+
+
+def test_pools_do_not_stop_while_a_stream_runs() -> None:
+    planning = Planning(ZERO)
+    quiet(planning, (prefill_pool(0.0, 1), decode_pool(0.0, 1, streams=1)), 3 * STABLE_S)
+    assert (planning.desired("prefill"), planning.desired("decode")) == (1, 1)
+
+
+def test_pools_do_not_stop_unless_all_of_them_may() -> None:
+    planning = Planning(ZERO)
+    decode = replace(decode_pool(0.0, 1), min_replicas=1)
+    quiet(planning, (prefill_pool(0.0, 1), decode), 3 * STABLE_S)
+    assert (planning.desired("prefill"), planning.desired("decode")) == (1, 1)
+
+
+def test_pools_do_not_stop_while_no_router_is_heard() -> None:
+    planning = Planning(ZERO)
+    now_s = 0.0
+    while now_s <= 3 * STABLE_S:
+        planning.see(moment(now_s, router(-100.0), prefill_pool(now_s, 1), decode_pool(now_s, 1)))
+        now_s += 5.0
+    assert (planning.desired("prefill"), planning.desired("decode")) == (1, 1)
+
+
+def test_a_pool_that_somebody_stopped_alone_starts_again() -> None:
+    planning = Planning(ZERO)
+    planning.see(moment(0.0, router(0.0), prefill_pool(0.0, 2), decode_pool(0.0, 0)))
+    assert planning.desired("decode") == 1
+
+
+# --- the ratio -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "sizes", "planned"),
+    [
+        (None, 1.0, (4, 2), (4, 4)),
+        (0.5, None, (1, 4), (2, 4)),
+        (0.5, 0.5, (2, 3), (2, 4)),
+        (None, 0.25, (8, 16), (4, 16)),
+        (2.0, None, (10, 10), (16, 8)),
+    ],
+    ids=["more decode", "more prefill", "exact", "decode at its most", "prefill at its most"],
+)
+def test_the_ratio_is_kept_by_the_fewest_more_replicas_or_at_the_most_by_fewer(
+    low: float | None, high: float | None, sizes: tuple[int, int], planned: tuple[int, int]
+) -> None:
+    config = PlannerConfig(min_prefill_per_decode=low, max_prefill_per_decode=high)
+    planning = Planning(config)
+    planning.see(moment(0.0, router(0.0), prefill_pool(0.0, sizes[0]), decode_pool(0.0, sizes[1])))
+    assert (planning.desired("prefill"), planning.desired("decode")) == planned
+    assert "prefill for each decode replica" in (
+        planning.reason("prefill") + planning.reason("decode")
+    )
+
+
+def test_an_exact_ratio_lets_pools_shrink_both_at_once() -> None:
+    planning = Planning(PlannerConfig(min_prefill_per_decode=0.5, max_prefill_per_decode=0.5))
+    quiet(planning, (prefill_pool(0.0, 2), decode_pool(0.0, 4)), STABLE_S)
+    assert (planning.desired("prefill"), planning.desired("decode")) == (1, 2)
+
+
+# --- mixed pools ---------------------------------------------------------------------------------
+
+
+BOTH = RolePlan()
+
+
+def mixed(
+    now_s: float, desired: int, *, plan: RolePlan = BOTH, fill: float = 0.0, streams: int = 0
+) -> PoolSignals:
+    workers = tuple(
+        worker(f"mixed-{i}", now_s, streams=streams // desired, kv_use=fill / desired)
+        for i in range(desired)
+    )
+    return PoolSignals("mixed", Role.MIXED, desired, 16, workers=workers, role_plan=plan)
+
+
+def roles(planning: Planning) -> RolePlan:
+    plan = planning.plan.pools["mixed"].role_plan
+    assert plan is not None
+    return plan
+
+
+def test_a_small_load_of_both_roles_shares_one_worker() -> None:
+    planning = Planning()
+    seen = router(0.0, tokens_per_s=200)
+    planning.see(moment(0.0, seen, mixed(0.0, 1, fill=0.2, streams=5)))
+    assert planning.desired("mixed") == 1
+    assert roles(planning) == RolePlan()
+
+
+def test_roles_follow_the_load_without_a_new_replica() -> None:
+    """Prefill to decode 3:1, then 1:3, then back."""
+    planning = Planning()
+    plan = BOTH
+    for begin_s, tokens_per_s, fill, wanted in (
+        (0.0, 2_450, 0.85, RolePlan(3, 1)),
+        (100.0, 820, 2.45, RolePlan(1, 3)),
+        (200.0, 2_450, 0.85, RolePlan(3, 1)),
+    ):
+        for now_s in (begin_s, begin_s + 5, begin_s + 10, begin_s + 15):
+            pool = mixed(now_s, 4, plan=plan, fill=fill, streams=40)
+            planning.see(moment(now_s, router(now_s, tokens_per_s=tokens_per_s), pool))
+            plan = roles(planning)
+            assert planning.desired("mixed") == 4
+        assert plan == wanted
+    assert "3 prefill alone, 1 decode alone, 0 both" in planning.reason("mixed")
+
+
+def test_roles_in_force_stay_while_the_need_is_within_tolerance_of_them() -> None:
+    """1.75 or 1.95 workers' worth of prompts: 2 workers prefill alone, or 1."""
+    for prefill_alone in (1, 2):
+        for tokens_per_s in (1_400, 1_560):
+            planning = Planning()
+            plan = RolePlan(prefill_alone, 1)
+            pool = mixed(0.0, 4, plan=plan, fill=1.0, streams=20)
+            planning.see(moment(0.0, router(0.0, tokens_per_s=tokens_per_s), pool))
+            assert roles(planning) == plan
+
+
+def test_roles_are_not_switched_again_within_their_hold() -> None:
+    planning = Planning()
+
+    def see(now_s: float, in_force: RolePlan, tokens_per_s: float, fill: float) -> RolePlan:
+        pool = mixed(now_s, 4, plan=in_force, fill=fill, streams=40)
+        planning.see(moment(now_s, router(now_s, tokens_per_s=tokens_per_s), pool))
+        return roles(planning)
+
+    first = see(0.0, BOTH, 2_450, 0.85)
+    assert first == RolePlan(3, 1)
+    assert see(5.0, first, 2_450, 0.85) == first
+    assert see(30.0, first, 820, 2.45) == first, "in force for 25 s"
+    assert see(35.0, first, 820, 2.45) == RolePlan(1, 3)
+
+
+def test_a_role_switch_leaves_the_workers_that_running_streams_need() -> None:
+    """3 of 4 workers' KV is taken, and prompts would need 8 workers."""
+    planning = Planning(PlannerConfig(max_step_out=1))
+    pool = mixed(0.0, 4, fill=2.9, streams=40)
+    planning.see(moment(0.0, router(0.0, tokens_per_s=6_400), pool))
+    assert planning.desired("mixed") == 5
+    assert 4 - roles(planning).prefill >= 3
+
+
+def test_roles_of_a_blind_pool_stay() -> None:
+    planning = Planning()
+    plan = RolePlan(prefill=2, decode=1)
+    planning.see(moment(0.0, router(-100.0), mixed(0.0, 4, plan=plan)))
+    assert roles(planning) == plan
+
+
+def test_several_pools_of_a_role_share_its_load_by_what_they_can_do() -> None:
+    """A pool with twice the rate and half the replicas has as much to do as the other."""
+    planning = Planning()
+    fast = replace(prefill_pool(0.0, 1, rate=2 * RATE), name="fast")
+    slow = replace(prefill_pool(0.0, 2), name="slow")
+    seen = router(0.0, tokens_per_s=6_400, for_prefill=QueueSignals())
+    planning.see(moment(0.0, seen, fast, slow, decode_pool(0.0, 1)))
+    assert (planning.desired("fast"), planning.desired("slow")) == (2, 4)
