@@ -209,6 +209,7 @@ def _pool_message(pool: Pool) -> control_pb2.PoolStatus:
         live_replicas=pool.live_replicas,
         last_error=pool.last_error,
         num_failed_starts=pool.num_failed_starts,
+        pending_replicas=pool.pending_replicas,
     )
 
 

@@ -109,6 +109,8 @@ class Pool:
     """Why a replica failed that is not live again; empty: none has."""
     num_failed_starts: int = 0
     """Of the worker that failed most often in a row."""
+    pending_replicas: int = 0
+    """Places for which there is no pod yet."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class Registry:
         self._workers: dict[str, _Worker] = {}
         self._pools: dict[str, Pool] = {}
         self._failures: dict[str, Failure] = {}  # by worker id, oldest first; not while it is live
+        self._pending: dict[str, str] = {}  # pool by worker id
         self._num_streams = 0
         self._version = 0
 
@@ -185,7 +188,18 @@ class Registry:
     def desired_replicas(self) -> dict[str, int]:
         return {name: pool.desired_replicas for name, pool in self._pools.items()}
 
-    # --- what failed ----------------------------------------------------------------------------
+    # --- what waits, and what failed ------------------------------------------------------------
+
+    def waits(self, pool: str, worker_id: str) -> None:
+        """There is no pod yet that the worker could start on."""
+        if worker_id not in self._pending:
+            self._pending[worker_id] = pool
+            self._version += 1
+
+    def placed(self, worker_id: str) -> None:
+        """It waits no more: there is one, or it is no longer wanted."""
+        if self._pending.pop(worker_id, None) is not None:
+            self._version += 1
 
     def failed(self, pool: str, worker_id: str, error: str, served: bool) -> int:
         """Book that a replica failed, after it `served` or before; failed starts in a row."""
@@ -298,6 +312,7 @@ class Registry:
             live_replicas=live_replicas,
             last_error=failures[-1].error if failures else "",
             num_failed_starts=max((f.num_failed_starts for f in failures), default=0),
+            pending_replicas=list(self._pending.values()).count(pool.name),
         )
 
     # --- states ---------------------------------------------------------------------------------

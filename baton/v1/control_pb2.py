@@ -26,39 +26,39 @@ from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/control.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\x8f\x03\n\nWorkerInfo\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.baton.v1.WorkerRef\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x16\n\x0ekv_fingerprint\x18\x06 \x01(\x0c\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0c \x01(\r\x12\x12\n\nvocab_size\x18\r \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x0e \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x0f \x01(\r\x12#\n\x1bmax_held_tokens_per_request\x18\x10 \x01(\r\"w\n\x0cStepProgress\x12\x11\n\tnum_steps\x18\x01 \x01(\x04\x12\x10\n\x08runnable\x18\x02 \x01(\x08\x12\x0e\n\x06idle_s\x18\x03 \x01(\x02\x12\x1d\n\x10predicted_step_s\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x13\n\x11_predicted_step_s\"\x97\x01\n\x0fRegisterRequest\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfo\x12(\n\x08progress\x18\x02 \x01(\x0b\x32\x16.baton.v1.StepProgress\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"!\n\x10RegisterResponse\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\"\x13\n\x11WatchFleetRequest\"{\n\x0b\x46leetWorker\x12\"\n\x04info\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfo\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\"r\n\x12WatchFleetResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.baton.v1.FleetWorker\x12#\n\x05pools\x18\x03 \x03(\x0b\x32\x14.baton.v1.PoolStatus\"\x9e\x01\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x18\n\x10\x64\x65sired_replicas\x18\x03 \x01(\r\x12\x15\n\rlive_replicas\x18\x04 \x01(\r\x12\x12\n\nlast_error\x18\x05 \x01(\t\x12\x19\n\x11num_failed_starts\x18\x06 \x01(\r\"4\n\x12SetReplicasRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\"0\n\x13SetReplicasResponse\x12\x19\n\x11previous_replicas\x18\x01 \x01(\r\"/\n\x1a\x43ontrolServiceDrainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x1d\n\x1b\x43ontrolServiceDrainResponse*\xa9\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x15\n\x11WORKER_STATE_LIVE\x10\x02\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x15\n\x11WORKER_STATE_GONE\x10\x05\x32\xc4\x02\n\x0e\x43ontrolService\x12\x45\n\x08Register\x12\x19.baton.v1.RegisterRequest\x1a\x1a.baton.v1.RegisterResponse(\x01\x30\x01\x12I\n\nWatchFleet\x12\x1b.baton.v1.WatchFleetRequest\x1a\x1c.baton.v1.WatchFleetResponse0\x01\x12J\n\x0bSetReplicas\x12\x1c.baton.v1.SetReplicasRequest\x1a\x1d.baton.v1.SetReplicasResponse\x12T\n\x05\x44rain\x12$.baton.v1.ControlServiceDrainRequest\x1a%.baton.v1.ControlServiceDrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/control.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\xb4\x03\n\nWorkerInfo\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.baton.v1.WorkerRef\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x16\n\x0ekv_fingerprint\x18\x06 \x01(\x0c\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0c \x01(\r\x12\x12\n\nvocab_size\x18\r \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x0e \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x0f \x01(\r\x12#\n\x1bmax_held_tokens_per_request\x18\x10 \x01(\r\x12\x10\n\x08pod_name\x18\x11 \x01(\t\x12\x11\n\tnode_name\x18\x12 \x01(\t\"w\n\x0cStepProgress\x12\x11\n\tnum_steps\x18\x01 \x01(\x04\x12\x10\n\x08runnable\x18\x02 \x01(\x08\x12\x0e\n\x06idle_s\x18\x03 \x01(\x02\x12\x1d\n\x10predicted_step_s\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x13\n\x11_predicted_step_s\"\x97\x01\n\x0fRegisterRequest\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfo\x12(\n\x08progress\x18\x02 \x01(\x0b\x32\x16.baton.v1.StepProgress\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"!\n\x10RegisterResponse\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\"\x13\n\x11WatchFleetRequest\"{\n\x0b\x46leetWorker\x12\"\n\x04info\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfo\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\"r\n\x12WatchFleetResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.baton.v1.FleetWorker\x12#\n\x05pools\x18\x03 \x03(\x0b\x32\x14.baton.v1.PoolStatus\"\xb8\x01\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x18\n\x10\x64\x65sired_replicas\x18\x03 \x01(\r\x12\x15\n\rlive_replicas\x18\x04 \x01(\r\x12\x12\n\nlast_error\x18\x05 \x01(\t\x12\x19\n\x11num_failed_starts\x18\x06 \x01(\r\x12\x18\n\x10pending_replicas\x18\x07 \x01(\r\"4\n\x12SetReplicasRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\"0\n\x13SetReplicasResponse\x12\x19\n\x11previous_replicas\x18\x01 \x01(\r\"/\n\x1a\x43ontrolServiceDrainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x1d\n\x1b\x43ontrolServiceDrainResponse*\xa9\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x15\n\x11WORKER_STATE_LIVE\x10\x02\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x15\n\x11WORKER_STATE_GONE\x10\x05\x32\xc4\x02\n\x0e\x43ontrolService\x12\x45\n\x08Register\x12\x19.baton.v1.RegisterRequest\x1a\x1a.baton.v1.RegisterResponse(\x01\x30\x01\x12I\n\nWatchFleet\x12\x1b.baton.v1.WatchFleetRequest\x1a\x1c.baton.v1.WatchFleetResponse0\x01\x12J\n\x0bSetReplicas\x12\x1c.baton.v1.SetReplicasRequest\x1a\x1d.baton.v1.SetReplicasResponse\x12T\n\x05\x44rain\x12$.baton.v1.ControlServiceDrainRequest\x1a%.baton.v1.ControlServiceDrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=1402
-  _globals['_WORKERSTATE']._serialized_end=1571
+  _globals['_WORKERSTATE']._serialized_start=1465
+  _globals['_WORKERSTATE']._serialized_end=1634
   _globals['_WORKERINFO']._serialized_start=83
-  _globals['_WORKERINFO']._serialized_end=482
-  _globals['_STEPPROGRESS']._serialized_start=484
-  _globals['_STEPPROGRESS']._serialized_end=603
-  _globals['_REGISTERREQUEST']._serialized_start=606
-  _globals['_REGISTERREQUEST']._serialized_end=757
-  _globals['_REGISTERRESPONSE']._serialized_start=759
-  _globals['_REGISTERRESPONSE']._serialized_end=792
-  _globals['_WATCHFLEETREQUEST']._serialized_start=794
-  _globals['_WATCHFLEETREQUEST']._serialized_end=813
-  _globals['_FLEETWORKER']._serialized_start=815
-  _globals['_FLEETWORKER']._serialized_end=938
-  _globals['_WATCHFLEETRESPONSE']._serialized_start=940
-  _globals['_WATCHFLEETRESPONSE']._serialized_end=1054
-  _globals['_POOLSTATUS']._serialized_start=1057
-  _globals['_POOLSTATUS']._serialized_end=1215
-  _globals['_SETREPLICASREQUEST']._serialized_start=1217
-  _globals['_SETREPLICASREQUEST']._serialized_end=1269
-  _globals['_SETREPLICASRESPONSE']._serialized_start=1271
-  _globals['_SETREPLICASRESPONSE']._serialized_end=1319
-  _globals['_CONTROLSERVICEDRAINREQUEST']._serialized_start=1321
-  _globals['_CONTROLSERVICEDRAINREQUEST']._serialized_end=1368
-  _globals['_CONTROLSERVICEDRAINRESPONSE']._serialized_start=1370
-  _globals['_CONTROLSERVICEDRAINRESPONSE']._serialized_end=1399
-  _globals['_CONTROLSERVICE']._serialized_start=1574
-  _globals['_CONTROLSERVICE']._serialized_end=1898
+  _globals['_WORKERINFO']._serialized_end=519
+  _globals['_STEPPROGRESS']._serialized_start=521
+  _globals['_STEPPROGRESS']._serialized_end=640
+  _globals['_REGISTERREQUEST']._serialized_start=643
+  _globals['_REGISTERREQUEST']._serialized_end=794
+  _globals['_REGISTERRESPONSE']._serialized_start=796
+  _globals['_REGISTERRESPONSE']._serialized_end=829
+  _globals['_WATCHFLEETREQUEST']._serialized_start=831
+  _globals['_WATCHFLEETREQUEST']._serialized_end=850
+  _globals['_FLEETWORKER']._serialized_start=852
+  _globals['_FLEETWORKER']._serialized_end=975
+  _globals['_WATCHFLEETRESPONSE']._serialized_start=977
+  _globals['_WATCHFLEETRESPONSE']._serialized_end=1091
+  _globals['_POOLSTATUS']._serialized_start=1094
+  _globals['_POOLSTATUS']._serialized_end=1278
+  _globals['_SETREPLICASREQUEST']._serialized_start=1280
+  _globals['_SETREPLICASREQUEST']._serialized_end=1332
+  _globals['_SETREPLICASRESPONSE']._serialized_start=1334
+  _globals['_SETREPLICASRESPONSE']._serialized_end=1382
+  _globals['_CONTROLSERVICEDRAINREQUEST']._serialized_start=1384
+  _globals['_CONTROLSERVICEDRAINREQUEST']._serialized_end=1431
+  _globals['_CONTROLSERVICEDRAINRESPONSE']._serialized_start=1433
+  _globals['_CONTROLSERVICEDRAINRESPONSE']._serialized_end=1462
+  _globals['_CONTROLSERVICE']._serialized_start=1637
+  _globals['_CONTROLSERVICE']._serialized_end=1961
 # @@protoc_insertion_point(module_scope)

@@ -66,6 +66,8 @@ class WorkerInfo(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     MAX_REQUEST_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_HELD_TOKENS_PER_REQUEST_FIELD_NUMBER: _builtins.int
+    POD_NAME_FIELD_NUMBER: _builtins.int
+    NODE_NAME_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
     address: _builtins.str
@@ -92,6 +94,9 @@ class WorkerInfo(_message.Message):
     """Most tokens whose KV one request holds at once where that is less than its length (every layer
     group has a window); 0: it holds its whole length.
     """
+    pod_name: _builtins.str
+    """The Kubernetes pod that the worker runs in, and that pod's node; empty outside Kubernetes."""
+    node_name: _builtins.str
     @_builtins.property
     def ref(self) -> _common_pb2.WorkerRef: ...
     def __init__(
@@ -113,10 +118,12 @@ class WorkerInfo(_message.Message):
         kv_bytes_per_token: _builtins.int = ...,
         max_request_tokens: _builtins.int = ...,
         max_held_tokens_per_request: _builtins.int = ...,
+        pod_name: _builtins.str = ...,
+        node_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_fingerprint", b"kv_fingerprint", "max_held_tokens_per_request", b"max_held_tokens_per_request", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_request_tokens", b"max_request_tokens", "model", b"model", "num_blocks", b"num_blocks", "pool", b"pool", "ref", b"ref", "role", b"role", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_fingerprint", b"kv_fingerprint", "max_held_tokens_per_request", b"max_held_tokens_per_request", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_request_tokens", b"max_request_tokens", "model", b"model", "node_name", b"node_name", "num_blocks", b"num_blocks", "pod_name", b"pod_name", "pool", b"pool", "ref", b"ref", "role", b"role", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -291,6 +298,7 @@ class PoolStatus(_message.Message):
     LIVE_REPLICAS_FIELD_NUMBER: _builtins.int
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     NUM_FAILED_STARTS_FIELD_NUMBER: _builtins.int
+    PENDING_REPLICAS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
     desired_replicas: _builtins.int
@@ -301,6 +309,8 @@ class PoolStatus(_message.Message):
     """
     num_failed_starts: _builtins.int
     """Failed starts in a row of the place that fails most; 0 once it is live."""
+    pending_replicas: _builtins.int
+    """Places for which there is no pod yet: they are filled as soon as one joins."""
     def __init__(
         self,
         *,
@@ -310,10 +320,11 @@ class PoolStatus(_message.Message):
         live_replicas: _builtins.int = ...,
         last_error: _builtins.str = ...,
         num_failed_starts: _builtins.int = ...,
+        pending_replicas: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired_replicas", b"desired_replicas", "last_error", b"last_error", "live_replicas", b"live_replicas", "name", b"name", "num_failed_starts", b"num_failed_starts", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired_replicas", b"desired_replicas", "last_error", b"last_error", "live_replicas", b"live_replicas", "name", b"name", "num_failed_starts", b"num_failed_starts", "pending_replicas", b"pending_replicas", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
