@@ -35,7 +35,7 @@ class Kind:
 
     kind: str
     plural: str
-    short_name: str
+    short_names: tuple[str, ...]
     text: str
     spec: type
     status: type
@@ -53,7 +53,7 @@ class Kind:
             "listKind": f"{self.kind}List",
             "plural": self.plural,
             "singular": self.kind.lower(),
-            "shortNames": [self.short_name],
+            "shortNames": list(self.short_names),
             "categories": ["baton", "all"],
         }
         version = {
@@ -72,7 +72,7 @@ class Kind:
         }
 
     def _schema(self) -> Object:
-        status = schema_of(self.status)
+        status = _without_defaults(schema_of(self.status))
         for name, key in (("conditions", "type"), ("draining", "worker")):
             if name in status["properties"]:
                 listed = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
@@ -99,6 +99,15 @@ class Kind:
         return {"status": {}} | ({"scale": scale} if self.scale else {})
 
 
+def _without_defaults(schema: Any) -> Any:
+    """What the operator alone writes needs none."""
+    if isinstance(schema, list):
+        return [_without_defaults(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {name: _without_defaults(value) for name, value in schema.items() if name != "default"}
+
+
 def _condition(kind: str) -> str:
     return f'.status.conditions[?(@.type=="{kind}")].status'
 
@@ -108,7 +117,7 @@ AGE = Column("Age", ".metadata.creationTimestamp", "date")
 SERVING_CLUSTER = Kind(
     kind="ServingCluster",
     plural="servingclusters",
-    short_name="sc",
+    short_names=("sc", "serving"),  # kubectl may take `sc` for storageclasses, which have it, too
     text="One model, served by routers and by pools of prefill and decode workers.",
     spec=ServingClusterSpec,
     status=ServingClusterStatus,
@@ -124,7 +133,7 @@ SERVING_CLUSTER = Kind(
 WORKER_POOL = Kind(
     kind="WorkerPool",
     plural="workerpools",
-    short_name="wp",
+    short_names=("wp",),
     text="Workers of one role and shape; `kubectl scale` changes their number.",
     spec=WorkerPoolSpec,
     status=WorkerPoolStatus,

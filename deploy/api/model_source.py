@@ -15,8 +15,8 @@ class ClaimSource(Checked):
     """A folder of a PersistentVolumeClaim, which every worker mounts read-only."""
 
     claim_name: str = bounded(max_size=253)
-    path: str = bounded("", max_size=1024, pattern=r"^([^/.][^/]*(/[^/.][^/]*)*)?$")
-    """The model's folder in it, relative; empty: the claim's root."""
+    path: str | None = bounded(None, max_size=1024, pattern=r"^[^/.][^/]*(/[^/.][^/]*)*$")
+    """The model's folder in it, relative; None: the claim's root."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,8 @@ def _property(cls: type, field: dataclasses.Field[Any], kind: Any, text: str) ->
             if issubclass(cls, Checked) and _holds_defaults(inner):
                 schema["default"] = {}
         elif issubclass(cls, Checked):
-            schema["default"] = list(default) if isinstance(default, tuple) else default
+            if default != ():
+                schema["default"] = list(default) if isinstance(default, tuple) else default
         else:
             text = f"{text} Default: {_spelt(default)}.".strip()
     if optional:

@@ -100,10 +100,10 @@ class PoolRatio(Checked):
 
 @dataclass(frozen=True)
 class Images(Checked):
-    """What the pods run; empty: the images that the operator was installed with."""
+    """What the pods run; None: the images that the operator was installed with."""
 
-    worker: str = bounded("", max_size=512)
-    router: str = bounded("", max_size=512)
+    worker: str | None = bounded(None, max_size=512)
+    router: str | None = bounded(None, max_size=512)
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     pull_secrets: tuple[str, ...] = bounded((), max_size=16)
 
@@ -121,8 +121,8 @@ class GcsFaultTolerance(Checked):
 class RaySpec(Checked):
     """The Ray cluster under the workers."""
 
-    version: str = bounded("", max_size=32)
-    """What the worker image holds; empty: that of the operator's default image."""
+    version: str | None = bounded(None, max_size=32)
+    """What the worker image holds; None: that of the operator's default image."""
     token_secret_name: str | None = bounded(None, max_size=SECRET_NAME)
     """A Secret whose key `auth_token` Ray's processes share; None: the operator makes one."""
     gcs_fault_tolerance: GcsFaultTolerance | None = None

@@ -49,7 +49,7 @@ class Rollout(Checked):
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(Checked):
     """Who writes `spec.replicas`: one at a time."""
 
     mode: ScalingMode = "manual"
@@ -66,7 +66,7 @@ class RolePlan(Checked):
     decode: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PoolShape(Checked):
     """What a pool's workers are, whoever says how many there are."""
 
@@ -102,7 +102,7 @@ class PoolShape(Checked):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PoolTemplate(PoolShape):
     """A pool of a ServingCluster, of which the operator makes a WorkerPool."""
 
@@ -119,13 +119,13 @@ class PoolTemplate(PoolShape):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerPoolSpec(PoolShape):
     """Workers of one role and shape, of one ServingCluster."""
 
-    cluster: str = bounded("", max_size=63)
+    cluster: str = bounded(max_size=63)
     """The ServingCluster, in the same namespace; set by the operator. Cannot be changed."""
-    pool: str = bounded("", max_size=40)
+    pool: str = bounded(max_size=40)
     """The pool's name in it; set by the operator. Cannot be changed."""
     replicas: int = bounded(1, minimum=0, maximum=MAX_REPLICAS)
     """Workers; written by whom `scaling.mode` names."""

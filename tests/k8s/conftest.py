@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from deploy.api.generate import CRDS
 from tests.k8s.control_plane.assets import find
 from tests.k8s.control_plane.errors import CommandError, NotAtHandError
 from tests.k8s.control_plane.plane import ControlPlane, control_plane_of
@@ -55,3 +56,12 @@ def _wait_for_account(control_plane: ControlPlane, namespace: str) -> None:
         except CommandError:
             assert time.monotonic() < give_up_at, f"{namespace} has no default service account"
         time.sleep(_POLL_S)
+
+
+@pytest.fixture(scope="session")
+def crds(control_plane: ControlPlane) -> None:
+    """Baton's custom resources, served. A server without CEL does not know the rules' field."""
+    for path in sorted(CRDS.glob("*.yaml")):
+        control_plane.kubectl("apply", "--validate=false", "-f", path)
+        name = f"crd/{path.stem}"
+        control_plane.kubectl("wait", "--for=condition=Established", name, "--timeout=20s")

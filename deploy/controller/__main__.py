@@ -1,0 +1,89 @@
+"""python -m deploy.controller: the operator."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from deploy.controller.connection import Connection
+from deploy.controller.controller import Controller, ControllerSettings
+from deploy.controller.kube import Kube
+from deploy.controller.manifests.common import Release
+from deploy.controller.objects import Key
+
+FIELD_MANAGER = "baton-controller"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m deploy.controller", description=__doc__)
+    parser.add_argument("--kubeconfig", type=Path, metavar="FILE", help="else: the pod's account")
+    parser.add_argument("--namespace", metavar="NAME", help="look after this one alone; else: all")
+    parser.add_argument(
+        "--lease-namespace",
+        metavar="NAME",
+        default=os.environ.get("POD_NAMESPACE", "default"),
+        help="where the Lease lies that one operator holds",
+    )
+    parser.add_argument("--worker-image", required=True, metavar="IMAGE")
+    parser.add_argument("--router-image", required=True, metavar="IMAGE")
+    parser.add_argument("--ray-version", required=True, metavar="VERSION")
+    parser.add_argument("--health-port", type=int, default=8081, metavar="PORT")
+    parser.add_argument("--log-level", default="info")
+    return parser.parse_args()
+
+
+def serve_health(controller: Controller, port: int) -> ThreadingHTTPServer:
+    """/healthz while the process lives, /readyz once its caches are complete."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_well = self.path == "/healthz" or (self.path == "/readyz" and controller.is_ready())
+            self.send_response(HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Probes are no news."""
+
+    server = ThreadingHTTPServer(("", port), Handler)
+    threading.Thread(target=server.serve_forever, name="health", daemon=True).start()
+    return server
+
+
+def main() -> None:
+    options = _arguments()
+    logging.basicConfig(
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    connection = (
+        Connection.from_kubeconfig(options.kubeconfig)
+        if options.kubeconfig
+        else Connection.in_cluster()
+    )
+    release = Release(options.worker_image, options.router_image, options.ray_version)
+    settings = ControllerSettings(
+        lease=Key(options.lease_namespace, "baton-controller"),
+        identity=f"{os.environ.get('POD_NAME') or socket.gethostname()}-{os.getpid()}",
+        release=release,
+        namespace=options.namespace,
+    )
+    controller = Controller(Kube(connection, FIELD_MANAGER), settings)
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    controller.start()
+    health = serve_health(controller, options.health_port)
+    stopping.wait()
+    controller.stop()
+    health.shutdown()
+
+
+if __name__ == "__main__":
+    main()

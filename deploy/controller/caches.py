@@ -1,0 +1,76 @@
+"""What the operator follows at the API server, and which ServingCluster a change concerns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from deploy.controller.informer import Informer, InformerSettings
+from deploy.controller.kube import Kube
+from deploy.controller.manifests.common import CLUSTER_LABEL
+from deploy.controller.objects import Key, Object, Selection, key_of
+from deploy.controller.resources import (
+    DEPLOYMENTS,
+    PODS,
+    RAY_CLUSTERS,
+    SERVING_CLUSTERS,
+    WORKER_POOLS,
+)
+
+
+def cluster_keys(obj: Object) -> Iterable[Key]:
+    """By the label that everything of a ServingCluster carries."""
+    metadata = obj["metadata"]
+    name = metadata.get("labels", {}).get(CLUSTER_LABEL)
+    return [Key(metadata["namespace"], name)] if name else []
+
+
+@dataclass(frozen=True)
+class Caches:
+    """One informer for each kind; `labelled` ones carry the label of their ServingCluster."""
+
+    clusters: Informer
+    pools: Informer
+    pods: Informer
+    ray_clusters: Informer
+    deployments: Informer
+
+    @classmethod
+    def of(cls, kube: Kube, namespace: str | None, settings: InformerSettings) -> Caches:
+        """`namespace`: None follows all of them."""
+        everything = Selection(namespace=namespace)
+        labelled = Selection(namespace=namespace, labels=CLUSTER_LABEL)
+        return cls(
+            clusters=Informer(kube, SERVING_CLUSTERS, everything, settings),
+            pools=Informer(kube, WORKER_POOLS, everything, settings),
+            pods=Informer(kube, PODS, labelled, settings),
+            ray_clusters=Informer(kube, RAY_CLUSTERS, labelled, settings),
+            deployments=Informer(kube, DEPLOYMENTS, labelled, settings),
+        )
+
+    def add_handler(self, handler: Callable[[Key], None]) -> None:
+        """`handler` hears the keys of ServingClusters, whatever of them has changed."""
+        self.clusters.add_handler(handler, lambda obj: (key_of(obj),))
+        for informer in self._dependents:
+            informer.add_handler(handler, cluster_keys)
+
+    def start(self) -> None:
+        for informer in (self.clusters, *self._dependents):
+            informer.start()
+
+    def wait_synced(self, timeout_s: float) -> bool:
+        return all(each.wait_synced(timeout_s) for each in (self.clusters, *self._dependents))
+
+    def stop(self) -> bool:
+        """Every one of them, also where one does not end in time."""
+        ended = [informer.stop() for informer in (self.clusters, *self._dependents)]
+        return all(ended)
+
+    def of_cluster(self, informer: Informer, cluster: Key) -> list[Object]:
+        """Of one ServingCluster, by name."""
+        found = informer.snapshot()
+        return [found[key] for key in sorted(found) if cluster in cluster_keys(found[key])]
+
+    @property
+    def _dependents(self) -> tuple[Informer, ...]:
+        return self.pools, self.pods, self.ray_clusters, self.deployments

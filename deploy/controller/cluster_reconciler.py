@@ -1,0 +1,272 @@
+"""Brings one ServingCluster one step nearer to what its spec wants. Of levels: it may be cut off at
+any line, by another one goes on.
+
+1. Read the spec; one that cannot be read is told in a condition, and nothing of it is touched.
+2. WorkerPools: made with `initialReplicas`; what the spec says is applied, but never a size.
+3. Configuration, Ray's token and account, then the RayCluster, whose groups have the pools' sizes.
+4. The supervisor is told the sizes; it drains what is too much (see `group_size`).
+5. Routers.
+6. Status.
+
+A deleted ServingCluster keeps its finalizer until its pools have drained; a deleted WorkerPool too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+
+from baton.config import ClusterConfig
+from baton.errors import BatonError, ConfigError
+from deploy.api.naming import API_VERSION, GROUP
+from deploy.api.read import read_spec
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.caches import Caches
+from deploy.controller.cluster_status import cluster_status, cluster_verdicts
+from deploy.controller.conditions import DEGRADED, PROGRESSING, Verdict, conditions
+from deploy.controller.errors import AlreadyExistsError, NotFoundError
+from deploy.controller.fleet_watch import FleetWatch
+from deploy.controller.group_size import group_size
+from deploy.controller.kube import Kube
+from deploy.controller.manifests.cluster_yaml import cluster_config, config_map
+from deploy.controller.manifests.common import Object as Manifest
+from deploy.controller.manifests.common import Owner, Release
+from deploy.controller.manifests.pods import PodContext
+from deploy.controller.manifests.ray_cluster import ray_cluster
+from deploy.controller.manifests.routers import router_deployment, router_service
+from deploy.controller.manifests.shared import pods_account, ray_token
+from deploy.controller.manifests.worker_pool import worker_pool
+from deploy.controller.objects import Key, Object, Resource, key_of
+from deploy.controller.observed import Pod
+from deploy.controller.pool_status import pool_status, pool_verdicts
+from deploy.controller.resources import (
+    CONFIG_MAPS,
+    DEPLOYMENTS,
+    RAY_CLUSTERS,
+    SECRETS,
+    SERVICE_ACCOUNTS,
+    SERVICES,
+    SERVING_CLUSTERS,
+    WORKER_POOLS,
+)
+from deploy.controller.view import ClusterView, PoolView
+
+log = logging.getLogger(__name__)
+
+FINALIZER = f"{GROUP}/drain"
+_LOOK_AGAIN_S = 5.0
+
+
+def utc_now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class ClusterReconciler:
+    """`reconcile` is called for one key by one thread at a time."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        caches: Caches,
+        fleets: FleetWatch,
+        release: Release,
+        now: Callable[[], str] = utc_now,
+    ) -> None:
+        self._kube, self._caches, self._fleets = kube, caches, fleets
+        self._release, self._now = release, now
+
+    def reconcile(self, key: Key) -> float | None:
+        """In how many seconds to look again without being told; raises KubeError."""
+        obj = self._caches.clusters.get(key)
+        if obj is None:
+            self._fleets.forget(key)
+            return None
+        owner = Owner(key.name, key.namespace, obj["metadata"]["uid"])
+        try:
+            spec = read_spec(ServingClusterSpec, obj)
+            self._keep_finalizer(SERVING_CLUSTERS, obj)
+            pools = self._pools(obj, owner, spec)
+            view = ClusterView(key, obj, owner, spec, pools, self._fleets.fleet(key))
+            config = cluster_config(owner, spec, view.pool_specs)
+        except (ConfigError, ValueError) as error:
+            self._tell_invalid(obj, str(error))
+            return None
+        return self._bring_nearer(view, config)
+
+    def _bring_nearer(self, view: ClusterView, config: ClusterConfig) -> float | None:
+        if view.is_going and all(_is_empty(pool) for pool in view.pools.values()):
+            self._fleets.forget(view.key)
+            self._release_pools(view)
+            self._drop_finalizer(SERVING_CLUSTERS, view.obj)
+            return None
+        self._apply(CONFIG_MAPS, config_map(view.owner, config))
+        context = PodContext(view.owner, view.spec, self._release, _hash_of(config))
+        self._apply_ray(view, context)
+        self._tell_sizes(view)
+        self._apply(DEPLOYMENTS, router_deployment(context))
+        self._apply(SERVICES, router_service(view.owner, view.spec.router))
+        self._release_pools(view)
+        self._tell_status(view, context.config_hash)
+        return _LOOK_AGAIN_S
+
+    # --- pools ------------------------------------------------------------------------------------
+
+    def _pools(self, obj: Object, owner: Owner, spec: ServingClusterSpec) -> dict[str, PoolView]:
+        """Have a WorkerPool for each pool of the spec; those that it names no more are deleted."""
+        key = key_of(obj)
+        seen = {
+            pool["spec"].get("pool"): pool
+            for pool in self._caches.of_cluster(self._caches.pools, key)
+        }
+        for name, template in obj["spec"]["pools"].items():
+            wanted = worker_pool(owner, name, template, FINALIZER)
+            seen[name] = self._keep_pool(wanted, spec.pools[name].initial_replicas)
+        for name in seen.keys() - spec.pools.keys():
+            if "deletionTimestamp" not in seen[name]["metadata"]:
+                self._kube.delete(WORKER_POOLS, key_of(seen[name]))
+        fleet = self._fleets.fleet(key)
+        pods = [Pod.of(pod) for pod in self._caches.of_cluster(self._caches.pods, key)]
+        return {
+            name: PoolView(
+                pool,
+                read_spec(WorkerPoolSpec, pool),
+                [pod for pod in pods if pod.pool == name],
+                None if fleet is None else fleet.pools.get(name),
+            )
+            for name, pool in seen.items()
+        }
+
+    def _keep_pool(self, wanted: Manifest, initial_replicas: int) -> Object:
+        """Made with its first size; afterwards whoever scales it says what it is."""
+        first = wanted | {"spec": wanted["spec"] | {"replicas": initial_replicas}}
+        seen = self._caches.pools.get(key_of(wanted))
+        if seen is not None and "deletionTimestamp" in seen["metadata"]:
+            return seen
+        if seen is None:
+            with contextlib.suppress(AlreadyExistsError):  # the cache has yet to hear of it
+                self._kube.create(WORKER_POOLS, first)
+        return self._kube.apply(WORKER_POOLS, wanted, force=True)
+
+    def _release_pools(self, view: ClusterView) -> None:
+        """Deleted pools go when their last worker and pod have."""
+        for pool in view.pools.values():
+            if pool.is_going and _is_empty(pool):
+                self._drop_finalizer(WORKER_POOLS, pool.obj)
+
+    # --- what serves ------------------------------------------------------------------------------
+
+    def _apply_ray(self, view: ClusterView, context: PodContext) -> None:
+        """One apply tells KubeRay each group's size and which pods go."""
+        self._apply(SERVICE_ACCOUNTS, pods_account(view.owner))
+        if view.spec.ray.token_secret_name is None:
+            self._make_token(view.owner)
+        sizes = {
+            name: group_size(pool.replicas, pool.pods, pool.fleet)
+            for name, pool in view.pools.items()
+        }
+        self._apply(RAY_CLUSTERS, ray_cluster(context, view.pool_specs, sizes))
+        self._fleets.follow(view.key, view.owner.control_address)
+
+    def _make_token(self, owner: Owner) -> None:
+        """Once: another token would lock out the pods that run."""
+        secret = ray_token(owner, secrets.token_hex(32))
+        with contextlib.suppress(AlreadyExistsError):
+            self._kube.create(SECRETS, secret)
+
+    def _tell_sizes(self, view: ClusterView) -> None:
+        """The supervisor drains what is too much, and fills what is missing."""
+        client = self._fleets.client(view.key)
+        for name, pool in view.pools.items():
+            if client is None or pool.fleet is None:
+                continue
+            if pool.fleet.desired_replicas != pool.replicas:
+                try:
+                    client.set_replicas(name, pool.replicas)
+                except BatonError as error:
+                    log.warning("%s: pool %s: %s", view.key, name, error)
+
+    # --- status -----------------------------------------------------------------------------------
+
+    def _tell_status(self, view: ClusterView, config_hash: str) -> None:
+        for pool in view.pools.values():
+            status = pool_status(pool.spec, pool.pods, pool.fleet, config_hash)
+            self._tell(WORKER_POOLS, pool.obj, status, pool_verdicts(pool.spec, pool.fleet))
+        deployment = self._caches.deployments.get(Key(view.key.namespace, view.owner.router_name))
+        self._tell(
+            SERVING_CLUSTERS,
+            view.obj,
+            cluster_status(view, config_hash),
+            cluster_verdicts(view, deployment),
+        )
+
+    def _tell_invalid(self, obj: Object, problem: str) -> None:
+        log.warning("%s: %s", key_of(obj), problem)
+        verdicts = [
+            Verdict(DEGRADED, True, "InvalidSpec", problem),
+            Verdict(PROGRESSING, False, "InvalidSpec", "waits for a spec that can be read"),
+        ]
+        self._tell(SERVING_CLUSTERS, obj, {}, verdicts)
+
+    def _tell(
+        self, resource: Resource, obj: Object, status: Manifest, verdicts: list[Verdict]
+    ) -> None:
+        """Unless it says so already."""
+        told = status | {
+            "observedGeneration": obj["metadata"].get("generation", 0),
+            "conditions": conditions(verdicts, obj, self._now()),
+        }
+        before = obj.get("status", {})
+        if all(before.get(name) == value for name, value in told.items()):
+            return
+        self._apply(resource, _named(obj) | {"status": told}, "status")
+
+    # --- objects ----------------------------------------------------------------------------------
+
+    def _apply(self, resource: Resource, obj: Manifest, subresource: str | None = None) -> None:
+        self._kube.apply(resource, obj, force=True, subresource=subresource)
+
+    def _keep_finalizer(self, resource: Resource, obj: Object) -> None:
+        metadata = obj["metadata"]
+        if "deletionTimestamp" not in metadata and FINALIZER not in metadata.get("finalizers", ()):
+            finalizers = [*metadata.get("finalizers", ()), FINALIZER]
+            self._patch_finalizers(resource, obj, finalizers)
+
+    def _drop_finalizer(self, resource: Resource, obj: Object) -> None:
+        finalizers = obj["metadata"].get("finalizers", ())
+        if FINALIZER in finalizers:
+            left = [name for name in finalizers if name != FINALIZER]
+            with contextlib.suppress(NotFoundError):
+                self._patch_finalizers(resource, obj, left)
+
+    def _patch_finalizers(self, resource: Resource, obj: Object, finalizers: list[str]) -> None:
+        """Of this version alone: others keep finalizers here, too."""
+        version = obj["metadata"]["resourceVersion"]
+        patch = {"metadata": {"finalizers": finalizers, "resourceVersion": version}}
+        self._kube.merge_patch(resource, key_of(obj), patch)
+
+
+def _is_empty(pool: PoolView) -> bool:
+    """No worker and no pod is left of it."""
+    return not pool.pods and not (pool.fleet is not None and pool.fleet.places)
+
+
+def _named(obj: Object) -> Manifest:
+    metadata: Mapping[str, str] = obj["metadata"]
+    return {
+        "apiVersion": API_VERSION,
+        "kind": obj["kind"],
+        "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
+    }
+
+
+def _hash_of(config: ClusterConfig) -> str:
+    """Of all that a pod must be restarted for: sizes of pools are none of it."""
+    pools = {name: dataclasses.replace(pool, replicas=0) for name, pool in config.pools.items()}
+    text = dataclasses.replace(config, pools=pools).to_yaml()
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

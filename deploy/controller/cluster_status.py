@@ -1,0 +1,57 @@
+"""A ServingCluster's status from what is seen of it. Pure."""
+
+from __future__ import annotations
+
+from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
+from deploy.controller.manifests.common import ROUTER_PORT, Object
+from deploy.controller.objects import Object as Seen
+from deploy.controller.observed import PlaceState
+from deploy.controller.view import ClusterView, PoolView
+
+
+def cluster_status(view: ClusterView, revision: str) -> Object:
+    """Without conditions."""
+    router = f"{view.owner.router_name}.{view.owner.namespace}.svc:{ROUTER_PORT}"
+    return {
+        "endpoints": {"grpc": router, "control": view.owner.control_address},
+        "revision": revision,
+        "pools": {name: f"{num_live(pool)}/{pool.replicas}" for name, pool in view.pools.items()},
+    }
+
+
+def num_live(pool: PoolView) -> int:
+    places = pool.fleet.places if pool.fleet is not None else ()
+    return sum(place.state is PlaceState.LIVE for place in places)
+
+
+def cluster_verdicts(view: ClusterView, routers: Seen | None) -> list[Verdict]:
+    """Available: a prompt would be answered; Progressing: something is still to become as wanted;
+    Degraded: something has failed. `routers`: their Deployment."""
+    num_ready = 0 if routers is None else routers.get("status", {}).get("readyReplicas", 0)
+    missing = _missing(view, num_ready)
+    errors = [f"{name}: {p.fleet.last_error}" for name, p in view.pools.items()
+              if p.fleet is not None and p.fleet.last_error]  # fmt: skip
+    late = [f"{name} {num_live(pool)}/{pool.replicas}" for name, pool in view.pools.items()
+            if num_live(pool) != pool.replicas]  # fmt: skip
+    if num_ready < view.spec.router.replicas:
+        late.append(f"routers {num_ready}/{view.spec.router.replicas}")
+    return [
+        Verdict(AVAILABLE, not missing, "Missing" if missing else "Serving", missing),
+        Verdict(PROGRESSING, bool(late), "Changing" if late else "AsWanted", ", ".join(late)),
+        Verdict(DEGRADED, bool(errors), "StartFailed" if errors else "Sound", "; ".join(errors)),
+    ]
+
+
+def _missing(view: ClusterView, num_routers_ready: int) -> str:
+    """What keeps a prompt from being answered; empty: nothing."""
+    if view.fleet is None:
+        return "the supervisor does not answer"
+    if not num_routers_ready:
+        return "no router is ready"
+    roles = {pool.spec.role for pool in view.pools.values() if num_live(pool)}
+    if not roles & {"decode", "mixed"}:
+        return "no worker that decodes is live"
+    never_local = view.spec.router.settings.local_prefill == "never"
+    if never_local and not roles & {"prefill", "mixed"}:
+        return "no worker that prefills is live"
+    return ""

@@ -1,0 +1,44 @@
+"""Status conditions: a transition's time changes with the status, not with every look."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deploy.controller.manifests.common import Object
+from deploy.controller.objects import Object as Seen
+
+AVAILABLE, PROGRESSING, DEGRADED = "Available", "Progressing", "Degraded"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be told in one condition."""
+
+    type: str
+    is_true: bool
+    reason: str
+    """One CamelCase word, for programs."""
+    message: str = ""
+    """For people."""
+
+
+def conditions(verdicts: Sequence[Verdict], seen: Seen, now: str) -> list[Object]:
+    """As `.status.conditions`; `seen`: the object with those it has; `now`: RFC 3339."""
+    before = {each["type"]: each for each in seen.get("status", {}).get("conditions", ())}
+    generation = seen["metadata"].get("generation", 0)
+    told = []
+    for verdict in verdicts:
+        status, old = str(verdict.is_true), before.get(verdict.type)
+        is_same = old is not None and old["status"] == status
+        told.append(
+            {
+                "type": verdict.type,
+                "status": status,
+                "reason": verdict.reason,
+                "message": verdict.message,
+                "lastTransitionTime": old["lastTransitionTime"] if old and is_same else now,
+                "observedGeneration": generation,
+            }
+        )
+    return told

@@ -1,0 +1,101 @@
+"""The operator's process: caches always, reconcilers while it leads.
+
+1. Caches follow the API server from the start, so that a successor knows everything at once.
+2. Who holds the Lease works on the queue; every key is told to it when it begins.
+3. Who loses the Lease begins nothing any more and writes nothing: each write asks first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+
+from deploy.controller.caches import Caches
+from deploy.controller.cluster_reconciler import ClusterReconciler
+from deploy.controller.election import Elector
+from deploy.controller.fleet_watch import FleetWatch
+from deploy.controller.informer import InformerSettings
+from deploy.controller.kube import Kube
+from deploy.controller.manifests.common import Release
+from deploy.controller.objects import Key
+from deploy.controller.workers import Workers
+from deploy.controller.workqueue import WorkQueue
+
+log = logging.getLogger(__name__)
+
+_STOP_S = 20.0
+
+
+@dataclass(frozen=True)
+class ControllerSettings:
+    lease: Key
+    identity: str
+    """Of this process, among those that may lead."""
+    release: Release
+    namespace: str | None = None
+    """What it looks after; None: every namespace."""
+    num_workers: int = 4
+    """ServingClusters that are reconciled at once."""
+    informers: InformerSettings = field(default_factory=InformerSettings)
+
+
+class Controller:
+    """Own the caches, the elector and, while it leads, the queue and its workers."""
+
+    def __init__(self, kube: Kube, settings: ControllerSettings) -> None:
+        self._settings = settings
+        self._elector = Elector(kube, settings.lease, settings.identity)
+        self._caches = Caches.of(kube, settings.namespace, settings.informers)
+        self._caches.add_handler(self._tell)
+        self._fleets = FleetWatch(self._tell)
+        self._reconciler = ClusterReconciler(
+            kube.guarded(self._elector.is_leading), self._caches, self._fleets, settings.release
+        )
+        self._lock = threading.Lock()
+        self._queue: WorkQueue[Key] | None = None
+        self._workers: Workers[Key] | None = None
+
+    def start(self) -> None:
+        self._caches.start()
+        self._elector.start(self._begin, self._end)
+
+    def stop(self) -> bool:
+        """Give the Lease back when nothing is under way any more; False where something is."""
+        ended = self._elector.stop()
+        self._fleets.stop()
+        return self._caches.stop() and ended
+
+    def is_ready(self) -> bool:
+        """Whether it could lead: its caches are complete."""
+        return self._caches.wait_synced(0)
+
+    @property
+    def is_leading(self) -> bool:
+        return self._elector.is_leading()
+
+    def _tell(self, cluster: Key) -> None:
+        with self._lock:
+            if self._queue is not None:
+                self._queue.add(cluster)
+
+    def _begin(self) -> None:
+        log.info("%s leads", self._settings.identity)
+        queue: WorkQueue[Key] = WorkQueue()
+        workers = Workers(queue, self._reconcile, self._settings.num_workers, "cluster")
+        with self._lock:
+            self._queue, self._workers = queue, workers
+        for key in self._caches.clusters.snapshot():
+            queue.add(key)
+        workers.start()
+
+    def _end(self) -> None:
+        with self._lock:
+            workers, self._queue, self._workers = self._workers, None, None
+        if workers is not None and not workers.stop(_STOP_S):
+            log.warning("%s: a reconcile has not ended", self._settings.identity)
+
+    def _reconcile(self, cluster: Key) -> float | None:
+        """Not before everything is known: what is only not heard of yet would be made anew."""
+        self._caches.wait_synced(_STOP_S)
+        return self._reconciler.reconcile(cluster)

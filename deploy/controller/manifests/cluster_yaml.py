@@ -1,0 +1,105 @@
+"""The cluster.yaml that a ServingCluster's processes read, and the ConfigMap it lies in."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Mapping
+
+from baton.config import ClusterConfig, ControlConfig, PoolConfig
+from deploy.api.model_source import MODEL_MOUNT, ModelSource
+from deploy.api.naming import snake_keys
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.worker_pool import PoolShape, WorkerPoolSpec
+from deploy.controller.manifests.common import (
+    CONTROL_PORT,
+    METRICS_PORT,
+    ROUTER_PORT,
+    WEIGHTS_FOLDER,
+    Object,
+    Owner,
+)
+
+_UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
+_LEAVE_MARGIN_S = 30.0
+
+
+def seconds(duration: str) -> float:
+    """Of a Go duration, such as 1h30m."""
+    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", duration)
+    return float(sum(float(number) * _UNITS_S[unit] for number, unit in parts))
+
+
+def model_path(model: ModelSource) -> str:
+    """What workers and routers read the model from: a folder in the pod, or a name on the hub."""
+    if model.claim is not None:
+        return f"{MODEL_MOUNT}/{model.claim.path or ''}".rstrip("/")
+    if model.uri is not None:
+        return f"{WEIGHTS_FOLDER}/{hashlib.sha256(model.uri.encode()).hexdigest()[:16]}"
+    assert model.name is not None
+    return model.name
+
+
+def model_name(spec: ServingClusterSpec) -> str:
+    """What clients call the model where nobody says: the last part of its source."""
+    model = spec.model
+    source = (
+        model.name or model.uri or (model.claim and (model.claim.path or model.claim.claim_name))
+    )
+    assert source
+    return spec.served_model_name or source.rstrip("/").rpartition("/")[2]
+
+
+def cluster_config(
+    owner: Owner, spec: ServingClusterSpec, pools: Mapping[str, WorkerPoolSpec]
+) -> ClusterConfig:
+    """The configuration of all processes; `pools` by their names in the cluster.
+
+    Raises ValueError or ConfigError where one section does not suit another.
+    """
+    longest_s = max((seconds(pool.drain_timeout) for pool in pools.values()), default=0.0)
+    router = dataclasses.replace(
+        spec.router.settings, host="0.0.0.0", port=ROUTER_PORT, metrics_port=METRICS_PORT
+    )
+    config = ClusterConfig(
+        model=model_path(spec.model),
+        served_model_name=model_name(spec),
+        log_level=spec.log_level,
+        runs_on="pods",
+        pools={name: _pool_config(pool, pool.replicas) for name, pool in pools.items()},
+        engine=spec.engine,
+        transfer=spec.transfer,
+        router=router,
+        control=ControlConfig(host="0.0.0.0", port=CONTROL_PORT, announced_host=owner.head_service),
+        worker=dataclasses.replace(
+            spec.worker, drain_timeout_s=longest_s, metrics_port=METRICS_PORT
+        ),
+        decode=spec.decode,
+        registry=spec.registry,
+        supervisor=dataclasses.replace(
+            spec.supervisor, drain_timeout_s=longest_s + _LEAVE_MARGIN_S
+        ),
+    )
+    for name in pools:
+        config.pool_engine(name)
+    return config
+
+
+def _pool_config(pool: PoolShape, replicas: int) -> PoolConfig:
+    return PoolConfig(
+        role=pool.role,
+        replicas=min(replicas, pool.max_replicas),
+        max_replicas=pool.max_replicas,
+        tensor_parallel=pool.parallelism.tensor,
+        engine=snake_keys(pool.engine),
+    )
+
+
+def config_map(owner: Owner, config: ClusterConfig) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": owner.metadata(owner.config_name, "config"),
+        "data": {"cluster.yaml": config.to_yaml()},
+    }

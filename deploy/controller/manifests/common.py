@@ -1,0 +1,127 @@
+"""What the objects of a ServingCluster share: names, labels, owners, ports, environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.api.naming import API_VERSION, GROUP
+
+Object = dict[str, Any]
+
+CONTROL_PORT = 7101
+ROUTER_PORT = 7100
+METRICS_PORT = 7102
+RAY_PORT = 6379
+
+CONFIG_FOLDER = "/etc/baton"
+CONFIG_FILE = f"{CONFIG_FOLDER}/cluster.yaml"
+RUN_FOLDER = "/var/run/baton"
+WEIGHTS_FOLDER = "/var/cache/baton/weights"
+
+CLUSTER_LABEL = f"{GROUP}/cluster"
+POOL_LABEL = f"{GROUP}/pool"
+ROLE_LABEL = f"{GROUP}/role"
+COMPONENT_LABEL = "app.kubernetes.io/component"
+
+
+@dataclass(frozen=True)
+class Release:
+    """What the operator was installed with: where a ServingCluster names no image of its own."""
+
+    worker_image: str
+    router_image: str
+    ray_version: str
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The ServingCluster that everything belongs to, and goes with."""
+
+    name: str
+    namespace: str
+    uid: str
+
+    def reference(self) -> Object:
+        return {
+            "apiVersion": API_VERSION,
+            "kind": "ServingCluster",
+            "name": self.name,
+            "uid": self.uid,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+
+    def labels(self, component: str) -> dict[str, str]:
+        return {
+            "app.kubernetes.io/name": "baton",
+            "app.kubernetes.io/instance": self.name,
+            "app.kubernetes.io/managed-by": "baton-controller",
+            COMPONENT_LABEL: component,
+            CLUSTER_LABEL: self.name,
+        }
+
+    def metadata(self, name: str, component: str) -> Object:
+        return {
+            "name": name,
+            "namespace": self.namespace,
+            "labels": self.labels(component),
+            "ownerReferences": [self.reference()],
+        }
+
+    @property
+    def head_service(self) -> str:
+        """KubeRay's Service of the head pod, as pods of any namespace reach it."""
+        return f"{self.name}-head-svc.{self.namespace}.svc"
+
+    @property
+    def control_address(self) -> str:
+        return f"{self.head_service}:{CONTROL_PORT}"
+
+    @property
+    def router_name(self) -> str:
+        return f"{self.name}-router"
+
+    @property
+    def config_name(self) -> str:
+        return f"{self.name}-config"
+
+    def pool_name(self, pool: str) -> str:
+        """Of the WorkerPool. The pools of the cluster called `default` have bare names."""
+        return pool if self.name == "default" else f"{self.name}-{pool}"
+
+
+def env(name: str, value: str) -> Object:
+    return {"name": name, "value": value}
+
+
+def env_of_field(name: str, path: str) -> Object:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+POD_ENV = (
+    env_of_field("POD_NAME", "metadata.name"),
+    env_of_field("POD_IP", "status.podIP"),
+    env_of_field("NODE_NAME", "spec.nodeName"),
+)
+"""What a process is told of its pod."""
+
+CONTAINER_SECURITY: Mapping[str, Any] = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+"""As the `restricted` pod security standard asks."""
+
+CONFIG_VOLUME = "config"
+CONFIG_MOUNT: Mapping[str, Any] = {
+    "name": CONFIG_VOLUME,
+    "mountPath": CONFIG_FOLDER,
+    "readOnly": True,
+}
+
+
+def config_volume(owner: Owner) -> Object:
+    return {"name": CONFIG_VOLUME, "configMap": {"name": owner.config_name}}

@@ -1,0 +1,45 @@
+"""A user's PodTemplateSpec over the operator's own, as `kubectl patch --type strategic` merges:
+mappings key by key, lists of named things by their keys, all else replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_KEYS = {
+    "containers": ("name",),
+    "initContainers": ("name",),
+    "volumes": ("name",),
+    "env": ("name",),
+    "volumeMounts": ("mountPath",),
+    "volumeDevices": ("devicePath",),
+    "imagePullSecrets": ("name",),
+    "hostAliases": ("ip",),
+    "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
+    "ports": ("containerPort", "protocol"),
+}
+_DEFAULTS = {"protocol": "TCP"}
+
+
+def merged(own: Any, over: Any, key: str = "") -> Any:
+    """`own` with `over` laid over it; null in `over` takes a key away. Neither is changed."""
+    if isinstance(own, Mapping) and isinstance(over, Mapping):
+        result = {name: merged(value, over[name], name) if name in over else value
+                  for name, value in own.items()}  # fmt: skip
+        result |= {name: value for name, value in over.items() if name not in own}
+        return {name: value for name, value in result.items() if value is not None}
+    if key in _KEYS and isinstance(own, Sequence) and isinstance(over, Sequence):
+        return _merged_lists(own, over, _KEYS[key])
+    return over
+
+
+def _merged_lists(own: Sequence[Any], over: Sequence[Any], keys: tuple[str, ...]) -> list[Any]:
+    """What stands in `own` keeps its place; what is new comes after it."""
+
+    def identity(item: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(item.get(key, _DEFAULTS.get(key)) for key in keys)
+
+    theirs = {identity(item): item for item in over}
+    result = [merged(item, theirs.pop(identity(item), {})) for item in own]
+    return result + list(theirs.values())

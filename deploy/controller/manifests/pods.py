@@ -1,0 +1,182 @@
+"""The pods of Ray: the head with the supervisor in it, and a pool's workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.api.model_source import MODEL_MOUNT, ModelSource
+from deploy.api.serving_cluster import Images, ServingClusterSpec
+from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.manifests.cluster_yaml import seconds
+from deploy.controller.manifests.common import (
+    CONFIG_FILE,
+    CONFIG_MOUNT,
+    CONTAINER_SECURITY,
+    CONTROL_PORT,
+    METRICS_PORT,
+    POD_ENV,
+    POOL_LABEL,
+    RAY_PORT,
+    ROLE_LABEL,
+    RUN_FOLDER,
+    WEIGHTS_FOLDER,
+    Object,
+    Owner,
+    Release,
+    config_volume,
+    env,
+)
+from deploy.controller.manifests.merge import merged
+
+OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
+"""KubeRay leaves our command as it is, and gives it its own in KUBERAY_GEN_RAY_START_CMD."""
+GRACE_MARGIN_S = 60
+"""Kubernetes' patience beyond a drain: what is left then is killed."""
+CONFIG_HASH = "baton.dev/config-hash"
+
+
+@dataclass(frozen=True)
+class PodContext:
+    """What all pods of one ServingCluster are made from."""
+
+    owner: Owner
+    spec: ServingClusterSpec
+    release: Release
+    config_hash: str
+
+    @property
+    def image(self) -> str:
+        return self.spec.images.worker or self.release.worker_image
+
+
+def head_template(context: PodContext) -> Object:
+    """Ray's head without a worker's resources, and the supervisor beside it in one container: a Ray
+    driver shares its raylet's memory and sockets."""
+    supervise = f"python -m cluster.head --config {CONFIG_FILE} --run-dir {RUN_FOLDER}"
+    container = {
+        "name": "ray-head",
+        "command": ["/bin/sh", "-c"],
+        "args": [f'ulimit -n 65536; eval "$KUBERAY_GEN_RAY_START_CMD" & exec {supervise}'],
+        "ports": [
+            _port("gcs-server", RAY_PORT),
+            _port("control", CONTROL_PORT),
+        ],
+        "readinessProbe": {"grpc": {"port": CONTROL_PORT}, "periodSeconds": 5},
+        "resources": {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "8Gi"}},
+    }
+    own = _template(context, "head", container, grace_s=GRACE_MARGIN_S)
+    return _over(own, context.spec.ray.head_template)
+
+
+def worker_template(context: PodContext, name: str, pool: WorkerPoolSpec) -> Object:
+    """One replica's pod: all of its ranks, each with its GPU."""
+    drain_s = int(seconds(pool.drain_timeout))
+    container = {
+        "name": "ray-worker",
+        "command": ["/bin/sh", "-c"],
+        "args": ['ulimit -n 65536; eval "exec $KUBERAY_GEN_RAY_START_CMD"'],
+        "ports": [_port("metrics", METRICS_PORT)],
+        "lifecycle": {
+            "preStop": {
+                "exec": {
+                    "command": ["python", "-m", "cluster.pod_drain", "--timeout", f"{drain_s}"]
+                }
+            }
+        },
+        "resources": _worker_resources(context.spec, pool),
+    }
+    own = _template(context, "worker", container, grace_s=drain_s + GRACE_MARGIN_S)
+    own["metadata"]["labels"] |= {POOL_LABEL: name, ROLE_LABEL: pool.role}
+    own["spec"]["affinity"] = _same_fabric(context.owner)
+    return _over(own, pool.template)
+
+
+def ray_resources(name: str, pool: WorkerPoolSpec) -> str:
+    """What a pool's node tells Ray it has, as KubeRay writes it into a shell's command line."""
+    return json.dumps(json.dumps({f"baton-pool/{name}": pool.parallelism.tensor}))
+
+
+def _template(context: PodContext, component: str, container: Object, grace_s: int) -> Object:
+    shared = {
+        "image": context.image,
+        "imagePullPolicy": context.spec.images.pull_policy,
+        "env": [*POD_ENV, env("RAY_USAGE_STATS_ENABLED", "0"), env("HOME", "/tmp")],
+        "volumeMounts": [CONFIG_MOUNT, *_mounts(context.spec.model)],
+        "securityContext": dict(CONTAINER_SECURITY),
+    }
+    return {
+        "metadata": {
+            "labels": context.owner.labels(component),
+            "annotations": {CONFIG_HASH: context.config_hash},
+        },
+        "spec": {
+            "serviceAccountName": f"{context.owner.name}-pods",
+            "automountServiceAccountToken": False,
+            "terminationGracePeriodSeconds": grace_s,
+            "securityContext": {"fsGroup": 1000, "runAsUser": 1000, "runAsNonRoot": True},
+            "containers": [container | shared],
+            "volumes": [config_volume(context.owner), *_volumes(context.spec.model)],
+            **pull_secrets(context.spec.images),
+        },
+    }
+
+
+def pull_secrets(images: Images) -> Object:
+    names = [{"name": name} for name in images.pull_secrets]
+    return {"imagePullSecrets": names} if names else {}
+
+
+def _over(own: Object, template: Any) -> Object:
+    result: Object = merged(own, template)
+    return result
+
+
+def _port(name: str, number: int) -> Object:
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def _worker_resources(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> Object:
+    """A GPU for each rank; everything else the pool's own template says."""
+    device = pool.engine.get("device", spec.engine.device)
+    if device != "cuda":
+        return {"requests": {"cpu": "1", "memory": "2Gi"}}
+    gpus = {"nvidia.com/gpu": str(pool.parallelism.tensor)}
+    return {"requests": {"cpu": "4", "memory": "32Gi"} | gpus, "limits": gpus}
+
+
+def _same_fabric(owner: Owner) -> Object:
+    """Both roles near each other: KV crosses between them."""
+    term = {
+        "labelSelector": {"matchLabels": owner.labels("worker")},
+        "topologyKey": "topology.kubernetes.io/zone",
+    }
+    preferred = [{"weight": 100, "podAffinityTerm": term}]
+    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+
+
+def _mounts(model: ModelSource) -> Sequence[Object]:
+    mounts: list[Object] = [
+        {"name": "run", "mountPath": RUN_FOLDER},
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+        {"name": "weights", "mountPath": WEIGHTS_FOLDER},
+    ]
+    if model.claim is not None:
+        mounts.append({"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True})
+    return mounts
+
+
+def _volumes(model: ModelSource) -> Sequence[Object]:
+    volumes: list[Object] = [
+        {"name": "run", "emptyDir": {}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        {"name": "weights", "emptyDir": {}},
+    ]
+    if model.claim is not None:
+        claim = {"claimName": model.claim.claim_name, "readOnly": True}
+        volumes.append({"name": "model", "persistentVolumeClaim": claim})
+    return volumes

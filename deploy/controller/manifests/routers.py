@@ -1,0 +1,100 @@
+"""The routers: Deployment, Service, disruption budget, and the way in from outside."""
+
+from __future__ import annotations
+
+from deploy.api.serving_cluster import RouterSpec
+from deploy.controller.manifests.common import (
+    CONFIG_FILE,
+    CONFIG_MOUNT,
+    CONTAINER_SECURITY,
+    METRICS_PORT,
+    POD_ENV,
+    ROUTER_PORT,
+    Object,
+    Owner,
+    config_volume,
+)
+from deploy.controller.manifests.merge import merged
+from deploy.controller.manifests.pods import CONFIG_HASH, PodContext, pull_secrets
+
+_DRAIN_MARGIN_S = 15
+
+
+def router_deployment(context: PodContext) -> Object:
+    """Rolled one by one: a router that leaves lets its streams finish, and requests whose router is
+    gone are found again by the next."""
+    owner, router = context.owner, context.spec.router
+    labels = owner.labels("router")
+    own = {
+        "metadata": {"labels": labels, "annotations": {CONFIG_HASH: context.config_hash}},
+        "spec": _router_pod(context),
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": owner.metadata(owner.router_name, "router"),
+        "spec": {
+            "replicas": router.replicas,
+            "selector": {"matchLabels": labels},
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+            },
+            "template": merged(own, router.template),
+        },
+    }
+
+
+def _router_pod(context: PodContext) -> Object:
+    owner, spec = context.owner, context.spec
+    probe = {"grpc": {"port": ROUTER_PORT}}
+    container = {
+        "name": "router",
+        "image": spec.images.router or context.release.router_image,
+        "imagePullPolicy": spec.images.pull_policy,
+        "command": ["python", "-m", "router"],
+        "args": [
+            *("--control", owner.control_address),
+            *("--config", CONFIG_FILE),
+            *("--listen", f"0.0.0.0:{ROUTER_PORT}"),
+        ],
+        "env": list(POD_ENV),
+        "ports": [
+            {"name": "grpc", "containerPort": ROUTER_PORT, "protocol": "TCP"},
+            {"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"},
+        ],
+        "readinessProbe": probe | {"periodSeconds": 5},
+        "livenessProbe": probe | {"periodSeconds": 10, "failureThreshold": 6},
+        "resources": {"requests": {"cpu": "1", "memory": "1Gi"}},
+        "volumeMounts": [CONFIG_MOUNT],
+        "securityContext": dict(CONTAINER_SECURITY),
+    }
+    drain_s = int(spec.router.settings.drain_timeout_s)
+    return {
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": drain_s + _DRAIN_MARGIN_S,
+        "securityContext": {"runAsUser": 1000, "runAsNonRoot": True},
+        "containers": [container],
+        "volumes": [config_volume(owner)],
+        **pull_secrets(spec.images),
+    }
+
+
+def router_service(owner: Owner, router: RouterSpec) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": owner.metadata(owner.router_name, "router"),
+        "spec": {
+            "type": router.service_type,
+            "selector": owner.labels("router"),
+            "ports": [
+                {
+                    "name": "grpc",
+                    "port": ROUTER_PORT,
+                    "targetPort": "grpc",
+                    "appProtocol": "kubernetes.io/h2c",
+                }
+            ],
+        },
+    }

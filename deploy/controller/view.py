@@ -1,0 +1,51 @@
+"""Everything that one reconcile of a ServingCluster looks at, read once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.manifests.common import Owner
+from deploy.controller.objects import Key, Object
+from deploy.controller.observed import Fleet, FleetPool, Pod
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """One pool: its WorkerPool, what it asks for, and what there is."""
+
+    obj: Object
+    spec: WorkerPoolSpec
+    pods: Sequence[Pod]
+    fleet: FleetPool | None
+
+    @property
+    def is_going(self) -> bool:
+        return "deletionTimestamp" in self.obj["metadata"]
+
+    @property
+    def replicas(self) -> int:
+        """None is wanted of a pool that is being deleted: its workers drain first."""
+        return 0 if self.is_going else self.spec.replicas
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """One ServingCluster; pools by their names in it."""
+
+    key: Key
+    obj: Object
+    owner: Owner
+    spec: ServingClusterSpec
+    pools: Mapping[str, PoolView]
+    fleet: Fleet | None
+
+    @property
+    def is_going(self) -> bool:
+        return "deletionTimestamp" in self.obj["metadata"]
+
+    @property
+    def pool_specs(self) -> dict[str, WorkerPoolSpec]:
+        return {name: pool.spec for name, pool in self.pools.items()}

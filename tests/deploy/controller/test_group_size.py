@@ -1,0 +1,148 @@
+"""Scale-in by levels: whenever the operator looks, no pod with a worker on it goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.controller.group_size import group_size
+from deploy.controller.observed import FleetPool, Place, PlaceState, Pod
+
+
+def pod(name: str, going: bool = False, ready: bool = True) -> Pod:
+    return Pod(name, "decode", ready, going, "v1", "2026-01-01T00:00:00Z")
+
+
+def place(index: int, on: str, state: PlaceState = PlaceState.LIVE) -> Place:
+    return Place(f"decode-{index}", on, state, num_running=1)
+
+
+def pods(names: str) -> list[Pod]:
+    return [pod(name) for name in names]
+
+
+def test_a_pool_grows_at_once() -> None:
+    size = group_size(3, pods("a"), FleetPool(1, [place(0, "a")]))
+    assert (size.replicas, size.to_delete) == (3, ())
+
+
+def test_a_pod_whose_worker_drains_stays() -> None:
+    draining = place(1, "b", PlaceState.DRAINING)
+    size = group_size(1, pods("ab"), FleetPool(1, [place(0, "a"), draining]))
+    assert (size.replicas, size.to_delete) == (2, ())
+
+
+def test_replicas_and_the_pods_that_go_are_told_together() -> None:
+    size = group_size(1, pods("abc"), FleetPool(1, [place(0, "b")]))
+    assert (size.replicas, size.to_delete) == (1, ("a", "c"))
+
+
+def test_pods_that_go_already_stay_named_until_they_are_gone() -> None:
+    size = group_size(1, [pod("a"), pod("b", going=True)], FleetPool(1, [place(0, "a")]))
+    assert (size.replicas, size.to_delete) == (1, ("b",))
+
+
+def test_nothing_goes_while_the_supervisor_is_silent() -> None:
+    size = group_size(1, pods("abc"), None)
+    assert (size.replicas, size.to_delete) == (3, ())
+
+
+def test_a_pod_that_a_place_waits_for_stays() -> None:
+    waiting = place(1, "", PlaceState.PENDING)
+    size = group_size(2, pods("abc"), FleetPool(2, [place(0, "a"), waiting]))
+    assert size.replicas == 2
+    assert len(size.to_delete) == 1
+
+
+def test_a_pod_that_never_got_ready_goes_before_one_that_did() -> None:
+    have = [pod("a"), pod("b"), pod("c", ready=False)]
+    size = group_size(2, have, FleetPool(2, [place(0, "a"), place(1, "", PlaceState.PENDING)]))
+    assert size.to_delete == ("c",)
+
+
+# --- a model of KubeRay and the supervisor --------------------------------------------------------
+
+
+@dataclass
+class Model:
+    """Pods and places that do, one step at a time, what they were told."""
+
+    replicas: int = 2
+    told: int = 2
+    pods: dict[str, bool] = field(default_factory=dict)  # whether it goes
+    homes: dict[int, str] = field(default_factory=dict)  # pods of places
+    draining: set[int] = field(default_factory=set)
+    num_made: int = 0
+    killed_with_worker: list[str] = field(default_factory=list)
+
+    def places(self) -> list[Place]:
+        wanted = dict.fromkeys(range(self.told), "")
+        return [
+            place(
+                index,
+                home,
+                PlaceState.DRAINING
+                if index in self.draining
+                else (PlaceState.LIVE if home else PlaceState.PENDING),
+            )
+            for index, home in sorted((wanted | self.homes).items())
+        ]
+
+    def operate(self, sees_fleet: bool) -> None:
+        """One look of the operator: what it tells KubeRay takes effect."""
+        have = [pod(name, going) for name, going in self.pods.items()]
+        fleet = FleetPool(self.told, self.places()) if sees_fleet else None
+        size = group_size(self.replicas, have, fleet)
+        for name in size.to_delete:
+            if name in self.homes.values():
+                self.killed_with_worker.append(name)
+            self.pods[name] = True
+        staying = [name for name, going in self.pods.items() if not going]
+        assert len(staying) <= size.replicas, "KubeRay would choose which pod goes"
+        for _ in range(size.replicas - len(staying)):
+            self.num_made += 1
+            self.pods[f"pod-{self.num_made}"] = False
+        if sees_fleet:
+            self.told = self.replicas
+
+    def supervise(self) -> None:
+        """The supervisor places what has room, and drains what is too much."""
+        self.draining |= {index for index in self.homes if index >= self.told}
+        free = [n for n, going in self.pods.items() if not going and n not in self.homes.values()]
+        for index in range(self.told):
+            if index not in self.homes and free:
+                self.homes[index] = free.pop()
+
+    def end_streams(self) -> None:
+        for index in sorted(self.draining):
+            self.homes.pop(index, None)
+        self.draining.clear()
+
+    def end_pods(self) -> None:
+        self.pods = {name: going for name, going in self.pods.items() if not going}
+
+
+STEPS = st.sampled_from(["operate", "blind", "supervise", "streams", "pods", "0", "1", "3", "5"])
+
+
+@given(st.lists(STEPS, max_size=60))
+def test_however_steps_follow_each_other_no_pod_goes_with_a_worker_and_the_end_is_what_is_wanted(
+    steps: list[str],
+) -> None:
+    model = Model()
+    for step in [*steps, *["operate", "supervise", "streams", "operate", "pods"] * 3]:
+        if step.isdigit():
+            model.replicas = int(step)
+        elif step in ("operate", "blind"):
+            model.operate(sees_fleet=step == "operate")
+        elif step == "supervise":
+            model.supervise()
+        elif step == "streams":
+            model.end_streams()
+        else:
+            model.end_pods()
+        assert model.killed_with_worker == []
+    assert len(model.pods) == model.replicas
+    assert sorted(model.homes) == list(range(model.replicas))

@@ -1,0 +1,227 @@
+"""What the operator writes: read back by those who will read it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from baton.config import parse_config
+from baton.errors import ConfigError
+from deploy.api.read import read_spec
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.manifests.cluster_yaml import cluster_config, config_map, seconds
+from deploy.controller.manifests.common import Owner, Release
+from deploy.controller.manifests.merge import merged
+from deploy.controller.manifests.pods import PodContext
+from deploy.controller.manifests.ray_cluster import GroupSize, ray_cluster
+from deploy.controller.manifests.routers import router_deployment, router_service
+from deploy.controller.manifests.worker_pool import worker_pool
+
+OWNER = Owner("main", "models", "0b5e1d0e-0000-4000-8000-000000000000")
+RELEASE = Release("baton-worker:1", "baton-router:1", "2.60.0")
+REAL_CRD = Path(__file__).parents[4] / "shared" / "k8s" / "ray.io_rayclusters.yaml"
+
+
+def spec_of(**changes: Any) -> ServingClusterSpec:
+    usual = {
+        "model": {"name": "models/demo"},
+        "pools": {
+            "prefill": {"role": "prefill"},
+            "decode": {"role": "decode", "parallelism": {"tensor": 2}, "drainTimeout": "1m30s"},
+        },
+    }
+    metadata = {"namespace": OWNER.namespace, "name": OWNER.name}
+    obj = {"kind": "ServingCluster", "metadata": metadata, "spec": usual | changes}
+    return read_spec(ServingClusterSpec, obj)
+
+
+def pools_of(spec: ServingClusterSpec, **changes: Any) -> dict[str, WorkerPoolSpec]:
+    shared = ("role", "parallelism", "engine", "template", "drain_timeout", "max_replicas")
+    return {
+        name: WorkerPoolSpec(
+            **{field: getattr(pool, field) for field in shared},
+            cluster="main",
+            pool=name,
+            **changes,
+        )
+        for name, pool in spec.pools.items()
+    }
+
+
+def ray_of(spec: ServingClusterSpec, **sizes: GroupSize) -> dict[str, Any]:
+    context = PodContext(OWNER, spec, RELEASE, "v1")
+    usual = {name: GroupSize(1) for name in spec.pools}
+    return ray_cluster(context, pools_of(spec), usual | sizes)
+
+
+def group_of(ray: dict[str, Any], name: str) -> dict[str, Any]:
+    (group,) = [g for g in ray["spec"]["workerGroupSpecs"] if g["groupName"] == name]
+    return group
+
+
+# --- RayCluster -----------------------------------------------------------------------------------
+
+
+def test_a_pools_pods_tell_ray_room_for_one_replica_of_that_pool() -> None:
+    params = group_of(ray_of(spec_of()), "decode")["rayStartParams"]
+    (told,) = shlex.split(params["resources"])
+    assert json.loads(told) == {"baton-pool/decode": 2}
+
+
+def test_the_size_and_the_pods_that_go_stand_in_one_object() -> None:
+    group = group_of(ray_of(spec_of(), decode=GroupSize(1, ("pod-b",))), "decode")
+    assert group["replicas"] == 1
+    assert group["scaleStrategy"] == {"workersToDelete": ["pod-b"]}
+
+
+def test_ray_scales_nothing_by_itself_and_asks_for_its_token() -> None:
+    spec = ray_of(spec_of())["spec"]
+    assert spec["enableInTreeAutoscaling"] is False
+    assert spec["authOptions"] == {"mode": "token", "secretName": "main-ray-token"}
+
+
+def test_kubernetes_waits_for_a_drain_for_longer_than_the_drain_may_take() -> None:
+    pod = group_of(ray_of(spec_of()), "decode")["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["lifecycle"]["preStop"]["exec"]["command"][-2:] == ["--timeout", "90"]
+    assert pod["terminationGracePeriodSeconds"] > 90
+
+
+def test_a_rank_has_a_gpu_where_the_engine_computes_on_one() -> None:
+    group = group_of(ray_of(spec_of(engine={"device": "cuda"})), "decode")
+    (container,) = group["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+
+
+def test_a_pools_own_template_is_laid_over_ours() -> None:
+    template = {
+        "metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"}},
+        "spec": {
+            "nodeSelector": {"gpu": "h100"},
+            "containers": [
+                {"name": "ray-worker", "resources": {"limits": {"rdma/hca": "1"}}},
+                {"name": "exporter", "image": "exporter:1"},
+            ],
+        },
+    }
+    pools = {"decode": {"role": "decode", "template": template}}
+    made = group_of(ray_of(spec_of(pools=pools)), "decode")["template"]
+    assert made["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rdma"
+    assert made["spec"]["nodeSelector"] == {"gpu": "h100"}
+    ours, theirs = made["spec"]["containers"]
+    assert ours["resources"]["limits"] == {"rdma/hca": "1"}
+    assert ours["resources"]["requests"]["cpu"] == "1"
+    assert ours["command"] == ["/bin/sh", "-c"]
+    assert theirs["name"] == "exporter"
+
+
+def test_the_head_keeps_its_state_in_redis_where_that_is_asked_for() -> None:
+    ray = {"gcsFaultTolerance": {"redisAddress": "redis:6379", "redisSecretName": "redis"}}
+    options = ray_of(spec_of(ray=ray))["spec"]["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == "redis:6379"
+    assert options["redisPassword"]["valueFrom"]["secretKeyRef"]["name"] == "redis"
+
+
+@pytest.mark.skipif(not REAL_CRD.exists(), reason="KubeRay's own CRD is not at hand")
+def test_kuberays_own_schema_takes_what_the_operator_writes() -> None:
+    crd = yaml.load(REAL_CRD.read_text(), Loader=yaml.CSafeLoader)
+    (schema,) = [
+        version["schema"]["openAPIV3Schema"]
+        for version in crd["spec"]["versions"]
+        if version["name"] == "v1"
+    ]
+    ray = {"gcsFaultTolerance": {"redisAddress": "redis:6379", "redisSecretName": "redis"}}
+    made = ray_of(spec_of(ray=ray, engine={"device": "cuda"}))
+    jsonschema.validate(made, strict(schema))
+
+
+def strict(schema: Any) -> Any:
+    """As an API server prunes: a field that the schema does not name is a mistake."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: strict(value) for name, value in schema.items()}
+    if made.get("x-kubernetes-int-or-string"):
+        made.pop("type", None)
+    open_to_all = made.get("x-kubernetes-preserve-unknown-fields")
+    if isinstance(made.get("properties"), dict) and "type" in made and not open_to_all:
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+# --- configuration --------------------------------------------------------------------------------
+
+
+def test_the_processes_read_the_configuration_that_the_spec_means() -> None:
+    spec = spec_of(
+        engine={"maxNumSeqs": 8, "backend": "fake"}, router={"settings": {"maxQueue": 9}}
+    )
+    config = cluster_config(OWNER, spec, pools_of(spec, replicas=3))
+    read = parse_config(yaml.safe_load(config_map(OWNER, config)["data"]["cluster.yaml"]))
+    assert read == config
+    assert read.engine.max_num_seqs == 8
+    assert read.router.max_queue == 9
+    assert read.pools["decode"].tensor_parallel == 2
+    assert read.pools["decode"].replicas == 3
+    assert read.control.announced_host == "main-head-svc.models.svc"
+    assert read.supervisor.drain_timeout_s > read.worker.drain_timeout_s == 600.0
+
+
+def test_a_pools_own_engine_settings_reach_its_workers() -> None:
+    pools = {"decode": {"role": "decode", "engine": {"maxNumSeqs": 4}}}
+    spec = spec_of(pools=pools)
+    assert cluster_config(OWNER, spec, pools_of(spec)).pool_engine("decode").max_num_seqs == 4
+
+
+def test_an_engine_setting_of_a_pool_that_is_misspelt_is_refused() -> None:
+    pools = {"decode": {"role": "decode", "engine": {"maxNumSeq": 4}}}
+    spec = spec_of(pools=pools)
+    with pytest.raises(ConfigError, match="max_num_seq"):
+        cluster_config(OWNER, spec, pools_of(spec))
+
+
+@pytest.mark.parametrize(("text", "wanted_s"), [("90s", 90), ("1h30m", 5400), ("500ms", 0.5)])
+def test_durations_are_those_of_go(text: str, wanted_s: float) -> None:
+    assert seconds(text) == wanted_s
+
+
+# --- pools and routers ----------------------------------------------------------------------------
+
+
+def test_an_applied_pool_never_names_its_size() -> None:
+    made = worker_pool(OWNER, "decode", {"role": "decode", "initialReplicas": 3}, "drain")
+    assert "replicas" not in made["spec"]
+    assert "initialReplicas" not in made["spec"]
+    assert made["metadata"]["name"] == "main-decode"
+
+
+def test_the_pools_of_the_default_cluster_have_bare_names() -> None:
+    assert Owner("default", "models", "uid").pool_name("decode") == "decode"
+
+
+def test_the_service_leads_to_the_routers() -> None:
+    spec = spec_of()
+    deployment = router_deployment(PodContext(OWNER, spec, RELEASE, "v1"))
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"] == labels
+    assert router_service(OWNER, spec.router)["spec"]["selector"].items() <= labels.items()
+
+
+def test_null_takes_a_key_away_and_lists_of_named_things_merge_by_name() -> None:
+    own = {"env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}], "x": {"y": 1}}
+    over = {"env": [{"name": "B", "value": "3"}, {"name": "C", "value": "4"}], "x": None}
+    assert merged(own, over) == {
+        "env": [
+            {"name": "A", "value": "1"},
+            {"name": "B", "value": "3"},
+            {"name": "C", "value": "4"},
+        ]
+    }
