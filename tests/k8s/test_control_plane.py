@@ -148,7 +148,7 @@ def test_a_deployment_makes_a_replica_set_and_its_pods(
     until(lambda: len(names(control_plane, namespace, "pods")) == 1, "the deployment's pod")
     (replica_set,) = names(control_plane, namespace, "replicasets")
     (pod,) = names(control_plane, namespace, "pods")
-    assert pod.startswith(f"{replica_set}-front"[: len(replica_set)])
+    assert pod.startswith(f"{replica_set}-")
 
 
 def test_garbage_goes_with_its_owner(control_plane: ControlPlane, namespace: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def make_credentials(openssl: Path, folder: Path) -> Credentials:
     return Credentials(certificate, key, token, tokens)
 
 
-def write_kubeconfig(path: Path, cluster: dict[str, object], token: str) -> None:
+def write_kubeconfig(path: Path, cluster: Mapping[str, object], token: str) -> None:
     """`cluster`: as in a kubeconfig, address and authority."""
     path.touch(0o600)
     config = {

