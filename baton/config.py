@@ -25,6 +25,8 @@ from router.config import RouterConfig
 
 Role = Literal["prefill", "decode", "mixed"]
 
+_ANY_HOST = ("0.0.0.0", "::", "[::]")
+
 
 @dataclass(frozen=True)
 class PoolConfig:
@@ -62,10 +64,15 @@ class ControlConfig:
     host: str = "127.0.0.1"
     port: int = 7101
     """0: any free port."""
+    announced_host: str | None = None
+    """The host that workers and routers are told, where `host` is not what others reach: a Service
+    of Kubernetes, say; None: `host`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, not {self.port}")
+        if self.announced_host == "":
+            raise ValueError("announced_host must not be empty")
 
 
 def _default_pools() -> dict[str, PoolConfig]:
@@ -81,6 +88,10 @@ class ClusterConfig:
     served_model_name: str | None = None
     """What clients call the model; None: the last part of `model`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    runs_on: Literal["machine", "pods"] = "machine"
+    """machine: all workers share the machine of `baton up`. pods: each replica has a pod of its
+    pool to itself, and waits for one (a Ray node with the resource baton-pool/<pool>: a unit for
+    each rank)."""
     pools: dict[str, PoolConfig] = field(default_factory=_default_pools)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
@@ -106,7 +117,16 @@ class ClusterConfig:
                 f"transfer.transport must be ucx in a cluster, whose workers are processes, "
                 f"not {self.transfer.transport}"
             )
+        self._check_reachable()
         self._check_times()
+
+    def _check_reachable(self) -> None:
+        """Where workers have to find the registry from elsewhere."""
+        host, announced = self.control.host, self.control.announced_host
+        if self.runs_on == "pods" and host in _ANY_HOST and announced is None:
+            raise ValueError(
+                f"control.announced_host is needed where runs_on is pods and control.host is {host}"
+            )
 
     def _check_times(self) -> None:
         """Where one part has to outlast another."""
@@ -150,6 +170,11 @@ class ClusterConfig:
         merged = settings.merge(settings.dump(self.engine), self.pools[pool].engine)
         key = f"pools.{pool}.engine"
         return settings.parse(EngineConfig, merged, source=source, key=key)
+
+    def with_absolute_model(self) -> ClusterConfig:
+        """For workers, which have working directories of their own; a name on the hub stays one."""
+        model = Path(self.model)
+        return dataclasses.replace(self, model=str(model.resolve())) if model.is_dir() else self
 
     def to_yaml(self) -> str:
         """What `parse_config` reads back as an equal configuration; defaults are left out."""

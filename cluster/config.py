@@ -9,6 +9,11 @@ import math
 from dataclasses import dataclass
 
 
+def pod_resource(pool: str) -> str:
+    """The resource that a pool's pods offer Ray, as many units as a replica has ranks."""
+    return f"baton-pool/{pool}"
+
+
 @dataclass(frozen=True)
 class RegistryConfig:
     """When the registry thinks what of a worker. All times are in seconds."""

@@ -2,7 +2,8 @@
 
 Life of a place:
 
-1. Adopt the replica that a former supervisor left here, or start one, whole.
+1. Adopt the replica that a former supervisor left here, or start one, whole. Where pods are waited
+   for, wait for one: that is no failure.
 2. Watch: a rank's end, however it came, or the registry's word that the worker has been a suspect
    for `fence_after_s`, ends the replica.
 3. Destroy it, by Ray and by pid, until no process is left: only then could its memory be gone. One
@@ -28,7 +29,7 @@ from cluster.config import SupervisorConfig
 from cluster.control_service import Changes
 from cluster.rank_ends import RankEnd
 from cluster.registry import FleetEntry, Registration, Registry, WorkerState
-from cluster.replica import Replica, ReplicaError, ReplicaName, Replicas
+from cluster.replica import PodLostError, Replica, ReplicaError, ReplicaName, Replicas
 from cluster.worker_config import WorkerConfig
 from kv_transfer.process import ProcessIdentity
 
@@ -72,16 +73,17 @@ class Keeper:
         self._served = adopted is not None and adopted.serves
         self._left_behind = False  # whether a process of the last replica may still be there
         self._backoff_s = 0.0
+        self._began_at = 0.0  # when the present replica was adopted, or last tried to be started
 
     async def run(self) -> None:
         """Fill the place for as long as it is wanted."""
         while not self._leaving.is_set() or self.replica is not None:
-            began_at = time.monotonic()
+            self._began_at = time.monotonic()
             if await self._fill():
                 await self._keep_until_over()
             if self._leaving.is_set():
                 break
-            if time.monotonic() - began_at < _YOUNG_S:
+            if time.monotonic() - self._began_at < _YOUNG_S:
                 await self.back_off()
             else:
                 self._backoff_s = 0.0
@@ -147,15 +149,41 @@ class Keeper:
         self._served, self._failure = False, None
         self._ended.clear()
         try:
-            self.replica = await self._ground.ray(
-                partial(self._ground.replicas.start, name, config)
-            )
+            self.replica = await self._started(name, config)
+        except PodLostError as error:
+            log.info("%s: %s", name, error)
         except ReplicaError as error:
             self.report(str(error), config.log_file(0))
+        if self.replica is None:
             return False
         if self._leaving.is_set():
             self._ended.set()
         return True
+
+    async def _started(self, name: ReplicaName, config: WorkerConfig) -> Replica | None:
+        """None: the place is no longer wanted. Raises ReplicaError."""
+        replicas = self._ground.replicas
+        if not await self._placed(name, config):
+            await self._ground.ray(partial(replicas.destroy, Replica(name, {}, ())))
+            return None
+        self._began_at = time.monotonic()
+        return await self._ground.ray(partial(replicas.start, name, config))
+
+    async def _placed(self, name: ReplicaName, config: WorkerConfig) -> bool:
+        """Wait until it has room; False: it is wanted no longer. Raises ReplicaError."""
+        registry, changes = self._ground.registry, self._ground.changes
+        try:
+            while not await self._ground.ray(partial(self._ground.replicas.place, name, config)):
+                registry.waits(self.pool, self.worker_id)
+                changes.announce()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._leaving.wait(), LOOK_S)
+                if self._leaving.is_set():
+                    return False
+            return True
+        finally:
+            registry.placed(self.worker_id)
+            changes.announce()
 
     async def _keep_until_over(self) -> None:
         """From a replica's start or adoption to the end of its last process."""

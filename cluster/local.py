@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import shutil
@@ -24,7 +23,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from baton.config import ClusterConfig
 from baton.control_client import ControlClient
@@ -43,7 +41,6 @@ OnProgress = Callable[[str], None]
 
 _FAILED_STARTS = 2  # a first one may be bad luck
 _ROUTER_TIMEOUT_S = 60.0
-_STOP_TIMEOUT_S = 30.0
 _RAY_GONE_S = 8.0
 _RAY_HEART = ("gcs_server", "raylet")  # without either of them Ray ends the rest
 _LOOK_S = 1.0
@@ -57,6 +54,7 @@ class RunningCluster:
         self,
         router: RouterProcess,
         control_address: str,
+        supervisor_pid: Callable[[], int],
         stack: contextlib.ExitStack,
         ray_heart: frozenset[Process],
         run_dir: Path,
@@ -66,6 +64,8 @@ class RunningCluster:
         self._ray_heart = ray_heart
         self.control_address = control_address
         """host:port of the control service."""
+        self.supervisor_pid = supervisor_pid
+        """Of the supervisor that runs now. Raises ray.exceptions.RayError while there is none."""
         self._stack = stack
 
     @property
@@ -76,16 +76,6 @@ class RunningCluster:
     @property
     def router_pid(self) -> int | None:
         return self._router.pid
-
-    def supervisor_pid(self) -> int:
-        """Of the supervisor that runs now. Raises ray.exceptions.RayError while there is none."""
-        import ray
-
-        from cluster.supervisor import NAME
-
-        supervisor: Any = ray.get_actor(NAME, namespace="baton")
-        pid: int = ray.get(supervisor.pid.remote(), timeout=_STOP_TIMEOUT_S)
-        return pid
 
     def wait(self) -> None:
         """Stay for as long as Ray runs. Raises UnavailableError when it does not any more."""
@@ -126,7 +116,13 @@ def up(
     Logs and the configuration lie in `run_dir`, or in a temporary folder that goes with the
     cluster, but stays when it cannot be started or is left because of an error.
     """
-    config = dataclasses.replace(config, model=_absolute(config.model))
+    if config.runs_on != "machine":
+        raise ConfigError(
+            f"`baton up` starts everything on this machine: runs_on must be machine, not "
+            f"{config.runs_on}",
+            field="runs_on",
+        )
+    config = config.with_absolute_model()
     with contextlib.ExitStack() as stack:
         if run_dir is None:
             run_dir = Path(tempfile.mkdtemp(prefix="baton-"))
@@ -142,7 +138,11 @@ def up(
         config_path = run_dir / "cluster.yaml"
         config_path.write_text(config.to_yaml())
         on_progress("starting the supervisor")
-        control = _start_supervisor(config, run_dir, stack)
+        from cluster.supervisor_handle import SupervisorHandle
+
+        supervisor = SupervisorHandle.start(config, run_dir)
+        stack.callback(supervisor.stop)
+        control = supervisor.address()
         _wait_for_pools(control, on_progress, config.supervisor.start_timeout_s)
         on_progress("starting the router")
         listen = f"{config.router.host}:{config.router.port}"
@@ -159,7 +159,7 @@ def up(
         stack.callback(router.close)
         router.start(_ROUTER_TIMEOUT_S)
         heart = frozenset(process for process in ray_processes if process.name in _RAY_HEART)
-        return RunningCluster(router, control, stack.pop_all(), heart, run_dir)
+        return RunningCluster(router, control, supervisor.pid, stack.pop_all(), heart, run_dir)
     raise AssertionError("unreachable")
 
 
@@ -172,11 +172,6 @@ def _clear_away(
     """Unless the logs in it are needed: not after an interrupt."""
     if not isinstance(error, Exception):
         shutil.rmtree(run_dir, ignore_errors=True)
-
-
-def _absolute(model: str) -> str:
-    """Workers have working directories of their own; a name on the hub stays one."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def _check_gpus(config: ClusterConfig) -> None:
@@ -240,39 +235,6 @@ def _stop_ray(before: set[Process]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
     wait_until_gone(ours, _RAY_GONE_S)
-
-
-def _start_supervisor(config: ClusterConfig, run_dir: Path, stack: contextlib.ExitStack) -> str:
-    """The supervisor as a detached actor that Ray restarts for ever; its control address."""
-    import ray
-    from ray.exceptions import RayError
-
-    from cluster.supervisor import NAME, SupervisorActor
-
-    supervisor: Any = (
-        ray.remote(SupervisorActor)
-        .options(
-            name=NAME,
-            namespace="baton",
-            lifetime="detached",
-            max_restarts=-1,
-            max_concurrency=4,
-            num_cpus=0,
-        )
-        .remote(config, str(run_dir))
-    )
-
-    def stop() -> None:
-        with contextlib.suppress(RayError):  # it is dead already, and Ray's end ends the rest
-            ray.get(supervisor.stop.remote(), timeout=_STOP_TIMEOUT_S)
-            supervisor.__ray_terminate__.remote()
-
-    stack.callback(stop)
-    try:
-        address: str = ray.get(supervisor.address.remote(), timeout=_STOP_TIMEOUT_S)
-    except RayError as error:
-        raise UnavailableError(f"the supervisor does not start: {one_line(error)}") from error
-    return address
 
 
 def _give_up_on_failing(pools: list[control_pb2.PoolStatus]) -> None:

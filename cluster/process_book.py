@@ -9,10 +9,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from kv_transfer.process import ProcessIdentity
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The processes of one replica, all on one machine or in one pod."""
+
+    processes: tuple[ProcessIdentity, ...]
+    node_id: str
+    """Ray's, of where they run."""
 
 
 class ProcessBook:
@@ -21,23 +30,25 @@ class ProcessBook:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def enter(self, name: str, processes: Sequence[ProcessIdentity]) -> None:
+    def enter(self, name: str, entry: Entry) -> None:
         """Before they are given anything to hold."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps([dataclasses.asdict(process) for process in processes])
         fresh = self._folder / f"{name}.new"
-        fresh.write_text(text)
+        fresh.write_text(json.dumps(dataclasses.asdict(entry)))
         os.replace(fresh, self._path(name))
 
     def strike(self, name: str) -> None:
         """Once all of its processes are over."""
         self._path(name).unlink(missing_ok=True)
 
-    def read(self) -> dict[str, tuple[ProcessIdentity, ...]]:
-        return {
-            path.stem: tuple(ProcessIdentity(**found) for found in json.loads(path.read_text()))
-            for path in self._folder.glob("*.json")
-        }
+    def read(self) -> dict[str, Entry]:
+        return {path.stem: _parse(path.read_text()) for path in self._folder.glob("*.json")}
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.json"
+
+
+def _parse(text: str) -> Entry:
+    found = json.loads(text)
+    processes = tuple(ProcessIdentity(**process) for process in found["processes"])
+    return Entry(processes, found["node_id"])

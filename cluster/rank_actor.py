@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 from dataclasses import dataclass
 
+import ray
+
+from cluster.pod import Pod
 from cluster.rank import listen
-from cluster.worker_config import RankPlace, WorkerConfig
+from cluster.worker_config import RankPlace, WorkerConfig, settled
 from cluster.worker_process import WorkerThread, set_up_logging
 from engine import compute_threads
 from kv_transfer.process import ProcessIdentity, own_identity
@@ -21,6 +25,8 @@ class Standing:
     """What a rank says of itself to whoever finds it."""
 
     process: ProcessIdentity
+    node_id: str
+    """Ray's, of the machine or pod that it runs on."""
     launched: bool
     serves: bool
     """Loaded, and so in the registry for as long as it is sound; of rank 0 only."""
@@ -44,8 +50,9 @@ class RankActor:
         self._meeting: socket.socket | None = None
 
     def standing(self) -> Standing:
-        worker = self._worker
-        return Standing(own_identity(), worker is not None, worker is not None and worker.serves)
+        worker, node_id = self._worker, ray.get_runtime_context().get_node_id()
+        serves = worker is not None and worker.serves
+        return Standing(own_identity(), node_id, worker is not None, serves)
 
     def listen(self, host: str) -> int:
         """Of rank 0, before any launch: have the other ranks meet here. Returns the port."""
@@ -54,7 +61,9 @@ class RankActor:
         return port
 
     def launch(self, config: WorkerConfig, place: RankPlace) -> None:
-        """Start the rank; it registers by itself. A rank that fails ends this process."""
+        """Start the rank; it registers by itself. This process ends soon after the rank."""
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        config = settled(config, Pod.of(os.environ), address)
         set_up_logging(config.log_level, config.log_file(place.rank))
         if self._meeting is not None:
             place = dataclasses.replace(place, listen_fd=self._meeting.detach())

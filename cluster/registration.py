@@ -17,6 +17,10 @@ import grpc.aio
 
 from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
+from cluster.control_service import ROLES
+from cluster.rank import Rank
+from cluster.worker_config import WorkerConfig
+from engine.api import EngineCapacity
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +41,33 @@ class Beat:
     progress: control_pb2.StepProgress
     load: worker_pb2.WorkerLoad
     draining: bool
+
+
+def worker_info(
+    config: WorkerConfig, rank: Rank, capacity: EngineCapacity, address: str
+) -> control_pb2.WorkerInfo:
+    """What a worker that serves at `address` tells of itself; `rank`: its rank 0."""
+    model, pod = rank.model, config.pod
+    return control_pb2.WorkerInfo(
+        ref=rank.identity.to_proto(),
+        pool=config.pool,
+        role=ROLES[config.role],
+        address=address,
+        model=config.model_name,
+        kv_fingerprint=model.kv_fingerprint,
+        tp_size=rank.identity.tp_size,
+        block_size=model.layout.block_size,
+        num_blocks=capacity.num_blocks,
+        max_model_len=capacity.max_model_len,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        vocab_size=model.vocab_size,
+        kv_bytes_per_token=model.layout.token_bytes(),
+        max_request_tokens=capacity.max_request_tokens or 0,
+        max_held_tokens_per_request=capacity.max_held_tokens or 0,
+        pod_name="" if pod is None else pod.name,
+        node_name="" if pod is None else pod.node_name,
+    )
 
 
 class Registrar:

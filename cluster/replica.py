@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
-import signal
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +23,14 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.config import pod_resource
 from cluster.error_text import one_line
-from cluster.process_book import ProcessBook
+from cluster.process_book import Entry, ProcessBook
+from cluster.process_ends import end_processes
 from cluster.rank_actor import MAX_CALLS, RankActor, Standing
 from cluster.rank_gpus import needs_gpu
 from cluster.room import num_free
 from cluster.worker_config import RankPlace, WorkerConfig
-from engine.config import EngineConfig
 from kv_transfer.process import ProcessIdentity, is_gone
 
 log = logging.getLogger(__name__)
@@ -39,9 +38,11 @@ log = logging.getLogger(__name__)
 NAMESPACE = "baton"
 _RANK_CPUS = 0.001  # Ray only counts them: cores are divided by thread counts
 _CALL_TIMEOUT_S = 30.0
+_PROCESS_WITHIN_S = 120.0  # to read its libraries from a disk that has never been asked for them
 _ROOM_BACK_WITHIN_S = 2.0  # what a removed placement group held is free again long before
+_POD_FOUND_WITHIN_S = 1.0  # where one is free
+_LOOK_S = 0.5
 _LEAVE_S = 2.0
-_GONE_WITHIN_S = 10.0
 _NAME = re.compile(r"(?P<pool>[A-Za-z0-9-]+)-(?P<index>\d+)\.g(?P<generation>\d+)")
 
 
@@ -77,10 +78,16 @@ class Replica:
     processes: tuple[ProcessIdentity, ...]
     serves: bool = False
     """Found with all loaded: it will register again soon, or never."""
+    node_id: str | None = None
+    """Ray's, of where it runs; None: not known."""
 
 
 class ReplicaError(RuntimeError):
     """A replica could not be started."""
+
+
+class PodLostError(ReplicaError):
+    """The pod went away before anything ran in it."""
 
 
 class Replicas:
@@ -94,27 +101,40 @@ class Replicas:
         self._book = ProcessBook(run_dir / "processes")
         self._answer_within_s = answer_within_s
 
+    def place(self, name: ReplicaName, config: WorkerConfig) -> bool:
+        """Ask for room for all ranks together; whether they have it. False: no pod has; it is asked
+        for until `destroy`. Raises ReplicaError; nothing is left after an error."""
+        with self._nothing_left(_Begun(name)):
+            return _place(name, config)
+
     def start(self, name: ReplicaName, config: WorkerConfig) -> Replica:
-        """Place and launch all ranks. Raises ReplicaError; nothing is left after an error."""
-        begun, resources = _Begun(), rank_resources(config.engine)
+        """Launch all ranks where they have room. Raises ReplicaError, and PodLostError where they
+        have it no more; nothing is left after an error."""
+        begun, resources = _Begun(name), rank_resources(config)
+        with self._nothing_left(begun):
+            group = _group_named(str(name))
+            if group is None:
+                raise PodLostError("its place is gone")
+            for rank in range(config.tp_size):
+                begun.actors[rank] = _new_actor(name, group, rank, resources)
+            self._launch(config, group, begun)
+        return begun.replica()
+
+    @contextlib.contextmanager
+    def _nothing_left(self, begun: _Begun) -> Iterator[None]:
+        """After an error, which is a ReplicaError then where it was Ray's."""
         try:
-            group = _place(name, config.tp_size, resources)
-            begun.actors = {
-                rank: _new_actor(name, group, rank, resources) for rank in range(config.tp_size)
-            }
-            self._launch(name, config, begun)
+            yield
         except BaseException as error:
-            self.destroy(Replica(name, begun.actors, begun.processes))
+            self.destroy(begun.replica())
             if isinstance(error, RayError):
                 raise ReplicaError(one_line(error)) from error
             raise
-        return Replica(name, begun.actors, begun.processes)
 
-    def _launch(self, name: ReplicaName, config: WorkerConfig, begun: _Begun) -> None:
+    def _launch(self, config: WorkerConfig, group: PlacementGroup, begun: _Begun) -> None:
         actors = begun.actors.values()
-        told = ray.get([actor.standing.remote() for actor in actors], timeout=_CALL_TIMEOUT_S)
-        begun.processes = tuple(standing.process for standing in told)
-        self._book.enter(str(name), begun.processes)
+        begun.entry = _entry_of(_first_standings(begun.actors, group))
+        self._book.enter(str(begun.name), begun.entry)
         meeting = ""
         if config.tp_size > 1:
             port = ray.get(begun.actors[0].listen.remote(config.host), timeout=_CALL_TIMEOUT_S)
@@ -161,12 +181,12 @@ class Replicas:
         for text in {*actors, *booked}:
             name, told = ReplicaName.parse(text), answers[text]
             assert name is not None, text
-            processes = {*booked.get(text, ()), *(standing.process for standing in told.values())}
+            entry = booked.get(text) or (_entry_of(list(told.values())) if told else None)
             ranks = {r: a for r, a in actors[text].items() if r in told and told[r].launched}
             for rank in actors[text].keys() - ranks.keys():
                 _kill(actors[text][rank])
             serves = 0 in ranks and told[0].serves
-            left.append(Replica(name, ranks, tuple(processes), serves))
+            left.append(_replica(name, ranks, entry, serves))
         return left
 
     def _answers(self, actors: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[int, Standing]]:
@@ -190,44 +210,80 @@ class Replicas:
     def destroy(self, replica: Replica) -> bool:
         """End every rank by Ray and by pid, wait until all are gone, and free their place.
 
-        False when a process may be left: on another machine, or one that even the kernel cannot
-        end.
+        False when a process may be left: where Ray does not reach it, or one that even the kernel
+        cannot end.
         """
         _let_leave(replica)
         for actor in replica.actors.values():
             _kill(actor)
-        left = _kill_by_pid(replica.processes)
+        ended = end_processes(replica.processes, replica.node_id)
         _remove_group(str(replica.name))
-        if not left:
+        if ended:
             self._book.strike(str(replica.name))
-        return all(map(is_gone, replica.processes))
+        return ended
 
 
 @dataclass
 class _Begun:
     """How far a start has come."""
 
+    name: ReplicaName
     actors: dict[int, Any] = field(default_factory=dict)
-    processes: tuple[ProcessIdentity, ...] = ()
+    entry: Entry | None = None
+
+    def replica(self) -> Replica:
+        return _replica(self.name, self.actors, self.entry)
 
 
-def rank_resources(engine: EngineConfig) -> dict[str, float]:
-    """What a rank takes of a machine, as Ray counts it."""
-    return {"CPU": _RANK_CPUS} | ({"GPU": 1} if needs_gpu(engine) else {})
+def _replica(
+    name: ReplicaName, actors: Mapping[int, Any], entry: Entry | None, serves: bool = False
+) -> Replica:
+    if entry is None:
+        return Replica(name, actors, (), serves)
+    return Replica(name, actors, entry.processes, serves, entry.node_id)
 
 
-def _place(name: ReplicaName, num_ranks: int, resources: Mapping[str, float]) -> PlacementGroup:
-    """A bundle for each rank, all on one machine. Raises ReplicaError."""
+def rank_resources(config: WorkerConfig) -> dict[str, float]:
+    """What a rank takes of a machine or pod, as Ray counts it."""
+    resources = {"CPU": _RANK_CPUS} | ({"GPU": 1.0} if needs_gpu(config.engine) else {})
+    return resources | ({pod_resource(config.pool): 1.0} if config.in_pod else {})
+
+
+def _place(name: ReplicaName, config: WorkerConfig) -> bool:
+    """A bundle for each rank, all on one machine, or in one pod of the pool, which they fill.
+
+    False: there is no such pod yet. Raises ReplicaError where the machines have no room."""
+    num_ranks, resources = config.tp_size, rank_resources(config)
+    if not config.in_pod:
+        _check_machines(num_ranks, resources)
+        _wait_for_place(_new_group(name, num_ranks, resources), num_ranks, resources)
+        return True
+    asked = _group_named(str(name))
+    if asked is not None:
+        return _is_placed(asked)
+    return bool(_new_group(name, num_ranks, resources).wait(_POD_FOUND_WITHIN_S))
+
+
+def _check_machines(num_ranks: int, resources: Mapping[str, float]) -> None:
+    """Raises ReplicaError where no place that comes free could hold it."""
     if "GPU" in resources:
         nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         most = int(max(node["Resources"].get("GPU", 0) for node in nodes if node["Alive"]))
-        if most < num_ranks:  # no place that comes free could hold it
+        if most < num_ranks:
             raise ReplicaError(f"{num_ranks} ranks need a GPU each; the largest machine has {most}")
+
+
+def _new_group(name: ReplicaName, num_ranks: int, resources: Mapping[str, float]) -> PlacementGroup:
     group: PlacementGroup = placement_group(
         [dict(resources)] * num_ranks, strategy="STRICT_PACK", name=str(name), lifetime="detached"
     )
-    _wait_for_place(group, num_ranks, resources)
     return group
+
+
+def _is_placed(group: PlacementGroup) -> bool:
+    """Whether it has its room, and that has not gone since."""
+    state: str = ray.util.placement_group_table(group)["state"]
+    return state == "CREATED"
 
 
 def _wait_for_place(group: PlacementGroup, num_ranks: int, resources: Mapping[str, float]) -> None:
@@ -243,6 +299,24 @@ def _wait_for_place(group: PlacementGroup, num_ranks: int, resources: Mapping[st
             raise ReplicaError(text)
 
 
+def _first_standings(actors: Mapping[int, Any], group: PlacementGroup) -> list[Standing]:
+    """Of processes that are only being started. Raises ReplicaError, PodLostError, RayError."""
+    calls = [actor.standing.remote() for actor in actors.values()]
+    give_up_at = time.monotonic() + _PROCESS_WITHIN_S
+    while ray.wait(calls, num_returns=len(calls), timeout=_LOOK_S)[1]:
+        if not _is_placed(group):
+            raise PodLostError("its pod went away")
+        if time.monotonic() > give_up_at:
+            raise ReplicaError(f"no process within {_PROCESS_WITHIN_S:g} s")
+    standings: list[Standing] = ray.get(calls)
+    return standings
+
+
+def _entry_of(standings: Sequence[Standing]) -> Entry:
+    """All ranks of a replica run in one place."""
+    return Entry(tuple(standing.process for standing in standings), standings[0].node_id)
+
+
 def _new_actor(
     name: ReplicaName, group: PlacementGroup, rank: int, resources: Mapping[str, float]
 ) -> Any:
@@ -256,6 +330,7 @@ def _new_actor(
             max_concurrency=MAX_CALLS,
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
+            resources={k: v for k, v in resources.items() if k not in ("CPU", "GPU")},
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=rank
             ),
@@ -280,22 +355,6 @@ def _kill(actor: Any) -> None:
         ray.kill(actor, no_restart=True)
 
 
-def _kill_by_pid(processes: Sequence[ProcessIdentity]) -> list[ProcessIdentity]:
-    """Kill all that are on this machine and wait until they are gone; those that are not in time.
-
-    Ray only asks; a stopped or stuck process does not listen.
-    """
-    give_up_at = time.monotonic() + _GONE_WITHIN_S
-    while True:
-        left = [process for process in processes if is_gone(process) is False]
-        for process in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        if not left or time.monotonic() >= give_up_at:
-            return left
-        time.sleep(0.02)
-
-
 def _let_leave(replica: Replica) -> None:
     """Give ranks that still listen a moment to give back what they hold."""
     actors = replica.actors.values()
@@ -309,13 +368,24 @@ def _let_leave(replica: Replica) -> None:
         for actor in actors:
             actor.__ray_terminate__.remote()
         give_up_at = time.monotonic() + _LEAVE_S
-        while time.monotonic() < give_up_at and not all(map(is_gone, replica.processes)):
+        here = [process for process in replica.processes if is_gone(process) is not None]
+        while time.monotonic() < give_up_at and not all(map(is_gone, here)):
             time.sleep(0.02)
 
 
+def _group_named(name: str) -> PlacementGroup | None:
+    try:
+        group: PlacementGroup = ray.util.get_placement_group(name)
+    except ValueError:
+        return None
+    return group
+
+
 def _remove_group(name: str) -> None:
-    with contextlib.suppress(ValueError, RayError):  # there is none any more
-        remove_placement_group(ray.util.get_placement_group(name))
+    with contextlib.suppress(RayError):  # it is there no more
+        group = _group_named(name)
+        if group is not None:
+            remove_placement_group(group)
 
 
 def _remove_groups_but(kept: set[str]) -> None:

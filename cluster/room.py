@@ -14,9 +14,10 @@ from cluster.rank_gpus import needs_gpu, num_gpus_wanted
 def check_room(cluster: ClusterConfig, pool: str, replicas: Mapping[str, int]) -> None:
     """Raise NoCapacityError where `pool`, which is to grow, would take a GPU that is not there.
 
-    `replicas`: every pool's size then. Cores never run out: they are divided by thread counts.
+    `replicas`: every pool's size then. Cores never run out: they are divided by thread counts. Pods
+    that are not there yet may still come.
     """
-    if not needs_gpu(cluster.pool_engine(pool)):
+    if cluster.runs_on == "pods" or not needs_gpu(cluster.pool_engine(pool)):
         return
     wanted = num_gpus_wanted(cluster, replicas)
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]

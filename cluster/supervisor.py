@@ -80,10 +80,10 @@ class Supervision:
             )
         listen = self._state.listen
         async with serve(self._registry, self._changes, listen, self._check_room) as address:
-            self._control = address
+            self._control = self._announced(address)
             self._state.keep_address(address)
             await self._adopt()
-            on_address(address)
+            on_address(self._control)
             async with asyncio.TaskGroup() as group:
                 watcher = group.create_task(self._watch_ends())
                 await self._reconcile()
@@ -93,6 +93,11 @@ class Supervision:
     def stop(self) -> None:
         self._stop.set()
         self._changes.announce()
+
+    def _announced(self, address: str) -> str:
+        """What workers and routers connect to."""
+        host, port = self._cluster.control.announced_host, address.rpartition(":")[2]
+        return address if host is None else f"{host}:{port}"
 
     async def _check_room(self, pool: str, replicas: Mapping[str, int]) -> None:
         """Raises NoCapacityError."""
@@ -104,6 +109,8 @@ class Supervision:
 
     def _worker_config(self, name: ReplicaName) -> WorkerConfig:
         config = worker_config(self._cluster, name.pool, name.worker_id, self._control)
+        if config.in_pod:  # it has that to itself, and logs where Ray's workers do
+            return config
         engine = dataclasses.replace(config.engine, num_threads=self._share_of(name.pool))
         return dataclasses.replace(config, engine=engine, log_dir=str(self._run_dir))
 
@@ -113,6 +120,8 @@ class Supervision:
 
     async def _divide_cores(self) -> None:
         """Places have come or gone: tell every replica its share of the cores, if that changed."""
+        if self._cluster.runs_on == "pods":
+            return
         share = {pool: self._share_of(pool) for pool in self._cluster.pools}
         running = [k.replica for k in self._keepers.values() if k.replica is not None]
         for replica in running:

@@ -27,11 +27,11 @@ from grpc_health.v1.health import aio as health_aio
 
 from baton.grpc_options import accepts_pings
 from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
-from cluster.control_service import ROLES
 from cluster.integrity import EngineBooks, TokenCount, problems_of, report
 from cluster.kv_feed import KvFeed
+from cluster.pod import PodWorkers
 from cluster.rank import Rank
-from cluster.registration import Beat, Registrar
+from cluster.registration import Beat, Registrar, worker_info
 from cluster.registry import Progress, Role
 from cluster.request_wire import read_spec
 from cluster.worker_config import WorkerConfig
@@ -117,6 +117,7 @@ class Worker:
                 stack.push_async_callback(self._stop_engine)
                 await stack.enter_async_context(self._server())
                 stack.enter_context(self._metrics())
+                stack.enter_context(self._told_in_its_pod())
                 registrar = Registrar(
                     self._config.control_address,
                     self.info(),
@@ -239,8 +240,9 @@ class Worker:
             self.decode.num_orphans,
             lambda: self._num_quarantined_bytes,
         )
+        host = self._config.host.strip("[]")
         server, thread = prometheus_client.start_http_server(
-            self._config.settings.metrics_port, self._config.host, registry=collector.registry()
+            self._config.settings.metrics_port, host, registry=collector.registry()
         )
         self.metrics_address = f"{self._config.host}:{server.server_port}"
         log.info("%s serves metrics at %s", self._config.worker_id, self.metrics_address)
@@ -250,6 +252,18 @@ class Worker:
             server.shutdown()
             server.server_close()
             thread.join()
+
+    @contextlib.contextmanager
+    def _told_in_its_pod(self) -> Iterator[None]:
+        if self._config.pod is None:
+            yield
+            return
+        workers, info = PodWorkers(self._config.pod), self.info()
+        workers.enter(info)
+        try:
+            yield
+        finally:
+            workers.strike(info)
 
     # --- the engine's thread --------------------------------------------------------------------
 
@@ -274,25 +288,7 @@ class Worker:
     # --- what others are told -------------------------------------------------------------------
 
     def info(self) -> control_pb2.WorkerInfo:
-        model, config, capacity = self.rank.model, self._config, self._capacity
-        return control_pb2.WorkerInfo(
-            ref=self.rank.identity.to_proto(),
-            pool=config.pool,
-            role=ROLES[config.role],
-            address=self.address,
-            model=config.model_name,
-            kv_fingerprint=model.kv_fingerprint,
-            tp_size=self.rank.identity.tp_size,
-            block_size=model.layout.block_size,
-            num_blocks=capacity.num_blocks,
-            max_model_len=capacity.max_model_len,
-            max_num_seqs=config.engine.max_num_seqs,
-            max_num_batched_tokens=config.engine.max_num_batched_tokens,
-            vocab_size=model.vocab_size,
-            kv_bytes_per_token=model.layout.token_bytes(),
-            max_request_tokens=capacity.max_request_tokens or 0,
-            max_held_tokens_per_request=capacity.max_held_tokens or 0,
-        )
+        return worker_info(self._config, self.rank, self._capacity, self.address)
 
     def _beat(self) -> Beat:
         self._ask_load()

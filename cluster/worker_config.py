@@ -10,6 +10,7 @@ from pathlib import Path
 from baton.config import ClusterConfig
 from baton.errors import ConfigError
 from cluster.config import RegistryConfig, WorkerSettings
+from cluster.pod import Pod
 from cluster.registry import Role
 from decode_worker.config import DecodeConfig
 from engine import compute_threads
@@ -44,6 +45,9 @@ class WorkerConfig:
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free port; it is told to the registry."""
+    in_pod: bool = False
+    """Whether it has a pod to itself: `settled` says then where it listens."""
+    pod: Pod | None = None
     settings: WorkerSettings = field(default_factory=WorkerSettings)
     log_level: str = "info"
     log_dir: str = ""
@@ -64,9 +68,10 @@ def worker_config(
     wanted = cluster.pools.get(pool)
     if wanted is None:
         raise ConfigError(f"no pool {pool!r}; there are: {', '.join(cluster.pools)}", field="pools")
-    replicas = {name: each.replicas for name, each in cluster.pools.items()}
-    num_threads = num_threads_of(cluster, pool, replicas)
-    engine = dataclasses.replace(cluster.pool_engine(pool), num_threads=num_threads)
+    engine, in_pod = cluster.pool_engine(pool), cluster.runs_on == "pods"
+    if not in_pod:
+        replicas = {name: each.replicas for name, each in cluster.pools.items()}
+        engine = dataclasses.replace(engine, num_threads=num_threads_of(cluster, pool, replicas))
     return WorkerConfig(
         worker_id=worker_id,
         pool=pool,
@@ -77,11 +82,22 @@ def worker_config(
         transfer=cluster.transfer,
         tp_size=wanted.tensor_parallel,
         control_address=control_address,
+        in_pod=in_pod,
         log_level=cluster.log_level,
         settings=cluster.worker,
         decode=cluster.decode,
         registry=cluster.registry,
     )
+
+
+def settled(config: WorkerConfig, pod: Pod | None, node_address: str) -> WorkerConfig:
+    """With what is known only where the worker runs, of one that has a pod to itself. Without
+    POD_IP it listens at `node_address`, an IP."""
+    if not config.in_pod:
+        return config
+    address = node_address if pod is None or pod.ip is None else pod.ip
+    host = f"[{address}]" if ":" in address else address
+    return dataclasses.replace(config, pod=pod, host=host)
 
 
 def num_threads_of(cluster: ClusterConfig, pool: str, replicas: Mapping[str, int]) -> int:

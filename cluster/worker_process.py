@@ -31,10 +31,11 @@ from baton.config import load_config
 from baton.errors import ConfigError
 from cluster.error_text import one_line
 from cluster.loop_door import LoopDoor
+from cluster.pod import Pod
 from cluster.rank import OnFatal, build_rank, follow_rank0, listen
 from cluster.rank_gpus import VISIBLE, rank_environments
 from cluster.worker import EngineStuckError, Worker
-from cluster.worker_config import RankPlace, WorkerConfig, worker_config
+from cluster.worker_config import RankPlace, WorkerConfig, settled, worker_config
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +103,8 @@ def _is_ours(error: BaseException) -> bool:
 class WorkerThread:
     """A rank with an event loop of its own, inside a process that has other things to do.
 
-    The process ends soon after a rank that fails: one that cannot serve must not look alive. In
-    between, whoever waits is told why.
+    The process ends soon after the rank, whatever becomes of who started it: one that cannot serve
+    must not look alive, and a pod that drains waits for it. In between, whoever waits is told why.
     """
 
     def __init__(self, config: WorkerConfig, place: RankPlace) -> None:
@@ -140,12 +141,16 @@ class WorkerThread:
     def fail(self, error: BaseException) -> None:
         """The rank cannot go on: tell why, then end the process. Does not return."""
         log.critical("%s ends: %s", self._name, one_line(error))
+        self._end(one_line(error))
+
+    def _end(self, failure: str | None) -> None:
+        """The first end counts. Does not return."""
         with self._lock:
             if not self._ended.done():
-                self._ended.set_result(one_line(error))
+                self._ended.set_result(failure)
         logging.shutdown()
         time.sleep(_TELL_WHY_S)  # whoever has heard ends this process earlier
-        os._exit(1)
+        os._exit(0 if failure is None else 1)
 
     def _run(self) -> None:
         try:
@@ -157,9 +162,7 @@ class WorkerThread:
             log.exception("%s failed", self._name)
             self.fail(error)
         log.info("%s has left", self._name)
-        with self._lock:
-            if not self._ended.done():
-                self._ended.set_result(None)
+        self._end(None)
 
     async def _serve(self) -> None:
         with self._door.open():
@@ -178,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         cluster = load_config(options.config)
         config = worker_config(cluster, options.pool, worker_id, options.control)
+        config = settled(config, Pod.of(os.environ), config.host)
     except ConfigError as error:
         print(f"worker: {error.message}", file=sys.stderr)
         return _CONFIG_STATUS

@@ -20,10 +20,11 @@ from baton.cli import main
 from baton.config import ClusterConfig
 from baton.control_client import ControlClient
 from baton.errors import ConfigError
-from cluster.local import _start_supervisor, start_ray
+from cluster.local import start_ray
 from cluster.rank_gpus import VISIBLE, rank_environments
 from cluster.reaper import watched_over
 from cluster.replica import ReplicaError, ReplicaName, Replicas, rank_resources
+from cluster.supervisor_handle import SupervisorHandle
 from cluster.worker_config import WorkerConfig, worker_config
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
@@ -65,17 +66,20 @@ def visible_gpus(actor: Any) -> str:
 
 def test_only_a_rank_on_a_gpu_asks_for_one(tmp_path: Path) -> None:
     on_gpu = worker_config(on_gpus(tmp_path), "decode", "decode-0", "127.0.0.1:1")
-    assert rank_resources(on_gpu.engine)["GPU"] == 1
+    assert rank_resources(on_gpu)["GPU"] == 1
     on_cpu = worker_config(fake_cluster(tmp_path), "decode", "decode-0", "127.0.0.1:1")
-    assert "GPU" not in rank_resources(on_cpu.engine)
-    assert "GPU" not in rank_resources(dataclasses.replace(on_gpu.engine, backend="fake"))
+    assert "GPU" not in rank_resources(on_cpu)
+    fake = dataclasses.replace(on_gpu.engine, backend="fake")
+    assert "GPU" not in rank_resources(dataclasses.replace(on_gpu, engine=fake))
 
 
 @pytest.mark.cluster
 def test_each_rank_under_ray_sees_a_gpu_of_its_own(ray_with_gpus: None, tmp_path: Path) -> None:
     replicas = Replicas({"decode": NUM_GPUS}, tmp_path)
     config = ranks_on_gpus(tmp_path, tp_size=NUM_GPUS)
-    replica = replicas.start(ReplicaName.new("decode", 0), config)
+    name = ReplicaName.new("decode", 0)
+    assert replicas.place(name, config)
+    replica = replicas.start(name, config)
     try:
         seen = sorted(visible_gpus(actor) for actor in replica.actors.values())
         assert seen == ["0", "1"]
@@ -91,7 +95,7 @@ def test_a_replica_on_more_gpus_than_any_machine_has_is_refused_at_once(
     config = ranks_on_gpus(tmp_path, tp_size=NUM_GPUS + 1)
     began_at = time.monotonic()
     with pytest.raises(ReplicaError, match="3 ranks need a GPU each; the largest machine has 2"):
-        replicas.start(ReplicaName.new("decode", 0), config)
+        replicas.place(ReplicaName.new("decode", 0), config)
     assert time.monotonic() - began_at < 15  # not as long as for a place that may come free
     assert replicas.find() == []
 
@@ -106,7 +110,7 @@ def test_a_replica_for_which_too_few_gpus_are_free_is_refused_soon(
     began_at = time.monotonic()
     try:
         with pytest.raises(ReplicaError, match="2 ranks with a GPU each; free on all together: 1"):
-            replicas.start(ReplicaName.new("decode", 0), ranks_on_gpus(tmp_path, tp_size=NUM_GPUS))
+            replicas.place(ReplicaName.new("decode", 0), ranks_on_gpus(tmp_path, tp_size=NUM_GPUS))
         assert time.monotonic() - began_at < 15
     finally:
         ray.util.remove_placement_group(taken)
@@ -120,7 +124,9 @@ def test_scaling_a_pool_beyond_the_gpus_is_refused_at_once_and_changes_nothing(
     empty = {name: dataclasses.replace(p, replicas=0) for name, p in config.pools.items()}
     with contextlib.ExitStack() as stack:
         config = dataclasses.replace(config, pools=empty)
-        address = _start_supervisor(config, tmp_path, stack)
+        supervisor = SupervisorHandle.start(config, tmp_path)
+        stack.callback(supervisor.stop)
+        address = supervisor.address()
         began_at = time.monotonic()
         assert main(["scale", "decode", "3", "--control", address]) == 1
         assert time.monotonic() - began_at < 15

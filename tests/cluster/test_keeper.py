@@ -17,8 +17,8 @@ from cluster.config import RegistryConfig, SupervisorConfig
 from cluster.control_service import Changes
 from cluster.keeper import LOOK_S, Ground, Keeper
 from cluster.rank_ends import RankEnd
-from cluster.registry import Progress, Registration, Registry, Role, Stream
-from cluster.replica import Replica, ReplicaName, Replicas
+from cluster.registry import Pool, Progress, Registration, Registry, Role, Stream
+from cluster.replica import PodLostError, Replica, ReplicaName, Replicas
 from cluster.worker_config import WorkerConfig
 from kv_transfer.process import ProcessIdentity
 
@@ -29,10 +29,16 @@ ADOPTED = Replica(ReplicaName("decode", 1, generation=1), {}, (PROCESS,), serves
 class WrittenDown:
     """Replicas that nobody runs; `proves`: whether their end can be proved."""
 
-    def __init__(self, proves: bool = True) -> None:
+    def __init__(self, proves: bool = True, has_room: bool = True) -> None:
+        self.asked: list[ReplicaName] = []
         self.started: list[ReplicaName] = []
         self.destroyed: list[ReplicaName] = []
+        self.has_room = has_room
         self._proves = proves
+
+    def place(self, name: ReplicaName, config: object) -> bool:
+        self.asked.append(name)
+        return self.has_room
 
     def start(self, name: ReplicaName, config: object) -> Replica:
         self.started.append(name)
@@ -90,9 +96,63 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-def last_error(ground: Ground) -> str:
+def pool_of(ground: Ground) -> Pool:
     (pool,) = ground.registry.snapshot().pools
-    return pool.last_error
+    return pool
+
+
+def last_error(ground: Ground) -> str:
+    return pool_of(ground).last_error
+
+
+async def test_a_place_without_a_pod_is_pending_and_filled_as_soon_as_there_is_one() -> None:
+    replicas = WrittenDown(has_room=False)
+    with ground_over(replicas) as ground:
+        keeper = Keeper("decode", 1, ground, None)
+        running = asyncio.create_task(keeper.run())
+        await until(lambda: len(replicas.asked) >= 3)
+        assert pool_of(ground).pending_replicas == 1
+        assert (last_error(ground), pool_of(ground).num_failed_starts) == ("", 0)
+        replicas.has_room, came_at = True, time.monotonic()
+        await until(lambda: replicas.started)
+        assert time.monotonic() - came_at < 2 * LOOK_S
+        assert set(replicas.asked) == set(replicas.started)  # one place, asked for all the time
+        assert pool_of(ground).pending_replicas == 0
+        keeper.end_now()
+        await asyncio.wait_for(running, 10)
+
+
+async def test_a_place_that_waits_for_a_pod_and_is_let_go_is_asked_for_no_more() -> None:
+    replicas = WrittenDown(has_room=False)
+    with ground_over(replicas) as ground:
+        keeper = Keeper("decode", 1, ground, None)
+        running = asyncio.create_task(keeper.run())
+        await until(lambda: pool_of(ground).pending_replicas)
+        keeper.let_go()
+        await asyncio.wait_for(running, 10)
+        assert replicas.destroyed == [replicas.asked[0]]
+        assert pool_of(ground).pending_replicas == 0
+
+
+class LostPods(WrittenDown):
+    """The first pod goes as soon as it has come."""
+
+    def start(self, name: ReplicaName, config: object) -> Replica:
+        if len(set(self.asked)) == 1:
+            raise PodLostError("its pod went away")
+        return super().start(name, config)
+
+
+async def test_a_pod_that_goes_before_anything_runs_there_is_no_failed_start() -> None:
+    replicas = LostPods()
+    with ground_over(replicas) as ground:
+        keeper = Keeper("decode", 1, ground, None)
+        running = asyncio.create_task(keeper.run())
+        await until(lambda: replicas.started)
+        assert (last_error(ground), pool_of(ground).num_failed_starts) == ("", 0)
+        assert len(set(replicas.asked)) == 2
+        keeper.end_now()
+        await asyncio.wait_for(running, 10)
 
 
 async def test_a_drain_goes_on_when_the_supervisor_is_back_before_its_worker_registers() -> None:

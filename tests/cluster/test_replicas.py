@@ -54,7 +54,9 @@ def a_supervisors(run_dir: Path, answer_within_s: float = 30.0) -> Replicas:
 
 
 def start(replicas: Replicas, config: WorkerConfig) -> Replica:
-    return replicas.start(ReplicaName.new("decode", 0), config)
+    name = ReplicaName.new("decode", 0)
+    assert replicas.place(name, config)
+    return replicas.start(name, config)
 
 
 def ends_of(replica: Replica, watch: EndWatch, timeout_s: float = 30.0) -> list[RankEnd]:
@@ -123,9 +125,11 @@ def test_a_rank_that_even_the_kernel_cannot_end_in_time_keeps_no_other_one_alive
 ) -> None:
     ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     first, second = (identity_of(rank.pid) for rank in ranks)
-    monkeypatch.setattr("cluster.replica._GONE_WITHIN_S", 0.2)
+    monkeypatch.setattr("cluster.process_ends._GONE_WITHIN_S", 0.2)
     # In an uninterruptible call, say: no test can have the kernel hold a process on request.
-    monkeypatch.setattr("cluster.replica.is_gone", lambda p: False if p == first else is_gone(p))
+    monkeypatch.setattr(
+        "cluster.process_ends.is_gone", lambda p: False if p == first else is_gone(p)
+    )
     try:
         assert not replicas.destroy(Replica(ReplicaName.new("decode", 0), {}, (first, second)))
         assert ranks[1].wait(10) == -signal.SIGKILL

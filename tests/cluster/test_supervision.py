@@ -44,6 +44,9 @@ class SlowStarts:
     def find(self) -> list[Replica]:
         return []
 
+    def place(self, name: ReplicaName, config: object) -> bool:
+        return True
+
     def start(self, name: ReplicaName, config: object) -> Replica:
         self.num_begun += 1
         assert self.let_go.acquire(timeout=30)
