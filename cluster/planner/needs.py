@@ -37,8 +37,6 @@ class NeedRange:
 
     least: Need
     most: Need
-    words: str
-    """What they come from, with its numbers."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,9 @@ class PoolLoad:
     itl_curve: ItlCurve
 
 
-def need_of(load: PoolLoad, config: PlannerConfig) -> NeedRange | None:
-    """None: prompts are to be computed, and nothing tells how fast a worker is."""
+def need_of(load: PoolLoad, config: PlannerConfig) -> tuple[NeedRange, str] | None:
+    """The need, and in words what it comes from, with its numbers. None: prompts are to be
+    computed, and nothing tells how fast a worker is."""
     measure = load.measure
     most_prefill = least_prefill = 0.0
     words = []
@@ -70,22 +69,22 @@ def need_of(load: PoolLoad, config: PlannerConfig) -> NeedRange | None:
         most_prefill = prefill.workers(load.demand.unheard_factor)
         words.append(prefill.words())
     if load.role is Role.PREFILL:
-        least_kv = measure.kv_fill / config.max_kv_use
-        if least_kv > least_prefill:
+        least_decode = measure.kv_fill / config.max_kv_use
+        if least_decode > least_prefill:
             words.append(f"{_kv_words(measure, measure.kv_fill)}, {config.max_kv_use:.0%} each")
-        most_kv = least_kv
+        most_decode = least_decode
     else:
         decode = _Decode.of(load, 1.0, config)
-        least_kv = decode.workers
-        most_kv = _Decode.of(load, load.demand.unheard_factor, config).workers
+        least_decode = decode.workers
+        most_decode = _Decode.of(load, load.demand.unheard_factor, config).workers
         words.append(decode.words())
     if measure.num_unheard:
         words.append(f"{measure.num_unheard} of {measure.num_live} workers not heard of")
-    return NeedRange(
-        least=Need(least_prefill, least_kv),
-        most=Need(most_prefill, most_kv + measure.num_unheard),
-        words=", ".join(words),
+    need = NeedRange(
+        least=Need(least_prefill, least_decode),
+        most=Need(most_prefill, most_decode + measure.num_unheard),
     )
+    return need, ", ".join(words)
 
 
 # --- prefill ------------------------------------------------------------------------------------

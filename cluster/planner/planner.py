@@ -18,7 +18,7 @@ from math import fsum
 
 from cluster.planner.config import PlannerConfig
 from cluster.planner.measure import Demand, PoolMeasure, measure_demand, measure_pool
-from cluster.planner.needs import NeedRange, PoolLoad, need_of
+from cluster.planner.needs import PoolLoad, need_of
 from cluster.planner.ratio import keep_ratio
 from cluster.planner.roles import roles_of
 from cluster.planner.signals import PoolSignals, Role, RolePlan, Signals
@@ -88,22 +88,26 @@ def _with_needs(
     pools = []
     for pool in sorted(signals.pools, key=lambda pool: pool.name):
         measure, memory = measures[pool.name], memories[pool.name]
-        held = _blindness(measure, demand, signals, config)
-        if demand is not None and held is None:
-            need = need_of(
-                PoolLoad(
-                    role=pool.role,
-                    measure=measure,
-                    demand=demand,
-                    prefill_share=prefill_shares.get(pool.name, 0.0),
-                    decode_share=decode_shares.get(pool.name, 0.0),
-                    prefill_tokens_per_s=memory.prefill_tokens_per_s,
-                    itl_curve=memory.itl_curve,
-                ),
-                config,
-            )
-            memory, held = _remembered(memory, need, signals.now_s, config)
-        pools.append(Pool(pool, measure, memory, held))
+        words = _blindness(measure, demand, signals, config)
+        if demand is None or words is not None:
+            pools.append(Pool(pool, measure, memory, False, words or ""))
+            continue
+        load = PoolLoad(
+            role=pool.role,
+            measure=measure,
+            demand=demand,
+            prefill_share=prefill_shares.get(pool.name, 0.0),
+            decode_share=decode_shares.get(pool.name, 0.0),
+            prefill_tokens_per_s=memory.prefill_tokens_per_s,
+            itl_curve=memory.itl_curve,
+        )
+        need = need_of(load, config)
+        if need is None:
+            words = "prompts arrive, and no warm worker has told its prefill rate yet"
+            pools.append(Pool(pool, measure, memory, False, words))
+        else:
+            memory = memory.add(need[0], signals.now_s, config)
+            pools.append(Pool(pool, measure, memory, True, need[1]))
     return pools
 
 
@@ -141,14 +145,6 @@ def _age(newest_s: float | None, now_s: float, config: PlannerConfig) -> str:
     if newest_s is None:
         return " yet"
     return f" for {now_s - newest_s:.0f} s, {config.stale_after_s:g} s allowed"
-
-
-def _remembered(
-    memory: PoolMemory, need: NeedRange | None, now_s: float, config: PlannerConfig
-) -> tuple[PoolMemory, str | None]:
-    if need is None:
-        return memory, "prompts arrive, and no warm worker has told its prefill rate yet"
-    return memory.add(need, now_s, config), None
 
 
 # --- how many ------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def roles_of(pool: Pool, replicas: int, now_s: float, config: PlannerConfig) -> 
     if num_workers == 0:
         return Roles(RolePlan(), "")
     fits = present.prefill + present.decode <= num_workers
-    if pool.held is not None:
+    if not pool.is_known:
         return Roles(present if fits else RolePlan(), "")
     need = pool.memory.samples[-1].mean.least
     streams_need = _ceil(pool.measure.fill)

@@ -76,9 +76,9 @@ class PoolSignals:
     """The one truth about the pool's size now, whoever wrote it: `PoolStatus.desired_replicas`, the
     scale subresource under Kubernetes. Never what the planner asked for last."""
     max_replicas: int
-    """From the pool's configuration."""
+    """From the pool's configuration; like `min_replicas` the pool's desired size where somebody
+    else says it: then the planner goes by it, and the other pools neither stop nor start for it."""
     min_replicas: int = 0
-    """From the pool's configuration."""
     num_pending: int = 0
     """Replicas that have no machine yet: pods that are Pending; places that wait for room."""
     workers: tuple[WorkerSignals, ...] = ()
@@ -108,7 +108,7 @@ class RouterSignals:
     """Arrivals, also of what waits or is held: never completions, which a full pool caps."""
     uncached_tokens_per_s: float = 0.0
     """Prompt tokens that arrive (`baton_prompt_tokens`), less the share that recent prefills found
-    cached (`baton_cached_prompt_tokens`)."""
+    cached (`baton_cached_prompt_tokens`), and the share that decode workers prefill themselves."""
     output_tokens: float | None = None
     """Of a request, mean of those that ended of late (`baton_output_tokens` over `baton_requests`);
     None: none has."""

@@ -34,8 +34,10 @@ class Pool:
     signals: PoolSignals
     measure: PoolMeasure
     memory: PoolMemory
-    held: str | None
-    """Why nothing can be said of its need; None: the memory's newest sample is of this moment."""
+    is_known: bool
+    """Whether its need is: then the memory's newest sample is of this moment."""
+    words: str
+    """What the need comes from, or why it is not known."""
 
     @property
     def name(self) -> str:
@@ -54,13 +56,16 @@ def size_of(pool: Pool, now_s: float, config: PlannerConfig) -> Size:
     """The pool's size by its own load; within its bounds."""
     desired = pool.signals.desired_replicas
     current = pool.bounded(desired)
-    if pool.held is not None:
-        return Size(current, current, pool.held)
-    role, memory = pool.signals.role, pool.memory
-    words = memory.samples[-1].need.words
+    words = pool.words
     if 0 < desired != current:
         words += f"; {pool.floor} to {pool.signals.max_replicas} replicas are allowed"
-    wanted = _rounded_up(memory.wanted(role) / (1 + config.tolerance))
+    if not pool.is_known:
+        return Size(current, current, words)
+    role, memory = pool.signals.role, pool.memory
+    mean = memory.wanted(role)
+    if abs(mean - memory.samples[-1].need.least.workers(role)) >= 0.1:
+        words += f", {mean:.1f} over {config.panic_window_s:g} s"
+    wanted = _rounded_up(mean / (1 + config.tolerance))
     needed = _rounded_up(memory.peak(role) * (1 + config.consolidation_margin))
     if wanted > current:
         return _grown(pool, current, wanted, config, words)

@@ -88,7 +88,6 @@ def _mean(needs: list[NeedRange]) -> NeedRange:
     return NeedRange(
         _mean_need([need.least for need in needs]),
         _mean_need([need.most for need in needs]),
-        needs[-1].words,
     )
 
 

@@ -197,6 +197,28 @@ def test_the_most_that_was_needed_within_the_stable_window_is_kept() -> None:
     assert "workers needed at most within 300 s" in planning.reason("decode")
 
 
+def test_the_remaining_workers_hold_the_load_with_margin_or_none_leaves() -> None:
+    """1.52 workers' worth of KV is 1.9 workers at 80% each; 2 would be nearly full."""
+    for fill, replicas in ((1.52, 3), (1.3, 2)):
+        planning = Planning()
+        decode = decode_pool(0.0, 3, streams=60, fill=fill)
+        quiet(planning, (prefill_pool(0.0, 1), decode), STABLE_S)
+        assert planning.desired("decode") == replicas
+
+
+def test_a_worker_that_is_not_heard_of_counts_as_busy() -> None:
+    planning = Planning()
+    now_s = 0.0
+    while now_s <= STABLE_S:
+        pool = decode_pool(now_s, 2)
+        silent = replace(pool.workers[1], measured_at_s=-1_000.0)
+        pool = replace(pool, workers=(pool.workers[0], silent))
+        planning.see(moment(now_s, router(now_s), prefill_pool(now_s, 1), pool))
+        now_s += 5.0
+    assert planning.desired("decode") == 2
+    assert "1 of 2 workers not heard of" in planning.reason("decode")
+
+
 def test_an_unheard_router_may_be_as_busy_as_the_heard_ones() -> None:
     """1.2 workers' worth of prompts at the one that is heard."""
     planning = Planning()
@@ -257,6 +279,13 @@ def test_a_pool_that_somebody_stopped_alone_starts_again() -> None:
     planning = Planning(ZERO)
     planning.see(moment(0.0, router(0.0), prefill_pool(0.0, 2), decode_pool(0.0, 0)))
     assert planning.desired("decode") == 1
+
+
+def test_a_pool_that_somebody_else_sizes_is_gone_by_and_never_stopped() -> None:
+    planning = Planning(ZERO)
+    by_hand = replace(decode_pool(0.0, 3), min_replicas=3, max_replicas=3)
+    quiet(planning, (prefill_pool(0.0, 1), by_hand), 3 * STABLE_S)
+    assert (planning.desired("prefill"), planning.desired("decode")) == (1, 3)
 
 
 # --- the ratio -----------------------------------------------------------------------------------
