@@ -36,6 +36,7 @@ _COMMANDS = {
     "status": "baton.operate",
     "scale": "baton.operate",
     "drain": "baton.operate",
+    "deploy": "baton.manifest",
 }
 _PACKAGES = (
     "baton",
@@ -45,6 +46,7 @@ _PACKAGES = (
     "kv_transfer",
     "engine",
     "cluster",
+    "deploy",
 )
 
 
@@ -106,7 +108,7 @@ def _report(error: BatonError, arguments: argparse.Namespace) -> int:
 
 def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
     """What to do next."""
-    if arguments.command in ("up", "demo"):
+    if arguments.command in ("up", "demo", "deploy"):
         return ""
     if isinstance(error, UnavailableError):
         asks_control = arguments.command in ("status", "scale", "drain")
@@ -147,6 +149,12 @@ def _add_cluster_commands(commands: Subparsers[argparse.ArgumentParser]) -> None
     up.add_argument("--model", metavar="FOLDER", help="serve this model instead")
     demo = commands.add_parser("demo", help="start a cluster, ask it things, stop it")
     demo.add_argument("-f", "--file", metavar="YAML", help="cluster file")
+    deploy = commands.add_parser("deploy", help="print the Kubernetes manifest of a cluster file")
+    deploy.add_argument(
+        "-f", "--file", metavar="YAML", help="cluster file (default: 1 + 1 workers)"
+    )
+    deploy.add_argument("--name", default="default", help="of the ServingCluster (%(default)s)")
+    deploy.add_argument("-n", "--namespace", metavar="NAME", help="where it is to run")
 
 
 def _add_request_commands(commands: Subparsers[argparse.ArgumentParser]) -> None:

@@ -1,0 +1,79 @@
+"""A cluster.yaml as the ServingCluster that serves the same on Kubernetes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from baton import settings
+from baton.config import ClusterConfig, PoolConfig
+from baton.errors import ConfigError
+from deploy.api.naming import API_VERSION, camel
+from deploy.api.read import read_spec
+from deploy.api.serving_cluster import ServingClusterSpec
+
+_SHARED = ("engine", "transfer", "worker", "decode", "registry", "supervisor")
+_MACHINES_OWN = ("host", "port", "metrics_port", "reuse_port")
+"""Of the router's settings: where it listens on one machine; in a pod the operator says that."""
+
+
+def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> dict[str, Any]:
+    """The object for `kubectl apply`; what is at its default is left out.
+
+    Raises ConfigError where the model is a folder of this machine, which no pod has.
+    """
+    if Path(config.model).is_dir():
+        raise ConfigError(
+            f"model: {config.model} is a folder of this machine: put it into a "
+            "PersistentVolumeClaim or a bucket (spec.model.claim, spec.model.uri), or name it as on "
+            "the Hugging Face hub",
+            field="model",
+        )
+    usual = ClusterConfig()
+    spec: dict[str, Any] = {"model": {"name": config.model}}
+    if config.served_model_name is not None:
+        spec["servedModelName"] = config.served_model_name
+    if config.log_level != usual.log_level:
+        spec["logLevel"] = config.log_level
+    spec["pools"] = {name: _pool(pool) for name, pool in config.pools.items()}
+    own = {key: getattr(usual.router, key) for key in _MACHINES_OWN}
+    router = dataclasses.replace(config.router, **own)
+    if changed := settings.dump(router, base=usual.router):
+        spec["router"] = {"settings": camel_keys(changed)}
+    for section in _SHARED:
+        changed = settings.dump(getattr(config, section), base=getattr(usual, section))
+        if changed:
+            spec[section] = camel_keys(changed)
+    place = {"namespace": namespace} if namespace else {}
+    made = {
+        "apiVersion": API_VERSION,
+        "kind": "ServingCluster",
+        "metadata": {"name": name} | place,
+        "spec": spec,
+    }
+    read_spec(ServingClusterSpec, made | {"metadata": {"name": name, "namespace": namespace or ""}})
+    return made
+
+
+def camel_keys(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A mapping of settings, with those inside it, as Kubernetes spells it."""
+    return {
+        camel(name): camel_keys(item) if isinstance(item, Mapping) else item
+        for name, item in value.items()
+    }
+
+
+def _pool(pool: PoolConfig) -> dict[str, Any]:
+    usual = PoolConfig(role=pool.role)
+    made: dict[str, Any] = {"role": pool.role}
+    if pool.replicas != usual.replicas:
+        made["initialReplicas"] = pool.replicas
+    if pool.max_replicas != usual.max_replicas:
+        made["maxReplicas"] = pool.max_replicas
+    if pool.tensor_parallel != usual.tensor_parallel:
+        made["parallelism"] = {"tensor": pool.tensor_parallel}
+    if pool.engine:
+        made["engine"] = camel_keys(pool.engine)
+    return made

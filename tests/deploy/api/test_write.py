@@ -1,0 +1,62 @@
+"""`baton deploy` prints a ServingCluster that means what the cluster file says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton.cli import main
+from baton.config import load_config
+from baton.errors import ConfigError
+from deploy.api.read import read_spec
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.write import serving_cluster
+
+FILE = """
+model: Qwen/Qwen3-0.6B
+engine:
+  max_num_seqs: 32
+  fake: {vocab_size: 9}
+router: {port: 9999, max_queue: 7}
+pools:
+  prefill: {role: prefill, tensor_parallel: 2}
+  decode: {role: decode, replicas: 3, max_replicas: 5, engine: {block_size: 32}}
+"""
+
+
+def test_a_cluster_file_is_printed_as_the_resource_that_means_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(FILE)
+    assert main(["deploy", "-f", str(path), "--name", "chat", "-n", "models"]) == 0
+    made = yaml.safe_load(capsys.readouterr().out)
+    assert made["metadata"] == {"name": "chat", "namespace": "models"}
+    spec, config = read_spec(ServingClusterSpec, made), load_config(path)
+    assert spec.model.name == config.model
+    assert spec.engine == config.engine
+    assert spec.router.settings.max_queue == 7
+    assert spec.router.settings.port == 7100, "where one machine listens is no setting of pods"
+    assert spec.pools["prefill"].parallelism.tensor == 2
+    assert spec.pools["decode"].initial_replicas == 3
+    assert spec.pools["decode"].max_replicas == 5
+    assert spec.pools["decode"].engine == {"blockSize": 32}
+
+
+def test_what_is_at_its_default_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model: org/name\n")
+    spec = serving_cluster(load_config(path), "chat", None)["spec"]
+    assert spec == {
+        "model": {"name": "org/name"},
+        "pools": {"prefill": {"role": "prefill"}, "decode": {"role": "decode"}},
+    }
+
+
+def test_a_folder_of_this_machine_is_refused_with_where_to_put_it(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"model: {tmp_path}\n")
+    with pytest.raises(ConfigError, match="PersistentVolumeClaim"):
+        serving_cluster(load_config(path), "chat", None)
