@@ -27,8 +27,8 @@ def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> 
     if Path(config.model).is_dir():
         raise ConfigError(
             f"model: {config.model} is a folder of this machine: put it into a "
-            "PersistentVolumeClaim or a bucket (spec.model.claim, spec.model.uri), or name it as on "
-            "the Hugging Face hub",
+            "PersistentVolumeClaim or a bucket (spec.model.claim, spec.model.uri), or name it as "
+            "on the Hugging Face hub",
             field="model",
         )
     usual = ClusterConfig()
