@@ -1,5 +1,5 @@
 """The planner over a queueing model of two pools, deterministic from start to end: an hour of the
-Azure trace, four times as fast, then silence, then one more request.
+Azure trace, twice as fast and in load steps, then silence, then one more request.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from tests.cluster.planner.queueing import Arrival, Shape, Site
 TRACE = Path(__file__).parent / "azure2023_conv_10s.csv"
 STEP_S = 0.5
 EVERY_S = 5.0
-FASTER = 4
+FASTER = 2
 TRACE_S = 3_510.0 / FASTER
 SILENT_S = 700.0
+SHAPE = Shape(prefill_tokens_per_s=4_000.0, stream_s=0.002)
 CONFIG = PlannerConfig(
     ttft_target_s=1.5,
     itl_target_s=0.06,
@@ -31,14 +32,19 @@ CONFIG = PlannerConfig(
 )
 
 
+SHARES = (0.3, 1.0, 0.3, 1.0, 0.3)
+"""Of the trace's requests, in each fifth of it: the load more than triples at once, and falls."""
+
+
 def trace(faster: float) -> Iterator[Arrival]:
-    """Each bin's requests, evenly spread and all alike."""
+    """Each bin's requests, those that its step takes, evenly spread and all alike."""
     lines = [line for line in TRACE.read_text(encoding="utf-8").splitlines() if line[0].isdigit()]
     bin_s = 10.0 / faster
     for number, line in enumerate(lines):
         requests, prompts, outputs = map(int, line.split(","))
-        for i in range(requests):
-            at_s = bin_s * (number + (i + 0.5) / requests)
+        kept = round(requests * SHARES[number * len(SHARES) // len(lines)])
+        for i in range(kept):
+            at_s = bin_s * (number + (i + 0.5) / kept)
             yield Arrival(at_s, round(prompts / requests), max(1, round(outputs / requests)))
 
 
@@ -89,9 +95,9 @@ class Course:
 
 @pytest.fixture(scope="module")
 def course() -> Course:
-    """From pools that are too small by half."""
+    """From pools of the size that the first fifth needs."""
     last = Arrival(TRACE_S + SILENT_S, 1_000, 200)
-    site = Site(Shape(), itertools.chain(trace(FASTER), [last]))
+    site = Site(SHAPE, itertools.chain(trace(FASTER), [last]))
     site.prefill.begin_with(2)
     site.decode.begin_with(4)
     whole = Course(site, Planning(CONFIG))
@@ -100,13 +106,15 @@ def course() -> Course:
 
 
 def test_pools_follow_the_load_up_and_down_within_their_bounds(course: Course) -> None:
-    prefill, decode = course.sizes["prefill"], course.sizes["decode"]
-    assert course.size_at("prefill", 200.0) >= 5
-    assert course.size_at("prefill", 480.0) == max(prefill) > course.size_at("prefill", 200.0)
-    assert course.size_at("prefill", TRACE_S) < course.size_at("prefill", 480.0)
-    assert max(prefill) <= 8, "6.1 workers' worth of prompts at the trace's busiest"
-    assert max(decode) <= 11, "8.2 workers' worth of tokens"
-    assert all(0 <= size <= 16 for size in prefill + decode)
+    """At the end of each fifth; the busiest are 5.5 workers' worth of prompts, and 9 of tokens."""
+    at_s = [TRACE_S * fifth / 5 for fifth in (1, 2, 3, 4, 5)]
+    prefill = [course.size_at("prefill", end_s) for end_s in at_s]
+    decode = [course.size_at("decode", end_s) for end_s in at_s]
+    for sizes in (prefill, decode):
+        low, high, lower, higher, end = sizes
+        assert low < high > lower < higher > end
+    assert max(course.sizes["prefill"]) <= 8
+    assert max(course.sizes["decode"]) <= 11
 
 
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
@@ -117,12 +125,22 @@ def test_no_pool_turns_twice_within_a_stable_window(course: Course, pool: str) -
         assert next_s - one_s > CONFIG.stable_window_s
 
 
-def test_targets_are_met_once_the_first_workers_have_come(course: Course) -> None:
-    """99% of first tokens and of gaps; the start's backlog is worked off within four minutes."""
-    begin_s = 240.0
+def test_targets_are_met_but_for_the_minutes_in_which_workers_are_still_to_come(
+    course: Course,
+) -> None:
+    """98% of first tokens and of gaps, but for 240 s after the load has more than tripled, which
+    is a worker's start and what has waited meanwhile; 75% with these."""
     ttft_s, itl_s = CONFIG.ttft_target_s, CONFIG.itl_target_s
-    assert course.share_of_first_tokens_within(ttft_s, begin_s, TRACE_S) >= 0.99
-    assert course.share_of_gaps_within(itl_s, begin_s, TRACE_S) >= 0.99
+    step_s = TRACE_S / 5
+    for begin_s, end_s in (
+        (0.0, step_s),
+        (step_s + 240.0, 3 * step_s),
+        (3 * step_s + 240.0, TRACE_S),
+    ):
+        assert course.share_of_first_tokens_within(ttft_s, begin_s, end_s) >= 0.98
+        assert course.share_of_gaps_within(itl_s, begin_s, end_s) >= 0.98
+    assert course.share_of_first_tokens_within(ttft_s, 0.0, TRACE_S) >= 0.75
+    assert course.share_of_gaps_within(itl_s, 0.0, TRACE_S) >= 0.75
 
 
 def test_both_pools_stop_together_when_idle_and_start_together_for_the_next_request(
