@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from tests.k8s.control_plane.errors import ServerEndedError
 from tests.k8s.control_plane.process import PortTakenError, Server, free_port
+from tests.k8s.control_plane.scratch import scratch_folder
 
 LISTEN = """
 import socket, sys, time
@@ -61,3 +64,16 @@ def test_a_port_that_is_anothers_is_told_apart_from_a_server_that_failed(
 def test_a_server_that_never_gets_ready_is_told_of_in_time(listener: Server) -> None:
     with pytest.raises(ServerEndedError, match="not ready after 0 s"):
         listener.start(lambda: False, 0.2)
+
+
+def test_a_folder_of_a_killed_process_goes_and_a_living_ones_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = subprocess.Popen([sys.executable, "-c", ""])
+    over.wait()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"baton-control-plane.{over.pid}.x").mkdir()
+    no_memory = tmp_path / "none"
+    with scratch_folder(no_memory) as first, scratch_folder(no_memory) as second:
+        assert {first, second} == set(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())

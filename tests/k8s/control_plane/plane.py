@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from tests.k8s.control_plane.assets import Assets, Clients, RunningCluster
 from tests.k8s.control_plane.credentials import write_kubeconfig
 from tests.k8s.control_plane.errors import CommandError
+from tests.k8s.control_plane.scratch import scratch_folder
 from tests.k8s.control_plane.servers import Servers, started
 
 _CEL_SINCE = (1, 25)
@@ -157,8 +157,7 @@ class ControlPlane:
 @contextlib.contextmanager
 def control_plane_of(found: Assets | RunningCluster) -> Iterator[ControlPlane]:
     """One that is ready; what was started ends with the block. Raises ControlPlaneError."""
-    with tempfile.TemporaryDirectory(prefix="baton-control-plane-") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         if isinstance(found, RunningCluster):
             yield ControlPlane(found.kubeconfig, found.clients, folder, None, True)
             return

@@ -1,19 +1,15 @@
 """etcd, kube-apiserver and kube-controller-manager as child processes, on loopback.
 
-1. etcd keeps its data in memory where the machine has room for it: every write waits for its disk.
-2. The API server starts when etcd listens, the controllers when the API server is ready.
-3. All are killed at the end; where the tests themselves are killed, the reaper ends them.
+1. etcd first; the API server when etcd listens; the controllers when the API server is ready.
+2. All are killed at the end; where the tests themselves are killed, the reaper ends them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import shutil
 import ssl
 import subprocess
-import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,8 +25,6 @@ _PROBE_TIMEOUT_S = 5.0
 _NUM_TRIES = 3
 # The minor version in which the controllers lost their unprotected port, whose number is fixed.
 _WITHOUT_PORT = 24
-_MEMORY = Path("/dev/shm")
-_ETCD_NEEDS_BYTES = 1 << 30
 # Go collects garbage rarely: a third of the processor's time of a start went into it.
 _QUICK_START = {"GOGC": "400"}
 # None of those that judge nodes, or pods by their nodes: no kubelet reports from a test's nodes.
@@ -57,9 +51,7 @@ _CONTROLLERS = (
 class Servers:
     """Own the processes of one control plane."""
 
-    def __init__(
-        self, assets: Assets, folder: Path, etcd_folder: Path, environment: dict[str, str]
-    ) -> None:
+    def __init__(self, assets: Assets, folder: Path, environment: dict[str, str]) -> None:
         """`environment` is added to each server's."""
         credentials = make_credentials(assets.openssl, folder)
         self._etcd_port, port = free_port(), free_port()
@@ -71,7 +63,7 @@ class Servers:
         self._trust = ssl.create_default_context(cafile=credentials.certificate)
         self._token = credentials.token
         self._etcd = Server(
-            _etcd_command(assets.etcd, etcd_folder, self._etcd_port), folder, environment
+            _etcd_command(assets.etcd, folder, self._etcd_port), folder, environment
         )
         command = _api_server_command(assets, credentials, self._etcd_port, port)
         self._api_server = Server(command, folder, environment)
@@ -121,8 +113,7 @@ def started(assets: Assets, folder: Path) -> Iterator[Servers]:
     with contextlib.ExitStack() as stack:
         reaper = stack.enter_context(watched_over())
         for num_left in reversed(range(_NUM_TRIES)):
-            etcd_folder = stack.enter_context(_etcd_folder())
-            servers = Servers(assets, folder, etcd_folder, reaper.variables)
+            servers = Servers(assets, folder, reaper.variables)
             stack.callback(servers.kill)
             try:
                 servers.start()
@@ -134,23 +125,10 @@ def started(assets: Assets, folder: Path) -> Iterator[Servers]:
         yield servers
 
 
-@contextlib.contextmanager
-def _etcd_folder() -> Iterator[Path]:
-    """In memory if there is room. Those of tests that were killed are removed on the way."""
-    for left_over in _MEMORY.glob("baton-etcd-*"):
-        if not Path("/proc", left_over.name.split("-")[2]).exists():
-            shutil.rmtree(left_over, ignore_errors=True)
-    has_room = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ETCD_NEEDS_BYTES
-    with tempfile.TemporaryDirectory(
-        prefix=f"baton-etcd-{os.getpid()}-", dir=_MEMORY if has_room else None
-    ) as folder:
-        yield Path(folder)
-
-
 def _etcd_command(program: Path, folder: Path, port: int) -> tuple[str | Path, ...]:
     return (
         program,
-        f"--data-dir={folder}/data",
+        f"--data-dir={folder}/etcd-{port}",
         f"--listen-client-urls=http://127.0.0.1:{port}",
         f"--advertise-client-urls=http://127.0.0.1:{port}",
         "--listen-peer-urls=http://127.0.0.1:0",  # it has no peers
