@@ -37,6 +37,7 @@ class EventRecorder:
         self._book = EventBook()
         self._waiting: deque[Occurrence] = deque()
         self._changed = threading.Condition()
+        self._num_dropped = 0
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
 
@@ -63,7 +64,7 @@ class EventRecorder:
         occurrence = Occurrence(reference, type_, reason, message, now, time.monotonic())
         with self._changed:
             if self._is_closed or len(self._waiting) >= _MOST_WAITING:
-                log.warning("event dropped: %s", _words(occurrence))
+                self._num_dropped += 1
                 return
             self._waiting.append(occurrence)
             self._changed.notify()
@@ -83,6 +84,9 @@ class EventRecorder:
         with self._changed:
             while not self._waiting and not self._is_closed:
                 self._changed.wait()
+            if self._num_dropped:
+                log.warning("%d events dropped: too many at once", self._num_dropped)
+                self._num_dropped = 0
             return self._waiting.popleft() if self._waiting else None
 
     def _write(self, series: Series) -> None:

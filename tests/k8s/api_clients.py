@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -10,8 +13,11 @@ import yaml
 
 from deploy.controller.connection import Connection, Timeouts
 from deploy.controller.kube import Kube
+from deploy.controller.objects import Key, Resource
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.cut_proxy import CutProxy
+
+_NAMESPACES = Resource("", "v1", "namespaces", namespaced=False)
 
 
 def kube_of(control_plane: ControlPlane, manager: str = "test") -> Kube:
@@ -31,3 +37,16 @@ def kube_through(
     kubeconfig.write_text(json.dumps(config))
     connection = Connection.from_kubeconfig(kubeconfig)
     return Kube(connection, "test", Timeouts(timeout_s, timeout_s))
+
+
+@contextlib.contextmanager
+def fresh_namespace(kube: Kube) -> Iterator[str]:
+    """Where no pods are made, nobody need wait for accounts; and kubectl takes longer to make one
+    than most tests of the client take."""
+    name = f"test-{secrets.token_hex(4)}"
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+    kube.create(_NAMESPACES, namespace)
+    try:
+        yield name
+    finally:
+        kube.delete(_NAMESPACES, Key("", name))

@@ -13,7 +13,7 @@ from deploy.controller.kube import Kube
 from deploy.controller.objects import Key, Selection
 from tests.deploy.controller.following import Heard, following, until
 from tests.deploy.controller.things import CONFIG_MAPS, config_map
-from tests.k8s.api_clients import kube_of, kube_through
+from tests.k8s.api_clients import fresh_namespace, kube_of, kube_through
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.cut_proxy import CutProxy, cut_proxy
 
@@ -21,6 +21,12 @@ from tests.k8s.cut_proxy import CutProxy, cut_proxy
 @pytest.fixture
 def kube(control_plane: ControlPlane) -> Kube:
     return kube_of(control_plane)
+
+
+@pytest.fixture
+def namespace(kube: Kube) -> Iterator[str]:
+    with fresh_namespace(kube) as name:
+        yield name
 
 
 @pytest.fixture
@@ -170,6 +176,7 @@ def test_a_restarted_api_server_is_found_again_and_nothing_is_missed(
         assert "c" not in heard.rest(), "what did not change is not told again"
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("three")
 def test_who_was_away_for_too_long_lists_again(
     control_plane: ControlPlane,

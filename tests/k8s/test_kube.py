@@ -23,7 +23,7 @@ from deploy.controller.objects import Key, Resource, Selection, key_of
 from deploy.controller.watch_stream import WatchEventType, Window
 from tests.deploy.controller.following import until
 from tests.deploy.controller.things import CONFIG_MAPS, config_map
-from tests.k8s.api_clients import kube_of
+from tests.k8s.api_clients import fresh_namespace, kube_of
 from tests.k8s.control_plane.plane import ControlPlane
 
 KITES = Resource("kube.test.baton.dev", "v1", "kites")
@@ -34,6 +34,12 @@ _CRD = Key("", "kites.kube.test.baton.dev")
 @pytest.fixture
 def kube(control_plane: ControlPlane) -> Kube:
     return kube_of(control_plane)
+
+
+@pytest.fixture
+def namespace(kube: Kube) -> Iterator[str]:
+    with fresh_namespace(kube) as name:
+        yield name
 
 
 @pytest.fixture(scope="module")
