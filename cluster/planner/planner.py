@@ -169,7 +169,7 @@ def _sizes(
         )
     sizes = {pool.name: size_of(pool, now_s, config) for pool in pools}
     if is_stopped and demand is not None:
-        words = f"all pools start together for {demand.num_held} requests that are held"
+        words = f"all pools start together, requests held: {demand.num_held}"
         sizes = {name: size.to(size.replicas, words) for name, size in sizes.items()}
     return keep_ratio(pools, sizes, config)
 

@@ -2,13 +2,26 @@
 
 Figures are of single workers and routers, each with the time it was measured, so that the planner
 itself leaves out what is old or was measured on a worker that is still warming up. Times are
-seconds of any one clock, the same for all of them.
+seconds of any one clock, the same for all of them. What is not known is None: a figure that is no
+finite number (a quantile of nothing, say) is refused with a ValueError that names it.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """What somebody measured."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{field.name} must be a finite number, not {value}")
 
 
 class Role(enum.Enum):
@@ -39,7 +52,7 @@ class RolePlan:
 
 
 @dataclass(frozen=True)
-class WorkerSignals:
+class WorkerSignals(_Figures):
     """One worker, as `WatchFleet` tells of it (`FleetWorker`)."""
 
     worker_id: str
@@ -87,7 +100,7 @@ class PoolSignals:
 
 
 @dataclass(frozen=True)
-class QueueSignals:
+class QueueSignals(_Figures):
     """Requests of one router that wait for the same thing."""
 
     num_requests: int = 0
@@ -98,14 +111,15 @@ class QueueSignals:
 
 
 @dataclass(frozen=True)
-class RouterSignals:
+class RouterSignals(_Figures):
     """One router, from its metrics. A router that is gone is left out."""
 
     router_id: str
     measured_at_s: float | None
     """When the figures below were read; None: never."""
     requests_per_s: float = 0.0
-    """Arrivals, also of what waits or is held: never completions, which a full pool caps."""
+    """Arrivals, also of what waits or is held: never completions, which a full pool caps. Counted
+    over some seconds, so that it is 0 when nothing has arrived."""
     uncached_tokens_per_s: float = 0.0
     """Prompt tokens that arrive (`baton_prompt_tokens`), less the share that recent prefills found
     cached (`baton_cached_prompt_tokens`), and the share that decode workers prefill themselves."""
@@ -113,7 +127,7 @@ class RouterSignals:
     """Of a request, mean of those that ended of late (`baton_output_tokens` over `baton_requests`);
     None: none has."""
     num_held: int = 0
-    """Requests held because a pool that they need is at zero."""
+    """Requests held because a pool that they need is at zero; they wait below, too."""
     waiting_for_prefill: QueueSignals = QueueSignals()
     """Requests that no prefill worker could start soon enough."""
     waiting_for_decode: QueueSignals = QueueSignals()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.planner.config import PlannerConfig
-from cluster.planner.signals import PoolSignals, QueueSignals, Role, RolePlan, Signals
+from cluster.planner.signals import PoolSignals, QueueSignals, Signals
 from tests.cluster.planner.moments import (
     RATE,
     Planning,
@@ -250,7 +250,7 @@ def test_idle_pools_stop_together_and_start_together_for_a_held_request() -> Non
     assert (planning.desired("prefill"), planning.desired("decode")) == (0, 0)
     planning.see(moment(405.0, router(405.0, held=1), *stopped))
     assert (planning.desired("prefill"), planning.desired("decode")) == (1, 1)
-    assert "start together for 1 requests that are held" in planning.reason("decode")
+    assert "all pools start together, requests held: 1" in planning.reason("decode")
 
 
 def test_pools_do_not_stop_while_a_stream_runs() -> None:
@@ -320,94 +320,7 @@ def test_an_exact_ratio_lets_pools_shrink_both_at_once() -> None:
     assert (planning.desired("prefill"), planning.desired("decode")) == (1, 2)
 
 
-# --- mixed pools ---------------------------------------------------------------------------------
-
-
-BOTH = RolePlan()
-
-
-def mixed(
-    now_s: float, desired: int, *, plan: RolePlan = BOTH, fill: float = 0.0, streams: int = 0
-) -> PoolSignals:
-    workers = tuple(
-        worker(f"mixed-{i}", now_s, streams=streams // desired, kv_use=fill / desired)
-        for i in range(desired)
-    )
-    return PoolSignals("mixed", Role.MIXED, desired, 16, workers=workers, role_plan=plan)
-
-
-def roles(planning: Planning) -> RolePlan:
-    plan = planning.plan.pools["mixed"].role_plan
-    assert plan is not None
-    return plan
-
-
-def test_a_small_load_of_both_roles_shares_one_worker() -> None:
-    planning = Planning()
-    seen = router(0.0, tokens_per_s=200)
-    planning.see(moment(0.0, seen, mixed(0.0, 1, fill=0.2, streams=5)))
-    assert planning.desired("mixed") == 1
-    assert roles(planning) == RolePlan()
-
-
-def test_roles_follow_the_load_without_a_new_replica() -> None:
-    """Prefill to decode 3:1, then 1:3, then back."""
-    planning = Planning()
-    plan = BOTH
-    for begin_s, tokens_per_s, fill, wanted in (
-        (0.0, 2_450, 0.85, RolePlan(3, 1)),
-        (100.0, 820, 2.45, RolePlan(1, 3)),
-        (200.0, 2_450, 0.85, RolePlan(3, 1)),
-    ):
-        for now_s in (begin_s, begin_s + 5, begin_s + 10, begin_s + 15):
-            pool = mixed(now_s, 4, plan=plan, fill=fill, streams=40)
-            planning.see(moment(now_s, router(now_s, tokens_per_s=tokens_per_s), pool))
-            plan = roles(planning)
-            assert planning.desired("mixed") == 4
-        assert plan == wanted
-    assert "3 prefill alone, 1 decode alone, 0 both" in planning.reason("mixed")
-
-
-def test_roles_in_force_stay_while_the_need_is_within_tolerance_of_them() -> None:
-    """1.75 or 1.95 workers' worth of prompts: 2 workers prefill alone, or 1."""
-    for prefill_alone in (1, 2):
-        for tokens_per_s in (1_400, 1_560):
-            planning = Planning()
-            plan = RolePlan(prefill_alone, 1)
-            pool = mixed(0.0, 4, plan=plan, fill=1.0, streams=20)
-            planning.see(moment(0.0, router(0.0, tokens_per_s=tokens_per_s), pool))
-            assert roles(planning) == plan
-
-
-def test_roles_are_not_switched_again_within_their_hold() -> None:
-    planning = Planning()
-
-    def see(now_s: float, in_force: RolePlan, tokens_per_s: float, fill: float) -> RolePlan:
-        pool = mixed(now_s, 4, plan=in_force, fill=fill, streams=40)
-        planning.see(moment(now_s, router(now_s, tokens_per_s=tokens_per_s), pool))
-        return roles(planning)
-
-    first = see(0.0, BOTH, 2_450, 0.85)
-    assert first == RolePlan(3, 1)
-    assert see(5.0, first, 2_450, 0.85) == first
-    assert see(30.0, first, 820, 2.45) == first, "in force for 25 s"
-    assert see(35.0, first, 820, 2.45) == RolePlan(1, 3)
-
-
-def test_a_role_switch_leaves_the_workers_that_running_streams_need() -> None:
-    """3 of 4 workers' KV is taken, and prompts would need 8 workers."""
-    planning = Planning(PlannerConfig(max_step_out=1))
-    pool = mixed(0.0, 4, fill=2.9, streams=40)
-    planning.see(moment(0.0, router(0.0, tokens_per_s=6_400), pool))
-    assert planning.desired("mixed") == 5
-    assert 4 - roles(planning).prefill >= 3
-
-
-def test_roles_of_a_blind_pool_stay() -> None:
-    planning = Planning()
-    plan = RolePlan(prefill=2, decode=1)
-    planning.see(moment(0.0, router(-100.0), mixed(0.0, 4, plan=plan)))
-    assert roles(planning) == plan
+# --- several of a kind ----------------------------------------------------------------------------
 
 
 def test_several_pools_of_a_role_share_its_load_by_what_they_can_do() -> None:
@@ -418,3 +331,31 @@ def test_several_pools_of_a_role_share_its_load_by_what_they_can_do() -> None:
     seen = router(0.0, tokens_per_s=6_400, for_prefill=QueueSignals())
     planning.see(moment(0.0, seen, fast, slow, decode_pool(0.0, 1)))
     assert (planning.desired("fast"), planning.desired("slow")) == (2, 4)
+
+
+def test_what_a_pool_at_its_maximum_cannot_do_goes_to_the_others_of_its_role() -> None:
+    planning = Planning()
+    sizes = {"few": 4, "many": 1}
+    for now_s in (0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 35.0):
+        few = replace(prefill_pool(now_s, sizes["few"]), name="few", max_replicas=4)
+        many = replace(prefill_pool(now_s, sizes["many"]), name="many")
+        seen = router(now_s, tokens_per_s=8_000)
+        planning.see(moment(now_s, seen, few, many, decode_pool(now_s, 1)))
+        sizes = {name: planning.desired(name) for name in sizes}
+    assert sizes["few"] == 4
+    assert 9 <= sum(sizes.values()) <= 11, "10 workers at 80% each, within tolerance"
+
+
+def test_what_arrives_at_several_routers_is_added_up() -> None:
+    planning = Planning()
+    one = router(0.0, tokens_per_s=1_600)
+    pools = prefill_pool(0.0, 2), decode_pool(0.0, 1)
+    planning.see(Signals(0.0, pools, (one, replace(one, router_id="router-1"))))
+    assert planning.desired("prefill") == 4
+
+
+def test_a_figure_that_is_no_number_is_refused_by_its_name() -> None:
+    with pytest.raises(ValueError, match=r"^kv_use must be a finite number, not nan$"):
+        worker("decode-0", 0.0, kv_use=float("nan"))
+    with pytest.raises(ValueError, match=r"^oldest_wait_s must be"):
+        queue(1, float("inf"), 1)

@@ -94,7 +94,7 @@ def test_dynamo_9294_two_workers_whose_load_one_cannot_hold_stay_two() -> None:
         seen = router(now_s, tokens_per_s=1_200)
         return moment(now_s, seen, prefill_pool(now_s, sizes["prefill"]), decode)
 
-    seen = follow(planning, {"prefill": 2, "decode": 2}, 0.0, 3_600.0, look)
+    seen = follow(planning, {"prefill": 2, "decode": 2}, 0.0, 1_800.0, look)
     assert all(sizes == {"prefill": 2, "decode": 2} for sizes in seen)
 
 

@@ -107,7 +107,7 @@ def made_config(seed: int) -> PlannerConfig:
 MOMENTS = SEEDS.map(made_moment)
 PAIRS = SEEDS.map(lambda seed: made_moment(seed, (Role.PREFILL, Role.DECODE)))
 CONFIGS = SEEDS.map(made_config)
-MANY = settings(max_examples=100, deadline=None)
+MANY = settings(max_examples=60, deadline=None)
 
 
 def shifted(signals: Signals, by_s: float) -> Signals:
@@ -170,7 +170,23 @@ def test_roles_are_of_workers_that_there_are(signals: Signals, config: PlannerCo
         if roles is not None:
             assert roles.prefill >= 0
             assert roles.decode >= 0
-            assert roles.prefill + roles.decode <= min(size, num_live)
+            num_workers = min(size, num_live)
+            assert roles.prefill + roles.decode <= num_workers
+            if roles != pool.role_plan:
+                assert num_workers - roles.prefill >= min(num_workers, streams_need(pool))
+
+
+def streams_need(pool: PoolSignals) -> int:
+    """Workers that hold what runs at workers of which it is known."""
+    heard = [
+        worker
+        for worker in pool.workers
+        if worker.phase is WorkerPhase.LIVE and (worker.measured_at_s or 0.0) >= NOW_S - 1
+    ]
+    fill = math.fsum(
+        max(worker.kv_use, worker.num_streams / worker.max_streams) for worker in heard
+    )
+    return math.ceil(fill - 1e-9)
 
 
 @MANY
