@@ -1,0 +1,195 @@
+"""A cluster on pods: a head pod and pool pods, each a Ray node of its own, and a router process.
+
+What Kubernetes would do for it is a method here: a pod joins, drains, is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.config import ClusterConfig
+from baton.process_tree import Process
+from cluster.config import pod_resource
+from cluster.pod import Pod
+from cluster.rank import free_port
+from cluster.reaper import Reaper, watched_over
+from cluster.router_process import RouterProcess
+from tests.cluster.ray_nodes import NodeProcess, start_head, start_worker
+from tests.cluster.whole_cluster import Fleet, live_workers
+
+_NUMBERS = itertools.count(11)
+_SUPERVISOR = "ray::SupervisorActor"
+
+
+@dataclass
+class PodProcess:
+    """One pod of a pool: its node, and what its containers have in their environment."""
+
+    pool: str
+    pod: Pod
+    node: NodeProcess
+    environment: dict[str, str]
+
+    def drain(self, timeout_s: float) -> subprocess.Popen[str]:
+        """What its `preStop` runs."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "cluster.pod_drain", f"--timeout={timeout_s}"],
+            env=os.environ | self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+@dataclass
+class PodCluster:
+    """A head pod, with Ray and what serves beside it, and the pods that have joined."""
+
+    config_path: Path
+    run_dir: Path
+    head: NodeProcess
+    ray_address: str
+    environment: dict[str, str]
+    """Of all its processes: Ray's address and token, the reaper's mark."""
+    reaper: Reaper
+    stack: contextlib.ExitStack
+    folder: Path
+    """For Ray's own."""
+    pods: dict[str, PodProcess] = field(default_factory=dict)
+    control_address: str = ""
+    router_address: str = ""
+
+    def serve(self) -> NodeProcess:
+        """What runs beside Ray in the head pod, until it has a supervisor."""
+        log = self.run_dir / f"serving-{next(_NUMBERS)}.log"
+        serving = NodeProcess(self.head_command(), self.environment, log)
+        self.stack.callback(serving.kill)
+        give_up_at = time.monotonic() + 60
+        while "control service at " not in (said := log.read_text()):
+            assert serving.process.poll() is None, said
+            assert time.monotonic() < give_up_at, said
+            time.sleep(0.05)
+        self.control_address = said.partition("control service at ")[2].split()[0]
+        self.reaper.name(self.head.tree())
+        return serving
+
+    def head_command(self) -> list[str]:
+        command = [sys.executable, "-m", "cluster.head", f"--config={self.config_path}"]
+        return [*command, f"--run-dir={self.run_dir}"]
+
+    def end_all(self) -> subprocess.CompletedProcess[str]:
+        """What ends supervisor and replicas."""
+        return subprocess.run(
+            [sys.executable, "-m", "cluster.head", "--end"],
+            env=os.environ | self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
+
+    def join(self, pool: str, num_ranks: int = 1) -> PodProcess:
+        """A pod more; returns once Ray knows it."""
+        joined = self.start_pod(pool, num_ranks)
+        joined.node.wait_until_up()
+        self.reaper.name(joined.node.tree())
+        return joined
+
+    def start_pod(self, pool: str, num_ranks: int = 1) -> PodProcess:
+        number = next(_NUMBERS)
+        pod = Pod(f"{pool}-{number}-{secrets.token_hex(3)}", f"127.0.0.{number}", f"node-{number}")
+        environment = self.environment | {
+            "POD_NAME": pod.name,
+            "POD_IP": str(pod.ip),
+            "NODE_NAME": pod.node_name,
+        }
+        offers = {pod_resource(pool): num_ranks}
+        command = start_worker(self.ray_address, offers, self.folder / str(number))
+        node = NodeProcess(command, environment, self.run_dir / f"{pod.name}.log")
+        joined = PodProcess(pool, pod, node, environment)
+        self.stack.callback(shutil.rmtree, pod.folder, ignore_errors=True)
+        self.pods[pod.name] = joined
+        return joined
+
+    def have(self, **sizes: int) -> None:
+        """As many pods of each pool as that, if there are fewer."""
+        started = []
+        for pool, num_pods in sizes.items():
+            num_there = sum(each.pool == pool for each in self.pods.values())
+            started += [self.start_pod(pool) for _ in range(num_there, num_pods)]
+        for pod in started:
+            pod.node.wait_until_up()
+            self.reaper.name(pod.node.tree())
+
+    def end(self, *gone: PodProcess) -> None:
+        """Kubernetes deletes them."""
+        for pod in gone:
+            pod.node.ask_to_end()
+        for pod in gone:
+            pod.node.end()
+            del self.pods[pod.pod.name]
+
+    def start_router(self, config: ClusterConfig) -> None:
+        router = RouterProcess(
+            self.control_address,
+            self.config_path,
+            f"{config.router.host}:{config.router.port}",
+            self.run_dir / "router.log",
+            config.router.drain_timeout_s,
+            self.reaper.variables,
+        )
+        self.stack.callback(router.close)
+        router.start(60.0)
+        self.router_address = router.address
+
+    def pod_of(self, fleet: Fleet, worker_id: str) -> PodProcess:
+        return self.pods[live_workers(fleet)[worker_id].pod_name]
+
+    def supervisor(self) -> Process:
+        """By the title that Ray gives its process."""
+        for process in self.head.tree():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{process.pid}/cmdline").read_text().startswith(_SUPERVISOR):
+                    return process
+        raise AssertionError("there is no supervisor")
+
+    def check(self, fleet: Fleet) -> None:
+        """Each live worker has a pod of its own pool to itself, and tells of that pod."""
+        workers = live_workers(fleet)
+        assert len({worker.pod_name for worker in workers.values()}) == len(workers), workers
+        for worker in workers.values():
+            found = self.pods[worker.pod_name]
+            assert (found.pool, found.pod.node_name) == (worker.pool, worker.node_name)
+            assert worker.address.rpartition(":")[0] == found.pod.ip
+
+
+@contextlib.contextmanager
+def running_head(config: ClusterConfig, run_dir: Path) -> Iterator[PodCluster]:
+    """A head pod's Ray, and nothing else yet; afterwards no process is left."""
+    with contextlib.ExitStack() as stack:
+        reaper = stack.enter_context(watched_over())
+        folder = Path(tempfile.mkdtemp(prefix="bray-", dir="/tmp"))  # short: Ray has sockets there
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        (config_path := run_dir / "cluster.yaml").write_text(config.to_yaml())
+        port = free_port("0.0.0.0")
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+        environment = reaper.variables | token
+        head = NodeProcess(start_head(port, folder / "head"), environment, run_dir / "head.log")
+        stack.callback(head.kill)
+        head.wait_until_up()
+        address = f"127.0.0.1:{port}"
+        environment |= {"RAY_ADDRESS": address}
+        pods = PodCluster(config_path, run_dir, head, address, environment, reaper, stack, folder)
+        stack.callback(lambda: [pod.node.kill() for pod in pods.pods.values()])
+        yield pods
