@@ -1,0 +1,74 @@
+"""What runs in the head pod starts a supervisor, or adopts the one that is there, and leaves it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from cluster import head
+from cluster.rank import free_port
+from kv_transfer.process import ProcessIdentity, is_gone
+from tests.cluster.pods import running_head
+from tests.cluster.whole_cluster import Site, fake_cluster, live_workers
+
+
+def test_without_ray_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "cluster.yaml").write_text("{}")
+    nobody = f"127.0.0.1:{free_port('127.0.0.1')}"
+    options = ["--config", str(file), "--run-dir", str(tmp_path), "--ray-address", nobody]
+    assert head.main([*options, "--ray-within", "0.1"]) == 3
+    told = capsys.readouterr().err
+    assert f"no Ray answers at {nobody} within 0.1 s" in told
+    assert "Start one here with `ray start --head`" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--run-dir", "x"], "--config and --run-dir are needed, or --end"),
+        (["--config", "nowhere.yaml", "--run-dir", "x"], "nowhere.yaml: cannot be read"),
+        (["--end", "--ray-address", "here"], "--ray-address is HOST:PORT"),
+    ],
+)
+def test_wrong_usage_is_told_before_ray_is_looked_for(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = head.main(options)
+    except SystemExit as left:  # as argparse does
+        status = int(str(left.code))
+    assert status == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_a_head_that_leaves_ends_nothing_the_next_adopts_and_only_end_ends_replicas(
+    tmp_path: Path,
+) -> None:
+    (model := tmp_path / "model").mkdir()
+    (run_dir := tmp_path / "run").mkdir()
+    config = dataclasses.replace(fake_cluster(model, replicas=1), runs_on="pods")
+    with running_head(config, run_dir) as pods:
+        serving = pods.serve()
+        pods.have(prefill=1, decode=1)
+        site = Site(cast(Any, pods), config)
+        before = live_workers(site.all_live())
+        serving.process.terminate()
+        assert serving.process.wait(20) == 0
+        supervisor = pods.supervisor()
+        pods.serve()
+        assert pods.supervisor() == supervisor
+        after = live_workers(site.all_live())
+        assert {n: w.ref.incarnation for n, w in after.items()} == {
+            n: w.ref.incarnation for n, w in before.items()
+        }
+        ranks = {ProcessIdentity.from_proto(w.ref.ranks[0].process) for w in after.values()}
+        assert pods.end_all().returncode == 0
+        assert all(map(is_gone, ranks))
+        again = pods.end_all()
+        assert (again.returncode, "no supervisor is there" in again.stdout) == (0, True)
