@@ -1,0 +1,124 @@
+"""Draining a pod whose workers run without Ray: streams finish, and what holds it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import pod_drain
+from tests.cluster.fleet_processes import Fleet, started
+
+CONFIG = """
+model: fake
+runs_on: pods
+pools:
+  decode: {role: decode}
+router: {local_prefill: always}
+engine:
+  backend: fake
+  block_size: 8
+  num_blocks: 768
+  num_regions: 2
+  max_num_seqs: 16
+  max_num_batched_tokens: 64
+  fake: {window: 20, vocab_size: 50000, prefill_token_s: 0.0005, decode_step_s: 0.003}
+"""
+
+
+@dataclass
+class OnePod:
+    """A decode worker in a pod that a stream of so many tokens runs on."""
+
+    fleet: Fleet
+    link: Any
+    spec: Any
+
+    async def drain(self, timeout_s: float) -> tuple[int | None, str]:
+        """Its status, and what it says."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "cluster.pod_drain", f"--timeout={timeout_s}",
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        said, _ = await asyncio.wait_for(process.communicate(), timeout_s + 30)
+        return process.returncode, said.decode()
+
+
+@contextlib.asynccontextmanager
+async def streaming(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kit: Any, num_tokens: int
+) -> AsyncIterator[OnePod]:
+    monkeypatch.setenv("TMPDIR", str(folder))
+    for name, value in {"NAME": "pod-a", "IP": "127.0.0.9"}.items():
+        monkeypatch.setenv(f"POD_{name}", value)
+    monkeypatch.setenv("NODE_NAME", "node-a")
+    (config := folder / "cluster.yaml").write_text(CONFIG)
+    async with started(config) as fleet:
+        link = kit.decode_link(fleet.address("decode-0"), "router-a")
+        await link.open()
+        spec = kit.make_spec("last", 60)
+        spec.sampling.max_tokens = num_tokens
+        await link.reserve(spec)
+        await link.until(lambda: link.of("last").tokens)
+        yield OnePod(fleet, link, spec)
+        await link.close()
+
+
+async def test_a_pod_is_drained_once_what_runs_in_it_has_ended_and_its_worker_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kit: Any
+) -> None:
+    async with streaming(tmp_path, monkeypatch, kit, 600) as pod:
+        info = pod.fleet.worker("decode-0").info
+        assert (info.pod_name, info.node_name) == ("pod-a", "node-a")
+        assert info.address.startswith("127.0.0.9:")
+        status, said = await pod.drain(60)
+        assert status == 0, said
+        assert "decode-0: 1 running" in said
+        assert said.splitlines()[-2].startswith("decode-0 has left")
+        assert pod.link.of("last").in_order() == kit.oracle.tokens(pod.spec)
+        assert await asyncio.wait_for(pod.fleet.processes["decode-0"].wait(), 5) == 0
+        status, said = await pod.drain(60)  # there is nothing any more
+        assert status == 0, said
+        assert "decode-0" not in said
+
+
+@pytest.mark.full
+async def test_a_pod_that_is_not_drained_in_time_says_what_held_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kit: Any
+) -> None:
+    async with streaming(tmp_path, monkeypatch, kit, 5000) as pod:
+        status, said = await pod.drain(2)
+        assert status == 1
+        assert "pod_drain: pod pod-a is not drained after 2 s: decode-0: " in said
+        assert "1 running" in said.splitlines()[-1]
+
+
+@pytest.mark.full
+async def test_a_worker_in_a_pod_that_hangs_is_told_as_what_holds_the_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kit: Any
+) -> None:
+    async with streaming(tmp_path, monkeypatch, kit, 600) as pod:
+        pid = pod.fleet.processes["decode-0"].pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            status, said = await pod.drain(3)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert status == 1
+        assert said.splitlines()[-1].endswith("decode-0: no answer")
+
+
+def test_draining_outside_a_pod_is_refused_with_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("POD_NAME", raising=False)
+    assert pod_drain.main(["--timeout", "3"]) == 2
+    assert "POD_NAME is not set" in capsys.readouterr().err
