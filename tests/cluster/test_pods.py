@@ -1,0 +1,254 @@
+"""Pools on pods, each a Ray node of its own that joins and leaves: placing, waiting, draining.
+
+Every test begins with the pools' sizes and pods that it needs, and ends with sound books.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from baton.control_client import ControlClient
+from baton.v1 import control_pb2
+from tests.cluster.pods import PodCluster, running_head
+from tests.cluster.whole_cluster import (
+    CLUSTERS,
+    PROMPT,
+    Answer,
+    Fleet,
+    Site,
+    fake_cluster,
+    live_workers,
+    run,
+)
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+KINDS = ["fake", pytest.param("demo", marks=pytest.mark.full)]
+DRAINING = control_pb2.WORKER_STATE_DRAINING
+_NUM_STREAMS = 6
+_NUM_TOKENS = 200
+
+
+@dataclasses.dataclass
+class PodSite(Site):
+    """A cluster on pods, and what its requests must say."""
+
+    @property
+    def pods(self) -> PodCluster:
+        return cast(PodCluster, self.cluster)
+
+    def scale(self, pool: str, replicas: int) -> None:
+        with ControlClient(self.pods.control_address) as control:
+            control.set_replicas(pool, replicas)
+
+    def settled(self, decode: int = 1) -> Fleet:
+        """Live at this size, each worker on a pod of its own pool's."""
+        self.scale("decode", decode)
+        fleet = self.wait_for(lambda seen: live_at(seen, {"prefill": 1, "decode": decode}))
+        self.pods.check(fleet)
+        return fleet
+
+    @contextmanager
+    def streams(self) -> Iterator[list[Future[Answer]]]:
+        """Requests that run; afterwards each has the oracle's tokens."""
+        prompts = [PROMPT[number : number + 100] for number in range(_NUM_STREAMS)]
+        flowing = threading.Semaphore(0)
+        address = self.pods.router_address
+        with ThreadPoolExecutor(_NUM_STREAMS) as threads:
+            asked = [threads.submit(run, address, p, _NUM_TOKENS, flowing.release) for p in prompts]
+            for _ in range(2 * _NUM_STREAMS):
+                assert flowing.acquire(timeout=30)
+            yield asked
+            answers = [request.result(90) for request in asked]
+        expected = self.expected(prompts, [_NUM_TOKENS] * _NUM_STREAMS)
+        assert [answer.ids for answer in answers] == expected
+
+
+def live_at(fleet: Fleet, sizes: dict[str, int]) -> bool:
+    """Nobody leaves any more, either."""
+    live = {pool.name: pool.live_replicas for pool in fleet.pools}
+    return live == sizes and len(live_workers(fleet)) == len(fleet.workers) == sum(sizes.values())
+
+
+def states_of(fleet: Fleet) -> dict[str, int]:
+    return {worker.info.ref.worker_id: worker.state for worker in fleet.workers}
+
+
+def pool_of(fleet: Fleet, name: str) -> Any:
+    return next(pool for pool in fleet.pools if pool.name == name)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def site(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PodSite]:
+    config = CLUSTERS[request.param](tmp_path_factory.mktemp("model"))
+    one = {name: dataclasses.replace(p, replicas=1) for name, p in config.pools.items()}
+    config = dataclasses.replace(config, runs_on="pods", pools=one)
+    with running_head(config, tmp_path_factory.mktemp("run")) as pods:
+        pods.serve()
+        site = PodSite(cast(Any, pods), config)
+        empty = site.wait_for(lambda seen: [p.pending_replicas for p in seen.pools] == [1, 1])
+        assert [pool.num_failed_starts for pool in empty.pools] == [0, 0]
+        pods.have(prefill=1, decode=1)
+        pods.start_router(config)
+        yield site
+
+
+def test_a_prompt_is_prefilled_on_one_pod_and_decoded_on_another(site: PodSite) -> None:
+    fleet = site.settled()
+    with site.streams() as asked:
+        pass
+    for request in asked:
+        assert request.result().workers == {"prefill-0", "decode-0"}
+    assert len({worker.pod_name for worker in live_workers(fleet).values()}) == 2
+    site.all_sound()
+
+
+def test_a_place_without_a_pod_is_pending_and_live_soon_after_one_joins(site: PodSite) -> None:
+    before = site.settled(decode=1)
+    num_pods = sum(each.pool == "decode" for each in site.pods.pods.values())
+    site.scale("decode", num_pods + 1)
+    fleet = site.wait_for(lambda seen: pool_of(seen, "decode").pending_replicas == 1)
+    assert pool_of(fleet, "decode").num_failed_starts == 0
+    joined, came_at = site.pods.join("decode"), time.monotonic()
+    after = site.settled(decode=num_pods + 1)
+    assert time.monotonic() - came_at < 20  # a process to be started, a model to be loaded
+    assert pool_of(after, "decode").pending_replicas == 0
+    assert joined.pod.name in {worker.pod_name for worker in live_workers(after).values()}
+    kept = live_workers(before)["decode-0"]
+    assert live_workers(after)["decode-0"].ref.incarnation == kept.ref.incarnation
+    site.all_sound()
+
+
+def test_a_pod_that_drains_lets_its_streams_end_and_its_place_moves_to_another_pod(
+    site: PodSite,
+) -> None:
+    site.pods.have(decode=2)
+    before = site.settled(decode=1)
+    gone = site.pods.pod_of(before, "decode-0")
+    with site.streams():
+        draining = gone.drain(60)
+        said = finished(draining)
+    assert "decode-0 has left" in said
+    after = site.settled(decode=1)
+    assert site.pods.pod_of(after, "decode-0") is not gone
+    assert pool_of(after, "decode").last_error == ""
+    site.pods.end(gone)
+    site.all_sound()
+
+
+def finished(draining: subprocess.Popen[str]) -> str:
+    """What it said. It has drained its pod, and Ray places nothing there any more."""
+    said, _ = draining.communicate(timeout=90)
+    assert draining.returncode == 0, said
+    assert "closed to Ray" in said
+    return said
+
+
+# --- every combination ----------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_scaling_in_drains_the_highest_place_while_streams_run_and_frees_its_pod(
+    site: PodSite,
+) -> None:
+    site.pods.have(decode=2)
+    before = site.settled(decode=2)
+    with site.streams():
+        site.scale("decode", 1)
+        named = site.wait_for(lambda seen: DRAINING in states_of(seen).values())
+        assert {name for name, state in states_of(named).items() if state == DRAINING} == {
+            "decode-1"
+        }
+    after = site.settled(decode=1)
+    kept = live_workers(before)["decode-0"].ref.incarnation
+    assert live_workers(after)["decode-0"].ref.incarnation == kept
+    assert pool_of(after, "decode").last_error == ""
+    again = site.settled(decode=2)  # the pod that it left
+    assert site.pods.pod_of(again, "decode-1") is site.pods.pod_of(before, "decode-1")
+    site.all_sound()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_pod_drains_without_a_supervisor(site: PodSite, signal_: signal.Signals) -> None:
+    site.pods.have(decode=2)
+    before = site.settled(decode=1)
+    gone = site.pods.pod_of(before, "decode-0")
+    supervisor = site.pods.supervisor()
+    with site.streams():
+        draining = gone.drain(60)
+        os.kill(supervisor.pid, signal_)
+        try:
+            finished(draining)
+        finally:
+            if signal_ is signal.SIGSTOP:
+                os.kill(supervisor.pid, signal.SIGCONT)
+    after = site.settled(decode=1)
+    assert site.pods.pod_of(after, "decode-0") is not gone
+    site.pods.end(gone)
+    site.all_sound()
+
+
+@pytest.mark.full
+def test_a_replica_never_lands_on_a_pod_of_another_pool_however_long_it_waits(
+    site: PodSite,
+) -> None:
+    site.pods.have(decode=3)
+    site.settled(decode=1)  # two are free
+    site.scale("prefill", 3)
+    try:
+        site.wait_for(lambda seen: pool_of(seen, "prefill").pending_replicas == 2)
+        with pytest.raises(AssertionError, match="it did not happen"):
+            site.wait_for(lambda seen: pool_of(seen, "prefill").pending_replicas < 2, timeout_s=5)
+    finally:
+        site.scale("prefill", 1)
+    site.settled(decode=3)
+    site.settled(decode=1)
+
+
+@pytest.mark.full
+def test_a_pod_that_is_lost_without_a_drain_loses_no_token_and_its_place_moves(
+    site: PodSite,
+) -> None:
+    site.pods.have(decode=2)
+    before = site.settled(decode=1)
+    lost = site.pods.pod_of(before, "decode-0")
+    with site.streams():
+        lost.node.kill()
+    after = site.settled(decode=1)
+    assert site.pods.pod_of(after, "decode-0") is not lost
+    site.pods.end(lost)
+
+
+@pytest.mark.full
+def test_a_pod_drains_without_rays_head(tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    (run_dir := tmp_path / "run").mkdir()
+    config = dataclasses.replace(fake_cluster(model, replicas=1), runs_on="pods")
+    with running_head(config, run_dir) as pods:
+        pods.serve()
+        pods.have(prefill=1, decode=1)
+        site = PodSite(cast(Any, pods), config)
+        gone = pods.pod_of(site.settled(), "decode-0")
+        pods.start_router(config)
+        with site.streams():
+            pods.head.kill()
+            draining = gone.drain(60)
+            said, _ = draining.communicate(timeout=90)
+        assert draining.returncode == 0, said
+        assert "not closed to Ray, which is asked again: " in said
+        assert "decode-0 has left" in said
