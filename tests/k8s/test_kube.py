@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+import yaml
+from kubernetes.config import incluster_config
 
 from deploy.controller import kube as kube_module
 from deploy.controller.connection import Connection
@@ -244,20 +249,34 @@ def test_a_watch_tells_what_follows_and_ends_when_it_was_asked_to(
     assert told == [("ADDED", "b"), ("DELETED", "a")]
 
 
-def test_who_may_not_is_told_so(control_plane: ControlPlane, kube: Kube, namespace: str) -> None:
-    control_plane.kubectl("--namespace", namespace, "create", "serviceaccount", "nobody")
-    kubeconfig = control_plane.service_account_kubeconfig(namespace, "nobody")
-    nobody = Kube(Connection.from_kubeconfig(kubeconfig), "test")
-    with pytest.raises(ForbiddenError, match=r"nobody.*cannot list resource"):
-        nobody.list(CONFIG_MAPS, Selection(namespace))
-
-
-def test_who_is_not_known_is_told_so(control_plane: ControlPlane, namespace: str) -> None:
-    control_plane.kubectl("--namespace", namespace, "create", "serviceaccount", "nobody")
-    kubeconfig = control_plane.service_account_kubeconfig(namespace, "nobody")
-    kubeconfig.write_text(kubeconfig.read_text().replace('"token": "', '"token": "x'))
+def test_who_is_not_known_is_told_so(control_plane: ControlPlane, tmp_path: Path) -> None:
+    config = yaml.safe_load(control_plane.kubeconfig.read_text())
+    for user in config["users"]:
+        user["user"] = {"token": "nobody's"}
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(yaml.safe_dump(config))
     with pytest.raises(UnauthorizedError):
         Kube(Connection.from_kubeconfig(kubeconfig), "test").list(CONFIG_MAPS)
+
+
+def test_a_pod_finds_its_api_server_and_is_its_service_account(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control_plane.kubectl("--namespace", namespace, "create", "serviceaccount", "operator")
+    kubeconfig = control_plane.service_account_kubeconfig(namespace, "operator")
+    config = yaml.safe_load(kubeconfig.read_text())
+    token, authority = tmp_path / "token", tmp_path / "ca.crt"
+    token.write_text(config["users"][0]["user"]["token"])
+    encoded = config["clusters"][0]["cluster"]["certificate-authority-data"]
+    authority.write_bytes(base64.b64decode(encoded))
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(authority))
+    address = urlsplit(control_plane.address)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", str(address.hostname))
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(address.port or 443))
+    pod = Kube(Connection.in_cluster(), "test")
+    with pytest.raises(ForbiddenError, match=f"{namespace}:operator.*cannot list"):
+        pod.list(CONFIG_MAPS)
 
 
 def test_without_a_configuration_there_is_no_client(control_plane: ControlPlane) -> None:

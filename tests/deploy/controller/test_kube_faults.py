@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 
 import pytest
+from kubernetes.client import Configuration
 
+from deploy.controller.connection import Connection
 from deploy.controller.errors import (
     GoneError,
     ServerError,
@@ -194,6 +196,31 @@ def test_who_may_not_write_reads_on_and_sends_no_write() -> None:
                 write()
         kube.merge_patch(CONFIG_MAPS, _KEY, {})
         assert [request.split()[0] for request in server.requests] == ["GET", "PATCH"]
+
+
+def test_each_call_shows_the_token_as_it_is_by_then() -> None:
+    shown: list[str] = []
+    tokens = iter(["zeroth", "first", "second"])
+
+    def script(exchange: Exchange) -> None:
+        shown.append(exchange.headers["Authorization"])
+        exchange.answer(config_map(_KEY))
+
+    with scripted(script) as server:
+        configuration = Configuration(host=f"http://127.0.0.1:{server.server_port}")
+        configuration.proxy = None
+        configuration.api_key_prefix["authorization"] = "Bearer"
+
+        def renew(configuration: Configuration) -> None:
+            configuration.api_key["authorization"] = next(tokens)
+
+        renew(configuration)
+        configuration.refresh_api_key_hook = renew  # type: ignore[assignment]
+        kube = Kube(Connection(configuration), "test")
+        kube.get(CONFIG_MAPS, _KEY)
+        with kube.watch(CONFIG_MAPS, Selection("n"), "1", _WINDOW):
+            pass
+    assert shown == ["Bearer first", "Bearer second"]
 
 
 def test_a_name_cannot_lead_to_another_path() -> None:
