@@ -12,6 +12,9 @@ from deploy.api.generate import CRDS
 from tests.k8s.control_plane.assets import find
 from tests.k8s.control_plane.errors import CommandError, NotAtHandError
 from tests.k8s.control_plane.plane import ControlPlane, control_plane_of
+from tests.k8s.kubelet.errors import NotPossibleError
+from tests.k8s.kubelet.fixtures import kubelet as kubelet
+from tests.k8s.kubelet.possible import check_possible
 
 _ACCOUNT_TIMEOUT_S = 20.0
 _POLL_S = 0.05
@@ -24,6 +27,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             find()
         except NotAtHandError as error:
             pytest.skip(f"NO KUBERNETES CONTROL PLANE: {error}")
+    if "kubelet" in getattr(item, "fixturenames", ()):
+        try:
+            check_possible()
+        except NotPossibleError as error:
+            pytest.skip(f"NO PODS ON THIS MACHINE: {error}")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,18 @@
+"""A small kubelet, and a stand-in for KubeRay, on a real API server: pods' containers are processes
+of this machine, in namespaces of their own.
+
+`possible` says whether this machine lets us. `kernel`, `entry`, `cgroups`, `network`, `api_gate`,
+`volumes` make what a container lives in; `environment`, `hosts`, `nodes`, `pod_status` are pure;
+`probes`, `container`, `slot`, `pod` run one pod; `kubelet` runs all of a namespace. `kuberay` turns
+RayClusters into pods.
+
+As in reality: an address for each pod, so that all listen on the same ports; a root file system of
+each container's own, which is this machine's with what the container writes on top, and empty
+`/tmp` and `/run`; users and groups of the security context; cgroups: a container ends whole.
+
+Not as in reality: image names are not looked at (every container has the project's virtual
+environment first on PATH and the repository on PYTHONPATH); pods share one process and one IPC
+namespace, so that a container's first process is not its number 1; a Service's name resolves to
+its pods' addresses, so that its ports have to be its pods' ports; resources, taints and affinity
+are not looked at, node selectors are.
+"""

@@ -1,0 +1,65 @@
+"""Control groups: what says which processes are of which pod, and ends them all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+from tests.k8s.kubelet.errors import KernelError
+
+_GONE_WITHIN_S = 10.0
+_POLL_S = 0.01
+
+
+def hierarchy() -> Path | None:
+    """Where cgroups of version 2 are mounted, also beside those of version 1."""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, folder, kind, *_ = line.split()
+        if kind == "cgroup2":
+            return Path(folder)
+    return None
+
+
+class Cgroup:
+    """Own one group and what is in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._is_there = True
+        path.mkdir()
+
+    def child(self, name: str) -> Cgroup:
+        return Cgroup(self.path / name)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no process is in it, nor in its children."""
+        return "populated 0" in (self.path / "cgroup.events").read_text()
+
+    def kill(self) -> None:
+        """Every process in it and in its children; none is left on return. Raises KernelError."""
+        if not self._is_there:
+            return
+        (self.path / "cgroup.kill").write_text("1")
+        give_up_at = time.monotonic() + _GONE_WITHIN_S
+        while not self.is_empty:
+            if time.monotonic() > give_up_at:
+                raise KernelError(f"{self.path}: processes are left that cannot be killed")
+            time.sleep(_POLL_S)
+
+    def remove(self) -> None:
+        """Kills what is in it first. Once more changes nothing."""
+        self.kill()
+        if self._is_there:
+            self._is_there = False
+            remove_tree(self.path)
+
+
+def remove_tree(path: Path) -> None:
+    """An empty group and its children."""
+    for child in path.iterdir():
+        if child.is_dir():
+            remove_tree(child)
+    with contextlib.suppress(FileNotFoundError):
+        path.rmdir()

@@ -1,0 +1,161 @@
+"""Scheduler and kubelets of one namespace: each pod without a node is bound to one that takes it,
+and run here."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from deploy.controller.backoff import Backoff
+from deploy.controller.connection import Connection
+from deploy.controller.errors import NotFoundError
+from deploy.controller.informer import Informer, InformerSettings
+from deploy.controller.objects import Key, Object, Resource, Selection
+from deploy.controller.resources import PODS, SERVICES
+from deploy.controller.workers import Workers
+from deploy.controller.workqueue import WorkQueue
+from tests.k8s.kubelet.api_gate import ApiGate
+from tests.k8s.kubelet.container import ContainerRun
+from tests.k8s.kubelet.errors import KubeletError
+from tests.k8s.kubelet.hosts import service_hosts
+from tests.k8s.kubelet.nodes import NODES, node, node_status, place_for
+from tests.k8s.kubelet.place import Place
+from tests.k8s.kubelet.pod import PodRun, Surroundings
+from tests.k8s.kubelet.pod_api import PodApi
+from tests.k8s.kubelet.pod_status import condition
+
+NODE_NAMES = ("node-a", "node-b")
+_SYNC_S = 20.0
+_END_S = 30.0
+_QUICKLY = Backoff(first_s=0.1, longest_s=1.0)
+
+
+class Kubelet:
+    """Own the pods that run, and the threads that follow what there should be."""
+
+    def __init__(self, connection: Connection, url: str, namespace: str, place: Place) -> None:
+        """`url`: the API server's, for pods."""
+        self._api = PodApi(connection, namespace)
+        self._place = place
+        self._gate = ApiGate(url)
+        self._around = Surroundings(place, self._api, self._gate, lambda: self._hosts)
+        self._hosts = ""
+        self._hosts_lock = threading.Lock()
+        self._runs: dict[str, PodRun] = {}
+        self._queue: WorkQueue[Key] = WorkQueue(_QUICKLY)
+        self._workers = Workers(self._queue, self._reconcile, 1, "kubelet")
+        self._pods = self._informer(PODS, Selection(namespace))
+        self._services = self._informer(SERVICES, Selection(namespace))
+        self._nodes = self._informer(NODES, Selection())
+        self._pods.add_handler(self._queue.add)
+        self._nodes.add_handler(lambda _: self._look_at_unbound())
+        for informer in (self._pods, self._services):
+            informer.add_handler(lambda _: self._refresh_hosts())
+
+    def start(self) -> None:
+        for name in NODE_NAMES:
+            self._api.kube.apply(NODES, node(name, {}), force=True)
+            status = {"status": node_status(self._place.network.gateway)}
+            self._api.kube.merge_patch(NODES, Key("", name), status, "status")
+        informers = (self._pods, self._services, self._nodes)
+        for informer in informers:
+            informer.start()
+        for informer in informers:
+            if not informer.wait_synced(_SYNC_S):
+                raise KubeletError("the API server's lists do not come")
+        self._workers.start()
+
+    def stop(self) -> None:
+        """Every process is ended at once, and every pod and node deleted. Raises KubeletError
+        where something is left, KubeError where the API server does not help."""
+        for informer in (self._pods, self._services, self._nodes):
+            informer.stop()
+        self._workers.stop(_END_S)
+        for run in self._runs.values():
+            run.force()
+        left = [name for name, run in self._runs.items() if not run.join(_END_S)]
+        self._gate.close()
+        if left:
+            raise KubeletError(f"pods are left that do not end: {', '.join(left)}")
+        for pod in self._api.kube.list(PODS, Selection(self._api.namespace)).items:
+            self._api.delete_now(pod)
+        for name in NODE_NAMES:
+            with contextlib.suppress(NotFoundError):
+                self._api.kube.delete(NODES, Key("", name))
+
+    def pods(self, labels: str = "") -> list[Object]:
+        """Those of the namespace that a label selector chooses, as the API server has them."""
+        return list(self._api.kube.list(PODS, Selection(self._api.namespace, labels)).items)
+
+    def container(self, pod: str, name: str | None = None) -> ContainerRun:
+        """The newest run of a pod's container, of the first one where none is named."""
+        runs = [run for run in list(self._runs.values()) if run.name == pod]
+        assert runs, f"no pod {pod} runs here"
+        return runs[-1].container(name)
+
+    def _informer(self, resource: Resource, selection: Selection) -> Informer:
+        return Informer(self._api.kube, resource, selection, InformerSettings(backoff=_QUICKLY))
+
+    def _reconcile(self, key: Key) -> None:
+        pod = self._pods.get(key)
+        uid = None if pod is None else pod["metadata"]["uid"]
+        for other in [run for run in self._runs.values() if run.name == key.name]:
+            if other.uid != uid:
+                other.force()
+                self._forget(other)
+        if pod is None:
+            return
+        if "nodeName" not in pod["spec"]:
+            self._schedule(pod)
+            return
+        run = self._runs.get(pod["metadata"]["uid"])
+        if run is not None:
+            run.update(pod)
+        elif pod["spec"]["nodeName"] in NODE_NAMES:
+            self._runs[pod["metadata"]["uid"]] = PodRun(pod, self._around)
+
+    def _forget(self, run: PodRun) -> None:
+        if not run.join(_END_S):
+            raise KubeletError(f"pod {run.name} does not end")
+        del self._runs[run.uid]
+
+    def _schedule(self, pod: Object) -> None:
+        if "deletionTimestamp" in pod["metadata"]:
+            return
+        pods = self._pods.snapshot().values()
+        chosen = place_for(pod, self._nodes.snapshot().values(), pods)
+        if chosen is not None:
+            self._api.bind(pod, chosen)
+            return
+        status = pod.get("status") or {}
+        unplaced = condition("PodScheduled", False, status, "Unschedulable", "no node takes it")
+        if unplaced not in (status.get("conditions") or ()):
+            self._api.put_status(pod, {"conditions": [unplaced]})
+
+    def _look_at_unbound(self) -> None:
+        for key, pod in self._pods.snapshot().items():
+            if "nodeName" not in pod["spec"]:
+                self._queue.add(key)
+
+    def _refresh_hosts(self) -> None:
+        with self._hosts_lock:
+            services = self._services.snapshot().values()
+            hosts = service_hosts(services, self._pods.snapshot().values())
+            if hosts != self._hosts:
+                self._hosts = hosts
+                for run in list(self._runs.values()):
+                    run.refresh_hosts()
+
+
+@contextlib.contextmanager
+def running_kubelet(
+    connection: Connection, url: str, namespace: str, place: Place
+) -> Iterator[Kubelet]:
+    """All of it has ended after the block."""
+    kubelet = Kubelet(connection, url, namespace, place)
+    try:
+        kubelet.start()
+        yield kubelet
+    finally:
+        kubelet.stop()

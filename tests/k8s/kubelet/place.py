@@ -1,0 +1,80 @@
+"""What all pods of one stand-in share: folders, groups, network, and who watches over processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.reaper import watched_over
+from tests.k8s.kubelet.cgroups import Cgroup, hierarchy, remove_tree
+from tests.k8s.kubelet.network import Network
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+_MEMORY = Path("/dev/shm")
+_NAME = "baton-kubelet"
+
+
+@dataclass(frozen=True)
+class Place:
+    folder: Path
+    """On disk, gone at the end."""
+    memory: Path
+    """In memory, gone at the end."""
+    logs: Path
+    group: Cgroup
+    network: Network
+    mark: Mapping[str, str]
+    """Environment by which the processes are found if the tests are killed."""
+
+
+@contextlib.contextmanager
+def place(logs: Path) -> Iterator[Place]:
+    """What is left in it at the end is killed and removed. Raises KernelError."""
+    groups = hierarchy()
+    assert groups is not None, "check_possible() comes first"
+    _remove_left_overs(groups)
+    name = f"{_NAME}-{os.getpid()}-{secrets.token_hex(4)}"
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{_NAME}-")))
+        folder.chmod(0o755)
+        memory = _MEMORY / name
+        memory.mkdir()
+        stack.callback(shutil.rmtree, memory)
+        mark = stack.enter_context(watched_over()).variables
+        network = Network(mark)
+        stack.callback(network.close)
+        group = Cgroup(groups / name)
+        stack.callback(group.remove)
+        yield Place(folder, memory, logs, group, network, mark)
+
+
+def image_environment() -> dict[str, str]:
+    """What every container has, as an image would say it."""
+    return {
+        "PATH": f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "PYTHONPATH": str(REPOSITORY),
+        "LANG": "C.UTF-8",
+    }
+
+
+def opened_folders() -> tuple[str, ...]:
+    """Those on the way to what the image has, which other users may not see on this machine."""
+    inside = (REPOSITORY, Path(sys.prefix), Path(sys.base_prefix))
+    return tuple(sorted({str(parent) for path in inside for parent in path.parents}))
+
+
+def _remove_left_overs(groups: Path) -> None:
+    """Of tests that were killed: their processes are gone, what is empty now is not."""
+    for folder in (groups, _MEMORY):
+        for left_over in folder.glob(f"{_NAME}-*"):
+            if Path("/proc", left_over.name.split("-")[2]).exists():
+                continue
+            with contextlib.suppress(OSError):  # another test removes it at this moment
+                remove_tree(left_over) if folder == groups else shutil.rmtree(left_over)

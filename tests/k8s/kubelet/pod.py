@@ -1,0 +1,290 @@
+"""A pod, from when it is bound to when nothing of it is left:
+
+1. It gets a network with an address, and its volumes.
+2. Init containers run, one after the other, until each has succeeded; then its containers do, all
+   together, each started again when it ends, as the restart policy says.
+3. Its deletion begins (a person, its owner, an eviction): it is not ready any more; each
+   container's `preStop` runs, then SIGTERM, then, when the grace is over, SIGKILL for all of it.
+4. The object is deleted for good. What cannot be told to the API server is told again; where the
+   object has gone by itself (`--force`), the processes are killed at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.controller.errors import KubeError
+from deploy.controller.objects import Object
+from tests.k8s.kubelet.api_gate import ENVIRONMENT, ApiGate
+from tests.k8s.kubelet.cgroups import Cgroup
+from tests.k8s.kubelet.container import ContainerRun, now_text
+from tests.k8s.kubelet.entry import Entry, VolumeMount
+from tests.k8s.kubelet.environment import PodPlace, command_of, environment_of, user_of
+from tests.k8s.kubelet.hosts import hosts_of
+from tests.k8s.kubelet.network import PodNetwork
+from tests.k8s.kubelet.place import REPOSITORY, Place, image_environment, opened_folders
+from tests.k8s.kubelet.pod_api import PodApi
+from tests.k8s.kubelet.pod_status import PodState
+from tests.k8s.kubelet.slot import Slot
+from tests.k8s.kubelet.volumes import Volumes
+
+log = logging.getLogger(__name__)
+
+_TELL_AGAIN_S = 0.5
+_NO_RESOLVER = "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
+"""Nobody answers there: a name that /etc/hosts lacks is unknown at once."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a pod is run with."""
+
+    place: Place
+    api: PodApi
+    gate: ApiGate
+    service_hosts: Callable[[], str]
+
+
+class PodRun:
+    """Own one pod's processes and the thread that sees to them."""
+
+    def __init__(self, pod: Object, around: Surroundings) -> None:
+        self._pod = pod
+        self._around = around
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._deletion_seen_at: float | None = None
+        self._is_forced = False
+        policy = pod["spec"].get("restartPolicy") or "Always"
+        self._inits = [Slot(x, policy, True) for x in pod["spec"].get("initContainers") or ()]
+        self._slots = [Slot(each, policy, False) for each in pod["spec"]["containers"]]
+        self._sandbox: _Sandbox | None = None
+        self._told: PodState | None = None
+        self._status: Mapping[str, Any] = pod.get("status") or {}
+        self.update(pod)
+        self._thread = threading.Thread(target=self._run, name=f"pod-{self.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def name(self) -> str:
+        return str(self._pod["metadata"]["name"])
+
+    @property
+    def uid(self) -> str:
+        return str(self._pod["metadata"]["uid"])
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing of it is left here."""
+        return not self._thread.is_alive()
+
+    def update(self, pod: Object) -> None:
+        """The object has changed."""
+        with self._lock:
+            self._pod = pod
+            if "deletionTimestamp" in pod["metadata"] and self._deletion_seen_at is None:
+                self._deletion_seen_at = time.monotonic()
+        self._changed.set()
+
+    def force(self) -> None:
+        """Its processes are killed, now; `join` waits for that."""
+        self._is_forced = True
+        self._changed.set()
+
+    def join(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def container(self, name: str | None = None) -> ContainerRun:
+        """The newest run of a container, the first one's if none is named."""
+        slots = [slot for slot in self._slots if name in (None, slot.name)]
+        run = slots[0].run if slots else None
+        assert run is not None, f"no container {name} runs in {self.name}"
+        return run
+
+    def refresh_hosts(self) -> None:
+        """In place: the file is mounted in containers."""
+        if (sandbox := self._sandbox) is not None:
+            sandbox.write_hosts(self._around.service_hosts())
+
+    # --- its thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            sandbox = _Sandbox(self._pod, self._around, self._changed.set)
+            try:
+                self._sandbox = sandbox
+                self.refresh_hosts()
+                self._live(sandbox)
+                self._leave(sandbox)
+            finally:
+                self._sandbox = None
+                sandbox.remove()
+        except Exception:
+            log.exception("pod %s failed", self.name)
+
+    def _live(self, sandbox: _Sandbox) -> None:
+        is_told = self._tell(sandbox)
+        while not self._is_going:
+            self._changed.clear()
+            self._look(sandbox)
+            is_told = self._tell(sandbox)
+            self._wait(is_told)
+
+    def _look(self, sandbox: _Sandbox) -> None:
+        for slot in self._inits:
+            slot.look(sandbox.start, self._ends_at)
+            if not slot.has_succeeded:
+                return
+        for slot in self._slots:
+            if not self._is_going:
+                slot.look(sandbox.start, self._ends_at)
+
+    def _wait(self, is_told: bool) -> None:
+        due = [at for slot in self._all if (at := slot.next_look_at()) is not None]
+        if not is_told:
+            due.append(time.monotonic() + _TELL_AGAIN_S)
+        wait_s = None if not due else max(0.0, min(due) - time.monotonic())
+        if not self._is_going:
+            self._changed.wait(wait_s)
+
+    def _leave(self, sandbox: _Sandbox) -> None:
+        self._tell(sandbox)
+        runs = [slot.run for slot in self._all if slot.run is not None]
+        stopping = [
+            threading.Thread(target=run.stop, args=(self._ends_at,), name="stop", daemon=True)
+            for run in runs
+        ]
+        for thread in stopping:
+            thread.start()
+        for thread in stopping:
+            thread.join()
+        while not self._is_forced and not self._delete():
+            self._changed.clear()
+            self._changed.wait(_TELL_AGAIN_S)
+
+    @property
+    def _all(self) -> list[Slot]:
+        return [*self._inits, *self._slots]
+
+    @property
+    def _is_going(self) -> bool:
+        return self._is_forced or self._deletion_seen_at is not None
+
+    def _ends_at(self) -> float:
+        """When the grace is over: an owner or a person may shorten it meanwhile."""
+        with self._lock:
+            metadata, spec = self._pod["metadata"], self._pod["spec"]
+            if self._is_forced:
+                return -math.inf
+            if self._deletion_seen_at is None:
+                return time.monotonic() + float(spec.get("terminationGracePeriodSeconds") or 30)
+            return self._deletion_seen_at + float(metadata.get("deletionGracePeriodSeconds") or 0)
+
+    # --- what the API server is told ------------------------------------------------------------
+
+    def _tell(self, sandbox: _Sandbox) -> bool:
+        """Whether the API server knows how it is."""
+        state = PodState(
+            sandbox.address,
+            sandbox.host_address,
+            sandbox.made_at,
+            tuple(slot.state() for slot in self._inits),
+            tuple(slot.state() for slot in self._slots),
+            self._is_going,
+        )
+        if state == self._told:
+            return True
+        status = state.status(self._status)
+        try:
+            self._around.api.put_status(self._pod, status)
+        except KubeError as error:
+            log.warning("pod %s: its status is told again: %s", self.name, error)
+            return False
+        self._told, self._status = state, status
+        return True
+
+    def _delete(self) -> bool:
+        try:
+            self._around.api.delete_now(self._pod)
+        except KubeError as error:
+            log.warning("pod %s: it is deleted again: %s", self.name, error)
+            return False
+        return True
+
+
+class _Sandbox:
+    """Own what a pod's containers live in."""
+
+    def __init__(self, pod: Object, around: Surroundings, changed: Callable[[], None]) -> None:
+        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+        self._pod = pod
+        self._around = around
+        self._changed = changed
+        self.made_at = now_text()
+        place = around.place
+        self._folder, self._memory = place.folder / uid, place.memory / uid
+        self._logs = place.logs / name
+        for folder in (self._folder, self._memory, self._logs):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._network: PodNetwork = place.network.join(name)
+        self._group: Cgroup = place.group.child(uid)
+        around.gate.open_in(self._network.pid)
+        self.address, self.host_address = self._network.address, place.network.gateway
+        self._pod_place = PodPlace(pod, self.address, self.host_address)
+        claims = place.folder / "claims"
+        self._volumes = Volumes(self._pod_place, self._folder / "volumes", self._memory, claims)
+        (self._folder / "resolv.conf").write_text(_NO_RESOLVER)
+        self.write_hosts("")
+
+    def write_hosts(self, services: str) -> None:
+        text = hosts_of(self._pod["metadata"]["name"], self._network.address, services).encode()
+        path = self._folder / "hosts"
+        path.touch(0o644)
+        with path.open("r+b", buffering=0) as file:
+            file.write(text)
+            file.truncate()
+
+    def start(self, spec: Mapping[str, Any], number: int) -> ContainerRun:
+        """Raises ContainerError, KubeError."""
+        api, network = self._around.api, self._network
+        self._volumes.make(api.values, api.token)
+        user = user_of(self._pod, spec)
+        home = {"HOME": "/root" if user.uid == 0 else "/"}
+        base = image_environment() | home | ENVIRONMENT
+        environment = environment_of(spec, self._pod_place, api.values, base)
+        environment |= self._around.place.mark
+        called = f"{spec['name']}-{number}"
+        entry = Entry(
+            cgroup=str(self._group.path / called),
+            pod_pid=network.pid,
+            container_pid=None,
+            root=str(self._folder / called),
+            mounts=(*self._own_mounts(), *self._volumes.mounts_of(spec, environment)),
+            opened=opened_folders(),
+            user=user,
+            folder=spec.get("workingDir") or "/",
+            command=command_of(spec, environment),
+            environment=environment,
+        )
+        run = ContainerRun(spec, entry, self._logs / f"{called}.log", self._changed)
+        run.probe(self.address)
+        return run
+
+    def _own_mounts(self) -> tuple[VolumeMount, ...]:
+        files = [(self._folder / name, f"/etc/{name}") for name in ("hosts", "resolv.conf")]
+        mounts = [VolumeMount(str(source), target, read_only=True) for source, target in files]
+        return (*mounts, VolumeMount(str(REPOSITORY), str(REPOSITORY), read_only=True))
+
+    def remove(self) -> None:
+        self._group.remove()
+        self._network.leave()
+        shutil.rmtree(self._folder)
+        shutil.rmtree(self._memory)

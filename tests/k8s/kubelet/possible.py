@@ -1,0 +1,43 @@
+"""Whether this machine lets us run pods."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import cache
+from pathlib import Path
+
+from tests.k8s.kubelet.cgroups import hierarchy
+from tests.k8s.kubelet.commands import run
+from tests.k8s.kubelet.errors import KernelError, NotPossibleError
+
+_PROGRAMS = ("ip", "unshare", "nsenter")
+_TRIAL = "mount -t tmpfs t /mnt && cd /mnt && mkdir a b c && "
+_TRIAL += "mount -t overlay o -o lowerdir=/,upperdir=a,workdir=b c && ip link add x type bridge"
+
+
+@cache
+def check_possible() -> None:
+    """Raises NotPossibleError, which says what is missing."""
+    if os.geteuid() != 0:
+        raise NotPossibleError("pods need root: namespaces, bridges and cgroups are made")
+    if missing := [program for program in _PROGRAMS if shutil.which(program) is None]:
+        raise NotPossibleError(f"not on PATH: {', '.join(missing)}")
+    try:
+        run(["unshare", "--net", "--uts", "--mount", "sh", "-c", _TRIAL])
+    except KernelError as error:
+        raise NotPossibleError(f"the kernel allows no namespaces: {error}") from error
+    groups = hierarchy()
+    if groups is None or not _can_make_groups(groups):
+        raise NotPossibleError("cgroups of version 2 are not mounted, or cannot be made")
+
+
+def _can_make_groups(groups: Path) -> bool:
+    trial = groups / f"baton-trial-{os.getpid()}"
+    try:
+        trial.mkdir()
+        can_kill = (trial / "cgroup.kill").exists()
+        trial.rmdir()
+    except OSError:
+        return False
+    return can_kill

@@ -1,0 +1,211 @@
+"""A container's probes: startup first, then readiness and liveness, as often as they ask for.
+
+`grpc` probes are of Kubernetes 1.24. An older API server takes none, so there a container without a
+readiness probe that has a port named `grpc` or `control` is ready when `grpc.health.v1` answers
+SERVING on it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+_GRPC_PORTS = ("grpc", "control")
+_STOP_S = 5.0
+_CLOSEST_LOOK_S = 0.05
+_UNREADY_PERIOD_S = 0.5
+"""A readiness probe that has not succeeded is tried so often at least: tests wait for it."""
+
+RunInside = Callable[[tuple[str, ...], float], int | None]
+"""Runs a command in the container, for so many seconds: its status, None if it did not end."""
+
+
+class ProbeKind(Enum):
+    STARTUP = "startupProbe"
+    READINESS = "readinessProbe"
+    LIVENESS = "livenessProbe"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a probe asks."""
+
+    address: str
+    ports: Mapping[str, int]
+    """The container's, by name."""
+    run: RunInside
+
+    def port(self, said: int | str) -> int:
+        return self.ports[said] if isinstance(said, str) and not said.isdigit() else int(said)
+
+
+@dataclass(frozen=True)
+class Probe:
+    action: Mapping[str, Any]
+    """Holds one of `grpc`, `tcpSocket`, `httpGet`, `exec`."""
+    initial_delay_s: float
+    period_s: float
+    timeout_s: float
+    num_successes: int
+    num_failures: int
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Probe:
+        """With Kubernetes' defaults."""
+        return cls(
+            said,
+            float(said.get("initialDelaySeconds") or 0),
+            float(said.get("periodSeconds") or 10),
+            float(said.get("timeoutSeconds") or 1),
+            int(said.get("successThreshold") or 1),
+            int(said.get("failureThreshold") or 3),
+        )
+
+    def succeeds(self, target: Target) -> bool:
+        if (asked := self.action.get("grpc")) is not None:
+            port = target.port(asked["port"])
+            return _serves_grpc(target.address, port, asked.get("service") or "", self.timeout_s)
+        if (asked := self.action.get("tcpSocket")) is not None:
+            return _listens(asked.get("host") or target.address, target.port(asked["port"]), self)
+        if (asked := self.action.get("httpGet")) is not None:
+            return _answers_http(target, asked, self.timeout_s)
+        if (asked := self.action.get("exec")) is not None:
+            return target.run(tuple(asked["command"]), self.timeout_s) == 0
+        raise AssertionError(f"no API server takes such a probe: {self.action}")
+
+
+def probes_of(container: Mapping[str, Any]) -> dict[ProbeKind, Probe]:
+    found = {kind: container.get(kind.value) for kind in ProbeKind}
+    probes = {kind: Probe.of(said) for kind, said in found.items() if said}
+    if ProbeKind.READINESS not in probes:
+        for port in container.get("ports") or ():
+            if port.get("name") in _GRPC_PORTS:
+                said = {"grpc": {"port": port["containerPort"]}, "periodSeconds": 1}
+                probes[ProbeKind.READINESS] = Probe.of(said)
+                break
+    return probes
+
+
+class _Record:
+    """What one probe has shown so far."""
+
+    def __init__(self, probe: Probe, is_good: bool, started_at: float) -> None:
+        self.probe = probe
+        self.is_good = is_good
+        self.due_at = started_at + probe.initial_delay_s
+        self._is_last_good: bool | None = None
+        self._num_alike = 0
+        self.has_failed = False
+        """Once it has been bad often enough."""
+
+    def take(self, kind: ProbeKind, succeeded: bool, now: float) -> None:
+        self._num_alike = self._num_alike + 1 if succeeded == self._is_last_good else 1
+        self._is_last_good = succeeded
+        enough = self.probe.num_successes if succeeded else self.probe.num_failures
+        if self._num_alike >= enough:
+            self.is_good = succeeded
+            self.has_failed = not succeeded
+        self.due_at = now + self.probe.period_s
+        if kind is ProbeKind.READINESS and not self.is_good:
+            self.due_at = now + min(self.probe.period_s, _UNREADY_PERIOD_S)
+
+
+class Prober:
+    """Own the thread that probes one run of a container."""
+
+    def __init__(
+        self, probes: Mapping[ProbeKind, Probe], target: Target, changed: Callable[[], None]
+    ) -> None:
+        """`changed` is called on the thread when what it shows has changed."""
+        now = time.monotonic()
+        self._target = target
+        self._changed = changed
+        good = {ProbeKind.STARTUP: False, ProbeKind.READINESS: False, ProbeKind.LIVENESS: True}
+        self._records = {kind: _Record(probe, good[kind], now) for kind, probe in probes.items()}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._probe, name="prober", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_started(self) -> bool:
+        return self._is_good(ProbeKind.STARTUP)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_started and self._is_good(ProbeKind.READINESS)
+
+    @property
+    def is_alive(self) -> bool:
+        """False: it is to be killed, and started again."""
+        fatal = (ProbeKind.STARTUP, ProbeKind.LIVENESS)
+        return not any(kind in self._records and self._records[kind].has_failed for kind in fatal)
+
+    def stop(self) -> None:
+        """Does not wait for a probe that is under way; `join` does."""
+        self._stopping.set()
+
+    def join(self) -> None:
+        longest_s = max((r.probe.timeout_s for r in self._records.values()), default=0.0)
+        self._thread.join(longest_s + _STOP_S)
+        assert not self._thread.is_alive(), "a probe does not end"
+
+    def _is_good(self, kind: ProbeKind) -> bool:
+        record = self._records.get(kind)
+        return record is None or record.is_good
+
+    def _probe(self) -> None:
+        while self._records and not self._stopping.is_set():
+            kinds = (ProbeKind.READINESS, ProbeKind.LIVENESS)
+            asked = kinds if self.is_started else (ProbeKind.STARTUP,)
+            records = [(kind, self._records[kind]) for kind in asked if kind in self._records]
+            if not records:
+                return
+            kind, record = min(records, key=lambda pair: pair[1].due_at)
+            wait_s = max(record.due_at - time.monotonic(), _CLOSEST_LOOK_S)
+            if self._stopping.wait(wait_s):
+                return
+            before = (self.is_started, self.is_ready, self.is_alive)
+            record.take(kind, record.probe.succeeds(self._target), time.monotonic())
+            if (self.is_started, self.is_ready, self.is_alive) != before:
+                self._changed()
+
+
+def _serves_grpc(address: str, port: int, service: str, timeout_s: float) -> bool:
+    with grpc.insecure_channel(f"{address}:{port}") as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            answer = stub.Check(request, timeout=timeout_s, wait_for_ready=False)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _listens(address: str, port: int, probe: Probe) -> bool:
+    try:
+        socket.create_connection((address, port), probe.timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def _answers_http(target: Target, asked: Mapping[str, Any], timeout_s: float) -> bool:
+    address = asked.get("host") or target.address
+    connection = http.client.HTTPConnection(address, target.port(asked["port"]), timeout=timeout_s)
+    headers = {each["name"]: each["value"] for each in asked.get("httpHeaders") or ()}
+    try:
+        connection.request("GET", asked.get("path") or "/", headers=headers)
+        return 200 <= connection.getresponse().status < 400
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

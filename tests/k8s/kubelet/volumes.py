@@ -1,0 +1,116 @@
+"""A pod's volumes as folders of this machine, and where a container has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.k8s.kubelet.entry import VolumeMount
+from tests.k8s.kubelet.environment import PodPlace, Values, expanded, selected
+from tests.k8s.kubelet.errors import ContainerError
+
+ServiceToken = Callable[[str, Mapping[str, Any]], str]
+"""A token of the service account of that name, as a `serviceAccountToken` source asks for it."""
+
+
+class Volumes:
+    """Own a pod's volumes. They are removed with the folders that they lie in."""
+
+    def __init__(self, place: PodPlace, folder: Path, memory: Path, claims: Path) -> None:
+        """`folder`: the pod's own; `memory`: in memory; `claims`: of all pods, a folder a claim."""
+        self._place = place
+        self._folder, self._memory, self._claims = folder, memory, claims
+        self._paths: dict[str, Path] = {}
+
+    def make(self, values: Values, token: ServiceToken) -> None:
+        """Raises ContainerError; once more then: what was made stays as it is."""
+        spec = self._place.pod["spec"]
+        group = (spec.get("securityContext") or {}).get("fsGroup")
+        for volume in spec.get("volumes") or ():
+            if volume["name"] not in self._paths:
+                self._paths[volume["name"]] = self._make(volume, values, token, group)
+
+    def mounts_of(
+        self, container: Mapping[str, Any], environment: Mapping[str, str]
+    ) -> tuple[VolumeMount, ...]:
+        """Raises ContainerError."""
+        result = []
+        for mount in container.get("volumeMounts") or ():
+            if mount["name"] not in self._paths:
+                raise ContainerError(f"there is no volume {mount['name']}")
+            source = self._paths[mount["name"]]
+            inside = expanded(mount.get("subPathExpr") or mount.get("subPath") or "", environment)
+            if inside:
+                source /= inside
+                if not source.exists():
+                    source.mkdir(parents=True)
+            read_only = bool(mount.get("readOnly"))
+            result.append(VolumeMount(str(source), mount["mountPath"], read_only))
+        return tuple(result)
+
+    def _make(
+        self, volume: Mapping[str, Any], values: Values, token: ServiceToken, group: int | None
+    ) -> Path:
+        if (host := volume.get("hostPath")) is not None:
+            return _host_path(host)
+        if (claim := volume.get("persistentVolumeClaim")) is not None:
+            path = self._claims / str(claim["claimName"])
+            path.mkdir(parents=True, exist_ok=True)
+            path.chmod(0o777)
+            return path
+        if (empty := volume.get("emptyDir")) is not None:
+            parent = self._memory if empty.get("medium") == "Memory" else self._folder
+            return _made(parent / volume["name"], 0o777, group)
+        path = _made(self._folder / volume["name"], 0o755, group)
+        for name, text in self._files(volume, values, token).items():
+            file = path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+            file.chmod(0o644)
+        return path
+
+    def _files(
+        self, volume: Mapping[str, Any], values: Values, token: ServiceToken
+    ) -> dict[str, str]:
+        """Of a volume, or of a source of a projected one, that is made of texts."""
+        for name, kind, names in (
+            ("configMap", "ConfigMap", "name"),
+            ("secret", "Secret", "secretName"),
+        ):
+            if (source := volume.get(name)) is not None:
+                called = source.get(names) or source.get("name")
+                texts = values(kind, called)
+                if texts is None and not source.get("optional"):
+                    raise ContainerError(f"there is no {kind} {called}")
+                return selected(source.get("items"), texts or {})
+        if (source := volume.get("downwardAPI")) is not None:
+            items = source.get("items") or ()
+            return {i["path"]: self._place.field(i["fieldRef"]["fieldPath"]) for i in items}
+        if (source := volume.get("serviceAccountToken")) is not None:
+            account = self._place.field("spec.serviceAccountName")
+            return {source["path"]: token(account, source)}
+        if (projected := volume.get("projected")) is not None:
+            files: dict[str, str] = {}
+            for source in projected.get("sources") or ():
+                files |= self._files(source, values, token)
+            return files
+        raise ContainerError(f"volume {volume}: this kubelet does not know it")
+
+
+def _host_path(source: Mapping[str, Any]) -> Path:
+    path = Path(source["path"])
+    if not path.exists():
+        if source.get("type") != "DirectoryOrCreate":
+            raise ContainerError(f"hostPath {path} is not there")
+        path.mkdir(parents=True)
+    return path
+
+
+def _made(path: Path, mode: int, group: int | None) -> Path:
+    path.mkdir(parents=True)
+    path.chmod(mode)
+    if group is not None:
+        os.chown(path, 0, group)
+    return path

@@ -1,0 +1,243 @@
+"""Pods of a real API server as processes of this machine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deploy.controller.kube import Kube
+from deploy.controller.objects import Key
+from deploy.controller.resources import CONFIG_MAPS, DEPLOYMENTS, PODS, SECRETS, SERVICES
+from tests.deploy.controller.things import config_map
+from tests.k8s.api_clients import kube_of
+from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.kubelet.kubelet import NODE_NAMES, Kubelet
+from tests.k8s.kubelet.nodes import NODES
+from tests.k8s.kubelet.objects import (
+    container,
+    deployment,
+    env_of,
+    evict,
+    is_unschedulable,
+    name_of,
+    num_restarts,
+    pod,
+    pod_spec,
+    python,
+    secret,
+    service,
+    until,
+    until_ready,
+)
+
+_SERVER = """
+import signal, threading
+from concurrent import futures
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+ending = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: ending.set())
+server = grpc.server(futures.ThreadPoolExecutor(2))
+servicer = health.HealthServicer()
+health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+server.add_insecure_port("0.0.0.0:7100")
+server.start()
+servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+print("serves", flush=True)
+ending.wait()
+print("SIGTERM", flush=True)
+"""
+_ASK = """
+import sys, grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+stub = health_pb2_grpc.HealthStub(grpc.insecure_channel(sys.argv[1]))
+print(stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status)
+"""
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_SLEEPS = ["sleep", "600"]
+_SAYS_PRE_STOP = {"preStop": {"exec": {"command": ["echo", "preStop"]}}}
+
+
+@pytest.fixture
+def kube(control_plane: ControlPlane) -> Kube:
+    return kube_of(control_plane)
+
+
+def logged(tmp_path: Path, pod_name: str, run: str) -> str:
+    return (tmp_path / "container-logs" / pod_name / f"{run}.log").read_text()
+
+
+def test_pods_of_a_deployment_serve_on_one_port_by_their_services_name_and_end_in_order(
+    kubelet: Kubelet, kube: Kube, namespace: str, tmp_path: Path
+) -> None:
+    server = container(
+        "server",
+        python(_SERVER),
+        ports=[{"name": "grpc", "containerPort": 7100}],
+        lifecycle=_SAYS_PRE_STOP,
+    )
+    kube.create(DEPLOYMENTS, deployment(namespace, "web", 2, pod_spec(server)))
+    kube.create(SERVICES, service(namespace, "web", 7100))
+    pods = until_ready(kubelet, "app=web", 2)
+
+    addresses = {each["status"]["podIP"] for each in pods}
+    assert len(addresses) == 2
+    for address in addresses:
+        with grpc.insecure_channel(f"{address}:7100") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            assert stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status == _SERVING
+    asker = kubelet.container(name_of(pods[0]))
+    said = asker.output_of(*python(_ASK, f"web.{namespace}.svc:7100"))
+    assert said == f"{_SERVING}\n"
+
+    kube.delete(DEPLOYMENTS, Key(namespace, "web"))
+    until(lambda: not kubelet.pods("app=web"), "the Deployment's pods have ended")
+    for each in pods:
+        assert logged(tmp_path, name_of(each), "server-0") == "serves\npreStop\nSIGTERM\n"
+
+
+def test_a_container_that_crashes_is_started_again_and_its_pod_says_so(
+    kubelet: Kubelet, kube: Kube, namespace: str
+) -> None:
+    crashes = container(
+        "crashes", ["sh", "-c", "test -e /data/seen || { touch /data/seen; exit 3; }; sleep 600"]
+    )
+    crashes["volumeMounts"] = [{"name": "data", "mountPath": "/data"}]
+    spec = pod_spec(crashes, volumes=[{"name": "data", "emptyDir": {}}])
+    kube.create(PODS, pod(namespace, "twice", spec))
+    (made,) = until_ready(kubelet, "app=twice")
+    (status,) = made["status"]["containerStatuses"]
+    assert status["restartCount"] == 1
+    assert status["lastState"]["terminated"]["exitCode"] == 3
+    assert "running" in status["state"]
+
+
+_LOOKS_AROUND = """
+id -u; id -G
+echo '$(POD)' $NODE $LEVEL $TOKEN '$$(POD)' '$(UNKNOWN)'
+cat /etc/baton/cluster.yaml
+touch /etc/baton/new || echo "it cannot write there"
+touch /data/mine /tmp/mine; ls /tmp
+python -c "import socket, cluster; print(socket.gethostname())"
+exec sleep 600
+"""
+
+
+def test_a_container_has_its_user_its_volumes_its_environment_and_files_of_its_own(
+    kubelet: Kubelet, kube: Kube, namespace: str, tmp_path: Path
+) -> None:
+    settings = {"cluster.yaml": "model: demo\n", "level": "7"}
+    kube.create(CONFIG_MAPS, config_map(Key(namespace, "settings"), settings))
+    kube.create(SECRETS, secret(namespace, "token", {"auth_token": "s3cret"}))
+    looks = container(
+        "looks",
+        ["sh", "-c", _LOOKS_AROUND],
+        env=[
+            {"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+            {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+            env_of("LEVEL", "configMapKeyRef", "settings", "level"),
+            env_of("TOKEN", "secretKeyRef", "token", "auth_token"),
+        ],
+        volumeMounts=[
+            {"name": "settings", "mountPath": "/etc/baton", "readOnly": True},
+            {"name": "data", "mountPath": "/data"},
+        ],
+        readinessProbe={"exec": {"command": ["test", "-e", "/tmp/mine"]}},
+    )
+    spec = pod_spec(
+        looks,
+        volumes=[
+            {"name": "settings", "configMap": {"name": "settings"}},
+            {"name": "data", "emptyDir": {"medium": "Memory"}},
+        ],
+        securityContext={"runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 2000},
+    )
+    kube.create(PODS, pod(namespace, "looker", spec))
+    until_ready(kubelet, "app=looker")
+    until(lambda: logged(tmp_path, "looker", "looks-0").endswith("looker\n"), "it has looked")
+    lines = logged(tmp_path, "looker", "looks-0").splitlines()
+    assert lines[:2] == ["1000", "1000 2000"]
+    assert lines[2].split()[0] == "looker"
+    assert lines[2].split()[1] in NODE_NAMES
+    assert lines[2].split()[2:] == ["7", "s3cret", "$(POD)", "$(UNKNOWN)"]
+    assert lines[3] == "model: demo"
+    assert lines[5:] == ["it cannot write there", "mine", "looker"]
+    assert not Path("/tmp/mine").exists()
+
+
+def test_a_pod_asks_the_api_server_with_its_own_accounts_token(
+    kubelet: Kubelet, kube: Kube, namespace: str, tmp_path: Path
+) -> None:
+    program = """
+from deploy.controller.connection import Connection
+from deploy.controller.errors import ForbiddenError
+from deploy.controller.kube import Kube
+from deploy.controller.objects import Selection
+from deploy.controller.resources import PODS
+try:
+    Kube(Connection.in_cluster(), "pod").list(PODS, Selection("default"))
+except ForbiddenError as error:
+    print(error.message)
+"""
+    spec = pod_spec(container("asks", python(program)), restartPolicy="Never")
+    kube.create(PODS, pod(namespace, "asker", spec))
+    key = Key(namespace, "asker")
+    until(lambda: kube.get(PODS, key)["status"].get("phase") == "Succeeded", "it has asked")
+    said = logged(tmp_path, "asker", "asks-0")
+    assert f"system:serviceaccount:{namespace}:default" in said
+
+
+def test_a_container_that_hangs_is_killed_by_its_liveness_probe_and_started_again(
+    kubelet: Kubelet, kube: Kube, namespace: str
+) -> None:
+    alive = {"exec": {"command": ["test", "-e", "/tmp/alive"]}, "periodSeconds": 1}
+    starts = container(
+        "hangs",
+        ["sh", "-c", "test -e /data/seen && touch /tmp/alive; touch /data/seen; exec sleep 600"],
+        volumeMounts=[{"name": "data", "mountPath": "/data"}],
+        livenessProbe=alive | {"failureThreshold": 2},
+    )
+    data = {"name": "data", "emptyDir": {}}
+    kube.create(PODS, pod(namespace, "hung", pod_spec(starts, volumes=[data], grace_s=1)))
+    until(lambda: num_restarts(kubelet, "app=hung") == 1, "it was started again")
+    assert kubelet.container("hung").output_of("ls", "/tmp") == "alive\n"
+
+
+def test_cordoned_nodes_get_nothing_and_an_evicted_pod_runs_its_pre_stop(
+    kubelet: Kubelet, kube: Kube, control_plane: ControlPlane, namespace: str, tmp_path: Path
+) -> None:
+    node_a, node_b = (Key("", name) for name in NODE_NAMES)
+    sleeps = container("sleeps", _SLEEPS, lifecycle=_SAYS_PRE_STOP)
+    kube.merge_patch(NODES, node_a, {"spec": {"unschedulable": True}})
+    kube.create(DEPLOYMENTS, deployment(namespace, "pair", 2, pod_spec(sleeps)))
+    pods = until_ready(kubelet, "app=pair", 2)
+    assert {each["spec"]["nodeName"] for each in pods} == {node_b.name}
+
+    kube.merge_patch(NODES, node_b, {"spec": {"unschedulable": True}})
+    evict(control_plane, namespace, name_of(pods[0]))
+    until(lambda: name_of(pods[0]) not in map(name_of, kubelet.pods("app=pair")), "it has gone")
+    assert logged(tmp_path, name_of(pods[0]), "sleeps-0") == "preStop\n"
+    until(lambda: any(map(is_unschedulable, kubelet.pods("app=pair"))), "its successor waits")
+
+    kube.merge_patch(NODES, node_a, {"spec": {"unschedulable": None}})
+    pods = until_ready(kubelet, "app=pair", 2)
+    assert {each["spec"]["nodeName"] for each in pods} == {node_a.name, node_b.name}
+
+
+@pytest.mark.full
+def test_what_outlives_its_grace_is_killed_whole(
+    kubelet: Kubelet, kube: Kube, control_plane: ControlPlane, namespace: str
+) -> None:
+    stubborn = "trap : TERM; sleep 601 & sleep 602 & while :; do wait; done"
+    kube.create(PODS, pod(namespace, "stubborn", pod_spec(container("c", ["sh", "-c", stubborn]))))
+    until_ready(kubelet, "app=stubborn")
+    started_at = time.monotonic()
+    delete = ("delete", "pod", "stubborn", "--grace-period=3", "--wait=false")
+    control_plane.kubectl("--namespace", namespace, *delete)
+    until(lambda: not kubelet.pods("app=stubborn"), "it has gone")
+    assert time.monotonic() - started_at >= 3
