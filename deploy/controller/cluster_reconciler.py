@@ -16,21 +16,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 from baton.config import ClusterConfig
 from baton.errors import BatonError, ConfigError
-from deploy.api.naming import API_VERSION, GROUP
+from deploy.api.naming import GROUP
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.caches import Caches
 from deploy.controller.cluster_status import cluster_status, cluster_verdicts
 from deploy.controller.conditions import DEGRADED, PROGRESSING, Verdict, conditions
-from deploy.controller.errors import AlreadyExistsError, NotFoundError
+from deploy.controller.errors import AlreadyExistsError, KubeError, NotFoundError
 from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.group_size import group_size
 from deploy.controller.kube import Kube
@@ -61,6 +62,7 @@ log = logging.getLogger(__name__)
 
 FINALIZER = f"{GROUP}/drain"
 _LOOK_AGAIN_S = 5.0
+_GRPC_PROBES_SINCE = (1, 24)
 
 
 def utc_now() -> str:
@@ -93,41 +95,67 @@ class ClusterReconciler:
             self._keep_finalizer(SERVING_CLUSTERS, obj)
             pools = self._pools(obj, owner, spec)
             view = ClusterView(key, obj, owner, spec, pools, self._fleets.fleet(key))
+            if view.is_going and not pools:
+                self._let_go(view)
+                return None
             config = cluster_config(owner, spec, view.pool_specs)
         except (ConfigError, ValueError) as error:
             self._tell_invalid(obj, str(error))
             return None
         return self._bring_nearer(view, config)
 
+    def _let_go(self, view: ClusterView) -> None:
+        """Its pools have drained: what else belongs to it goes with it."""
+        self._fleets.forget(view.key)
+        self._drop_finalizer(SERVING_CLUSTERS, view.obj)
+
     def _bring_nearer(self, view: ClusterView, config: ClusterConfig) -> float | None:
-        if view.is_going and all(_is_empty(pool) for pool in view.pools.values()):
-            self._fleets.forget(view.key)
-            self._release_pools(view)
-            self._drop_finalizer(SERVING_CLUSTERS, view.obj)
-            return None
-        self._apply(CONFIG_MAPS, config_map(view.owner, config))
-        context = PodContext(view.owner, view.spec, self._release, _hash_of(config))
-        self._apply_ray(view, context)
-        self._tell_sizes(view)
-        self._apply(DEPLOYMENTS, router_deployment(context))
-        self._apply(SERVICES, router_service(view.owner, view.spec.router))
-        self._release_pools(view)
-        self._tell_status(view, context.config_hash)
+        context = PodContext(
+            view.owner, view.spec, self._release, _hash_of(config), self._has_grpc_probes
+        )
+        failed = self._each(
+            lambda: self._apply(CONFIG_MAPS, config_map(view.owner, config)),
+            lambda: self._apply_ray(view, context),
+            lambda: self._tell_sizes(view),
+            lambda: self._apply(DEPLOYMENTS, router_deployment(context)),
+            lambda: self._apply(SERVICES, router_service(view.owner, view.spec.router)),
+            lambda: self._release_pools(view),
+        )
+        self._tell_status(view, context.config_hash, failed)
+        if failed:
+            raise failed[0]
         return _LOOK_AGAIN_S
+
+    @functools.cached_property
+    def _has_grpc_probes(self) -> bool:
+        return self._kube.version() >= _GRPC_PROBES_SINCE
+
+    @staticmethod
+    def _each(*parts: Callable[[], None]) -> list[KubeError]:
+        """What failed: a part that the API server refuses keeps no other from being done."""
+        failed = []
+        for part in parts:
+            try:
+                part()
+            except KubeError as error:
+                failed.append(error)
+        return failed
 
     # --- pools ------------------------------------------------------------------------------------
 
     def _pools(self, obj: Object, owner: Owner, spec: ServingClusterSpec) -> dict[str, PoolView]:
-        """Have a WorkerPool for each pool of the spec; those that it names no more are deleted."""
+        """Have a WorkerPool for each pool of the spec; others are deleted: all of them, where the
+        cluster itself is."""
         key = key_of(obj)
         seen = {
             pool["spec"].get("pool"): pool
             for pool in self._caches.of_cluster(self._caches.pools, key)
         }
-        for name, template in obj["spec"]["pools"].items():
+        wanted_pools = {} if "deletionTimestamp" in obj["metadata"] else obj["spec"]["pools"]
+        for name, template in wanted_pools.items():
             wanted = worker_pool(owner, name, template, FINALIZER)
             seen[name] = self._keep_pool(wanted, spec.pools[name].initial_replicas)
-        for name in seen.keys() - spec.pools.keys():
+        for name in seen.keys() - wanted_pools.keys():
             if "deletionTimestamp" not in seen[name]["metadata"]:
                 self._kube.delete(WORKER_POOLS, key_of(seen[name]))
         fleet = self._fleets.fleet(key)
@@ -193,7 +221,9 @@ class ClusterReconciler:
 
     # --- status -----------------------------------------------------------------------------------
 
-    def _tell_status(self, view: ClusterView, config_hash: str) -> None:
+    def _tell_status(
+        self, view: ClusterView, config_hash: str, failed: Sequence[KubeError]
+    ) -> None:
         for pool in view.pools.values():
             status = pool_status(pool.spec, pool.pods, pool.fleet, config_hash)
             self._tell(WORKER_POOLS, pool.obj, status, pool_verdicts(pool.spec, pool.fleet))
@@ -202,7 +232,7 @@ class ClusterReconciler:
             SERVING_CLUSTERS,
             view.obj,
             cluster_status(view, config_hash),
-            cluster_verdicts(view, deployment),
+            cluster_verdicts(view, deployment, [str(error) for error in failed]),
         )
 
     def _tell_invalid(self, obj: Object, problem: str) -> None:
@@ -216,7 +246,7 @@ class ClusterReconciler:
     def _tell(
         self, resource: Resource, obj: Object, status: Manifest, verdicts: list[Verdict]
     ) -> None:
-        """Unless it says so already."""
+        """Unless it says so already; None takes a field away. Nobody else writes a status."""
         told = status | {
             "observedGeneration": obj["metadata"].get("generation", 0),
             "conditions": conditions(verdicts, obj, self._now()),
@@ -224,12 +254,13 @@ class ClusterReconciler:
         before = obj.get("status", {})
         if all(before.get(name) == value for name, value in told.items()):
             return
-        self._apply(resource, _named(obj) | {"status": told}, "status")
+        with contextlib.suppress(NotFoundError):  # it was deleted just now
+            self._kube.merge_patch(resource, key_of(obj), {"status": told}, "status")
 
     # --- objects ----------------------------------------------------------------------------------
 
-    def _apply(self, resource: Resource, obj: Manifest, subresource: str | None = None) -> None:
-        self._kube.apply(resource, obj, force=True, subresource=subresource)
+    def _apply(self, resource: Resource, obj: Manifest) -> None:
+        self._kube.apply(resource, obj, force=True)
 
     def _keep_finalizer(self, resource: Resource, obj: Object) -> None:
         metadata = obj["metadata"]
@@ -254,15 +285,6 @@ class ClusterReconciler:
 def _is_empty(pool: PoolView) -> bool:
     """No worker and no pod is left of it."""
     return not pool.pods and not (pool.fleet is not None and pool.fleet.places)
-
-
-def _named(obj: Object) -> Manifest:
-    metadata: Mapping[str, str] = obj["metadata"]
-    return {
-        "apiVersion": API_VERSION,
-        "kind": obj["kind"],
-        "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
-    }
 
 
 def _hash_of(config: ClusterConfig) -> str:

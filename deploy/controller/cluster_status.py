@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
 from deploy.controller.manifests.common import ROUTER_PORT, Object
 from deploy.controller.objects import Object as Seen
@@ -24,9 +26,12 @@ def num_live(pool: PoolView) -> int:
     return sum(place.state is PlaceState.LIVE for place in places)
 
 
-def cluster_verdicts(view: ClusterView, routers: Seen | None) -> list[Verdict]:
+def cluster_verdicts(
+    view: ClusterView, routers: Seen | None, refused: Sequence[str]
+) -> list[Verdict]:
     """Available: a prompt would be answered; Progressing: something is still to become as wanted;
-    Degraded: something has failed. `routers`: their Deployment."""
+    Degraded: something has failed. `routers`: their Deployment; `refused`: what the API server did
+    not take."""
     num_ready = 0 if routers is None else routers.get("status", {}).get("readyReplicas", 0)
     missing = _missing(view, num_ready)
     errors = [f"{name}: {p.fleet.last_error}" for name, p in view.pools.items()
@@ -36,10 +41,22 @@ def cluster_verdicts(view: ClusterView, routers: Seen | None) -> list[Verdict]:
     if num_ready < view.spec.router.replicas:
         late.append(f"routers {num_ready}/{view.spec.router.replicas}")
     return [
-        Verdict(AVAILABLE, not missing, "Missing" if missing else "Serving", missing),
-        Verdict(PROGRESSING, bool(late), "Changing" if late else "AsWanted", ", ".join(late)),
-        Verdict(DEGRADED, bool(errors), "StartFailed" if errors else "Sound", "; ".join(errors)),
+        Verdict(AVAILABLE, False, "Missing", missing)
+        if missing
+        else Verdict(AVAILABLE, True, "Serving", "requests are served"),
+        Verdict(PROGRESSING, True, "Changing", ", ".join(late))
+        if late
+        else Verdict(PROGRESSING, False, "AsWanted", "all workers and routers are there"),
+        _degraded(refused, errors),
     ]
+
+
+def _degraded(refused: Sequence[str], errors: Sequence[str]) -> Verdict:
+    if refused:
+        return Verdict(DEGRADED, True, "Refused", "; ".join(refused))
+    if errors:
+        return Verdict(DEGRADED, True, "StartFailed", "; ".join(errors))
+    return Verdict(DEGRADED, False, "Sound", "nothing has failed")
 
 
 def _missing(view: ClusterView, num_routers_ready: int) -> str:

@@ -19,7 +19,7 @@ class Verdict:
     is_true: bool
     reason: str
     """One CamelCase word, for programs."""
-    message: str = ""
+    message: str
     """For people."""
 
 

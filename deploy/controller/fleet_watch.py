@@ -136,7 +136,8 @@ class FleetWatch:
         except DeadlineError:
             return speaks
         except BatonError as error:
-            log.info("%s: the supervisor at %s: %s", cluster, followed.address, error)
+            if followed.fleet is not None:
+                log.warning("%s: the supervisor is lost: %s", cluster, error)
         except ValueError:  # gRPC's word for a channel that was closed
             if not followed.stopping.is_set():
                 raise

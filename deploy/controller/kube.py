@@ -7,6 +7,7 @@ Nothing is tried again here: whoever calls reconciles levels, and comes back.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -83,6 +84,11 @@ class Kube:
 
     def get(self, resource: Resource, key: Key, subresource: str | None = None) -> dict[str, Any]:
         return self._answer(Call("GET", resource.path_of(key, subresource)))
+
+    def version(self) -> tuple[int, int]:
+        """The API server's, such as (1, 31)."""
+        told = self._answer(Call("GET", "/version"))
+        return int(told["major"]), int(re.match(r"\d+", told["minor"])[0])  # type: ignore[index]
 
     def list(self, resource: Resource, selection: Selection = EVERYTHING) -> Listing:
         """As etcd has it now, never an older state out of a cache. In pages; where they expire on

@@ -13,7 +13,7 @@ from deploy.controller.observed import FleetPool, Place, PlaceState, Pod
 def pool_status(
     spec: WorkerPoolSpec, pods: Sequence[Pod], pool: FleetPool | None, config_hash: str
 ) -> Object:
-    """Without conditions; `pool`: None while the supervisor is silent."""
+    """Without conditions, None for what is not known; no `pool` while the supervisor is silent."""
     places = pool.places if pool is not None else ()
     ready = [place for place in places if place.state is PlaceState.LIVE]
     draining = [place for place in places if place.state is PlaceState.DRAINING]
@@ -27,12 +27,14 @@ def pool_status(
         "selector": f"{CLUSTER_LABEL}={spec.cluster},{POOL_LABEL}={spec.pool}",
         "queue": sum(place.num_waiting for place in places),
         "kvUsePercent": round(100 * max((place.kv_use for place in ready), default=0.0)),
-        "lastError": pool.last_error if pool is not None else "",
-    } | ({"itlSeconds": round(max(steps), 4)} if steps else {})
+        "lastError": (pool.last_error or None) if pool is not None else None,
+        "itlSeconds": round(max(steps), 4) if steps else None,
+    }
 
 
 def _draining(place: Place) -> Object:
-    return {"worker": place.worker_id, "pod": place.pod, "numRunning": place.num_running}
+    where = {"pod": place.pod} if place.pod else {}
+    return {"worker": place.worker_id, "numRunning": place.num_running} | where
 
 
 def pool_verdicts(spec: WorkerPoolSpec, pool: FleetPool | None) -> list[Verdict]:
@@ -53,7 +55,7 @@ def pool_verdicts(spec: WorkerPoolSpec, pool: FleetPool | None) -> list[Verdict]
         _progressing(spec, num_live, num_draining, told),
         Verdict(DEGRADED, bool(pool.last_error), "StartFailed", pool.last_error)
         if pool.last_error
-        else Verdict(DEGRADED, False, "Sound"),
+        else Verdict(DEGRADED, False, "Sound", "nothing has failed"),
     ]
 
 

@@ -15,6 +15,7 @@ from tests.k8s.control_plane.plane import ControlPlane, control_plane_of
 from tests.k8s.kubelet.errors import NotPossibleError
 from tests.k8s.kubelet.fixtures import kubelet as kubelet
 from tests.k8s.kubelet.possible import check_possible
+from tests.k8s.ray_cluster_crd import ray_cluster_crd
 
 _ACCOUNT_TIMEOUT_S = 20.0
 _POLL_S = 0.05
@@ -73,3 +74,11 @@ def crds(control_plane: ControlPlane) -> None:
         control_plane.kubectl("apply", "--validate=false", "-f", path)
         name = f"crd/{path.stem}"
         control_plane.kubectl("wait", "--for=condition=Established", name, "--timeout=20s")
+
+
+@pytest.fixture(scope="session")
+def ray_clusters(control_plane: ControlPlane) -> None:
+    """KubeRay's resource, served; nobody turns one into pods."""
+    control_plane.apply(ray_cluster_crd())
+    name = "crd/rayclusters.ray.io"
+    control_plane.kubectl("wait", "--for=condition=Established", name, "--timeout=20s")

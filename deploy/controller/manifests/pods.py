@@ -46,6 +46,12 @@ class PodContext:
     spec: ServingClusterSpec
     release: Release
     config_hash: str
+    has_grpc_probes: bool = True
+    """Whether the API server knows them: since 1.24."""
+
+    def probe(self, port: int) -> Object:
+        """Whether what listens there serves; where that cannot be asked, whether it listens."""
+        return {"grpc" if self.has_grpc_probes else "tcpSocket": {"port": port}}
 
     @property
     def image(self) -> str:
@@ -64,7 +70,7 @@ def head_template(context: PodContext) -> Object:
             _port("gcs-server", RAY_PORT),
             _port("control", CONTROL_PORT),
         ],
-        "readinessProbe": {"grpc": {"port": CONTROL_PORT}, "periodSeconds": 5},
+        "readinessProbe": context.probe(CONTROL_PORT) | {"periodSeconds": 5},
         "resources": {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "8Gi"}},
     }
     own = _template(context, "head", container, grace_s=GRACE_MARGIN_S)

@@ -47,7 +47,7 @@ def router_deployment(context: PodContext) -> Object:
 
 def _router_pod(context: PodContext) -> Object:
     owner, spec = context.owner, context.spec
-    probe = {"grpc": {"port": ROUTER_PORT}}
+    probe = context.probe(ROUTER_PORT)
     container = {
         "name": "router",
         "image": spec.images.router or context.release.router_image,
@@ -93,6 +93,7 @@ def router_service(owner: Owner, router: RouterSpec) -> Object:
                     "name": "grpc",
                     "port": ROUTER_PORT,
                     "targetPort": "grpc",
+                    "protocol": "TCP",
                     "appProtocol": "kubernetes.io/h2c",
                 }
             ],

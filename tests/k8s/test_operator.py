@@ -1,0 +1,149 @@
+"""The operator on a real API server, where nothing runs the pods: what it writes, and what it does
+not touch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.controller.cluster_reconciler import FINALIZER
+from tests.k8s.control_plane.errors import CommandError
+from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.operating import Operator, condition, eventually, operator_of
+from tests.k8s.test_crds import cluster
+
+pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
+
+
+@pytest.fixture
+def operator(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Operator]:
+    with operator_of(control_plane, namespace, tmp_path) as running:
+        yield running
+
+
+class Seen:
+    """What is in one namespace."""
+
+    def __init__(self, control_plane: ControlPlane, namespace: str) -> None:
+        self._control_plane, self._namespace = control_plane, namespace
+
+    def __call__(self, what: str) -> dict[str, Any] | None:
+        """`kind/name`; None: there is none."""
+        try:
+            found: dict[str, Any] = self._control_plane.read(what, "-n", self._namespace)
+        except CommandError as error:
+            if "NotFound" in str(error):
+                return None
+            raise
+        return found
+
+    def soon(self, what: str) -> dict[str, Any]:
+        found: dict[str, Any] = eventually(lambda: self(what), what)
+        return found
+
+
+@pytest.fixture
+def seen(control_plane: ControlPlane, namespace: str) -> Seen:
+    return Seen(control_plane, namespace)
+
+
+def test_a_cluster_gets_its_pools_its_ray_cluster_and_its_routers(
+    control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen
+) -> None:
+    control_plane.apply(cluster(namespace, pools={
+        "prefill": {"role": "prefill"},
+        "decode": {"role": "decode", "initialReplicas": 3},
+    }))  # fmt: skip
+    groups = seen.soon("rayclusters.ray.io/main")["spec"]["workerGroupSpecs"]
+    assert {g["groupName"]: g["replicas"] for g in groups} == {"prefill": 1, "decode": 3}
+    assert seen.soon("deployment/main-router")["spec"]["replicas"] == 2
+    assert seen.soon("service/main-router")
+    pool = seen.soon("wp/main-decode")
+    assert pool["spec"]["replicas"] == 3
+    (owner,) = pool["metadata"]["ownerReferences"]
+    assert owner["kind"] == "ServingCluster"
+    told = eventually(
+        lambda: condition(seen.soon("servingcluster/main"), "Available"), "a condition"
+    )
+    assert (told["status"], told["message"]) == ("False", "the supervisor does not answer")
+
+
+@pytest.mark.full
+def test_a_pools_size_is_whoever_scales_its_and_never_the_operators(
+    control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen
+) -> None:
+    control_plane.apply(cluster(namespace))
+    seen.soon("wp/main-decode")
+    control_plane.kubectl("-n", namespace, "scale", "wp/main-decode", "--replicas=4")
+
+    def size() -> bool:
+        ray = seen.soon("rayclusters.ray.io/main")
+        groups = {g["groupName"]: g["replicas"] for g in ray["spec"]["workerGroupSpecs"]}
+        return groups["decode"] == 4
+
+    eventually(size, "four decode pods are asked for")
+    changed = cluster(namespace, logLevel="debug")
+    control_plane.apply(changed)
+    config = lambda: seen.soon("configmap/main-config")["data"]["cluster.yaml"]  # noqa: E731
+    eventually(lambda: "log_level: debug" in config(), "the change is taken over")
+    pool = seen.soon("wp/main-decode")
+    assert pool["spec"]["replicas"] == 4
+    managers = [m for m in pool["metadata"]["managedFields"] if m["operation"] == "Apply"]
+    assert managers
+    assert all("f:replicas" not in m["fieldsV1"].get("f:spec", {}) for m in managers)
+
+
+def test_a_bad_cluster_is_told_so_and_another_one_is_served_all_the_same(
+    control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen
+) -> None:
+    bad = cluster(namespace, pools={"prefill": {"role": "prefill"}})
+    bad["metadata"]["name"] = "bad"
+    control_plane.apply(bad, cluster(namespace))
+    told = eventually(
+        lambda: condition(seen.soon("servingcluster/bad"), "Degraded"), "the bad one is told"
+    )
+    assert told["reason"] == "InvalidSpec"
+    assert "spec.pools: need at least one of role decode or mixed" in told["message"]
+    assert seen.soon("rayclusters.ray.io/main")
+    assert seen("rayclusters.ray.io/bad") is None
+
+
+@pytest.mark.full
+def test_a_deleted_cluster_goes_with_all_it_had(
+    control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen
+) -> None:
+    control_plane.apply(cluster(namespace))
+    seen.soon("service/main-router")
+    assert FINALIZER in seen.soon("wp/main-decode")["metadata"]["finalizers"]
+    control_plane.kubectl("-n", namespace, "delete", "servingcluster/main", "--wait=false")
+    eventually(lambda: seen("servingcluster/main") is None, "the cluster is gone")
+    eventually(lambda: seen("wp/main-decode") is None, "its pools are gone")
+
+
+@pytest.mark.full
+def test_a_pool_that_the_spec_names_no_more_is_deleted(
+    control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen
+) -> None:
+    pools = {"decode": {"role": "decode"}, "more": {"role": "decode"}}
+    control_plane.apply(cluster(namespace, pools=pools))
+    seen.soon("wp/main-more")
+    del pools["more"]
+    control_plane.apply(cluster(namespace, pools=pools))
+    eventually(lambda: seen("wp/main-more") is None, "the pool is gone")
+    assert seen("wp/main-decode")
+
+
+@pytest.mark.full
+def test_a_killed_operators_successor_goes_on(
+    control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen, tmp_path: Path
+) -> None:
+    control_plane.apply(cluster(namespace))
+    seen.soon("wp/main-decode")
+    operator.kill()
+    control_plane.kubectl("-n", namespace, "scale", "wp/main-decode", "--replicas=2")
+    with operator_of(control_plane, namespace, tmp_path):
+        groups = lambda: seen.soon("rayclusters.ray.io/main")["spec"]["workerGroupSpecs"]  # noqa: E731
+        eventually(lambda: groups()[0]["replicas"] == 2, "the next one scales", timeout_s=60)
