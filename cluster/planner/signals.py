@@ -93,7 +93,7 @@ class PoolSignals:
     else says it: then the planner goes by it, and the other pools neither stop nor start for it."""
     min_replicas: int = 0
     num_pending: int = 0
-    """Replicas that have no machine yet: pods that are Pending; places that wait for room."""
+    """Replicas without a machine yet: `PoolStatus.pending_replicas`, and pods that are Pending."""
     workers: tuple[WorkerSignals, ...] = ()
     role_plan: RolePlan = RolePlan()
     """The roles in force, of a mixed pool."""

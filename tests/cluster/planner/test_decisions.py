@@ -157,6 +157,16 @@ def test_a_rate_stays_known_while_no_worker_can_tell_it() -> None:
     assert f"at {RATE:,.0f} tokens/s" in planning.reason("prefill")
 
 
+def test_the_figures_of_a_moment_are_learned_from_once() -> None:
+    planning = Planning()
+    for now_s, itl_s in ((0.0, 0.02), (5.0, 0.04)):
+        decode = decode_pool(now_s, 1, streams=20, fill=0.2, itl_s=itl_s)
+        planning.see(moment(now_s, router(now_s), prefill_pool(now_s, 1), decode))
+    learned = planning.state
+    planning.see(moment(5.0, router(5.0), prefill_pool(5.0, 1), decode))
+    assert planning.state == learned
+
+
 # --- shrinking -----------------------------------------------------------------------------------
 
 
@@ -168,6 +178,17 @@ def test_nothing_shrinks_before_a_stable_window_is_known() -> None:
     assert "known for 295 s of 300 s" in planning.reason("decode")
     quiet(planning, pools, STABLE_S)
     assert planning.desired("decode") == 2
+
+
+def test_a_pool_shrinks_once_at_a_time_also_without_a_hold() -> None:
+    planning = Planning(PlannerConfig(scale_in_hold_s=0.0))
+    pools = prefill_pool(0.0, 1), decode_pool(0.0, 4)
+    quiet(planning, pools, STABLE_S)
+    assert planning.desired("decode") == 3
+    applied = replace(decode_pool(STABLE_S, 4), desired_replicas=3)
+    for now_s, desired in ((STABLE_S, 3), (STABLE_S + 1.0, 2)):
+        planning.see(moment(now_s, router(now_s), prefill_pool(now_s, 1), applied))
+        assert planning.desired("decode") == desired
 
 
 def test_a_gap_in_what_is_known_begins_the_stable_window_anew() -> None:

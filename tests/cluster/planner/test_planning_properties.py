@@ -22,6 +22,7 @@ from cluster.planner.signals import (
     WorkerSignals,
 )
 from cluster.planner.state import PlannerState
+from tests.cluster.planner.moments import decode_pool, prefill_pool, router
 
 NOW_S = 1_000.0
 MAX_REPLICAS = 12
@@ -210,11 +211,12 @@ def test_the_ratio_is_kept_wherever_the_pools_bounds_allow_it(
 
 
 @MANY
-@given(MOMENTS, CONFIGS)
+@given(PAIRS, PAIRS, CONFIGS)
 def test_the_same_signals_twice_change_nothing_the_second_time(
-    signals: Signals, config: PlannerConfig
+    before: Signals, signals: Signals, config: PlannerConfig
 ) -> None:
-    state, first = planned(signals, config)
+    state, _ = planned(shifted(before, -5.0), config)
+    state, first = decide(state, signals, config)
     again_state, again = decide(state, signals, config)
     assert again == first
     assert again_state == state
@@ -317,3 +319,30 @@ def test_what_a_worker_told_too_long_ago_changes_nothing(
 
     told = planned(with_old(made_worker(random.Random(seed))), config)[1]
     assert told == planned(with_old(WorkerSignals("worker")), config)[1]
+
+
+@settings(max_examples=15, deadline=None)
+@given(SEEDS)
+def test_no_pool_shrinks_within_a_stable_window_after_it_grew(seed: int) -> None:
+    """Whatever the load does; what is planned comes true at once."""
+    rng = random.Random(seed)
+    config = PlannerConfig(stable_window_s=60.0, scale_in_hold_s=0.0, max_step_in=20)
+    state, sizes, grew_at_s = PlannerState(), {"prefill": 1, "decode": 1}, dict[str, float]()
+    level = 0.0
+    for now_s in range(0, 600, 5):
+        level = rng.choice([level, level, level, rng.uniform(0, 8)])
+        load = level * rng.uniform(0.7, 1.3)
+        seen = router(float(now_s), tokens_per_s=1_000 * load)
+        fill = min(load, sizes["decode"])
+        pools = (
+            prefill_pool(float(now_s), sizes["prefill"]),
+            decode_pool(float(now_s), sizes["decode"], streams=round(20 * fill), fill=fill),
+        )
+        state, plan = decide(state, Signals(float(now_s), pools, (seen,)), config)
+        for name, former in sizes.items():
+            size = plan.pools[name].desired_replicas
+            if size > former:
+                grew_at_s[name] = now_s
+            elif size < former:
+                assert now_s - grew_at_s[name] >= config.stable_window_s
+            sizes[name] = size
