@@ -8,7 +8,9 @@ any thread; a runner on a CPU calls `wanted` before each step.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container: microseconds in each period, and that
 _wanted: int | None = None
 
 
@@ -23,5 +25,10 @@ def wanted() -> int | None:
 
 
 def share(num_ranks: int) -> int:
-    """Threads for each of `num_ranks` that divide the cores that this process may run on."""
-    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    """Threads for each of `num_ranks` that divide the cores of this process: those that it may run
+    on, or as many as its container's quota comes to where that is less."""
+    num_cores = len(os.sched_getaffinity(0))
+    quota, period = _QUOTA.read_text().split() if _QUOTA.exists() else ("max", "")
+    if quota != "max":
+        num_cores = min(num_cores, int(quota) // int(period))
+    return max(1, num_cores // num_ranks)
