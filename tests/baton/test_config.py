@@ -88,6 +88,11 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
             {"pools": {"a": {"role": "decode"}}, "router": {"local_prefill": "never"}},
             "router.local_prefill: must not be never without a pool of role prefill or mixed",
         ),
+        (
+            {"runs_on": "pods", "control": {"host": "0.0.0.0"}},
+            "control.announced_host: is needed where runs_on is pods and control.host is 0.0.0.0",
+        ),
+        ({"control": {"announced_host": ""}}, "control.announced_host: must not be empty"),
         ([1], "cluster.yaml: a mapping is expected, not [1]"),
         ({"model": ""}, "model: must not be empty"),
     ],

@@ -91,6 +91,13 @@ def test_a_cluster_on_more_gpus_than_the_machine_has_is_refused_before_anything_
     assert wait_until_gone(descendants() - before, 5.0) == set()
 
 
+def test_a_cluster_on_pods_is_refused_here_before_anything_starts(tmp_path: Path) -> None:
+    config, before = fake_cluster(tmp_path, replicas=1), descendants()
+    with pytest.raises(ConfigError, match="runs_on must be machine, not pods"):
+        up(dataclasses.replace(config, runs_on="pods"))
+    assert descendants() == before
+
+
 def test_ray_that_cannot_start_is_told_in_a_line_and_leaves_no_process_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ import pytest
 from baton.config import ClusterConfig, parse_config
 from cluster.replica import Replica, ReplicaName, Replicas
 from cluster.supervisor import Supervision
+from cluster.worker_config import WorkerConfig
 
 
 def cluster_of(replicas: int = 1) -> ClusterConfig:
@@ -105,6 +106,38 @@ async def test_starts_that_take_long_keep_a_replica_that_runs_from_nothing(tmp_p
         supervision.stop()
         slow.let_go.release(100)
         await asyncio.wait_for(running, 10)
+
+
+class Keeps(SlowStarts):
+    """Starts that succeed at once; the configurations that they were told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.configs: list[WorkerConfig] = []
+
+    def start(self, name: ReplicaName, config: WorkerConfig) -> Replica:
+        self.configs.append(config)
+        return Replica(name, {}, ())
+
+
+async def test_workers_are_told_the_announced_host_of_the_registry_where_there_is_one(
+    tmp_path: Path,
+) -> None:
+    cluster = cluster_of()
+    control = dataclasses.replace(cluster.control, announced_host="head-svc")
+    keeps, told = Keeps(), asyncio.get_running_loop().create_future()
+    supervision = supervision_over(
+        keeps, dataclasses.replace(cluster, control=control, runs_on="pods"), tmp_path
+    )
+    running = asyncio.create_task(supervision.run(told.set_result))
+    await until(lambda: keeps.configs)
+    listens = json.loads((tmp_path / "supervisor.json").read_text())["listen"]
+    assert listens.startswith("127.0.0.1:")
+    assert told.result() == f"head-svc:{listens.rpartition(':')[2]}"
+    assert [config.control_address for config in keeps.configs] == [told.result()]
+    assert keeps.told == []  # nobody divides the cores of pods
+    supervision.stop()
+    await asyncio.wait_for(running, 10)
 
 
 SUPERVISOR = """
