@@ -1,0 +1,51 @@
+"""What the operator does at an API server, and what for: the chart grants this, and no more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+LEASE_NAME = "baton-controller"
+
+
+class Where(Enum):
+    """In which namespaces."""
+
+    CLUSTERS = "those whose ServingClusters it looks after"
+    LEASE = "that of its Lease alone"
+
+
+@dataclass(frozen=True)
+class Permission:
+    group: str
+    resource: str
+    """With a subresource after a slash."""
+    verbs: frozenset[str]
+    why: str
+    where: Where = Where.CLUSTERS
+    name: str | None = None
+    """Of this object alone; None: of all."""
+
+
+def _needs(group: str, resource: str, verbs: str, why: str) -> Permission:
+    return Permission(group, resource, frozenset(verbs.split()), why)
+
+
+PERMISSIONS = (
+    _needs("baton.dev", "servingclusters", "list watch patch", "follow; keep the finalizer"),
+    _needs("baton.dev", "servingclusters/status", "patch", "tell"),
+    _needs("baton.dev", "servingclusters/finalizers", "update",
+           "own what holds up a cluster's deletion, where OwnerReferencesPermissionEnforcement is"),
+    _needs("baton.dev", "workerpools", "list watch create patch delete", "one for each pool"),
+    _needs("baton.dev", "workerpools/status", "patch", "tell"),
+    _needs("ray.io", "rayclusters", "list watch create patch", "apply: the pods"),
+    _needs("apps", "deployments", "list watch create patch", "apply: the routers"),
+    _needs("", "pods", "list watch", "see which are there; KubeRay makes them"),
+    _needs("", "configmaps", "create patch", "apply: cluster.yaml"),
+    _needs("", "serviceaccounts", "create patch", "apply: the pods' own, which may do nothing"),
+    _needs("", "services", "create patch", "apply: the routers'"),
+    _needs("", "secrets", "create", "Ray's token, once; to read one is never needed"),
+    Permission("coordination.k8s.io", "leases", frozenset({"create"}), "lead", Where.LEASE),
+    Permission("coordination.k8s.io", "leases", frozenset({"get", "patch"}), "lead", Where.LEASE,
+               LEASE_NAME),
+)  # fmt: skip

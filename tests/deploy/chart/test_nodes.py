@@ -1,0 +1,166 @@
+"""What cluster.nodes, hub and images come to in the pods that the operator makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from deploy.api.read import read_spec
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.manifests.common import Owner, Release
+from deploy.controller.manifests.pods import PodContext, head_template, worker_template
+from deploy.controller.manifests.routers import router_deployment
+from deploy.controller.manifests.worker_pool import worker_pool
+from tests.deploy.chart.chart import NAMESPACE, Helm, Object, first_cluster, one
+from tests.deploy.chart.golden import COMBINATIONS
+from tests.deploy.chart.test_rendering import KUBERNETES
+
+OWNER = Owner("default", NAMESPACE, "0b5e1d0e-0000-4000-8000-000000000000")
+RELEASE = Release("baton/worker:1", "baton/router:1", "2.60.0")
+
+
+def pods_of(helm: Helm, values: dict[str, Any]) -> dict[str, Object]:
+    """The pods that come of a release's ServingCluster: each pool's, `head` and `router`; every one
+    as Kubernetes takes it."""
+    cluster = one(helm.template(values), "ServingCluster")
+    spec = read_spec(ServingClusterSpec, cluster)
+    context = PodContext(OWNER, spec, RELEASE, "0")
+    pods = {
+        "head": head_template(context),
+        "router": router_deployment(context)["spec"]["template"],
+    }
+    for name, template in cluster["spec"]["pools"].items():
+        pool = read_spec(WorkerPoolSpec, worker_pool(OWNER, name, template, "baton.dev/drain"))
+        pods[name] = worker_template(context, name, pool)
+    for name, pod in pods.items():
+        obj = {"apiVersion": "v1", "kind": "Pod", **pod}
+        obj["metadata"] = {"name": name, **pod["metadata"]}
+        kubernetes_validate.validate(obj, KUBERNETES, strict=True)
+    return pods
+
+
+def container_of(pod: Object) -> Object:
+    container: Object = pod["spec"]["containers"][0]
+    return container
+
+
+def env_of(pod: Object) -> dict[str, Any]:
+    return {
+        each["name"]: each.get("value", each.get("valueFrom")) for each in container_of(pod)["env"]
+    }
+
+
+def volume_of(pod: Object, name: str) -> Object:
+    (volume,) = [each for each in pod["spec"]["volumes"] if each["name"] == name]
+    return {key: value for key, value in volume.items() if key != "name"}
+
+
+@pytest.mark.parametrize("preset", ["cpu", "gpu", "gpu-rdma"])
+def test_each_preset_gives_pods_that_kubernetes_takes(helm: Helm, preset: str) -> None:
+    pods = pods_of(helm, first_cluster(nodes={"preset": preset}))
+    limits = container_of(pods["decode"])["resources"].get("limits", {})
+    assert ("nvidia.com/gpu" in limits) == (preset != "cpu")
+    assert ("rdma/hca" in limits) == (preset == "gpu-rdma")
+    tolerated = [each["key"] for each in pods["decode"]["spec"].get("tolerations", ())]
+    assert tolerated == ([] if preset == "cpu" else ["nvidia.com/gpu"])
+
+
+def test_rdma_gets_the_adapter_memory_to_pin_and_ucx_that_knows_it(helm: Helm) -> None:
+    values = first_cluster(nodes={"preset": "gpu-rdma"})
+    pods = pods_of(helm, values)
+    container = container_of(pods["prefill"])
+    assert container["resources"]["limits"]["rdma/hca"] == 1
+    assert container["resources"]["requests"]["rdma/hca"] == 1
+    security = container["securityContext"]
+    assert security["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert (security["runAsUser"], security["runAsNonRoot"]) == (0, False)
+    assert security["allowPrivilegeEscalation"] is False
+    spec = one(helm.template(values), "ServingCluster")["spec"]
+    assert spec["transfer"] == {"ucxLibrary": "system"}
+    assert (
+        "securityContext" not in pods["router"]["spec"]["containers"][0]
+        or (container_of(pods["router"])["securityContext"]["runAsNonRoot"])
+    )
+
+
+def test_without_a_word_pools_run_as_nobody_special(helm: Helm) -> None:
+    pod = pods_of(helm, first_cluster(nodes={"preset": "gpu"}))["decode"]
+    assert container_of(pod)["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert not {"hostIPC", "hostPID", "hostNetwork"} & set(pod["spec"])
+    assert volume_of(pod, "weights") == {"emptyDir": {}}
+
+
+def test_nodes_settings_reach_every_pools_pods(helm: Helm) -> None:
+    nodes = {
+        "preset": "gpu",
+        "nodeSelector": {"gpu": "h100"},
+        "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"},
+        "resources": {"hugepages-2Mi": "4Gi"},
+        "shmSize": "8Gi",
+        "hostIPC": True,
+        "hostPID": True,
+        "env": {"UCX_NET_DEVICES": "mlx5_0:1", "UCX_IB_GID_INDEX": 3},
+    }
+    pods = pods_of(helm, first_cluster(nodes=nodes))
+    for name in ("prefill", "decode"):
+        pod = pods[name]
+        assert pod["spec"]["nodeSelector"] == {"gpu": "h100"}
+        assert pod["spec"]["hostIPC"]
+        assert pod["spec"]["hostPID"]
+        assert pod["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rdma-net"
+        assert container_of(pod)["resources"]["limits"]["hugepages-2Mi"] == "4Gi"
+        assert volume_of(pod, "shm") == {"emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}
+        assert env_of(pod)["UCX_NET_DEVICES"] == "mlx5_0:1"
+        assert env_of(pod)["UCX_IB_GID_INDEX"] == "3"
+    assert "hostIPC" not in pods["head"]["spec"]
+
+
+def test_a_pools_own_template_comes_before_what_all_pools_have(helm: Helm) -> None:
+    containers = [{"name": "ray-worker", "env": [{"name": "UCX_TLS", "value": "tcp"}]}]
+    own = {"spec": {"nodeSelector": {"gpu": "l40s"}, "tolerations": [], "containers": containers}}
+    pools = {"prefill": {"template": own}}
+    nodes = {"preset": "gpu", "nodeSelector": {"gpu": "h100"}, "env": {"UCX_TLS": "rc", "A": "1"}}
+    pods = pods_of(helm, first_cluster(nodes=nodes, spec={"pools": pools}))
+    assert pods["prefill"]["spec"]["nodeSelector"] == {"gpu": "l40s"}
+    assert pods["prefill"]["spec"]["tolerations"] == []
+    assert env_of(pods["prefill"])["UCX_TLS"] == "tcp"
+    assert env_of(pods["prefill"])["A"] == "1"
+    assert pods["decode"]["spec"]["nodeSelector"] == {"gpu": "h100"}
+    assert env_of(pods["decode"])["UCX_TLS"] == "rc"
+
+
+@pytest.mark.parametrize(
+    ("cache", "source"),
+    [
+        ({"hostPath": "/mnt/w"}, {"hostPath": {"path": "/mnt/w", "type": "Directory"}}),
+        ({"claimName": "w"}, {"persistentVolumeClaim": {"claimName": "w"}}),
+    ],
+)
+def test_a_weights_cache_outlives_the_pod(
+    helm: Helm, cache: dict[str, str], source: dict[str, Any]
+) -> None:
+    pod = pods_of(helm, first_cluster(nodes={"weightsCache": cache}))["decode"]
+    assert volume_of(pod, "weights") == source
+    (mount,) = [each for each in container_of(pod)["volumeMounts"] if each["name"] == "weights"]
+    assert env_of(pod)["HF_HOME"].startswith(mount["mountPath"] + "/")
+
+
+def test_an_air_gapped_site_asks_nobody_outside(helm: Helm) -> None:
+    values = COMBINATIONS["air_gapped"]
+    for pod in pods_of(helm, values).values():
+        assert env_of(pod)["HF_HUB_OFFLINE"] == "1"
+        assert env_of(pod)["HF_ENDPOINT"] == "https://hub.example.com"
+        assert pod["spec"]["imagePullSecrets"] == [{"name": "mirror"}]
+    deployment = one(helm.template(values), "Deployment")
+    operator = container_of(deployment["spec"]["template"])
+    images = [operator["image"], *(each for each in operator["args"] if "-image=" in each)]
+    assert len(images) == 3
+    assert all("registry.example.com/mirror/baton/" in each for each in images)
+
+
+def test_the_hubs_token_comes_from_a_secret(helm: Helm) -> None:
+    for pod in pods_of(helm, first_cluster() | {"hub": {"tokenSecretName": "hub"}}).values():
+        assert env_of(pod)["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}

@@ -1,0 +1,117 @@
+"""Every switch: what comes out is what Kubernetes and the operator take."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from deploy.api.chart import CHART, DEPLOY
+from deploy.api.crd import KINDS
+from deploy.api.generate import stale
+from deploy.api.read import read_spec
+from deploy.api.serving_cluster import ServingClusterSpec
+from tests.deploy.chart.chart import Helm, Object, first_cluster, of_kind, one
+from tests.deploy.chart.golden import COMBINATIONS, FOLDER, text_of
+from tests.deploy.chart.matrix import ON, Values, each_once, pairwise
+
+KUBERNETES = "1.37.0"
+NOT_KUBERNETES = ("ServingCluster", "PodMonitor")
+
+
+def check(objects: list[Object]) -> None:
+    """Raises where Kubernetes or the operator would refuse one, or two have one name."""
+    names = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"])
+             for each in objects]  # fmt: skip
+    assert len(set(names)) == len(names)
+    for each in objects:
+        if each["kind"] not in NOT_KUBERNETES:
+            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+    for each in of_kind(objects, "ServingCluster"):
+        read_spec(ServingClusterSpec, each)
+    for each in of_kind(objects, "Deployment") + of_kind(objects, "Job"):
+        check_restricted(each["spec"]["template"]["spec"])
+
+
+def check_restricted(pod: Object) -> None:
+    """As the `restricted` pod security standard asks, and read-only on top."""
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostIPC", "hostPID", "hostNetwork", "volumes"} & set(pod)
+    for container in pod["containers"]:
+        security = container["securityContext"]
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["readOnlyRootFilesystem"] is True
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["requests"]
+        assert container["resources"]["limits"]["memory"]
+
+
+def test_the_chart_lints_strictly(helm: Helm) -> None:
+    values = first_cluster(spec=ON) | {"dashboards": {"enabled": True}}
+    helm.run("lint", "--strict", CHART)
+    helm.run("lint", "--strict", CHART, "--values", "-",
+             stdin=yaml.safe_dump(values))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_main_combinations_are_as_they_were(helm: Helm, name: str) -> None:
+    objects = helm.template(COMBINATIONS[name])
+    check(objects)
+    assert text_of(objects) == (FOLDER / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize("values", each_once())
+def test_every_setting_gives_valid_objects(helm: Helm, values: Values) -> None:
+    check(helm.template(values))
+    check(helm.template(values, "--is-upgrade"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("values", pairwise())
+def test_every_pair_of_settings_gives_valid_objects(helm: Helm, values: Values) -> None:
+    check(helm.template(values))
+    check(helm.template(values, "--is-upgrade"))
+
+
+def test_crds_are_installed_before_all_else_and_upgraded_before_an_upgrade(helm: Helm) -> None:
+    told = helm.run("show", "crds", CHART)
+    installed = {crd["metadata"]["name"]: crd for crd in yaml.safe_load_all(told)}
+    assert installed == {kind.crd_name: kind.crd() for kind in KINDS}
+    assert not of_kind(helm.template(), "Job")
+    job = one(helm.template({}, "--is-upgrade"), "Job")
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-upgrade"
+    assert not of_kind(helm.template({"crds": {"upgrade": False}}, "--is-upgrade"), "Job")
+
+
+def test_what_the_chart_copies_is_byte_for_byte_what_it_copies_from() -> None:
+    assert not stale()
+    for folder, kind in (("crds", "yaml"), ("dashboards", "json")):
+        copies = {path.name: path.read_bytes() for path in (CHART / folder).iterdir()}
+        assert copies == {
+            path.name: path.read_bytes() for path in (DEPLOY / folder).glob(f"*.{kind}")
+        }
+
+
+def test_a_kept_cluster_has_bare_pool_names_and_outlives_the_release(helm: Helm) -> None:
+    cluster = one(helm.template(first_cluster()), "ServingCluster")
+    assert cluster["metadata"]["name"] == "default"
+    assert cluster["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+def test_kuberay_comes_with_the_release_once_it_was_fetched(helm: Helm, tmp_path: Path) -> None:
+    chart = tmp_path / "baton"
+    shutil.copytree(CHART, chart)
+    fetched = chart / "charts" / "kuberay" / "charts" / "kuberay-operator"
+    (fetched / "templates").mkdir(parents=True)
+    (fetched / "Chart.yaml").write_text("{apiVersion: v2, name: kuberay-operator, version: 1.7.3}")
+    config = (
+        "{apiVersion: v1, kind: ConfigMap, metadata: {name: kuberay}, data: {n: {{ .Values.n }}}}"
+    )
+    (fetched / "templates" / "it.yaml").write_text(config)
+    values = {"kuberay": {"enabled": True, "kuberay-operator": {"n": "some"}}}
+    assert one(helm.template(values, chart=chart), "ConfigMap")["data"] == {"n": "some"}
+    assert not of_kind(helm.template({}, chart=chart), "ConfigMap")
