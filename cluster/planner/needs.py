@@ -24,9 +24,10 @@ class Need:
 
     prefill: float = 0.0
     decode: float = 0.0
+    """Of a prefill pool: what the KV of its prompts needs."""
 
     def workers(self, role: Role) -> float:
-        """How many workers that makes. A prefill pool's KV is not computed beside its prompts."""
+        """How many workers that makes: in a mixed pool both roles take of the same."""
         return self.prefill + self.decode if role is Role.MIXED else max(self.prefill, self.decode)
 
 
@@ -71,7 +72,10 @@ def need_of(load: PoolLoad, config: PlannerConfig) -> tuple[NeedRange, str] | No
     if load.role is Role.PREFILL:
         least_decode = measure.kv_fill / config.max_kv_use
         if least_decode > least_prefill:
-            words.append(f"{_kv_words(measure, measure.kv_fill)}, {config.max_kv_use:.0%} each")
+            words.append(
+                f"KV fills {measure.kv_fill:.1f} of {measure.num_live} workers, which needs "
+                f"{least_decode:.1f}"
+            )
         most_decode = least_decode
     else:
         decode = _Decode.of(load, 1.0, config)
@@ -225,11 +229,13 @@ class _Decode:
 
     def words(self) -> str:
         measure, queue = self.load.measure, self.load.demand.for_decode
-        said = [_kv_words(measure, measure.fill)]
+        said = [_streams_words(measure)]
         if queue.num_requests:
-            said.append(f"{queue.num_requests} requests wait {queue.oldest_wait_s:.1f} s for room")
-        wanted = f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else "them"
-        said.append(f"room for {wanted} needs {self.room:.1f} workers")
+            waiting = _counted(queue.num_requests, "request")
+            said.append(f"{waiting} waiting for room, the oldest for {queue.oldest_wait_s:.1f} s")
+        if measure.num_streams:
+            wanted = f" for {self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else ""
+            said.append(f"room{wanted} needs {self.room:.1f} workers")
         if measure.itl is not None:
             said.append(self._itl_words(measure.itl.itl_s))
         return ", ".join(said)
@@ -258,5 +264,12 @@ def _wanted_tokens_per_s(
     return max(now_per_s, arriving_per_s) + min(late_per_s, arriving_per_s)
 
 
-def _kv_words(measure: PoolMeasure, fill: float) -> str:
-    return f"{measure.num_streams} streams fill {fill:.1f} of {measure.num_live} workers"
+def _streams_words(measure: PoolMeasure) -> str:
+    if not measure.num_streams:
+        return "no streams run"
+    streams = _counted(measure.num_streams, "stream")
+    return f"{streams} in the room of {measure.fill:.1f} of {measure.num_live} workers"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -64,7 +64,7 @@ def size_of(pool: Pool, now_s: float, config: PlannerConfig) -> Size:
     role, memory = pool.signals.role, pool.memory
     mean = memory.wanted(role)
     if abs(mean - memory.samples[-1].need.least.workers(role)) >= 0.1:
-        words += f", {mean:.1f} over {config.panic_window_s:g} s"
+        words += f", {mean:.1f} on average over {config.panic_window_s:g} s"
     wanted = _rounded_up(mean / (1 + config.tolerance))
     needed = _rounded_up(memory.peak(role) * (1 + config.consolidation_margin))
     if wanted > current:

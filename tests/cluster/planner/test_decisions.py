@@ -65,7 +65,17 @@ def test_decode_grows_with_the_kv_that_streams_hold() -> None:
     decode = decode_pool(0.0, 2, streams=40, fill=1.9)
     planning.see(moment(0.0, router(0.0), prefill_pool(0.0, 1), decode))
     assert planning.desired("decode") == 3
-    assert "40 streams fill 1.9 of 2 workers" in planning.reason("decode")
+    assert "40 streams in the room of 1.9 of 2 workers" in planning.reason("decode")
+
+
+def test_prefill_grows_when_the_kv_of_its_prompts_fills_it() -> None:
+    """Such as prompts whose handoffs are slow."""
+    planning = Planning()
+    pool = prefill_pool(0.0, 2)
+    full = tuple(replace(each, kv_use=0.95, num_streams=9) for each in pool.workers)
+    planning.see(moment(0.0, router(0.0), replace(pool, workers=full), decode_pool(0.0, 1)))
+    assert planning.desired("prefill") == 3
+    assert "KV fills 1.9 of 2 workers, which needs 2.4" in planning.reason("prefill")
 
 
 def test_decode_grows_where_streams_are_scarcer_than_kv() -> None:
