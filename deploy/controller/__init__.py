@@ -1,4 +1,7 @@
-"""The operator. What talks to an API server (`errors`, `objects`, `kube`, `watch_stream`, `cache`,
-`informer`, `backoff`, `workqueue`, `election`, `events`) knows nothing of Baton; what knows Baton
-is built on it. A Kubernetes client may be imported in `kube` alone.
+"""The operator.
+
+What talks to an API server knows nothing of Baton: `connection` (the one module that imports a
+Kubernetes client), `kube` and `watch_stream` (verbs), `objects`, `errors`; `informer` on `cache` and
+`frozen`; `workqueue` and `workers`; `election` on `candidate`; `events` on `event_series`; `backoff`.
+What knows Baton is built on it.
 """
