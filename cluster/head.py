@@ -139,10 +139,17 @@ def _serve(config: ClusterConfig, run_dir: Path) -> None:
     leaving = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: leaving.set())
-    supervisor, how = SupervisorHandle.find(), "adopted"
-    if supervisor is None:
-        supervisor, how = SupervisorHandle.start(_settled(config), run_dir), "started"
-    print(f"{how} the supervisor: control service at {supervisor.address()}", flush=True)
+    supervisor = SupervisorHandle.find()
+    if supervisor is not None:
+        print(f"adopted the supervisor: control service at {supervisor.address()}", flush=True)
+    else:
+        supervisor = SupervisorHandle.start(_settled(config), run_dir)
+        try:
+            address = supervisor.address()
+        except UnavailableError:
+            supervisor.stop()  # or whoever comes next would adopt one that never served
+            raise
+        print(f"started the supervisor: control service at {address}", flush=True)
     leaving.wait()
     print("leaving: supervisor and replicas stay", flush=True)
 

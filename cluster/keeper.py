@@ -174,16 +174,16 @@ class Keeper:
         registry, changes = self._ground.registry, self._ground.changes
         try:
             while not await self._ground.ray(partial(self._ground.replicas.place, name, config)):
-                registry.waits(self.pool, self.worker_id)
-                changes.announce()
+                if registry.waits(self.pool, self.worker_id):
+                    changes.announce()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._leaving.wait(), LOOK_S)
                 if self._leaving.is_set():
                     return False
             return True
         finally:
-            registry.placed(self.worker_id)
-            changes.announce()
+            if registry.placed(self.worker_id):
+                changes.announce()
 
     async def _keep_until_over(self) -> None:
         """From a replica's start or adoption to the end of its last process."""

@@ -18,11 +18,12 @@ A worker's life here:
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from baton.errors import InvalidRequestError, NotFoundError
 from cluster.awake_clock import AwakeClock, Clock
 from cluster.config import RegistryConfig
+from cluster.role_plan import Role, RolePlan, active_roles
 
 
 class WorkerState(enum.Enum):
@@ -33,10 +34,7 @@ class WorkerState(enum.Enum):
     GONE = "gone"
 
 
-class Role(enum.Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MIXED = "mixed"
+_SERVING = (WorkerState.LIVE, WorkerState.SUSPECT)  # a moment's silence switches nobody's role
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,8 @@ class FleetEntry:
     load: bytes
     suspect_s: float
     """For how long it has been SUSPECT; 0 for one that is not."""
+    active_role: Role | None = None
+    """What it takes new requests for, where that is less than it could."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,8 @@ class Pool:
     """Of the worker that failed most often in a row."""
     pending_replicas: int = 0
     """Places for which there is no pod yet."""
+    role_plan: RolePlan = field(default_factory=RolePlan)
+    """Of a mixed pool."""
 
 
 @dataclass(frozen=True)
@@ -185,21 +187,43 @@ class Registry:
             )
         return known
 
+    def set_role_plan(self, pool: str, plan: RolePlan) -> None:
+        """Split a mixed pool's workers into roles; what runs ends where it is.
+
+        Raises NotFoundError, and InvalidRequestError for another pool or more than it may have.
+        """
+        known = self.check_size(pool, plan.prefill + plan.decode)
+        if known.role is not Role.MIXED and plan != RolePlan():
+            raise InvalidRequestError(
+                f"pool {pool} has one role, {known.role.value}: only a mixed one is split",
+                field="pool",
+            )
+        if known.role_plan != plan:
+            self._pools[pool] = replace(known, role_plan=plan)
+            self._version += 1
+
+    def role_plans(self) -> dict[str, RolePlan]:
+        return {name: pool.role_plan for name, pool in self._pools.items()}
+
     def desired_replicas(self) -> dict[str, int]:
         return {name: pool.desired_replicas for name, pool in self._pools.items()}
 
     # --- what waits, and what failed ------------------------------------------------------------
 
-    def waits(self, pool: str, worker_id: str) -> None:
-        """There is no pod yet that the worker could start on."""
-        if worker_id not in self._pending:
-            self._pending[worker_id] = pool
-            self._version += 1
+    def waits(self, pool: str, worker_id: str) -> bool:
+        """There is no pod yet that the worker could start on; whether that is news."""
+        if worker_id in self._pending:
+            return False
+        self._pending[worker_id] = pool
+        self._version += 1
+        return True
 
-    def placed(self, worker_id: str) -> None:
-        """It waits no more: there is one, or it is no longer wanted."""
-        if self._pending.pop(worker_id, None) is not None:
-            self._version += 1
+    def placed(self, worker_id: str) -> bool:
+        """It waits no more: there is one, or it is no longer wanted; whether that is news."""
+        if self._pending.pop(worker_id, None) is None:
+            return False
+        self._version += 1
+        return True
 
     def failed(self, pool: str, worker_id: str, error: str, served: bool) -> int:
         """Book that a replica failed, after it `served` or before; failed starts in a row."""
@@ -288,13 +312,14 @@ class Registry:
 
     def snapshot(self) -> FleetSnapshot:
         self.refresh()
-        now = self._clock()
+        now, roles = self._clock(), self._active_roles()
         workers = tuple(
             FleetEntry(
                 worker.registration,
                 worker.state,
                 worker.load,
                 now - worker.state_since if worker.state is WorkerState.SUSPECT else 0.0,
+                roles.get(worker.registration.worker_id),
             )
             for worker in self._workers.values()
         )
@@ -304,6 +329,19 @@ class Registry:
                 live[entry.registration.pool] = live.get(entry.registration.pool, 0) + 1
         pools = tuple(self._status(pool, live.get(name, 0)) for name, pool in self._pools.items())
         return FleetSnapshot(self._version, workers, pools)
+
+    def _active_roles(self) -> dict[str, Role]:
+        """Of the workers of pools that are split."""
+        roles: dict[str, Role] = {}
+        for pool in self._pools.values():
+            if pool.role_plan != RolePlan():
+                serving = [
+                    worker_id
+                    for worker_id, worker in self._workers.items()
+                    if worker.registration.pool == pool.name and worker.state in _SERVING
+                ]
+                roles |= active_roles(pool.role_plan, serving)
+        return roles
 
     def _status(self, pool: Pool, live_replicas: int) -> Pool:
         failures = [f for f in self._failures.values() if f.pool == pool.name]

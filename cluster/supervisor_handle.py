@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from baton.config import ClusterConfig
 from baton.errors import UnavailableError
@@ -83,4 +83,5 @@ class SupervisorHandle:
 
 
 def _not_there(error: RayError) -> UnavailableError:
-    return UnavailableError(f"the supervisor does not start: {one_line(error)}")
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return UnavailableError(f"the supervisor does not start: {one_line(cause)}")

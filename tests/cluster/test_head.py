@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from baton.config import ControlConfig
 from cluster import head
 from cluster.rank import free_port
 from kv_transfer.process import ProcessIdentity, is_gone
@@ -72,3 +76,32 @@ def test_a_head_that_leaves_ends_nothing_the_next_adopts_and_only_end_ends_repli
         assert all(map(is_gone, ranks))
         again = pods.end_all()
         assert (again.returncode, "no supervisor is there" in again.stdout) == (0, True)
+
+
+@pytest.mark.full
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_a_supervisor_that_cannot_serve_is_told_and_the_next_head_starts_another(
+    tmp_path: Path,
+) -> None:
+    (model := tmp_path / "model").mkdir()
+    (run_dir := tmp_path / "run").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        control = ControlConfig(port=port)
+        config = dataclasses.replace(
+            fake_cluster(model, replicas=1), runs_on="pods", control=control
+        )
+        with running_head(config, run_dir) as pods:
+            refused = subprocess.run(
+                pods.head_command(),
+                env=os.environ | pods.environment,
+                capture_output=True,
+                text=True,
+                timeout=90,
+            )
+            assert refused.returncode == 3
+            assert f"cannot listen on 127.0.0.1:{port}" in refused.stderr
+            taken.close()
+            pods.serve()
+            assert pods.control_address == f"127.0.0.1:{port}"
