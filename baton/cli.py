@@ -36,6 +36,7 @@ _COMMANDS = {
     "status": "baton.operate",
     "scale": "baton.operate",
     "drain": "baton.operate",
+    "roles": "baton.operate",
     "deploy": "baton.manifest",
 }
 _PACKAGES = (
@@ -111,10 +112,10 @@ def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
     if arguments.command in ("up", "demo", "deploy"):
         return ""
     if isinstance(error, UnavailableError):
-        asks_control = arguments.command in ("status", "scale", "drain")
+        asks_control = arguments.command in ("status", "scale", "roles", "drain")
         option = "--control HOST:PORT" if asks_control else "--router HOST:PORT"
         return f"Is the cluster up? Start one with `baton up`, or name another with {option}."
-    if isinstance(error, NotFoundError) and arguments.command in ("scale", "drain"):
+    if isinstance(error, NotFoundError) and arguments.command in ("scale", "roles", "drain"):
         return "`baton status` lists pools and workers."
     if isinstance(error, InvalidRequestError) and arguments.command == "scale":
         return f"`pools.{arguments.pool}.max_replicas` in the cluster file is the bound."
@@ -180,6 +181,10 @@ def _add_operator_commands(commands: Subparsers[argparse.ArgumentParser]) -> Non
     scale = commands.add_parser("scale", help="change how many workers a pool has")
     scale.add_argument("pool", metavar="POOL")
     scale.add_argument("replicas", metavar="N", type=_count)
+    roles = commands.add_parser("roles", help="split a mixed pool's workers into roles, at once")
+    roles.add_argument("pool", metavar="POOL")
+    roles.add_argument("--prefill", type=_count, default=0, metavar="N", help="prefill alone")
+    roles.add_argument("--decode", type=_count, default=0, metavar="N", help="decode alone")
     drain = commands.add_parser("drain", help="let a worker finish what it runs, then leave")
     drain.add_argument("worker", metavar="WORKER")
     for command in (scale, drain):
@@ -193,7 +198,7 @@ def _add_operator_commands(commands: Subparsers[argparse.ArgumentParser]) -> Non
             metavar="S",
             help="longest wait (%(default)g)",
         )
-    for command in (status, scale, drain):
+    for command in (status, scale, roles, drain):
         command.add_argument(
             "--control",
             type=_address,

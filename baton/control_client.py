@@ -54,6 +54,14 @@ class ControlClient:
             raise InvalidRequestError(f"replicas: {error}", field="replicas") from error
         return int(self._call("SetReplicas", request).previous_replicas)
 
+    def set_role_plan(self, pool: str, prefill: int, decode: int) -> None:
+        """So many of a mixed pool's workers act in one role alone."""
+        try:
+            plan = control_pb2.RolePlan(prefill=prefill, decode=decode)
+        except ValueError as error:
+            raise InvalidRequestError(f"role plan: {error}", field="plan") from error
+        self._call("SetRolePlan", control_pb2.SetRolePlanRequest(pool=pool, plan=plan))
+
     def drain(self, worker_id: str) -> None:
         self._call("Drain", control_pb2.ControlServiceDrainRequest(worker_id=worker_id))
 

@@ -1,4 +1,4 @@
-"""`baton status`, `baton scale`, `baton drain`: everything asked of the control service."""
+"""`baton status`, `scale`, `roles`, `drain`: everything asked of the control service."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _worker_row(worker: control_pb2.FleetWorker) -> list[str]:
     share = f"{used / load.num_blocks:.0%}" if load.num_blocks else "-"
     return [
         info.ref.worker_id,
-        info.pool,
+        _pool_and_role(worker),
         _name(control_pb2.WorkerState.Name(worker.state)),
         str(load.num_running),
         str(load.num_waiting),
@@ -70,6 +70,13 @@ def _worker_row(worker: control_pb2.FleetWorker) -> list[str]:
         f"{load.num_quarantined_blocks} blocks",
         info.address,
     ]
+
+
+def _pool_and_role(worker: control_pb2.FleetWorker) -> str:
+    """With the role in force, of a worker that could do more."""
+    role = worker.active_role
+    is_split = role not in (common_pb2.WORKER_ROLE_UNSPECIFIED, common_pb2.WORKER_ROLE_MIXED)
+    return f"{worker.info.pool} as {_role(role)}" if is_split else worker.info.pool
 
 
 def _name(constant: str) -> str:
@@ -106,6 +113,16 @@ def _scaled(fleet: Fleet, pool: str, replicas: int) -> _Progress:
     if leaving:
         message += f", {leaving} leaving"
     return _Progress(message, now.live_replicas == replicas and not leaving)
+
+
+def roles(arguments: argparse.Namespace) -> int:
+    """Takes effect with the next request: no process restarts, and what runs ends where it is."""
+    pool, prefill, decode = arguments.pool, arguments.prefill, arguments.decode
+    with ControlClient(arguments.control) as control:
+        control.set_role_plan(pool, prefill, decode)
+    rest = "the rest act as both"
+    render.out().print(f"{pool}: {prefill} prefill alone, {decode} decode alone, {rest}")
+    return 0
 
 
 def drain(arguments: argparse.Namespace) -> int:

@@ -26,15 +26,16 @@ from baton.status import abort, first_message
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.config import RegistryConfig
 from cluster.registry import (
+    FleetEntry,
     FleetSnapshot,
     Pool,
     Progress,
     Registration,
     Registry,
-    Role,
     Stream,
     WorkerState,
 )
+from cluster.role_plan import Role, RolePlan
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +176,17 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self._changes.announce()
         return control_pb2.SetReplicasResponse(previous_replicas=previous)
 
+    async def SetRolePlan(  # noqa: N802
+        self, request: control_pb2.SetRolePlanRequest, context: Context
+    ) -> control_pb2.SetRolePlanResponse:
+        plan = RolePlan(request.plan.prefill, request.plan.decode)
+        try:
+            self._registry.set_role_plan(request.pool, plan)
+        except BatonError as error:
+            await abort(context, error)
+        self._changes.announce()
+        return control_pb2.SetRolePlanResponse()
+
     async def Drain(  # noqa: N802
         self, request: control_pb2.ControlServiceDrainRequest, context: Context
     ) -> control_pb2.ControlServiceDrainResponse:
@@ -194,6 +206,7 @@ def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
                 info=control_pb2.WorkerInfo.FromString(entry.registration.info),
                 state=_STATES[entry.state],
                 load=worker_pb2.WorkerLoad.FromString(entry.load),
+                active_role=_active_role(entry),
             )
             for entry in snapshot.workers
         ],
@@ -210,7 +223,19 @@ def _pool_message(pool: Pool) -> control_pb2.PoolStatus:
         last_error=pool.last_error,
         num_failed_starts=pool.num_failed_starts,
         pending_replicas=pool.pending_replicas,
+        role_plan=_plan_message(pool),
     )
+
+
+def _active_role(entry: FleetEntry) -> common_pb2.WorkerRole.ValueType:
+    role = entry.active_role
+    return common_pb2.WORKER_ROLE_UNSPECIFIED if role is None else ROLES[role]
+
+
+def _plan_message(pool: Pool) -> control_pb2.RolePlan | None:
+    if pool.role is not Role.MIXED:
+        return None
+    return control_pb2.RolePlan(prefill=pool.role_plan.prefill, decode=pool.role_plan.decode)
 
 
 @contextlib.asynccontextmanager

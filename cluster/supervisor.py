@@ -5,7 +5,7 @@ no replica's failure ends the supervisor. Scaling in drains the highest places f
 this process stops nothing: Ray starts it again, it listens on the same port, adopts, and the
 workers register anew.
 
-What must survive a restart (port and desired sizes) lies in the run directory.
+What must survive a restart (port, desired sizes, role plans) lies in the run directory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from cluster.control_service import Changes, serve
 from cluster.keeper import LOOK_S, Ground, Keeper
 from cluster.loop_door import LoopDoor
 from cluster.rank_ends import EndWatch
-from cluster.registry import Registry, Role
+from cluster.registry import Registry
 from cluster.replica import Replica, ReplicaName, Replicas
+from cluster.role_plan import Role, RolePlan
 from cluster.room import check_room
 from cluster.worker_config import WorkerConfig, num_threads_of, worker_config
 from cluster.worker_process import set_up_logging
@@ -78,6 +79,8 @@ class Supervision:
             self._registry.add_pool(
                 name, Role(pool.role), self._state.desired[name], pool.max_replicas
             )
+            if plan := self._state.role_plans.get(name):
+                self._registry.set_role_plan(name, plan)
         listen = self._state.listen
         async with serve(self._registry, self._changes, listen, self._check_room) as address:
             self._control = self._announced(address)
@@ -141,6 +144,7 @@ class Supervision:
         while not self._stop.is_set():
             desired = self._registry.desired_replicas()
             self._state.keep_desired(desired)
+            self._state.keep_role_plans(self._registry.role_plans())
             wanted = {(pool, index) for pool, count in desired.items() for index in range(count)}
             for key in (wanted | set(self._adopted)) - set(self._keepers):
                 keeper = Keeper(*key, self._ground, self._adopted.pop(key, None))
@@ -202,11 +206,13 @@ class _State:
     def __init__(self, path: Path, cluster: ClusterConfig) -> None:
         self._path = path
         self.desired = {name: pool.replicas for name, pool in cluster.pools.items()}
+        self.role_plans: dict[str, RolePlan] = {}
         self.listen = f"{cluster.control.host}:{cluster.control.port}"
         if path.exists():
             kept = json.loads(path.read_text())
             self.listen = kept["listen"]
             self.desired |= kept["desired"]
+            self.role_plans = {n: RolePlan(**plan) for n, plan in kept["role_plans"].items()}
 
     def keep_address(self, address: str) -> None:
         self.listen = address
@@ -217,9 +223,19 @@ class _State:
             self.desired = dict(desired)
             self._write()
 
+    def keep_role_plans(self, role_plans: dict[str, RolePlan]) -> None:
+        if role_plans != self.role_plans:
+            self.role_plans = dict(role_plans)
+            self._write()
+
     def _write(self) -> None:
         fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps({"listen": self.listen, "desired": self.desired}))
+        kept = {
+            "listen": self.listen,
+            "desired": self.desired,
+            "role_plans": {name: vars(plan) for name, plan in self.role_plans.items()},
+        }
+        fresh.write_text(json.dumps(kept))
         os.replace(fresh, self._path)
 
 

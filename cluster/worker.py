@@ -32,8 +32,9 @@ from cluster.kv_feed import KvFeed
 from cluster.pod import PodWorkers
 from cluster.rank import Rank
 from cluster.registration import Beat, Registrar, worker_info
-from cluster.registry import Progress, Role
+from cluster.registry import Progress
 from cluster.request_wire import read_spec
+from cluster.role_plan import Role
 from cluster.worker_config import WorkerConfig
 from cluster.worker_metrics import WorkerCollector
 from cluster.worker_service import WorkerService

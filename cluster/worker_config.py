@@ -11,7 +11,7 @@ from baton.config import ClusterConfig
 from baton.errors import ConfigError
 from cluster.config import RegistryConfig, WorkerSettings
 from cluster.pod import Pod
-from cluster.registry import Role
+from cluster.role_plan import Role
 from decode_worker.config import DecodeConfig
 from engine import compute_threads
 from engine.config import EngineConfig

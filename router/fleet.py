@@ -204,6 +204,14 @@ class Fleet:
             entry.state, entry.state_since_s = state, self._clock()
         self._recount(entry)
 
+    def set_roles(self, entry: WorkerEntry, prefills: bool, decodes: bool) -> None:
+        """What the worker is to get new requests for, of what it can do; what it runs stays."""
+        a, slot, facts = self.arrays, entry.slot, entry.facts
+        roles = (prefills and facts.can_prefill, decodes and facts.can_decode)
+        if (bool(a.can_prefill[slot]), bool(a.can_decode[slot])) != roles:
+            a.can_prefill[slot], a.can_decode[slot] = roles
+            self._on_change()
+
     def set_connected(self, entry: WorkerEntry, connected: bool) -> None:
         entry.connected = connected
         self._recount(entry)

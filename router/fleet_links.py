@@ -30,6 +30,10 @@ class WorkerReport:
     facts: WorkerFacts
     state: WorkerState
     load: ReportedLoad
+    prefills: bool = True
+    """Whether it is to get new prompts to prefill for others, if it can."""
+    decodes: bool = True
+    """Whether it is to get new requests to decode, if it can."""
 
 
 class FleetLinks:
@@ -127,6 +131,7 @@ class FleetLinks:
         if link.entry.state is not report.state:
             self._fleet.set_state(link.entry, report.state)
             link.review_waiting()
+        self._fleet.set_roles(link.entry, report.prefills, report.decodes)
         self._fleet.report(link.entry, report.load)
 
     def _connect(self, facts: WorkerFacts) -> WorkerLink:

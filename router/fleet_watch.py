@@ -26,6 +26,7 @@ _STATES = {
     control_pb2.WORKER_STATE_DRAINING: WorkerState.DRAINING,
     control_pb2.WORKER_STATE_GONE: WorkerState.GONE,
 }
+_ANY = common_pb2.WORKER_ROLE_UNSPECIFIED
 _PREFILLS = (common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_MIXED)
 _DECODES = (common_pb2.WORKER_ROLE_DECODE, common_pb2.WORKER_ROLE_MIXED)
 
@@ -68,6 +69,8 @@ def read_fleet(message: control_pb2.WatchFleetResponse) -> list[WorkerReport]:
             read_facts(worker.info),
             _STATES.get(worker.state, WorkerState.STARTING),
             read_load(worker.load),
+            prefills=worker.active_role in (_ANY, *_PREFILLS),
+            decodes=worker.active_role in (_ANY, *_DECODES),
         )
         for worker in message.workers
     ]

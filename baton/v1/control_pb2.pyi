@@ -239,7 +239,10 @@ class FleetWorker(_message.Message):
     INFO_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    ACTIVE_ROLE_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
+    active_role: _common_pb2.WorkerRole.ValueType
+    """What it is to get new requests for, by its pool's role plan; unspecified: for all it can do."""
     @_builtins.property
     def info(self) -> Global___WorkerInfo: ...
     @_builtins.property
@@ -250,10 +253,11 @@ class FleetWorker(_message.Message):
         info: Global___WorkerInfo | None = ...,
         state: Global___WorkerState.ValueType = ...,
         load: _worker_pb2.WorkerLoad | None = ...,
+        active_role: _common_pb2.WorkerRole.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_role", b"active_role", "info", b"info", "load", b"load", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -299,6 +303,7 @@ class PoolStatus(_message.Message):
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     NUM_FAILED_STARTS_FIELD_NUMBER: _builtins.int
     PENDING_REPLICAS_FIELD_NUMBER: _builtins.int
+    ROLE_PLAN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
     desired_replicas: _builtins.int
@@ -311,6 +316,10 @@ class PoolStatus(_message.Message):
     """Failed starts in a row of the place that fails most; 0 once it is live."""
     pending_replicas: _builtins.int
     """Places for which there is no pod yet: they are filled as soon as one joins."""
+    @_builtins.property
+    def role_plan(self) -> Global___RolePlan:
+        """The roles in force, of a mixed pool."""
+
     def __init__(
         self,
         *,
@@ -321,14 +330,79 @@ class PoolStatus(_message.Message):
         last_error: _builtins.str = ...,
         num_failed_starts: _builtins.int = ...,
         pending_replicas: _builtins.int = ...,
+        role_plan: Global___RolePlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["role_plan", b"role_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired_replicas", b"desired_replicas", "last_error", b"last_error", "live_replicas", b"live_replicas", "name", b"name", "num_failed_starts", b"num_failed_starts", "pending_replicas", b"pending_replicas", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired_replicas", b"desired_replicas", "last_error", b"last_error", "live_replicas", b"live_replicas", "name", b"name", "num_failed_starts", b"num_failed_starts", "pending_replicas", b"pending_replicas", "role", b"role", "role_plan", b"role_plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class RolePlan(_message.Message):
+    """How many of a mixed pool's workers act as prefill alone and as decode alone; the rest act as both,
+    and all of them do where there are fewer workers than the plan splits.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    prefill: _builtins.int
+    decode: _builtins.int
+    def __init__(
+        self,
+        *,
+        prefill: _builtins.int = ...,
+        decode: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolePlan: _TypeAlias = RolePlan  # noqa: Y015
+
+@_typing.final
+class SetRolePlanRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    @_builtins.property
+    def plan(self) -> Global___RolePlan: ...
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        plan: Global___RolePlan | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRolePlanRequest: _TypeAlias = SetRolePlanRequest  # noqa: Y015
+
+@_typing.final
+class SetRolePlanResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRolePlanResponse: _TypeAlias = SetRolePlanResponse  # noqa: Y015
 
 @_typing.final
 class SetReplicasRequest(_message.Message):

@@ -54,6 +54,11 @@ class ControlServiceStub:
                 request_serializer=baton_dot_v1_dot_control__pb2.ControlServiceDrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.ControlServiceDrainResponse.FromString,
                 _registered_method=True)
+        self.SetRolePlan = channel.unary_unary(
+                '/baton.v1.ControlService/SetRolePlan',
+                request_serializer=baton_dot_v1_dot_control__pb2.SetRolePlanRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.SetRolePlanResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -87,6 +92,13 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRolePlan(self, request, context):
+        """Splits a mixed pool's workers into roles; no process restarts, and what runs ends where it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +121,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_control__pb2.ControlServiceDrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.ControlServiceDrainResponse.SerializeToString,
+            ),
+            'SetRolePlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRolePlan,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.SetRolePlanRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.SetRolePlanResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +236,33 @@ class ControlService:
             '/baton.v1.ControlService/Drain',
             baton_dot_v1_dot_control__pb2.ControlServiceDrainRequest.SerializeToString,
             baton_dot_v1_dot_control__pb2.ControlServiceDrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRolePlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ControlService/SetRolePlan',
+            baton_dot_v1_dot_control__pb2.SetRolePlanRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.SetRolePlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

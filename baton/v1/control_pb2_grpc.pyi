@@ -23,6 +23,8 @@ class ControlServiceStub:
     SetReplicas: _aio.UnaryUnaryMultiCallable[_control_pb2.SetReplicasRequest, _control_pb2.SetReplicasResponse]
     """INVALID_ARGUMENT, naming the field, beyond the pool's max_replicas."""
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.ControlServiceDrainRequest, _control_pb2.ControlServiceDrainResponse]
+    SetRolePlan: _aio.UnaryUnaryMultiCallable[_control_pb2.SetRolePlanRequest, _control_pb2.SetRolePlanResponse]
+    """Splits a mixed pool's workers into roles; no process restarts, and what runs ends where it is."""
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -57,5 +59,13 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ControlServiceDrainRequest,
         context: _aio.ServicerContext[_control_pb2.ControlServiceDrainRequest, _abc.Awaitable[_control_pb2.ControlServiceDrainResponse]],
     ) -> _abc.Awaitable[_control_pb2.ControlServiceDrainResponse]: ...
+
+    @_abc_1.abstractmethod
+    def SetRolePlan(
+        self,
+        request: _control_pb2.SetRolePlanRequest,
+        context: _aio.ServicerContext[_control_pb2.SetRolePlanRequest, _abc.Awaitable[_control_pb2.SetRolePlanResponse]],
+    ) -> _abc.Awaitable[_control_pb2.SetRolePlanResponse]:
+        """Splits a mixed pool's workers into roles; no process restarts, and what runs ends where it is."""
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _aio.Server) -> None: ...

@@ -15,8 +15,8 @@ import pytest
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from cluster.config import RegistryConfig, WorkerSettings
 from cluster.rank import build_rank
-from cluster.registry import Role
 from cluster.request_wire import read_spec
+from cluster.role_plan import Role
 from cluster.worker import Worker
 from cluster.worker_config import RankPlace, WorkerConfig
 from decode_worker.config import DecodeConfig

@@ -15,7 +15,8 @@ from baton.config import load_config
 from baton.v1 import common_pb2, control_pb2
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, fleet_message, serve
-from cluster.registry import Registry, Role
+from cluster.registry import Registry
+from cluster.role_plan import Role
 
 Happened = Callable[[control_pb2.WatchFleetResponse], bool]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.v1 import common_pb2, router_pb2
-from cluster.registry import Role
+from cluster.role_plan import Role
 from engine.config import FakeEngineConfig
 from router.text import TextModel
 from tests.router.deployment import byte_model

@@ -20,7 +20,8 @@ from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
 from cluster.registration import Beat, Registrar
-from cluster.registry import Registry, Role
+from cluster.registry import Registry
+from cluster.role_plan import Role
 from tests.router.proxy import Proxy
 
 LIVE = control_pb2.WORKER_STATE_LIVE

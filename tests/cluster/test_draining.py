@@ -10,8 +10,8 @@ import grpc.aio
 import pytest
 
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from cluster.registry import Role
 from cluster.request_wire import read_spec
+from cluster.role_plan import Role
 from decode_worker.request_log import Submission
 from decode_worker.session import Refusal
 from kv_transfer.errors import LeaseServedError

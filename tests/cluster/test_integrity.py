@@ -16,7 +16,7 @@ import pytest
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from cluster.config import WorkerSettings
 from cluster.loop_door import LoopDoor
-from cluster.registry import Role
+from cluster.role_plan import Role
 from cluster.worker import EngineStuckError, Worker, WorkerFailedError
 from cluster.worker_config import RankPlace, WorkerConfig
 from cluster.worker_process import serve_worker

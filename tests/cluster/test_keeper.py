@@ -17,8 +17,9 @@ from cluster.config import RegistryConfig, SupervisorConfig
 from cluster.control_service import Changes
 from cluster.keeper import LOOK_S, Ground, Keeper
 from cluster.rank_ends import RankEnd
-from cluster.registry import Pool, Progress, Registration, Registry, Role, Stream
+from cluster.registry import Pool, Progress, Registration, Registry, Stream
 from cluster.replica import PodLostError, Replica, ReplicaName, Replicas
+from cluster.role_plan import Role
 from cluster.worker_config import WorkerConfig
 from kv_transfer.process import ProcessIdentity
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidRequestError, NotFoundError
 from cluster.config import RegistryConfig, WorkerSettings
-from cluster.registry import Progress, Registration, Registry, Role, Stream, WorkerState
+from cluster.registry import Progress, Registration, Registry, Stream, WorkerState
+from cluster.role_plan import Role
 from decode_worker.config import DecodeConfig
 
 

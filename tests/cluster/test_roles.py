@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from cluster.registry import Role
+from cluster.role_plan import Role
 from decode_worker.config import DecodeConfig
 
 

@@ -13,7 +13,8 @@ import pytest
 from baton.v1 import control_pb2, control_pb2_grpc
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
-from cluster.registry import Registry, Role
+from cluster.registry import Registry
+from cluster.role_plan import Role
 from cluster.worker import Worker
 from engine.config import FakeEngineConfig
 from engine.loop import EngineThread

@@ -7,8 +7,8 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from cluster.registry import Role
 from cluster.request_wire import read_spec
+from cluster.role_plan import Role
 from engine.api import Engine
 from kv_transfer.layout import NULL_BLOCK
 

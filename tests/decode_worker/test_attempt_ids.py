@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster.registry import Role
+from cluster.role_plan import Role
 from decode_worker.config import DecodeConfig
 from tests.cluster.conftest import (
     TIMED_ENGINE,

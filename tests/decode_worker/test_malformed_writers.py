@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.v1 import common_pb2, worker_pb2
-from cluster.registry import Role
+from cluster.role_plan import Role
 from cluster.worker import WorkerFailedError
 from kv_transfer.layout import BlockId
 from kv_transfer.lease import WorkerIdentity

@@ -11,7 +11,7 @@ import pytest
 from baton.errors import DeadlineError
 from baton.status import from_rpc_error
 from baton.v1 import worker_pb2_grpc
-from cluster.registry import Role
+from cluster.role_plan import Role
 from decode_worker.config import DecodeConfig
 from tests.cluster.conftest import DecodeLink, Oracle, make_spec, running_worker
 

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from baton.v1 import common_pb2, worker_pb2
-from cluster.registry import Role
+from cluster.role_plan import Role
 from cluster.worker import Worker
 from decode_worker.service import DecodeService
 from decode_worker.session import Refusal

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from cluster.config import RegistryConfig
-from cluster.registry import Role
+from cluster.role_plan import Role
 from tests.cluster.conftest import (
     ENGINE,
     DecodeLink,

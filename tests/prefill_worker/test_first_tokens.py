@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from cluster.registry import Role
 from cluster.request_wire import read_spec
+from cluster.role_plan import Role
 from cluster.worker import Worker
 from engine.fake_runner import FakeRunner
 from engine.request import RequestId, RequestSpec, SampledToken, StepPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.v1 import worker_pb2
-from cluster.registry import Role
+from cluster.role_plan import Role
 from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler
 from tests.cluster.conftest import (
     DecodeLink,

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from baton.v1 import worker_pb2
-from cluster.registry import Role
+from cluster.role_plan import Role
 from cluster.worker import WorkerFailedError
 from tests.cluster.conftest import (
     TIMED_ENGINE,

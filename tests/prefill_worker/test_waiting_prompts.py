@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.config import RegistryConfig
-from cluster.registry import Role
+from cluster.role_plan import Role
 from engine.config import FakeEngineConfig
 from tests.cluster.conftest import (
     ENGINE,

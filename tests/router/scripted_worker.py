@@ -54,6 +54,7 @@ class ScriptedWorker(
         self.kv_fingerprint = FINGERPRINT
         self.state = control_pb2.WORKER_STATE_LIVE
         self.load = worker_pb2.WorkerLoad()
+        self.active_role = common_pb2.WORKER_ROLE_UNSPECIFIED
         self.on_token: Callable[[Running], None] = lambda running: None
         self.may_decode = asyncio.Event()
         self.may_decode.set()
@@ -136,7 +137,9 @@ class ScriptedWorker(
             max_request_tokens=self.max_request_tokens,
             max_held_tokens_per_request=self.max_held_tokens,
         )
-        return control_pb2.FleetWorker(info=info, state=self.state, load=self.load)
+        return control_pb2.FleetWorker(
+            info=info, state=self.state, load=self.load, active_role=self.active_role
+        )
 
     # --- prefill -------------------------------------------------------------------------------
 

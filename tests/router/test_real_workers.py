@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2, worker_pb2_grpc
-from cluster.registry import Role
 from cluster.request_wire import read_spec
+from cluster.role_plan import Role
 from cluster.worker import Worker
 from engine.config import FakeEngineConfig
 from router.config import RouterConfig

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from baton.v1 import common_pb2, router_pb2
-from cluster.registry import Role
+from cluster.role_plan import Role
 from decode_worker.runs import Phase
 from engine.config import FakeEngineConfig
 from router.request_run import RequestRun
