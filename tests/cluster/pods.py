@@ -102,11 +102,16 @@ class PodCluster:
     def join(self, pool: str, num_ranks: int = 1) -> PodProcess:
         """A pod more; returns once Ray knows it."""
         joined = self.start_pod(pool, num_ranks)
-        joined.node.wait_until_up()
-        self.reaper.name(joined.node.tree())
+        self.wait_until_up(joined)
         return joined
 
-    def start_pod(self, pool: str, num_ranks: int = 1) -> PodProcess:
+    def wait_until_up(self, *pods: PodProcess) -> None:
+        for pod in pods:
+            pod.node.wait_until_up()
+            self.reaper.name(pod.node.tree())
+
+    def start_pod(self, pool: str, num_ranks: int = 1, run_by: tuple[str, ...] = ()) -> PodProcess:
+        """`run_by`: the command that its main process is run by."""
         number = next(_NUMBERS)
         pod = Pod(f"{pool}-{number}-{secrets.token_hex(3)}", f"127.0.0.{number}", f"node-{number}")
         environment = self.environment | {
@@ -116,7 +121,7 @@ class PodCluster:
         }
         offers = {pod_resource(pool): num_ranks}
         command = start_worker(self.ray_address, offers, self.folder / str(number))
-        node = NodeProcess(command, environment, self.run_dir / f"{pod.name}.log")
+        node = NodeProcess([*run_by, *command], environment, self.run_dir / f"{pod.name}.log")
         joined = PodProcess(pool, pod, node, environment)
         self.stack.callback(shutil.rmtree, pod.folder, ignore_errors=True)
         self.pods[pod.name] = joined
@@ -128,9 +133,7 @@ class PodCluster:
         for pool, num_pods in sizes.items():
             num_there = sum(each.pool == pool for each in self.pods.values())
             started += [self.start_pod(pool) for _ in range(num_there, num_pods)]
-        for pod in started:
-            pod.node.wait_until_up()
-            self.reaper.name(pod.node.tree())
+        self.wait_until_up(*started)
 
     def end(self, *gone: PodProcess) -> None:
         """Kubernetes deletes them."""
