@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cluster.config import RegistryConfig, SupervisorConfig, WorkerSettings
+from cluster.planner.config import PlannerConfig
 from decode_worker.config import DecodeConfig
 from deploy.api.checked import Checked, Rule, bounded
 from deploy.api.model_source import ModelSource
@@ -78,22 +79,6 @@ class RouterSpec(Checked):
             "!has(self.gateway) || has(self.hostname)",
             "hostname is needed where gateway is given",
             lambda router: router.gateway is None or router.hostname is not None,
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class PoolRatio(Checked):
-    """Bounds on prefill replicas for each decode replica, which the planner keeps."""
-
-    min: float | None = bounded(None, minimum=0, maximum=1024)
-    max: float | None = bounded(None, minimum=0, maximum=1024)
-
-    rules = (
-        Rule(
-            "!has(self.min) || !has(self.max) || self.min <= self.max",
-            "min must not be above max",
-            lambda ratio: ratio.min is None or ratio.max is None or ratio.min <= ratio.max,
         ),
     )
 
@@ -172,7 +157,6 @@ class ServingClusterSpec(Checked):
     """What clients call the model; None: the last part of its source."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of every process."""
-    ratio: PoolRatio = field(default_factory=PoolRatio)
     router: RouterSpec = field(default_factory=RouterSpec)
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
@@ -180,6 +164,8 @@ class ServingClusterSpec(Checked):
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    """Of pools whose `scaling.mode` is planner."""
     images: Images = field(default_factory=Images)
     ray: RaySpec = field(default_factory=RaySpec)
     rollout: CohortRollout = field(default_factory=CohortRollout)

@@ -4,7 +4,7 @@ any line, by another one goes on.
 1. Read the spec; one that cannot be read is told in a condition, and nothing of it is touched.
 2. WorkerPools: made with `initialReplicas`; what the spec says is applied, but never a size.
 3. Configuration, Ray's token and account, then the RayCluster, whose groups have the pools' sizes.
-4. The supervisor is told the sizes; it drains what is too much (see `group_size`).
+4. The supervisor is told sizes and role plans; it drains what is too much (see `group_size`).
 5. Routers.
 6. Status.
 
@@ -213,11 +213,13 @@ class ClusterReconciler:
         for name, pool in view.pools.items():
             if client is None or pool.fleet is None:
                 continue
-            if pool.fleet.desired_replicas != pool.replicas:
-                try:
+            try:
+                if pool.fleet.desired_replicas != pool.replicas:
                     client.set_replicas(name, pool.replicas)
-                except BatonError as error:
-                    log.warning("%s: pool %s: %s", view.key, name, error)
+                if pool.fleet.role_plan != pool.role_plan:
+                    client.set_role_plan(name, *pool.role_plan)
+            except BatonError as error:
+                log.warning("%s: pool %s: %s", view.key, name, error)
 
     # --- status -----------------------------------------------------------------------------------
 

@@ -38,7 +38,12 @@ def fleet_of(told: control_pb2.WatchFleetResponse) -> Fleet:
         wanted = {f"{pool.name}-{index}" for index in range(pool.desired_replicas)}
         for worker_id in sorted(wanted - {place.worker_id for place in places}):
             places.append(Place(worker_id, "", PlaceState.PENDING))
-        pools[pool.name] = FleetPool(pool.desired_replicas, tuple(places), pool.last_error)
+        pools[pool.name] = FleetPool(
+            pool.desired_replicas,
+            tuple(places),
+            pool.last_error,
+            (pool.role_plan.prefill, pool.role_plan.decode),
+        )
     return Fleet(pools)
 
 

@@ -67,6 +67,8 @@ class FleetPool:
     desired_replicas: int
     places: Sequence[Place]
     last_error: str = ""
+    role_plan: tuple[int, int] = (0, 0)
+    """Workers that act as prefill alone and as decode alone."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,12 @@ class PoolView:
         """None is wanted of a pool that is being deleted: its workers drain first."""
         return 0 if self.is_going else self.spec.replicas
 
+    @property
+    def role_plan(self) -> tuple[int, int]:
+        """Workers that are to act as prefill alone and as decode alone."""
+        plan = self.spec.role_plan
+        return (0, 0) if plan is None else (plan.prefill, plan.decode)
+
 
 @dataclass(frozen=True)
 class ClusterView:

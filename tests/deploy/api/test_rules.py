@@ -71,7 +71,7 @@ BAD_CLUSTERS = [
     ("router.settings", {"maxQeue": 9}, "spec.router.settings.maxQeue"),
     ("engine.blockSize", "16", "spec.engine.blockSize"),
     ("engine.maxNumBatchedTokens", 8, "spec.engine.maxNumBatchedTokens"),
-    ("ratio", {"min": 2, "max": 1}, "spec.ratio.min"),
+    ("planner", {"ttftTargetS": 0}, "spec.planner.ttftTargetS"),
     ("rollout.weights", [10, 50], "spec.rollout.weights"),
     ("rollout.weights", [10, 101, 100], "spec.rollout.weights"),
     ("ray.gcsFaultTolerance", {"redisAddress": "x"}, "spec.ray.gcsFaultTolerance.redisAddress"),
@@ -151,7 +151,6 @@ CASES = [
     *((WorkerPoolSpec, "WorkerPool", POOL, path, value) for path, value, _ in BAD_POOLS),
     (ServingClusterSpec, CLUSTER_KIND, CLUSTER, "router.settings", {"localPrefill": "never"}),
     (ServingClusterSpec, CLUSTER_KIND, ONE_POOL, "router.settings", {"localPrefill": "never"}),
-    (ServingClusterSpec, CLUSTER_KIND, CLUSTER, "ratio", {"min": 1, "max": 1}),
     (ServingClusterSpec, CLUSTER_KIND, CLUSTER, "router.tls", {"secretName": "cert"}),
     (WorkerPoolSpec, "WorkerPool", POOL, "replicas", 64),
 ]  # fmt: skip
