@@ -12,12 +12,12 @@ from cluster.planner.config import PlannerConfig
 from cluster.planner.signals import (
     PoolSignals,
     QueueSignals,
-    Role,
     RouterSignals,
     Signals,
     WorkerPhase,
     WorkerSignals,
 )
+from cluster.role_plan import Role
 
 
 @dataclass(frozen=True)

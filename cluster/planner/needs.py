@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cluster.planner.config import PlannerConfig
 from cluster.planner.itl_curve import ItlCurve
 from cluster.planner.measure import Demand, PoolMeasure
-from cluster.planner.signals import Role
+from cluster.role_plan import Role
 
 _LEAST_WAIT = 0.1  # share of the TTFT target that a wait may always take, however long a prompt
 

@@ -21,9 +21,10 @@ from cluster.planner.measure import Demand, PoolMeasure, measure_demand, measure
 from cluster.planner.needs import PoolLoad, need_of
 from cluster.planner.ratio import keep_ratio
 from cluster.planner.roles import roles_of
-from cluster.planner.signals import PoolSignals, Role, RolePlan, Signals
+from cluster.planner.signals import PoolSignals, Signals
 from cluster.planner.sizing import Pool, Size, size_of
 from cluster.planner.state import PlannerState, PoolMemory
+from cluster.role_plan import Role, RolePlan
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.planner.config import PlannerConfig
-from cluster.planner.signals import Role
 from cluster.planner.sizing import Pool, Size
+from cluster.role_plan import Role
 
 _ROUNDING = 1e-9
 

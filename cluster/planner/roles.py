@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from cluster.planner.config import PlannerConfig
 from cluster.planner.needs import Need
-from cluster.planner.signals import RolePlan
 from cluster.planner.sizing import Pool
+from cluster.role_plan import RolePlan
 
 _ROUNDING = 1e-9
 

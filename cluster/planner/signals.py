@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+
+from cluster.role_plan import Role, RolePlan
 
 
 @dataclass(frozen=True)
@@ -18,18 +20,10 @@ class _Figures:
     """What somebody measured."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{field.name} must be a finite number, not {value}")
-
-
-class Role(enum.Enum):
-    """A pool's, as `PoolStatus.role` tells it."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MIXED = "mixed"
+                raise ValueError(f"{each.name} must be a finite number, not {value}")
 
 
 class WorkerPhase(enum.Enum):
@@ -41,14 +35,6 @@ class WorkerPhase(enum.Enum):
     LIVE = "live"
     DRAINING = "draining"
     """It takes nothing new: neither capacity nor load of the pool's others."""
-
-
-@dataclass(frozen=True)
-class RolePlan:
-    """Of a mixed pool: how many workers act in one role alone; the rest act in both."""
-
-    prefill: int = 0
-    decode: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +81,7 @@ class PoolSignals:
     num_pending: int = 0
     """Replicas without a machine yet: `PoolStatus.pending_replicas`, and pods that are Pending."""
     workers: tuple[WorkerSignals, ...] = ()
-    role_plan: RolePlan = RolePlan()
+    role_plan: RolePlan = field(default_factory=RolePlan)
     """The roles in force, of a mixed pool."""
 
 

@@ -10,7 +10,8 @@ from cluster.planner.config import PlannerConfig
 from cluster.planner.itl_curve import ItlCurve
 from cluster.planner.measure import PoolMeasure
 from cluster.planner.needs import Need, NeedRange
-from cluster.planner.signals import PoolSignals, Role, RolePlan
+from cluster.planner.signals import PoolSignals
+from cluster.role_plan import Role, RolePlan
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from cluster.planner.planner import Plan, decide
 from cluster.planner.signals import (
     PoolSignals,
     QueueSignals,
-    Role,
     RouterSignals,
     Signals,
     WorkerPhase,
     WorkerSignals,
 )
 from cluster.planner.state import PlannerState
+from cluster.role_plan import Role
 
 LONG_AGO_S = -10_000.0
 RATE = 1_000.0

@@ -15,12 +15,12 @@ from cluster.planner.planner import Plan
 from cluster.planner.signals import (
     PoolSignals,
     QueueSignals,
-    Role,
     RouterSignals,
     Signals,
     WorkerPhase,
     WorkerSignals,
 )
+from cluster.role_plan import Role
 
 
 @dataclass(frozen=True)

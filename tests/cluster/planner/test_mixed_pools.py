@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from cluster.planner.config import PlannerConfig
-from cluster.planner.signals import PoolSignals, Role, RolePlan
+from cluster.planner.signals import PoolSignals
+from cluster.role_plan import Role, RolePlan
 from tests.cluster.planner.moments import Planning, moment, router, worker
 
 BOTH = RolePlan()

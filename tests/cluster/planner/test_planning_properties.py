@@ -14,14 +14,13 @@ from cluster.planner.planner import Plan, decide
 from cluster.planner.signals import (
     PoolSignals,
     QueueSignals,
-    Role,
-    RolePlan,
     RouterSignals,
     Signals,
     WorkerPhase,
     WorkerSignals,
 )
 from cluster.planner.state import PlannerState
+from cluster.role_plan import Role, RolePlan
 from tests.cluster.planner.moments import decode_pool, prefill_pool, router
 
 NOW_S = 1_000.0
