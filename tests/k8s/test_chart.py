@@ -1,0 +1,232 @@
+"""The chart's life on a real API server: install, upgrade, rollback, uninstall.
+
+Nothing runs pods here: the one Job that helm waits for is run by the test, with that Job's own
+account.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.api.chart import CHART
+from deploy.api.crd import KINDS, SERVING_CLUSTER
+from deploy.controller.kube import Kube
+from deploy.controller.objects import Key, Resource, Selection, key_of
+from deploy.controller.resources import (
+    DEPLOYMENTS,
+    RAY_CLUSTERS,
+    SECRETS,
+    SERVICE_ACCOUNTS,
+    SERVING_CLUSTERS,
+)
+from deploy.controller.upgrade_crds import CRDS
+from tests.k8s.api_clients import fresh_namespace, kube_of
+from tests.k8s.control_plane.errors import CommandError
+from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.operating import eventually, operator_of
+
+JOBS = Resource("batch", "v1", "jobs")
+ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles")
+_JOB_TIMEOUT_S = 60.0
+
+
+class Release:
+    """A release called `baton` in a namespace of its own, which it looks after."""
+
+    def __init__(self, control_plane: ControlPlane, namespace: str) -> None:
+        self.control_plane, self.namespace = control_plane, namespace
+        self.kube: Kube = kube_of(control_plane)
+
+    def install(self, **values: Any) -> str:
+        return self._helm("install", CHART, *self._values(values))
+
+    def upgrade(self, **values: Any) -> str:
+        return self._helm("upgrade", CHART, *self._values(values))
+
+    def rollback(self, revision: int) -> str:
+        return self._helm("rollback", str(revision))
+
+    def uninstall(self) -> str:
+        return self._helm("uninstall")
+
+    def deployment(self) -> dict[str, Any]:
+        (found,) = self.all(DEPLOYMENTS)
+        return found
+
+    def cluster(self) -> dict[str, Any]:
+        return self.kube.get(SERVING_CLUSTERS, Key(self.namespace, "default"))
+
+    def all(self, resource: Resource) -> list[Any]:
+        return list(self.kube.list(resource, Selection(namespace=self.namespace)).items)
+
+    def _values(self, values: dict[str, Any]) -> tuple[str, ...]:
+        path = self.control_plane.folder / f"{self.namespace}-values.json"
+        usual = {
+            "watchNamespaces": [self.namespace],
+            "cluster": {
+                "enabled": True,
+                "nodes": {"preset": "gpu-rdma", "weightsCache": {"hostPath": "/mnt/weights"}},
+                "spec": {"model": {"name": "models/demo"}},
+            },
+        }
+        path.write_text(json.dumps(usual | values))
+        return ("--values", str(path))
+
+    def _helm(self, verb: str, *arguments: Any) -> str:
+        return self.control_plane.helm(
+            verb, "baton", *arguments, "--namespace", self.namespace, "--timeout", "60s"
+        )
+
+
+@pytest.fixture
+def release(control_plane: ControlPlane) -> Iterator[Release]:
+    with fresh_namespace(kube_of(control_plane)) as namespace:
+        yield Release(control_plane, namespace)
+
+
+@contextlib.contextmanager
+def job_is_run(release: Release, *, succeeds: bool = True) -> Iterator[None]:
+    """What a kubelet does to the one Job that comes meanwhile: runs its command, as its account,
+    and tells how it ended."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(_run_job, release, succeeds)
+        yield
+        running.result(_JOB_TIMEOUT_S)
+
+
+def _run_job(release: Release, succeeds: bool) -> None:
+    job = eventually(lambda: release.all(JOBS), "a Job", _JOB_TIMEOUT_S)[0]
+    pod = job["spec"]["template"]["spec"]
+    if succeeds:
+        account = release.control_plane.service_account_kubeconfig(
+            release.namespace, pod["serviceAccountName"]
+        )
+        program, *arguments = pod["containers"][0]["command"]
+        assert program == "python"
+        command = [sys.executable, *arguments, "--kubeconfig", str(account)]
+        subprocess.run(command, check=True, timeout=_JOB_TIMEOUT_S)
+    kind = "Complete" if succeeds else "Failed"
+    told = {"status": {"conditions": [{"type": kind, "status": "True"}]}}
+    release.kube.merge_patch(JOBS, Key(release.namespace, job["metadata"]["name"]), told, "status")
+
+
+def test_a_release_lives_and_its_cluster_outlives_it(release: Release) -> None:
+    notes = release.install()
+    assert "get sc,wp" in notes
+    for kind in KINDS:
+        crd = release.kube.get(CRDS, Key("", kind.crd_name))
+        assert {c["type"]: c["status"] for c in crd["status"]["conditions"]}[
+            "Established"
+        ] == "True"
+    first = release.cluster()
+    assert first["spec"]["pools"]["decode"]["role"] == "decode"
+    assert release.deployment()["spec"]["replicas"] == 1
+
+    _age_crd(release.kube)
+    with job_is_run(release):
+        release.upgrade(operator={"replicas": 2})
+    assert "servedModelName" in _properties(release.kube)
+    assert release.deployment()["spec"]["replicas"] == 2
+    assert _same(release.cluster(), first)
+    assert not [each for each in release.all(SERVICE_ACCOUNTS)
+                if each["metadata"]["name"] == "baton-crds"]  # fmt: skip
+
+    release.rollback(1)
+    assert release.deployment()["spec"]["replicas"] == 1
+    assert _same(release.cluster(), first)
+
+    release.uninstall()
+    assert not release.all(DEPLOYMENTS)
+    assert not release.all(ROLES)
+    assert _same(release.cluster(), first)
+
+
+@pytest.mark.full
+def test_what_the_cluster_is_to_be_goes_over_with_an_upgrade(release: Release) -> None:
+    release.install()
+    first = release.cluster()
+    nodes = {"preset": "gpu"}
+    spec = {"model": {"name": "models/demo"}, "router": {"replicas": 3}}
+    with job_is_run(release):
+        release.upgrade(cluster={"enabled": True, "nodes": nodes, "spec": spec})
+    now = release.cluster()
+    assert now["metadata"]["uid"] == first["metadata"]["uid"]
+    assert now["spec"]["router"]["replicas"] == 3
+    assert "transfer" not in now["spec"] or "ucxLibrary" not in now["spec"]["transfer"]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("ray_clusters")
+def test_the_operator_under_the_releases_account_makes_pods_as_the_values_say(
+    release: Release, tmp_path: Path
+) -> None:
+    release.install(serviceAccount={"name": "operator"})
+    namespace, key = release.namespace, Key(release.namespace, "default")
+    account = release.control_plane.service_account_kubeconfig(namespace, "operator")
+
+    def ray_cluster() -> Any:
+        found = {key_of(each): each for each in release.all(RAY_CLUSTERS)}
+        return found.get(key)
+
+    with operator_of(release.control_plane, namespace, tmp_path, account):
+        groups = eventually(ray_cluster, "a RayCluster")["spec"]["workerGroupSpecs"]
+    assert [group["groupName"] for group in groups] == ["decode", "prefill"]
+    for pod in (group["template"]["spec"] for group in groups):
+        volumes = {each.pop("name"): each for each in pod["volumes"]}
+        assert volumes["weights"] == {"hostPath": {"path": "/mnt/weights", "type": "Directory"}}
+        limits = pod["containers"][0]["resources"]["limits"]
+        assert limits == {"nvidia.com/gpu": "1", "rdma/hca": 1}
+
+
+@pytest.mark.full
+def test_where_the_crds_cannot_be_upgraded_nothing_is(release: Release) -> None:
+    release.install()
+    with job_is_run(release, succeeds=False), pytest.raises(CommandError, match="pre-upgrade"):
+        release.upgrade(operator={"replicas": 2})
+    assert release.deployment()["spec"]["replicas"] == 1
+
+
+@pytest.mark.full
+def test_a_release_comes_again_where_one_was_and_has_its_cluster_back(release: Release) -> None:
+    release.install()
+    first = release.cluster()
+    release.uninstall()
+    release.install()
+    assert _same(release.cluster(), first)
+
+
+@pytest.mark.full
+def test_no_release_keeps_a_secret_of_its_own_making(release: Release) -> None:
+    release.install(hub={"tokenSecretName": "hub"})
+    assert {each["type"] for each in release.all(SECRETS)} <= {
+        "helm.sh/release.v1", "kubernetes.io/service-account-token",
+    }  # fmt: skip
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """The object that it was, with the spec that it had."""
+    return all(one["metadata"][key] == other["metadata"][key] for key in ("uid", "generation"))
+
+
+def _age_crd(kube: Kube) -> None:
+    """As an older release had it: without one of the spec's fields."""
+    path = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/servedModelName"
+    name = Key("", SERVING_CLUSTER.crd_name)
+    kube.json_patch(CRDS, name, [{"op": "remove", "path": path}])
+    assert "servedModelName" not in _properties(kube)
+
+
+def _properties(kube: Kube) -> dict[str, Any]:
+    crd = kube.get(CRDS, Key("", SERVING_CLUSTER.crd_name))
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    properties: dict[str, Any] = schema["properties"]["spec"]["properties"]
+    return properties

@@ -1,0 +1,300 @@
+"""The operator under its own account: what the chart grants is what the code does, and no more."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3
+
+from deploy.api.chart import CHART
+from deploy.controller.connection import Call, Connection, Timeouts
+from deploy.controller.controller import Controller, ControllerSettings
+from deploy.controller.errors import ForbiddenError, StatusError
+from deploy.controller.kube import Kube
+from deploy.controller.manifests.common import Release
+from deploy.controller.objects import EVERYTHING, Key, Resource, Selection
+from deploy.controller.resources import (
+    CONFIG_MAPS,
+    DEPLOYMENTS,
+    PODS,
+    SECRETS,
+    SERVING_CLUSTERS,
+    WORKER_POOLS,
+)
+from tests.deploy.chart.permissions import LEASE_NAME, PERMISSIONS, Where
+from tests.k8s.api_clients import fresh_namespace, kube_of
+from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.operating import eventually
+from tests.k8s.test_crds import cluster
+
+pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
+
+Rule = tuple[str, str, str, str | None]
+"""Group, resource with its subresource, verb, the one object's name."""
+
+ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles")
+BINDINGS = Resource("rbac.authorization.k8s.io", "v1", "rolebindings")
+NODES = Resource("", "v1", "nodes", namespaced=False)
+LEASES = Resource("coordination.k8s.io", "v1", "leases")
+RULES_REVIEWS = Resource("authorization.k8s.io", "v1", "selfsubjectrulesreviews", namespaced=False)
+ACCESS_REVIEWS = Resource("authorization.k8s.io", "v1", "subjectaccessreviews", namespaced=False)
+
+NEVER_CALLED = {("baton.dev", "servingclusters/finalizers", "update")}
+"""What is needed without a call of its own: permissions.py says for what."""
+
+_PATH = re.compile(
+    r"/(?:api|apis/(?P<group>[^/]+))/[^/]+(?:/namespaces/[^/]+)?"
+    r"/(?P<plural>[^/]+)(?:/(?P<name>[^/]+)(?:/(?P<subresource>[^/]+))?)?$"
+)
+
+
+class RecordingConnection(Connection):
+    """Notes which verb each call was, and whether it was refused."""
+
+    used: set[tuple[str, str, str]]
+    refused: set[str]
+
+    def _send(self, call: Call, timeouts: Timeouts, *, streamed: bool) -> urllib3.BaseHTTPResponse:
+        try:
+            response = super()._send(call, timeouts, streamed=streamed)
+        except StatusError as error:
+            self._note(call, error.code)
+            raise
+        self._note(call, response.status)
+        return response
+
+    def _note(self, call: Call, status: int) -> None:
+        if status == HTTPStatus.FORBIDDEN:
+            self.refused.add(str(call))
+        if match := _PATH.match(call.path):
+            named = match["plural"] + (f"/{match['subresource']}" if match["subresource"] else "")
+            for verb in _verbs(call, match["name"], status):
+                self.used.add((match["group"] or "", named, verb))
+
+
+def _verbs(call: Call, name: str | None, status: int) -> Iterator[str]:
+    if call.method == "GET":
+        yield "get" if name else "watch" if "watch" in call.query else "list"
+    elif call.method == "POST":
+        yield "create"
+    else:
+        yield {"PATCH": "patch", "DELETE": "delete"}[call.method]
+        if status == HTTPStatus.CREATED:  # an apply that made the object, which asks for both
+            yield "create"
+
+
+@pytest.fixture(scope="module")
+def installed(control_plane: ControlPlane) -> Iterator[str]:
+    """A namespace whose release looks after it alone; nothing runs its operator but the tests."""
+    with fresh_namespace(kube_of(control_plane)) as namespace:
+        values = {"watchNamespaces": [namespace], "operator": {"replicas": 0}}
+        _install(control_plane, namespace, values)
+        yield namespace
+
+
+def _install(control_plane: ControlPlane, namespace: str, values: dict[str, Any]) -> None:
+    path = control_plane.folder / f"{namespace}-values.json"
+    path.write_text(json.dumps(values))
+    control_plane.helm("install", "baton", CHART, "--namespace", namespace, "--values", path)
+
+
+@pytest.fixture(scope="module")
+def account(control_plane: ControlPlane, installed: str) -> Path:
+    """A kubeconfig with a token of the operator's account."""
+    return control_plane.service_account_kubeconfig(installed, "baton")
+
+
+def test_the_operators_life_takes_every_permission_and_no_other(
+    control_plane: ControlPlane, installed: str, account: Path
+) -> None:
+    connection = RecordingConnection.from_kubeconfig(account)
+    connection.used, connection.refused = set(), set()
+    administrator = kube_of(control_plane)
+    settings = ControllerSettings(
+        Key(installed, LEASE_NAME), "one", Release("worker", "router", "2.60.0"), installed
+    )
+    controller = Controller(Kube(connection, "baton-controller"), settings)
+    controller.start()
+    try:
+        _live_through_everything(control_plane, administrator, installed)
+    finally:
+        controller.stop()
+    assert not connection.refused
+    called = {(each.group, each.resource, verb) for each in PERMISSIONS for verb in each.verbs}
+    assert connection.used == called - NEVER_CALLED
+
+
+def _live_through_everything(
+    control_plane: ControlPlane, administrator: Kube, namespace: str
+) -> None:
+    """A cluster that comes, loses a pool, and goes."""
+
+    def pools() -> set[str]:
+        listing = administrator.list(WORKER_POOLS, Selection(namespace=namespace))
+        return {each["metadata"]["name"] for each in listing.items}
+
+    def conditions() -> Any:
+        found = administrator.get(SERVING_CLUSTERS, Key(namespace, "main"))
+        return found.get("status", {}).get("conditions")
+
+    control_plane.apply(cluster(namespace))
+    eventually(lambda: pools() == {"main-prefill", "main-decode"}, "two pools")
+    eventually(conditions, "conditions")
+    left = {"spec": {"pools": {"prefill": None}}}
+    administrator.merge_patch(SERVING_CLUSTERS, Key(namespace, "main"), left)
+    eventually(lambda: pools() == {"main-decode"}, "one pool")
+    administrator.delete(SERVING_CLUSTERS, Key(namespace, "main"))
+    clusters = Selection(namespace=namespace)
+    eventually(lambda: not administrator.list(SERVING_CLUSTERS, clusters).items, "no cluster")
+
+
+def test_in_its_namespace_the_account_may_do_what_the_operator_does(
+    control_plane: ControlPlane, installed: str, account: Path
+) -> None:
+    granted = _rules(account, installed) - _rules_of_anybody(control_plane, installed)
+    assert granted == {
+        (each.group, each.resource, verb, each.name) for each in PERMISSIONS for verb in each.verbs
+    }
+
+
+def test_elsewhere_the_account_of_a_watched_namespace_may_do_nothing(
+    control_plane: ControlPlane, installed: str, account: Path
+) -> None:
+    anybody = _rules_of_anybody(control_plane, installed)
+    for elsewhere in ("default", "kube-system"):
+        assert _rules(account, elsewhere) <= anybody
+
+
+def test_a_cluster_wide_account_has_its_lease_in_its_own_namespace_alone(
+    control_plane: ControlPlane,
+) -> None:
+    with fresh_namespace(kube_of(control_plane)) as namespace:
+        values = {"operator": {"replicas": 0}, "fullnameOverride": f"wide-{namespace}"}
+        _install(control_plane, namespace, values)
+        account = control_plane.service_account_kubeconfig(namespace, f"wide-{namespace}")
+        anybody = _rules_of_anybody(control_plane, namespace)
+        assert _rules(account, "default") - anybody == {
+            (each.group, each.resource, verb, each.name)
+            for each in PERMISSIONS
+            if each.where is Where.CLUSTERS
+            for verb in each.verbs
+        }
+        control_plane.helm("uninstall", "baton", "--namespace", namespace)
+
+
+def test_what_would_open_more_doors_is_refused(installed: str, account: Path) -> None:
+    kube = Kube(Connection.from_kubeconfig(account), "baton-controller")
+    mine = Selection(namespace=installed)
+    token = Key(installed, "main-ray-token")
+    wildcard = {"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}
+    more = {"metadata": {"name": "more", "namespace": installed}, "rules": [wildcard]}
+    elsewhere = {"metadata": {"name": "x", "namespace": "default"}}
+    tries = (
+        lambda: kube.get(SECRETS, token),
+        lambda: kube.list(SECRETS, mine),
+        lambda: kube.merge_patch(SECRETS, token, {"data": {}}),
+        lambda: kube.delete(SECRETS, token),
+        lambda: kube.create(SECRETS, elsewhere),
+        lambda: kube.create(PODS, elsewhere | {"metadata": {"name": "x", "namespace": installed}}),
+        lambda: kube.delete(PODS, Key(installed, "x")),
+        lambda: kube.get(PODS, Key(installed, "x"), "exec"),
+        lambda: kube.list(PODS),
+        lambda: kube.list(NODES, EVERYTHING),
+        lambda: kube.list(CONFIG_MAPS, mine),
+        lambda: kube.delete(DEPLOYMENTS, Key(installed, "baton")),
+        lambda: kube.delete(SERVING_CLUSTERS, Key(installed, "main")),
+        lambda: kube.list(SERVING_CLUSTERS, Selection(namespace="default")),
+        lambda: kube.merge_patch(LEASES, Key(installed, "another"), {"spec": {}}),
+        lambda: kube.create(ROLES, more),
+        lambda: kube.merge_patch(ROLES, Key(installed, "baton"), {"rules": [wildcard]}),
+        lambda: kube.create(BINDINGS, more),
+    )
+    for attempt in tries:
+        with pytest.raises(ForbiddenError):
+            attempt()
+
+
+@pytest.mark.full
+def test_every_verb_on_every_kind_is_granted_or_refused_as_listed(
+    control_plane: ControlPlane, installed: str
+) -> None:
+    administrator = kube_of(control_plane)
+    user = f"system:serviceaccount:{installed}:baton"
+    needed = {(each.group, each.resource, verb, each.name or "")
+              for each in PERMISSIONS for verb in each.verbs}  # fmt: skip
+    verbs = (*("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"),
+             *("bind", "escalate", "impersonate", "use"))  # fmt: skip
+    allowed = {
+        (group, named, verb, name)
+        for group, named in _kinds(control_plane) | {(g, named) for g, named, _ in NEVER_CALLED}
+        for verb in verbs
+        for name in ("", LEASE_NAME)
+        if _is_allowed(administrator, user, installed, (group, named, verb, name))
+    }
+    own = {("authorization.k8s.io", f"selfsubject{what}reviews", "create", name)
+           for what in ("access", "rules") for name in ("", LEASE_NAME)}  # fmt: skip
+    with_any_name = {(g, r, v, n) for g, r, v, _ in needed for n in (LEASE_NAME,)}
+    assert allowed == own | needed | with_any_name
+
+
+def _is_allowed(administrator: Kube, user: str, namespace: str, rule: Rule) -> bool:
+    group, named, verb, name = rule
+    resource, _, subresource = named.partition("/")
+    asked = {
+        "namespace": namespace, "group": group, "resource": resource, "verb": verb,
+        "subresource": subresource, "name": name,
+    }  # fmt: skip
+    groups = ["system:serviceaccounts", "system:authenticated"]
+    review = {
+        "apiVersion": ACCESS_REVIEWS.api_version,
+        "kind": "SubjectAccessReview",
+        "metadata": {"name": ""},
+        "spec": {"user": user, "groups": groups, "resourceAttributes": asked},
+    }
+    return bool(administrator.create(ACCESS_REVIEWS, review)["status"]["allowed"])
+
+
+def _kinds(control_plane: ControlPlane) -> set[tuple[str, str]]:
+    """Every resource and subresource that is served, with its group."""
+    groups = json.loads(control_plane.kubectl("get", "--raw", "/apis"))["groups"]
+    paths = ["/api/v1"] + [f"/apis/{each['preferredVersion']['groupVersion']}" for each in groups]
+    return {
+        (path.split("/")[2] if path.startswith("/apis/") else "", each["name"])
+        for path in paths
+        for each in json.loads(control_plane.kubectl("get", "--raw", path))["resources"]
+    }
+
+
+def _rules_of_anybody(control_plane: ControlPlane, namespace: str) -> set[Rule]:
+    """What an account may do to which nobody grants anything."""
+    name = "serviceaccount/default"
+    eventually(lambda: name in control_plane.kubectl("-n", namespace, "get", name, "-o", "name",
+                                                     "--ignore-not-found"), name)  # fmt: skip
+    return _rules(control_plane.service_account_kubeconfig(namespace, "default"), namespace)
+
+
+def _rules(account: Path, namespace: str) -> set[Rule]:
+    """What an account may do in a namespace, by the API server's own words."""
+    review = {
+        "apiVersion": RULES_REVIEWS.api_version,
+        "kind": "SelfSubjectRulesReview",
+        "metadata": {"name": ""},
+        "spec": {"namespace": namespace},
+    }
+    kube = Kube(Connection.from_kubeconfig(account), "test")
+    status = kube.create(RULES_REVIEWS, review)["status"]
+    assert not status["incomplete"]
+    return {
+        (group, resource, verb, name)
+        for rule in status["resourceRules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+        for name in rule.get("resourceNames") or [None]
+    }
