@@ -14,6 +14,7 @@ from tests.k8s.control_plane.errors import CommandError, NotAtHandError
 from tests.k8s.control_plane.plane import ControlPlane, control_plane_of
 from tests.k8s.kubelet.errors import NotPossibleError
 from tests.k8s.kubelet.fixtures import kubelet as kubelet
+from tests.k8s.kubelet.fixtures import kuberay as kuberay
 from tests.k8s.kubelet.possible import check_possible
 from tests.k8s.ray_cluster_crd import ray_cluster_crd
 

@@ -85,12 +85,16 @@ class ContainerRun:
         the container is gone."""
         if self.ended is not None:
             return None
-        process = self._start(self._added(command))
         try:
-            return process.wait(timeout_s)
+            return subprocess.run(
+                self._command(self._added(command)),
+                **self._options(),
+                timeout=timeout_s,
+                check=False,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            ).returncode
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
             return None
 
     def output_of(self, *command: str, timeout_s: float = 30.0) -> str:

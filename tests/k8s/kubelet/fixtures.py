@@ -10,10 +10,12 @@ import pytest
 from deploy.controller.connection import Connection
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet, running_kubelet
+from tests.k8s.kubelet.kuberay import KubeRay, running_kuberay
 from tests.k8s.kubelet.network import links
 from tests.k8s.kubelet.place import Place, place
 
 _TAIL_CHARACTERS = 4000
+_GRPC_PROBES_SINCE = (1, 24)
 
 
 @pytest.fixture
@@ -31,6 +33,15 @@ def kubelet(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Iter
     finally:
         _print_tails(logs)
     _check_nothing_left(made)
+
+
+@pytest.fixture
+def kuberay(control_plane: ControlPlane, namespace: str, ray_clusters: None) -> Iterator[KubeRay]:
+    """Makes pods of the namespace's RayClusters; it takes a kubelet, too, for them to run."""
+    connection = Connection.from_kubeconfig(control_plane.kubeconfig)
+    takes_grpc_probes = control_plane.version() >= _GRPC_PROBES_SINCE
+    with running_kuberay(connection, namespace, takes_grpc_probes) as kuberay:
+        yield kuberay
 
 
 def _check_nothing_left(made: Place) -> None:

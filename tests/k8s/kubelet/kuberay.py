@@ -1,0 +1,223 @@
+"""A stand-in for KubeRay in one namespace: RayClusters become a Service, a head and groups of pods
+(ray-operator 1.6: controllers/ray/raycluster_controller.go, `reconcilePods`).
+
+- A group has as many pods as `replicas` says, within its bounds. A pod that is ending counts until
+  it is gone, unless it was deleted from here because there were too many, or is named to go.
+- The pods in `scaleStrategy.workersToDelete` go, whatever `replicas` says, for as long as they are
+  named. Where there are too many and none is named, those that go are chosen at random.
+- Every spec that a RayCluster has had is kept, for tests to look at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.controller.backoff import Backoff
+from deploy.controller.connection import Connection
+from deploy.controller.errors import AlreadyExistsError, NotFoundError
+from deploy.controller.informer import Informer, InformerSettings
+from deploy.controller.kube import Kube
+from deploy.controller.objects import Key, Object, Selection
+from deploy.controller.resources import PODS, RAY_CLUSTERS, SERVICES
+from deploy.controller.workers import Workers
+from deploy.controller.workqueue import WorkQueue
+from tests.k8s.kubelet.errors import KubeletError
+from tests.k8s.kubelet.hosts import is_ready
+from tests.k8s.kubelet.ray_pods import (
+    CLUSTER_LABEL,
+    GROUP_LABEL,
+    HEAD_GROUP,
+    head_pod,
+    head_service,
+    service_name,
+    without_grpc_probes,
+    worker_pod,
+)
+
+_SYNC_S = 20.0
+_END_S = 30.0
+_QUICKLY = Backoff(first_s=0.1, longest_s=1.0)
+
+
+@dataclass(frozen=True)
+class GroupChange:
+    """What one spec of a RayCluster said of a group."""
+
+    replicas: int
+    to_delete: tuple[str, ...]
+
+
+class KubeRay:
+    """Own the thread that makes pods of RayClusters, and what their specs have been."""
+
+    def __init__(self, connection: Connection, namespace: str, takes_grpc_probes: bool) -> None:
+        """`takes_grpc_probes`: whether the API server knows them."""
+        self._kube = Kube(connection, "kuberay-operator")
+        self._takes_grpc_probes = takes_grpc_probes
+        self._rng = random.Random()
+        self._deleted_as_too_many: set[str] = set()
+        self._specs: dict[str, list[Object]] = {}
+        self._specs_lock = threading.Lock()
+        self._queue: WorkQueue[Key] = WorkQueue(_QUICKLY)
+        self._workers = Workers(self._queue, self._reconcile, 1, "kuberay")
+        settings = InformerSettings(backoff=_QUICKLY)
+        selection = Selection(namespace)
+        self._clusters = Informer(self._kube, RAY_CLUSTERS, selection, settings)
+        ours = Selection(namespace, CLUSTER_LABEL)
+        self._pods = Informer(self._kube, PODS, ours, settings)
+        self._clusters.add_handler(self._keep_spec)
+        self._clusters.add_handler(self._queue.add)
+        self._pods.add_handler(self._queue.add, lambda pod: (_cluster_key(pod),))
+
+    def start(self) -> None:
+        """Raises KubeletError."""
+        for informer in (self._clusters, self._pods):
+            informer.start()
+        for informer in (self._clusters, self._pods):
+            if not informer.wait_synced(_SYNC_S):
+                raise KubeletError("the API server's lists do not come")
+        self._workers.start()
+
+    def stop(self) -> None:
+        for informer in (self._clusters, self._pods):
+            informer.stop()
+        self._workers.stop(_END_S)
+
+    def specs(self, cluster: str) -> list[Object]:
+        """All that the RayCluster of this name has had, oldest first."""
+        with self._specs_lock:
+            return list(self._specs.get(cluster, ()))
+
+    def changes(self, cluster: str, group: str) -> list[GroupChange]:
+        """What its specs said of a group, as often as that has changed."""
+        changes: list[GroupChange] = []
+        for spec in self.specs(cluster):
+            for each in spec.get("workerGroupSpecs") or ():
+                change = GroupChange(int(each.get("replicas") or 0), _to_delete(each))
+                if each["groupName"] == group and changes[-1:] != [change]:
+                    changes.append(change)
+        return changes
+
+    def _keep_spec(self, key: Key) -> None:
+        """On the informer's thread, which tells of each state before it goes on to the next."""
+        cluster = self._clusters.get(key)
+        if cluster is not None:
+            with self._specs_lock:
+                specs = self._specs.setdefault(key.name, [])
+                if specs[-1:] != [cluster["spec"]]:
+                    specs.append(cluster["spec"])
+
+    # --- reconciling ----------------------------------------------------------------------------
+
+    def _reconcile(self, key: Key) -> None:
+        cluster = self._clusters.get(key)
+        if cluster is None or "deletionTimestamp" in cluster["metadata"]:
+            return  # the garbage collector deletes what it owns
+        with contextlib.suppress(AlreadyExistsError):
+            self._kube.create(SERVICES, head_service(cluster))
+        pods = self._pods_of(key)
+        if not any(_group_of(pod) == HEAD_GROUP for pod in pods):
+            self._create(head_pod(cluster))
+        for group in cluster["spec"].get("workerGroupSpecs") or ():
+            self._size(cluster, group, [p for p in pods if _group_of(p) == group["groupName"]])
+        self._tell(cluster, self._pods_of(key))
+
+    def _size(self, cluster: Object, group: Mapping[str, Any], pods: list[Object]) -> None:
+        """Bring a group to its size."""
+        going = set(_to_delete(group)) | self._deleted_as_too_many
+        for name in _to_delete(group):
+            self._delete(Key(cluster["metadata"]["namespace"], name))
+        stay = [pod for pod in pods if pod["metadata"]["name"] not in going]
+        diff = _replicas(group) - len(stay)
+        for _ in range(diff):
+            self._create(worker_pod(cluster, group))
+        for pod in self._rng.sample(stay, max(0, -diff)):
+            self._deleted_as_too_many.add(pod["metadata"]["name"])
+            self._delete(Key(pod["metadata"]["namespace"], pod["metadata"]["name"]))
+
+    def _pods_of(self, key: Key) -> list[Object]:
+        """As the API server has them now: what was made a moment ago is not yet in a cache."""
+        selection = Selection(key.namespace, f"{CLUSTER_LABEL}={key.name}")
+        return list(self._kube.list(PODS, selection).items)
+
+    def _create(self, pod: dict[str, Any]) -> None:
+        self._kube.create(PODS, pod if self._takes_grpc_probes else without_grpc_probes(pod))
+
+    def _delete(self, key: Key) -> None:
+        with contextlib.suppress(NotFoundError):
+            self._kube.delete(PODS, key)
+
+    def _tell(self, cluster: Object, pods: list[Object]) -> None:
+        """The status, where it is another one now."""
+        status = _status(cluster, pods)
+        former = cluster.get("status") or {}
+        if any(former.get(name) != value for name, value in status.items()):
+            metadata = cluster["metadata"]
+            key = Key(metadata["namespace"], metadata["name"])
+            patch = {"status": copy.deepcopy(status)}
+            with contextlib.suppress(NotFoundError):
+                self._kube.merge_patch(RAY_CLUSTERS, key, patch, "status")
+
+
+def _status(cluster: Object, pods: list[Object]) -> dict[str, Any]:
+    groups = cluster["spec"].get("workerGroupSpecs") or ()
+    workers = [pod for pod in pods if _group_of(pod) != HEAD_GROUP]
+    heads = [pod for pod in pods if _group_of(pod) == HEAD_GROUP]
+    desired = sum(map(_replicas, groups))
+    status: dict[str, Any] = {
+        "observedGeneration": cluster["metadata"]["generation"],
+        "desiredWorkerReplicas": desired,
+        "availableWorkerReplicas": sum(map(_runs, workers)),
+        "readyWorkerReplicas": sum(map(is_ready, workers)),
+        "head": {"serviceName": service_name(cluster)},
+    }
+    if len(heads) == 1:
+        status["head"]["podName"] = heads[0]["metadata"]["name"]
+        if address := (heads[0].get("status") or {}).get("podIP"):
+            status["head"]["podIP"] = address
+    if len(pods) == desired + 1 and all(map(is_ready, pods)):
+        status["state"] = "ready"  # and so it stays, also when a pod goes later
+    return status
+
+
+def _replicas(group: Mapping[str, Any]) -> int:
+    """Pods: within the group's bounds, and as many for each replica as it has hosts."""
+    bounded = max(int(group.get("replicas") or 0), int(group.get("minReplicas") or 0))
+    most = group.get("maxReplicas")
+    replicas = bounded if most is None else min(bounded, int(most))
+    return 0 if group.get("suspend") else replicas * int(group.get("numOfHosts") or 1)
+
+
+def _to_delete(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple((group.get("scaleStrategy") or {}).get("workersToDelete") or ())
+
+
+def _group_of(pod: Object) -> str:
+    return str(pod["metadata"]["labels"][GROUP_LABEL])
+
+
+def _cluster_key(pod: Object) -> Key:
+    return Key(pod["metadata"]["namespace"], pod["metadata"]["labels"][CLUSTER_LABEL])
+
+
+def _runs(pod: Object) -> bool:
+    return bool((pod.get("status") or {}).get("phase") == "Running")
+
+
+@contextlib.contextmanager
+def running_kuberay(
+    connection: Connection, namespace: str, takes_grpc_probes: bool
+) -> Iterator[KubeRay]:
+    """It makes and deletes nothing after the block."""
+    kuberay = KubeRay(connection, namespace, takes_grpc_probes)
+    try:
+        kuberay.start()
+        yield kuberay
+    finally:
+        kuberay.stop()

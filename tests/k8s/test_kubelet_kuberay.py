@@ -1,0 +1,149 @@
+"""KubeRay's stand-in: how it sizes groups, and Ray itself in the pods that it makes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from deploy.controller.kube import Kube
+from deploy.controller.objects import Key, Selection
+from deploy.controller.resources import PODS, RAY_CLUSTERS, SECRETS, SERVICES
+from tests.k8s.api_clients import kube_of
+from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.kubelet.kubelet import Kubelet
+from tests.k8s.kubelet.kuberay import GroupChange, KubeRay
+from tests.k8s.kubelet.objects import container, name_of, pod_spec, secret, until, until_ready
+from tests.k8s.kubelet.ray_start import quoted
+
+_RAY = {"object-store-memory": "80000000", "num-cpus": "0"}
+_OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
+_NODES = """
+import json, ray
+ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+print(json.dumps([node["Resources"] for node in ray.nodes() if node["Alive"]]))
+"""
+_HAS_RAYLET = {"exec": {"command": ["test", "-S", "/tmp/ray/session_latest/sockets/raylet"]}}
+
+
+@pytest.fixture
+def kube(control_plane: ControlPlane) -> Kube:
+    return kube_of(control_plane)
+
+
+def ray_cluster(namespace: str, name: str, groups: dict[str, int]) -> dict[str, Any]:
+    """`groups`: how many pods each is to have; they offer the resource `pool/<group>`."""
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {"name": name, "namespace": namespace, "annotations": _OWN_COMMAND},
+        "spec": {
+            "rayVersion": "2.60.0",
+            "enableInTreeAutoscaling": False,
+            "authOptions": {"mode": "token", "secretName": "ray-token"},
+            "headGroupSpec": {
+                "rayStartParams": _RAY | {"include-dashboard": "false"},
+                "template": ray_template("ray-head"),
+            },
+            "workerGroupSpecs": [
+                {
+                    "groupName": group,
+                    "replicas": replicas,
+                    "minReplicas": 0,
+                    "maxReplicas": 9,
+                    "rayStartParams": _RAY | {"resources": quoted({f"pool/{group}": 2})},
+                    "template": ray_template("ray-worker"),
+                }
+                for group, replicas in groups.items()
+            ],
+        },
+    }
+
+
+def ray_template(name: str) -> dict[str, Any]:
+    starts = container(
+        name,
+        ["/bin/sh", "-c"],
+        args=['eval "exec $KUBERAY_GEN_RAY_START_CMD"'],
+        env=[{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}],
+        readinessProbe=_HAS_RAYLET,
+        livenessProbe=_HAS_RAYLET | {"initialDelaySeconds": 60},
+    )
+    return {"spec": pod_spec(starts, securityContext={"runAsUser": 1000})}
+
+
+def sized(group: str, replicas: int, *to_delete: str) -> list[dict[str, Any]]:
+    """A JSON patch of the only group, which holds both."""
+    path = "/spec/workerGroupSpecs/0"
+    return [
+        {"op": "test", "path": f"{path}/groupName", "value": group},
+        {"op": "replace", "path": f"{path}/replicas", "value": replicas},
+        {
+            "op": "add",
+            "path": f"{path}/scaleStrategy",
+            "value": {"workersToDelete": list(to_delete)},
+        },
+    ]
+
+
+def workers(kube: Kube, namespace: str, group: str) -> set[str]:
+    found = kube.list(PODS, Selection(namespace, f"ray.io/group={group}")).items
+    return {name_of(pod) for pod in found}
+
+
+def test_a_group_loses_the_pods_that_are_named_and_others_at_random_where_none_is(
+    kuberay: KubeRay, kube: Kube, namespace: str
+) -> None:
+    key = Key(namespace, "sizes")
+    kube.create(RAY_CLUSTERS, ray_cluster(namespace, "sizes", {"decode": 4}))
+    until(lambda: len(workers(kube, namespace, "decode")) == 4, "four workers")
+    before = workers(kube, namespace, "decode")
+    named = sorted(before)[2]
+
+    kube.json_patch(RAY_CLUSTERS, key, sized("decode", 3, named))
+    until(lambda: workers(kube, namespace, "decode") == before - {named}, "the named one goes")
+    kube.json_patch(RAY_CLUSTERS, key, sized("decode", 3))
+    kube.json_patch(RAY_CLUSTERS, key, sized("decode", 1))
+    until(lambda: len(workers(kube, namespace, "decode")) == 1, "two at random go")
+    assert workers(kube, namespace, "decode") < before - {named}
+    kube.json_patch(RAY_CLUSTERS, key, sized("decode", 2))
+    until(lambda: len(workers(kube, namespace, "decode")) == 2, "one comes")
+
+    sizes = [(4, ()), (3, (named,)), (3, ()), (1, ()), (2, ())]
+    assert kuberay.changes("sizes", "decode") == [GroupChange(*size) for size in sizes]
+    until(
+        lambda: kube.get(RAY_CLUSTERS, key)["status"].get("desiredWorkerReplicas") == 2,
+        "the status says so",
+    )
+    service = kube.get(SERVICES, Key(namespace, "sizes-head-svc"))
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"]
+
+
+@pytest.mark.cluster
+def test_ray_nodes_of_each_group_join_the_head_and_leave_with_their_pods(
+    kubelet: Kubelet, kuberay: KubeRay, kube: Kube, namespace: str
+) -> None:
+    key = Key(namespace, "rays")
+    kube.create(SECRETS, secret(namespace, "ray-token", {"auth_token": "a-token-of-ray" * 3}))
+    kube.create(RAY_CLUSTERS, ray_cluster(namespace, "rays", {"decode": 1, "prefill": 1}))
+    pods = until_ready(kubelet, "ray.io/cluster=rays", 3)
+    decode, head, prefill = pods  # by name
+    until(lambda: kube.get(RAY_CLUSTERS, key)["status"].get("state") == "ready", "it is ready")
+    status = kube.get(RAY_CLUSTERS, key)["status"]
+    assert status["availableWorkerReplicas"] == status["desiredWorkerReplicas"] == 2
+    assert status["head"]["podIP"] == head["status"]["podIP"]
+
+    def offered() -> list[dict[str, float]]:
+        said = kubelet.container(name_of(head)).output_of("python", "-c", _NODES, timeout_s=60)
+        nodes = json.loads(said.splitlines()[-1])
+        return [{n: v for n, v in node.items() if n.startswith("pool/")} for node in nodes]
+
+    each: list[dict[str, float]] = [{}, {"pool/decode": 2.0}, {"pool/prefill": 2.0}]
+    until(lambda: sorted(offered(), key=str) == sorted(each, key=str), "all nodes have joined")
+
+    kube.json_patch(RAY_CLUSTERS, key, sized("decode", 0, name_of(decode)))
+    until(lambda: not workers(kube, namespace, "decode"), "the worker's pod goes")
+    assert workers(kube, namespace, "prefill") == {name_of(prefill)}
+    until(lambda: {"pool/decode": 2.0} not in offered(), "Ray knows it")
