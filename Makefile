@@ -5,7 +5,10 @@ VENV := .venv
 PY := $(VENV)/bin/python
 BUF := node_modules/.bin/buf
 CODE := baton router prefill_worker decode_worker kv_transfer engine cluster deploy bench tests models
-.PHONY: setup demo test test-full test-k8s control-plane check bench crds proto format
+ENGINES := docker podman buildah
+IMAGES := baton
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+.PHONY: setup demo test test-full test-k8s control-plane check bench crds proto format images
 
 setup: $(VENV)/.ready  ## a virtual environment with everything the project needs
 
@@ -52,6 +55,13 @@ check: setup $(BUF)  ## format, lint, types, import rules, wire rules, stale gen
 
 crds: setup  ## regenerate deploy/crds/ from deploy/api
 	@$(PY) -m deploy.api.generate
+
+images:  ## the container images, $(IMAGES)/{worker,router,controller}, by docker, podman or buildah
+	@engine=$$(for each in $(ENGINES); do $$each info >/dev/null 2>&1 && echo $$each && break; done); \
+	test -n "$$engine" || { echo "make images: none of $(ENGINES) is here and works" >&2; exit 1; }; \
+	for role in worker router controller; do \
+	  $$engine build --file deploy/images/$$role.Dockerfile --tag $(IMAGES)/$$role:$(VERSION) . || exit; \
+	done
 
 proto: setup  ## regenerate baton/v1 from proto/
 	@$(PY) tests/generated_code.py

@@ -1,0 +1,132 @@
+"""What the images are made from; none is built here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.api.chart import CHART, DEPLOY
+
+ROOT = DEPLOY.parent
+ROLES = ("worker", "router", "controller")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+WITHOUT = """\
+import runpy, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent!r}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+sys.argv = [{module!r}, "--help"]
+runpy.run_module({module!r}, run_name="__main__")
+"""
+
+
+def dockerfile(role: str) -> str:
+    return (DEPLOY / "images" / f"{role}.Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_an_image_is_built_in_one_stage_and_runs_as_nobody_in_another(role: str) -> None:
+    text = dockerfile(role)
+    assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == ["python:${PYTHON}"] * 2
+    assert re.findall(r"^ARG PYTHON=\d+\.\d+-slim-\w+$", text, re.MULTILINE)
+    assert re.findall(r"^USER (\S+)", text, re.MULTILINE) == ["1000:1000"]
+    assert f"'.[{role}]'" in text
+    assert not re.search(r"(?i)token|password|secret", text)
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("router", ("torch", "ray", "libucx", "safetensors", "kubernetes")),
+        ("deploy.controller", ("torch", "ray", "libucx", "safetensors", "numpy", "tokenizers")),
+        ("deploy.controller.upgrade_crds", ("torch", "ray", "libucx", "numpy", "tokenizers")),
+    ],
+)
+def test_routers_and_operator_start_without_what_their_images_lack(
+    module: str, absent: tuple[str, ...]
+) -> None:
+    program = WITHOUT.format(module=module, absent=absent)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage: python -m " + module in done.stdout
+
+
+def test_the_context_holds_each_package_of_the_wheel_and_little_else() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    kept = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in kept)
+    tops = {name.partition("/")[0] for name in kept}
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert tops == {
+        *wheel["targets"]["wheel"]["packages"],
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+    }
+    assert lines[1] == "*"
+
+
+def test_chart_and_images_are_of_one_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert chart["appVersion"] == PROJECT["version"]
+    (ray,) = re.findall(r"^ARG RAY_VERSION=(\S+)$", dockerfile("worker"), re.MULTILINE)
+    assert values["images"]["rayVersion"] == ray
+
+
+def test_make_images_builds_all_three_with_the_engine_that_works(tmp_path: Path) -> None:
+    said, programs = tmp_path / "said", _programs(tmp_path)
+    (programs / "docker").write_text("#!/bin/sh\nexit 1\n")  # installed, its daemon is not
+    (programs / "podman").write_text(f'#!/bin/sh\necho "$@" >> {said}\n')
+    for name in ("docker", "podman"):
+        (programs / name).chmod(0o755)
+    done = _make_images(programs)
+    assert done.returncode == 0, done.stderr
+    version = PROJECT["version"]
+    assert said.read_text().splitlines() == [
+        "info",
+        *(
+            f"build --file deploy/images/{role}.Dockerfile --tag baton/{role}:{version} ."
+            for role in ROLES
+        ),
+    ]
+
+
+def test_make_images_says_so_where_there_is_no_engine(tmp_path: Path) -> None:
+    done = _make_images(_programs(tmp_path))
+    assert done.returncode != 0
+    assert "none of docker podman buildah is here and works" in done.stderr
+
+
+def _programs(folder: Path) -> Path:
+    """A PATH with no engine on it."""
+    programs = folder / "programs"
+    programs.mkdir()
+    for name in ("bash", "sh", "sed"):
+        found = shutil.which(name)
+        assert found is not None
+        (programs / name).symlink_to(found)
+    return programs
+
+
+def _make_images(programs: Path) -> subprocess.CompletedProcess[str]:
+    make = shutil.which("make")
+    assert make is not None
+    environment = {"PATH": str(programs), "HOME": os.environ.get("HOME", "/")}
+    command = [make, "--no-print-directory", "images"]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
