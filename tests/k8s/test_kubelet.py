@@ -68,12 +68,8 @@ def kube(control_plane: ControlPlane) -> Kube:
     return kube_of(control_plane)
 
 
-def logged(tmp_path: Path, pod_name: str, run: str) -> str:
-    return (tmp_path / "container-logs" / pod_name / f"{run}.log").read_text()
-
-
 def test_pods_of_a_deployment_serve_on_one_port_by_their_services_name_and_end_in_order(
-    kubelet: Kubelet, kube: Kube, namespace: str, tmp_path: Path
+    kubelet: Kubelet, kube: Kube, namespace: str
 ) -> None:
     server = container(
         "server",
@@ -98,7 +94,7 @@ def test_pods_of_a_deployment_serve_on_one_port_by_their_services_name_and_end_i
     kube.delete(DEPLOYMENTS, Key(namespace, "web"))
     until(lambda: not kubelet.pods("app=web"), "the Deployment's pods have ended")
     for each in pods:
-        assert logged(tmp_path, name_of(each), "server-0") == "serves\npreStop\nSIGTERM\n"
+        assert kubelet.log(name_of(each), "server-0") == "serves\npreStop\nSIGTERM\n"
 
 
 def test_a_container_that_crashes_is_started_again_and_its_pod_says_so(
@@ -129,7 +125,7 @@ exec sleep 600
 
 
 def test_a_container_has_its_user_its_volumes_its_environment_and_files_of_its_own(
-    kubelet: Kubelet, kube: Kube, namespace: str, tmp_path: Path
+    kubelet: Kubelet, kube: Kube, namespace: str
 ) -> None:
     settings = {"cluster.yaml": "model: demo\n", "level": "7"}
     kube.create(CONFIG_MAPS, config_map(Key(namespace, "settings"), settings))
@@ -159,8 +155,8 @@ def test_a_container_has_its_user_its_volumes_its_environment_and_files_of_its_o
     )
     kube.create(PODS, pod(namespace, "looker", spec))
     until_ready(kubelet, "app=looker")
-    until(lambda: logged(tmp_path, "looker", "looks-0").endswith("looker\n"), "it has looked")
-    lines = logged(tmp_path, "looker", "looks-0").splitlines()
+    until(lambda: kubelet.log("looker", "looks-0").endswith("looker\n"), "it has looked")
+    lines = kubelet.log("looker", "looks-0").splitlines()
     assert lines[:2] == ["1000", "1000 2000"]
     assert lines[2].split()[0] == "looker"
     assert lines[2].split()[1] in NODE_NAMES
@@ -171,7 +167,7 @@ def test_a_container_has_its_user_its_volumes_its_environment_and_files_of_its_o
 
 
 def test_a_pod_asks_the_api_server_with_its_own_accounts_token(
-    kubelet: Kubelet, kube: Kube, namespace: str, tmp_path: Path
+    kubelet: Kubelet, kube: Kube, namespace: str
 ) -> None:
     program = """
 from deploy.controller.connection import Connection
@@ -188,17 +184,26 @@ except ForbiddenError as error:
     kube.create(PODS, pod(namespace, "asker", spec))
     key = Key(namespace, "asker")
     until(lambda: kube.get(PODS, key)["status"].get("phase") == "Succeeded", "it has asked")
-    said = logged(tmp_path, "asker", "asks-0")
+    said = kubelet.log("asker", "asks-0")
     assert f"system:serviceaccount:{namespace}:default" in said
 
 
+_HANGS_AT_FIRST = """
+test -e /data/seen && touch /tmp/alive
+touch /data/seen
+trap : TERM
+while :; do sleep 600 & wait; done
+"""
+
+
+@pytest.mark.full
 def test_a_container_that_hangs_is_killed_by_its_liveness_probe_and_started_again(
     kubelet: Kubelet, kube: Kube, namespace: str
 ) -> None:
     alive = {"exec": {"command": ["test", "-e", "/tmp/alive"]}, "periodSeconds": 1}
     starts = container(
         "hangs",
-        ["sh", "-c", "test -e /data/seen && touch /tmp/alive; touch /data/seen; exec sleep 600"],
+        ["sh", "-c", _HANGS_AT_FIRST],
         volumeMounts=[{"name": "data", "mountPath": "/data"}],
         livenessProbe=alive | {"failureThreshold": 2},
     )
@@ -209,7 +214,7 @@ def test_a_container_that_hangs_is_killed_by_its_liveness_probe_and_started_agai
 
 
 def test_cordoned_nodes_get_nothing_and_an_evicted_pod_runs_its_pre_stop(
-    kubelet: Kubelet, kube: Kube, control_plane: ControlPlane, namespace: str, tmp_path: Path
+    kubelet: Kubelet, kube: Kube, control_plane: ControlPlane, namespace: str
 ) -> None:
     node_a, node_b = (Key("", name) for name in NODE_NAMES)
     sleeps = container("sleeps", _SLEEPS, lifecycle=_SAYS_PRE_STOP)
@@ -221,7 +226,7 @@ def test_cordoned_nodes_get_nothing_and_an_evicted_pod_runs_its_pre_stop(
     kube.merge_patch(NODES, node_b, {"spec": {"unschedulable": True}})
     evict(control_plane, namespace, name_of(pods[0]))
     until(lambda: name_of(pods[0]) not in map(name_of, kubelet.pods("app=pair")), "it has gone")
-    assert logged(tmp_path, name_of(pods[0]), "sleeps-0") == "preStop\n"
+    assert kubelet.log(name_of(pods[0]), "sleeps-0") == "preStop\n"
     until(lambda: any(map(is_unschedulable, kubelet.pods("app=pair"))), "its successor waits")
 
     kube.merge_patch(NODES, node_a, {"spec": {"unschedulable": None}})
@@ -241,3 +246,47 @@ def test_what_outlives_its_grace_is_killed_whole(
     control_plane.kubectl("--namespace", namespace, *delete)
     until(lambda: not kubelet.pods("app=stubborn"), "it has gone")
     assert time.monotonic() - started_at >= 3
+
+
+@pytest.mark.full
+def test_a_pod_waits_for_a_secret_that_is_not_there_yet_and_says_so(
+    kubelet: Kubelet, kube: Kube, namespace: str
+) -> None:
+    needs = container("needs", _SLEEPS, env=[env_of("T", "secretKeyRef", "late", "token")])
+    kube.create(PODS, pod(namespace, "waits", pod_spec(needs)))
+
+    def waits() -> bool:
+        (found,) = kubelet.pods("app=waits")
+        statuses = found["status"].get("containerStatuses", ())
+        return any("no Secret late" in str(each["state"].get("waiting")) for each in statuses)
+
+    until(waits, "it says what it waits for")
+    kube.create(SECRETS, secret(namespace, "late", {"token": "x"}))
+    until_ready(kubelet, "app=waits")
+
+
+@pytest.mark.full
+def test_pods_outlive_the_api_server_and_tell_it_afterwards_what_has_happened(
+    kubelet: Kubelet, kube: Kube, control_plane: ControlPlane, namespace: str
+) -> None:
+    serves = container("serves", ["sh", "-c", "until test -e /tmp/go; do sleep 0.1; done; exit 3"])
+    kube.create(PODS, pod(namespace, "stays", pod_spec(serves)))
+    until_ready(kubelet, "app=stays")
+    run = kubelet.container("stays")
+    with control_plane.without_api_server():
+        run.output_of("touch", "/tmp/go")
+        until(lambda: kubelet.container("stays") is not run, "it is started again")
+    until(lambda: num_restarts(kubelet, "app=stays") == 1, "the API server knows it")
+
+
+@pytest.mark.full
+def test_a_pod_that_is_deleted_by_force_is_killed_at_once(
+    kubelet: Kubelet, kube: Kube, control_plane: ControlPlane, namespace: str
+) -> None:
+    slow = container("slow", _SLEEPS, lifecycle={"preStop": {"exec": {"command": _SLEEPS}}})
+    kube.create(PODS, pod(namespace, "forced", pod_spec(slow, grace_s=600)))
+    until_ready(kubelet, "app=forced")
+    run = kubelet.container("forced")
+    delete = ("delete", "pod", "forced", "--grace-period=0", "--force", "--wait=false")
+    control_plane.kubectl("--namespace", namespace, *delete)
+    until(lambda: run.ended is not None, "its process has ended")

@@ -50,6 +50,8 @@ class Entry:
     """The first process of the container to go into; None: a new one."""
     root: str
     """An empty folder for a new container's root."""
+    shares_memory: bool
+    """Its /dev/shm is this machine's."""
     mounts: tuple[VolumeMount, ...]
     opened: tuple[str, ...]
     """Folders that any user may pass through in there, whatever they are outside."""
@@ -121,8 +123,10 @@ def _make_root(entry: Entry) -> None:
         inside.chmod(inside.stat().st_mode | 0o111)
     for folder in ("/proc", "/sys", "/dev"):
         bind(Path(folder), _inside(root, folder))
-    shm = f"mode=1777,size={_DEFAULT_SHM_BYTES}"
-    for folder, options in (("/dev/shm", shm), ("/tmp", "mode=1777"), ("/run", "mode=755")):
+    own = {"/tmp": "mode=1777", "/run": "mode=755"}
+    if not entry.shares_memory:
+        own["/dev/shm"] = f"mode=1777,size={_DEFAULT_SHM_BYTES}"
+    for folder, options in own.items():
         mount("tmpfs", str(_inside(root, folder)), "tmpfs", Mount.NONE, options)
     # A mount inside another one has to come after it.
     for each in sorted(entry.mounts, key=lambda each: each.target.count("/")):

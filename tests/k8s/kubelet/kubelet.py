@@ -94,6 +94,11 @@ class Kubelet:
         assert runs, f"no pod {pod} runs here"
         return runs[-1].container(name)
 
+    def log(self, pod: str, run: str) -> str:
+        """What a container's run has written, `preStop` included; `run`: its name and number, from
+        0, like `server-0`."""
+        return (self._place.logs / pod / f"{run}.log").read_text(errors="replace")
+
     def _informer(self, resource: Resource, selection: Selection) -> Informer:
         return Informer(self._api.kube, resource, selection, InformerSettings(backoff=_QUICKLY))
 

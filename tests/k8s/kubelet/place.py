@@ -42,11 +42,10 @@ def place(logs: Path) -> Iterator[Place]:
     _remove_left_overs(groups)
     name = f"{_NAME}-{os.getpid()}-{secrets.token_hex(4)}"
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{_NAME}-")))
-        folder.chmod(0o755)
-        memory = _MEMORY / name
-        memory.mkdir()
-        stack.callback(shutil.rmtree, memory)
+        folder, memory = Path(tempfile.gettempdir()) / name, _MEMORY / name
+        for each in (folder, memory):
+            each.mkdir()
+            stack.callback(shutil.rmtree, each)
         mark = stack.enter_context(watched_over()).variables
         network = Network(mark)
         stack.callback(network.close)
@@ -72,7 +71,7 @@ def opened_folders() -> tuple[str, ...]:
 
 def _remove_left_overs(groups: Path) -> None:
     """Of tests that were killed: their processes are gone, what is empty now is not."""
-    for folder in (groups, _MEMORY):
+    for folder in (groups, _MEMORY, Path(tempfile.gettempdir())):
         for left_over in folder.glob(f"{_NAME}-*"):
             if Path("/proc", left_over.name.split("-")[2]).exists():
                 continue

@@ -62,9 +62,9 @@ class PodRun:
         self._changed = threading.Event()
         self._deletion_seen_at: float | None = None
         self._is_forced = False
-        policy = pod["spec"].get("restartPolicy") or "Always"
-        self._inits = [Slot(x, policy, True) for x in pod["spec"].get("initContainers") or ()]
-        self._slots = [Slot(each, policy, False) for each in pod["spec"]["containers"]]
+        spec = pod["spec"]
+        self._inits = [Slot(spec, each, True) for each in spec.get("initContainers") or ()]
+        self._slots = [Slot(spec, each, False) for each in spec["containers"]]
         self._sandbox: _Sandbox | None = None
         self._told: PodState | None = None
         self._status: Mapping[str, Any] = pod.get("status") or {}
@@ -181,12 +181,12 @@ class PodRun:
     def _ends_at(self) -> float:
         """When the grace is over: an owner or a person may shorten it meanwhile."""
         with self._lock:
-            metadata, spec = self._pod["metadata"], self._pod["spec"]
             if self._is_forced:
                 return -math.inf
             if self._deletion_seen_at is None:
-                return time.monotonic() + float(spec.get("terminationGracePeriodSeconds") or 30)
-            return self._deletion_seen_at + float(metadata.get("deletionGracePeriodSeconds") or 0)
+                return math.inf
+            grace_s = float(self._pod["metadata"].get("deletionGracePeriodSeconds") or 0)
+            return self._deletion_seen_at + grace_s
 
     # --- what the API server is told ------------------------------------------------------------
 
@@ -267,6 +267,7 @@ class _Sandbox:
             pod_pid=network.pid,
             container_pid=None,
             root=str(self._folder / called),
+            shares_memory=bool(self._pod["spec"].get("hostIPC")),
             mounts=(*self._own_mounts(), *self._volumes.mounts_of(spec, environment)),
             opened=opened_folders(),
             user=user,

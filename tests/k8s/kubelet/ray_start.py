@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ AGENT_PORT = 52365
 METRICS_PORT = 8080
 _WITH_WORD = ("log-color", "include-dashboard")
 """Options that take true and false as words; of others `true` means that they are there."""
+_QUANTITY = re.compile(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)")
 _UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "m": 1e-3}
 
 
@@ -67,9 +69,9 @@ def _option(name: str, value: str) -> str:
 
 def quantity(said: str | int | float) -> float:
     """Kubernetes' way to write a number: 500m, 8Gi."""
-    text = str(said)
-    unit = text.lstrip("0123456789.")
-    return float(text.removesuffix(unit)) * _UNITS.get(unit, 1)
+    found = _QUANTITY.fullmatch(str(said))
+    assert found is not None, f"no quantity: {said}"
+    return float(found[1]) * _UNITS.get(found[2], 1)
 
 
 def quoted(resources: Mapping[str, float]) -> str:

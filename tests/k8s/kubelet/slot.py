@@ -23,8 +23,10 @@ Start = Callable[[Mapping[str, Any], int], ContainerRun]
 class Slot:
     """Own a container's runs. `look` moves it on; one thread looks."""
 
-    def __init__(self, spec: Mapping[str, Any], restart_policy: str, is_init: bool) -> None:
-        """`restart_policy`: the pod's; an init container that has succeeded never runs again."""
+    def __init__(self, pod_spec: Mapping[str, Any], spec: Mapping[str, Any], is_init: bool) -> None:
+        """An init container that has succeeded never runs again."""
+        restart_policy = pod_spec.get("restartPolicy") or "Always"
+        self._grace_s = float(pod_spec.get("terminationGracePeriodSeconds") or 30)
         self._spec = spec
         self._policy = "OnFailure" if is_init and restart_policy == "Always" else restart_policy
         self._run: ContainerRun | None = None
@@ -49,11 +51,12 @@ class Slot:
         return self._is_over and ended is not None and ended.status == 0
 
     def look(self, start: Start, ends_at: Callable[[], float]) -> None:
-        """`ends_at`: of a run that hangs, and is stopped."""
+        """`ends_at`: of the pod, a monotonic time. A run that hangs is waited for until it ends."""
         run = self._run
         if run is not None and run.ended is None:
             if not run.is_alive:
-                run.stop(ends_at)
+                own_end = time.monotonic() + self._grace_s
+                run.stop(lambda: min(own_end, ends_at()))
             return
         if run is not None and run.ended is not None and self._due_at == 0.0:
             run.end()

@@ -1,0 +1,235 @@
+"""What the kubelet and KubeRay's stand-in decide, without a machine or an API server."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from tests.k8s.kubelet.container import Ended
+from tests.k8s.kubelet.environment import PodPlace, command_of, environment_of, user_of
+from tests.k8s.kubelet.errors import ContainerError
+from tests.k8s.kubelet.hosts import hosts_of, service_hosts
+from tests.k8s.kubelet.nodes import place_for
+from tests.k8s.kubelet.objects import container, pod, pod_spec, service
+from tests.k8s.kubelet.pod_status import ContainerState, PodState
+from tests.k8s.kubelet.probes import ProbeKind, probes_of
+from tests.k8s.kubelet.ray_pods import head_pod, head_service, without_grpc_probes, worker_pod
+from tests.k8s.kubelet.ray_start import quantity, quoted
+
+_ENDED_WELL = Ended(0, "then", "now")
+_CRASHED = Ended(1, "then", "now")
+
+
+def ray_cluster(**spec: Any) -> dict[str, Any]:
+    def template(name: str) -> dict[str, Any]:
+        ray = container(name, ["sh"], args=["-c", "sleep 1"])
+        ray["resources"] = {"limits": {"memory": "1Gi", "nvidia.com/gpu": "4"}}
+        return {"metadata": {"labels": {"app.kubernetes.io/name": "baton"}}, "spec": pod_spec(ray)}
+
+    group = {
+        "groupName": "decode",
+        "rayStartParams": {"resources": quoted({"pool": 1})},
+        "template": template("ray-worker"),
+    }
+    head = {"rayStartParams": {"include-dashboard": "false"}, "template": template("ray-head")}
+    return {
+        "metadata": {"name": "main", "namespace": "ns", "uid": "u"},
+        "spec": {"headGroupSpec": head, "workerGroupSpecs": [group], **spec},
+    }
+
+
+def variables(made: dict[str, Any]) -> dict[str, Any]:
+    env = made["spec"]["containers"][0]["env"]
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in env}
+
+
+def worker_of(cluster: dict[str, Any]) -> dict[str, Any]:
+    return worker_pod(cluster, cluster["spec"]["workerGroupSpecs"][0])
+
+
+def at(made: dict[str, Any], address: str, is_ready: bool = True) -> dict[str, Any]:
+    ready = {"type": "Ready", "status": "True" if is_ready else "False"}
+    return {**made, "status": {"podIP": address, "conditions": [ready]}}
+
+
+# --- KubeRay --------------------------------------------------------------------------------------
+
+
+def test_ray_start_says_what_the_group_and_its_container_say() -> None:
+    cluster = ray_cluster()
+    assert variables(head_pod(cluster))["KUBERAY_GEN_RAY_START_CMD"].split() == [
+        *("ray", "start", "--head", "--block"),
+        *("--dashboard-agent-listen-port=52365", "--dashboard-host=0.0.0.0"),
+        *("--include-dashboard=false", "--memory=1073741824"),
+        *("--metrics-export-port=8080", "--num-gpus=4"),
+    ]
+    assert variables(worker_of(cluster))["KUBERAY_GEN_RAY_START_CMD"].split() == [
+        *("ray", "start", "--address=main-head-svc.ns.svc.cluster.local:6379", "--block"),
+        *("--dashboard-agent-listen-port=52365", "--memory=1073741824"),
+        *("--metrics-export-port=8080", "--num-gpus=4", '--resources="{\\"pool\\":', '1}"'),
+    ]
+
+
+def test_a_command_is_ours_where_the_cluster_says_so_and_followed_by_rays_where_not() -> None:
+    cluster = ray_cluster()
+    (ray,) = worker_of(cluster)["spec"]["containers"]
+    assert ray["command"] == ["/bin/bash", "-c", "--"]
+    assert ray["args"][0].startswith("sh -c sleep 1 && ulimit -n 65536; ray start ")
+    cluster["metadata"]["annotations"] = {"ray.io/overwrite-container-cmd": "true"}
+    (ray,) = worker_of(cluster)["spec"]["containers"]
+    assert (ray["command"], ray["args"]) == (["sh"], ["-c", "sleep 1"])
+
+
+def test_ray_containers_are_told_where_the_head_is_and_its_token() -> None:
+    cluster = ray_cluster(authOptions={"mode": "token", "secretName": "secret"})
+    token = {"secretKeyRef": {"name": "secret", "key": "auth_token"}}
+    head, worker = head_pod(cluster), worker_of(cluster)
+    assert variables(head)["RAY_ADDRESS"] == "127.0.0.1:6379"
+    assert variables(worker)["RAY_ADDRESS"] == "main-head-svc.ns.svc.cluster.local:6379"
+    assert variables(worker)["FQ_RAY_IP"] == "main-head-svc.ns.svc.cluster.local"
+    assert variables(worker)["RAY_IP"] == "main-head-svc"
+    assert variables(head)["RAY_AUTH_TOKEN"] == variables(worker)["RAY_AUTH_TOKEN"] == token
+    (waits,) = worker["spec"]["initContainers"]
+    assert {"name": "RAY_AUTH_TOKEN", "valueFrom": token} in waits["env"]
+
+
+def test_probes_are_rays_where_the_template_has_none() -> None:
+    cluster = ray_cluster()
+    own = {"exec": {"command": ["true"]}}
+    template = cluster["spec"]["workerGroupSpecs"][0]["template"]
+    template["spec"]["containers"][0]["readinessProbe"] = own
+    (ray,) = worker_of(cluster)["spec"]["containers"]
+    assert ray["readinessProbe"] == own
+    assert ray["livenessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
+    assert ray["livenessProbe"]["failureThreshold"] == 120
+
+
+def test_an_api_server_without_grpc_probes_gets_none_and_the_port_is_asked_instead() -> None:
+    made = pod("ns", "p", pod_spec(container("c", ["x"], readinessProbe={"grpc": {"port": 7101}})))
+    (bare,) = without_grpc_probes(made)["spec"]["containers"]
+    assert probes_of(bare) == {}
+    bare["ports"] = [{"name": "control", "containerPort": 7101}]
+    assert probes_of(bare)[ProbeKind.READINESS].action["grpc"] == {"port": 7101}
+
+
+def test_the_head_service_selects_the_head_pod_and_no_worker() -> None:
+    cluster = ray_cluster()
+    named = head_service(cluster)
+    head, worker = head_pod(cluster), worker_of(cluster)
+    hosts = service_hosts([named], [at(head, "10.0.0.1", is_ready=False), at(worker, "10.0.0.2")])
+    names = "main-head-svc main-head-svc.ns main-head-svc.ns.svc main-head-svc.ns.svc.cluster.local"
+    assert hosts == f"10.0.0.1 {names}\n"
+
+
+def test_the_head_keeps_its_state_where_the_cluster_says_so() -> None:
+    password = {"valueFrom": {"secretKeyRef": {"name": "redis", "key": "password"}}}
+    options = {"redisAddress": "redis:6379", "redisPassword": password}
+    cluster = ray_cluster(gcsFaultToleranceOptions=options)
+    head = variables(head_pod(cluster))
+    assert head["RAY_REDIS_ADDRESS"] == "redis:6379"
+    assert head["RAY_external_storage_namespace"] == "u"
+    assert head["REDIS_PASSWORD"] == password["valueFrom"]
+    assert "--redis-password=$REDIS_PASSWORD" in head["KUBERAY_GEN_RAY_START_CMD"]
+    assert variables(worker_of(cluster))["RAY_gcs_rpc_server_reconnect_timeout_s"] == "600"
+
+
+def test_the_cluster_is_left_as_it_was() -> None:
+    cluster = ray_cluster(authOptions={"mode": "token"})
+    before = copy.deepcopy(cluster)
+    head_pod(cluster)
+    worker_of(cluster)
+    assert cluster == before
+
+
+@pytest.mark.parametrize(
+    ("said", "number"), [("500m", 0.5), ("8Gi", 8 * 2**30), ("1e3", 1000), (2, 2), ("1.5", 1.5)]
+)
+def test_quantities_are_read_as_kubernetes_writes_them(said: str | int, number: float) -> None:
+    assert quantity(said) == number
+
+
+# --- the kubelet ----------------------------------------------------------------------------------
+
+
+def test_a_service_leads_to_its_pods_that_are_ready_and_stay() -> None:
+    def web(name: str) -> dict[str, Any]:
+        made = pod("ns", name, pod_spec())
+        made["metadata"]["labels"] = {"app": "web"}
+        return made
+
+    ready, unready = at(web("a"), "10.0.0.1"), at(web("b"), "10.0.0.2", is_ready=False)
+    going = at(web("c"), "10.0.0.3")
+    going["metadata"]["deletionTimestamp"] = "now"
+    other = at(pod("ns", "other", pod_spec()), "10.0.0.4")
+    hosts = service_hosts([service("ns", "web", 80)], [ready, unready, going, other])
+    assert hosts == "10.0.0.1 web web.ns web.ns.svc web.ns.svc.cluster.local\n"
+    assert hosts_of("a", "10.0.0.1", hosts).splitlines()[2:] == ["10.0.0.1 a", hosts.strip()]
+
+
+def test_what_a_container_refers_to_and_nobody_has_is_told() -> None:
+    made = pod("ns", "p", pod_spec(nodeName="node-a"))
+    made["metadata"]["uid"] = "u"
+    place = PodPlace(made, "10.0.0.1", "10.0.0.254")
+    reads = container("c", ["x"])
+    source: dict[str, dict[str, Any]] = {"secretKeyRef": {"name": "gone", "key": "k"}}
+    reads["env"] = [{"name": "X", "valueFrom": source}]
+    with pytest.raises(ContainerError, match="no Secret gone"):
+        environment_of(reads, place, lambda kind, name: None, {})
+    source["secretKeyRef"]["optional"] = True
+    assert "X" not in environment_of(reads, place, lambda kind, name: None, {})
+    with pytest.raises(ContainerError, match="no command"):
+        command_of({"name": "c", "args": ["x"]}, {})
+
+
+def test_a_container_that_must_not_be_root_is_not_started_as_root() -> None:
+    forbids = container("c", ["x"], securityContext={"runAsNonRoot": True})
+    made = pod("ns", "p", pod_spec(forbids))
+    with pytest.raises(ContainerError, match="runAsNonRoot"):
+        user_of(made, forbids)
+    made["spec"]["securityContext"] = {"runAsUser": 1000, "fsGroup": 2000}
+    assert user_of(made, forbids).uid == 1000
+    assert user_of(made, forbids).groups == (2000,)
+
+
+def test_a_pod_goes_to_the_emptier_node_that_takes_it() -> None:
+    def node(name: str, **spec: Any) -> dict[str, Any]:
+        return {"metadata": {"name": name, "labels": {"zone": name[-1]}}, "spec": spec}
+
+    nodes = [node("node-a"), node("node-b"), node("node-c", unschedulable=True)]
+    new = pod("ns", "new", pod_spec())
+    old = pod("ns", "old", pod_spec(nodeName="node-a"))
+    assert place_for(new, nodes, [old]) == "node-b"
+    new["spec"]["nodeSelector"] = {"zone": "a"}
+    assert place_for(new, nodes, [old]) == "node-a"
+    new["spec"]["nodeSelector"] = {"zone": "c"}
+    assert place_for(new, nodes, []) is None
+
+
+@pytest.mark.parametrize(
+    ("containers", "phase"),
+    [
+        ([ContainerState("a", "", running_since="then")], "Running"),
+        ([ContainerState("a", "", waits_for="ContainerCreating")], "Pending"),
+        ([ContainerState("a", "", ended=_CRASHED, waits_for="CrashLoopBackOff")], "Running"),
+        ([ContainerState("a", "", ended=_ENDED_WELL, is_over=True)], "Succeeded"),
+        ([ContainerState("a", "", ended=_CRASHED, is_over=True)], "Failed"),
+    ],
+)
+def test_a_pods_phase_is_that_of_its_containers(
+    containers: list[ContainerState], phase: str
+) -> None:
+    assert PodState("10.0.0.1", "10.0.0.254", "then", [], containers, False).phase == phase
+
+
+def test_a_pod_is_ready_while_all_of_it_is_and_it_is_not_deleted() -> None:
+    good = ContainerState("a", "", running_since="then", is_ready=True)
+    bad = ContainerState("b", "", running_since="then")
+
+    def is_ready(containers: list[ContainerState], is_going: bool) -> bool:
+        return PodState("10.0.0.1", "10.0.0.2", "then", [], containers, is_going).is_ready
+
+    assert is_ready([good], is_going=False)
+    assert not is_ready([good, bad], is_going=False)
+    assert not is_ready([good], is_going=True)
