@@ -1,4 +1,4 @@
-"""What runs in the head pod, beside `ray start --head`: sees to it that there is a supervisor.
+"""What runs beside `ray start --head`, in its container: sees to it that there is a supervisor.
 
 `python -m cluster.head --config cluster.yaml --run-dir /run/baton`:
 
@@ -41,7 +41,7 @@ _END_WITHIN_S = 120.0
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
-        config = None if options.end else load_config(options.config)
+        config = None if options.end else _read(options.config)
         with _connected(options.ray_address, options.ray_within):
             if config is None:
                 _end()
@@ -77,6 +77,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def _read(path: Path) -> ClusterConfig:
+    """Raises ConfigError."""
+    config = load_config(path)
+    if config.runs_on != "pods":
+        raise ConfigError(
+            f"{path}: runs_on: must be pods for a Ray that others started, not {config.runs_on}; "
+            "`baton up` starts one of its own",
+            field="runs_on",
+        )
+    return config
+
+
 # --- Ray ----------------------------------------------------------------------------------------
 
 
@@ -100,8 +112,8 @@ def _connected(address: str, within_s: float) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise UnavailableError(
             f"Ray at {address} does not take this process in: {one_line(error)}. It has to run in "
-            "the head's own pod, with Ray's folder /tmp/ray and the token (RAY_AUTH_TOKEN) of the "
-            "Ray that runs there"
+            "the container of `ray start --head`, where it sees Ray's processes and /tmp/ray, and "
+            "with the same token (RAY_AUTH_TOKEN)"
         ) from error
     try:
         yield
@@ -143,7 +155,8 @@ def _serve(config: ClusterConfig, run_dir: Path) -> None:
     if supervisor is not None:
         print(f"adopted the supervisor: control service at {supervisor.address()}", flush=True)
     else:
-        supervisor = SupervisorHandle.start(_settled(config), run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        supervisor = SupervisorHandle.start(_settled(config), run_dir.resolve())
         try:
             address = supervisor.address()
         except UnavailableError:

@@ -27,9 +27,10 @@ from typing import TypeVar
 from baton.v1 import control_pb2
 from cluster.config import SupervisorConfig
 from cluster.control_service import Changes
+from cluster.errors import PodLostError, ReplicaError
 from cluster.rank_ends import RankEnd
 from cluster.registry import FleetEntry, Registration, Registry, WorkerState
-from cluster.replica import PodLostError, Replica, ReplicaError, ReplicaName, Replicas
+from cluster.replica import Replica, ReplicaName, Replicas
 from cluster.worker_config import WorkerConfig
 from kv_transfer.process import ProcessIdentity
 

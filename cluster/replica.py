@@ -20,27 +20,23 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.config import pod_resource
+from cluster import places
 from cluster.error_text import one_line
+from cluster.errors import PodLostError, ReplicaError
 from cluster.process_book import Entry, ProcessBook
 from cluster.process_ends import end_processes
 from cluster.rank_actor import MAX_CALLS, RankActor, Standing
-from cluster.rank_gpus import needs_gpu
-from cluster.room import num_free
 from cluster.worker_config import RankPlace, WorkerConfig
 from kv_transfer.process import ProcessIdentity, is_gone
 
 log = logging.getLogger(__name__)
 
 NAMESPACE = "baton"
-_RANK_CPUS = 0.001  # Ray only counts them: cores are divided by thread counts
 _CALL_TIMEOUT_S = 30.0
 _PROCESS_WITHIN_S = 120.0  # to read its libraries from a disk that has never been asked for them
-_ROOM_BACK_WITHIN_S = 2.0  # what a removed placement group held is free again long before
-_POD_FOUND_WITHIN_S = 1.0  # where one is free
 _LOOK_S = 0.5
 _LEAVE_S = 2.0
 _NAME = re.compile(r"(?P<pool>[A-Za-z0-9-]+)-(?P<index>\d+)\.g(?P<generation>\d+)")
@@ -82,14 +78,6 @@ class Replica:
     """Ray's, of where it runs; None: not known."""
 
 
-class ReplicaError(RuntimeError):
-    """A replica could not be started."""
-
-
-class PodLostError(ReplicaError):
-    """The pod went away before anything ran in it."""
-
-
 class Replicas:
     """Starts, finds and ends replicas; knows their processes even after Ray has forgotten them."""
 
@@ -105,19 +93,25 @@ class Replicas:
         """Ask for room for all ranks together; whether they have it. False: no pod has; it is asked
         for until `destroy`. Raises ReplicaError; nothing is left after an error."""
         with self._nothing_left(_Begun(name)):
-            return _place(name, config)
+            return places.ask(str(name), config)
 
     def start(self, name: ReplicaName, config: WorkerConfig) -> Replica:
         """Launch all ranks where they have room. Raises ReplicaError, and PodLostError where they
         have it no more; nothing is left after an error."""
-        begun, resources = _Begun(name), rank_resources(config)
+        begun, resources = _Begun(name), places.rank_resources(config)
         with self._nothing_left(begun):
-            group = _group_named(str(name))
-            if group is None:
+            group = places.find(str(name))
+            node_id = None if group is None else places.node_of(group)
+            if group is None or node_id is None:
                 raise PodLostError("its place is gone")
             for rank in range(config.tp_size):
                 begun.actors[rank] = _new_actor(name, group, rank, resources)
-            self._launch(config, group, begun)
+            try:
+                self._launch(config, group, begun)
+            except RayError as error:
+                if places.node_of(group) != node_id:
+                    raise PodLostError(f"its place is gone: {one_line(error)}") from error
+                raise
         return begun.replica()
 
     @contextlib.contextmanager
@@ -217,7 +211,7 @@ class Replicas:
         for actor in replica.actors.values():
             _kill(actor)
         ended = end_processes(replica.processes, replica.node_id)
-        _remove_group(str(replica.name))
+        places.free(str(replica.name))
         if ended:
             self._book.strike(str(replica.name))
         return ended
@@ -243,69 +237,13 @@ def _replica(
     return Replica(name, actors, entry.processes, serves, entry.node_id)
 
 
-def rank_resources(config: WorkerConfig) -> dict[str, float]:
-    """What a rank takes of a machine or pod, as Ray counts it."""
-    resources = {"CPU": _RANK_CPUS} | ({"GPU": 1.0} if needs_gpu(config.engine) else {})
-    return resources | ({pod_resource(config.pool): 1.0} if config.in_pod else {})
-
-
-def _place(name: ReplicaName, config: WorkerConfig) -> bool:
-    """A bundle for each rank, all on one machine, or in one pod of the pool, which they fill.
-
-    False: there is no such pod yet. Raises ReplicaError where the machines have no room."""
-    num_ranks, resources = config.tp_size, rank_resources(config)
-    if not config.in_pod:
-        _check_machines(num_ranks, resources)
-        _wait_for_place(_new_group(name, num_ranks, resources), num_ranks, resources)
-        return True
-    asked = _group_named(str(name))
-    if asked is not None:
-        return _is_placed(asked)
-    return bool(_new_group(name, num_ranks, resources).wait(_POD_FOUND_WITHIN_S))
-
-
-def _check_machines(num_ranks: int, resources: Mapping[str, float]) -> None:
-    """Raises ReplicaError where no place that comes free could hold it."""
-    if "GPU" in resources:
-        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        most = int(max(node["Resources"].get("GPU", 0) for node in nodes if node["Alive"]))
-        if most < num_ranks:
-            raise ReplicaError(f"{num_ranks} ranks need a GPU each; the largest machine has {most}")
-
-
-def _new_group(name: ReplicaName, num_ranks: int, resources: Mapping[str, float]) -> PlacementGroup:
-    group: PlacementGroup = placement_group(
-        [dict(resources)] * num_ranks, strategy="STRICT_PACK", name=str(name), lifetime="detached"
-    )
-    return group
-
-
-def _is_placed(group: PlacementGroup) -> bool:
-    """Whether it has its room, and that has not gone since."""
-    state: str = ray.util.placement_group_table(group)["state"]
-    return state == "CREATED"
-
-
-def _wait_for_place(group: PlacementGroup, num_ranks: int, resources: Mapping[str, float]) -> None:
-    """Raises ReplicaError: soon when too little is free, late when Ray only is slow."""
-    began_at = time.monotonic()
-    while not group.wait(_ROOM_BACK_WITHIN_S):
-        full = any(num_free(what) < num_ranks * amount for what, amount in resources.items())
-        is_late = time.monotonic() - began_at > _CALL_TIMEOUT_S
-        if (full or is_late) and not group.wait(0):  # it may just have taken what was free
-            text = f"no machine has room for {num_ranks} ranks"
-            if "GPU" in resources:
-                text += f" with a GPU each; free on all together: {num_free('GPU'):g}"
-            raise ReplicaError(text)
-
-
 def _first_standings(actors: Mapping[int, Any], group: PlacementGroup) -> list[Standing]:
     """Of processes that are only being started. Raises ReplicaError, PodLostError, RayError."""
     calls = [actor.standing.remote() for actor in actors.values()]
     give_up_at = time.monotonic() + _PROCESS_WITHIN_S
     while ray.wait(calls, num_returns=len(calls), timeout=_LOOK_S)[1]:
-        if not _is_placed(group):
-            raise PodLostError("its pod went away")
+        if places.node_of(group) is None:
+            raise PodLostError("its place is gone")
         if time.monotonic() > give_up_at:
             raise ReplicaError(f"no process within {_PROCESS_WITHIN_S:g} s")
     standings: list[Standing] = ray.get(calls)
@@ -373,24 +311,9 @@ def _let_leave(replica: Replica) -> None:
             time.sleep(0.02)
 
 
-def _group_named(name: str) -> PlacementGroup | None:
-    try:
-        group: PlacementGroup = ray.util.get_placement_group(name)
-    except ValueError:
-        return None
-    return group
-
-
-def _remove_group(name: str) -> None:
-    with contextlib.suppress(RayError):  # it is there no more
-        group = _group_named(name)
-        if group is not None:
-            remove_placement_group(group)
-
-
 def _remove_groups_but(kept: set[str]) -> None:
     """A start that was cut off may have left a placement group without an actor in it."""
     for group in ray.util.placement_group_table().values():
         name = group["name"]
         if group["state"] != "REMOVED" and ReplicaName.parse(name) and name not in kept:
-            _remove_group(name)
+            places.free(name)

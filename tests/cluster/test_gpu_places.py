@@ -20,10 +20,12 @@ from baton.cli import main
 from baton.config import ClusterConfig
 from baton.control_client import ControlClient
 from baton.errors import ConfigError
+from cluster.errors import ReplicaError
 from cluster.local import start_ray
+from cluster.places import rank_resources
 from cluster.rank_gpus import VISIBLE, rank_environments
 from cluster.reaper import watched_over
-from cluster.replica import ReplicaError, ReplicaName, Replicas, rank_resources
+from cluster.replica import ReplicaName, Replicas
 from cluster.supervisor_handle import SupervisorHandle
 from cluster.worker_config import WorkerConfig, worker_config
 from engine.config import EngineConfig

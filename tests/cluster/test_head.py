@@ -20,13 +20,21 @@ from tests.cluster.whole_cluster import Site, fake_cluster, live_workers
 
 
 def test_without_ray_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (file := tmp_path / "cluster.yaml").write_text("{}")
+    (file := tmp_path / "cluster.yaml").write_text("runs_on: pods")
     nobody = f"127.0.0.1:{free_port('127.0.0.1')}"
     options = ["--config", str(file), "--run-dir", str(tmp_path), "--ray-address", nobody]
     assert head.main([*options, "--ray-within", "0.1"]) == 3
     told = capsys.readouterr().err
     assert f"no Ray answers at {nobody} within 0.1 s" in told
     assert "Start one here with `ray start --head`" in told
+
+
+def test_a_cluster_for_one_machine_is_not_served_on_a_ray_of_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "cluster.yaml").write_text("{}")
+    assert head.main(["--config", str(file), "--run-dir", str(tmp_path)]) == 2
+    assert "cluster.yaml: runs_on: must be pods" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

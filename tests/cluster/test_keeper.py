@@ -15,10 +15,11 @@ import pytest
 from baton.v1 import common_pb2, control_pb2
 from cluster.config import RegistryConfig, SupervisorConfig
 from cluster.control_service import Changes
+from cluster.errors import PodLostError
 from cluster.keeper import LOOK_S, Ground, Keeper
 from cluster.rank_ends import RankEnd
 from cluster.registry import Pool, Progress, Registration, Registry, Stream
-from cluster.replica import PodLostError, Replica, ReplicaName, Replicas
+from cluster.replica import Replica, ReplicaName, Replicas
 from cluster.role_plan import Role
 from cluster.worker_config import WorkerConfig
 from kv_transfer.process import ProcessIdentity

@@ -12,8 +12,8 @@ import pytest
 from baton.config import ClusterConfig, parse_config
 from baton.v1 import common_pb2, control_pb2
 from cluster.config import pod_resource
+from cluster.places import rank_resources
 from cluster.pod import Pod, PodWorkers
-from cluster.replica import rank_resources
 from cluster.room import check_room
 from cluster.worker_config import WorkerConfig, settled, worker_config
 from kv_transfer.process import ProcessIdentity, own_identity

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import ray
 
+from cluster.errors import ReplicaError
 from cluster.local import start_ray
 from cluster.rank_actor import MAX_CALLS
 from cluster.rank_ends import EndWatch, RankEnd
 from cluster.reaper import watched_over
-from cluster.replica import Replica, ReplicaError, ReplicaName, Replicas
+from cluster.replica import Replica, ReplicaName, Replicas
 from cluster.worker_config import WorkerConfig, worker_config
 from kv_transfer.config import TransferConfig
 from kv_transfer.process import ProcessIdentity, is_gone, own_identity
