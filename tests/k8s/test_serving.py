@@ -104,7 +104,8 @@ FAKE = {"backend": "fake", "fake": {"decodeStepS": 0.03}, "maxNumSeqs": 64}
 async def stream(client: AsyncClient, number: int) -> list[int]:
     ids: list[int] = []
     prompt = f"stream number {number}"
-    async for event in client.generate(prompt, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS):
+    running = client.generate(prompt, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS, temperature=0.0)
+    async for event in running:
         if isinstance(event, Tokens):
             assert event.index == len(ids), "no token twice, none missing"
             ids += event.ids
@@ -149,10 +150,8 @@ def test_a_pool_is_scaled_out_and_in_under_streams_and_none_changes_a_token(
         installed.scale("decode", replicas)
         oracle = asyncio.run(asyncio.wait_for(streams(address, has(replicas)), 150))
         assert all(len(ids) == NUM_TOKENS for ids in oracle)
-    for change in kuberay.changes("default", "decode"):
-        assert change.replicas >= 1
-    (last, *_) = reversed(kuberay.changes("default", "decode"))
-    assert last == GroupChange(1, ())
+    cleared = GroupChange(1, ())
+    eventually(lambda: kuberay.changes("default", "decode")[-1] == cleared, "the patch is cleared")
     shrinking = [
         (before, after)
         for before, after in itertools.pairwise(kuberay.changes("default", "decode"))
