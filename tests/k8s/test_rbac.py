@@ -27,6 +27,7 @@ from deploy.controller.resources import (
     SERVING_CLUSTERS,
     WORKER_POOLS,
 )
+from tests.deploy.chart.chart import NO_HELM
 from tests.deploy.chart.permissions import LEASE_NAME, PERMISSIONS, Where
 from tests.k8s.api_clients import fresh_namespace, kube_of
 from tests.k8s.control_plane.plane import ControlPlane
@@ -92,6 +93,8 @@ def _verbs(call: Call, name: str | None, status: int) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def installed(control_plane: ControlPlane) -> Iterator[str]:
     """A namespace whose release looks after it alone; nothing runs its operator but the tests."""
+    if control_plane.clients.helm is None:
+        pytest.skip(NO_HELM)
     with fresh_namespace(kube_of(control_plane)) as namespace:
         values = {"watchNamespaces": [namespace], "operator": {"replicas": 0}}
         _install(control_plane, namespace, values)
@@ -171,8 +174,9 @@ def test_elsewhere_the_account_of_a_watched_namespace_may_do_nothing(
         assert _rules(account, elsewhere) <= anybody
 
 
+@pytest.mark.full
 def test_a_cluster_wide_account_has_its_lease_in_its_own_namespace_alone(
-    control_plane: ControlPlane,
+    control_plane: ControlPlane, installed: str
 ) -> None:
     with fresh_namespace(kube_of(control_plane)) as namespace:
         values = {"operator": {"replicas": 0}, "fullnameOverride": f"wide-{namespace}"}

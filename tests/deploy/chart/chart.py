@@ -18,6 +18,7 @@ from tests.k8s.control_plane.assets import find
 from tests.k8s.control_plane.errors import NotAtHandError
 
 NAMESPACE = "serving"
+NO_HELM = "NO HELM: `make control-plane` brings one, or put helm on PATH"
 _TIMEOUT_S = 60.0
 
 Object = dict[str, Any]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.chart.chart import Helm, helm_program
+from tests.deploy.chart.chart import NO_HELM, Helm, helm_program
 
 
 @pytest.fixture
 def helm(tmp_path: Path) -> Helm:
     program = helm_program()
     if program is None:
-        pytest.skip("NO HELM: `make control-plane` brings one, or put helm on PATH")
+        pytest.skip(NO_HELM)
     return Helm(program, tmp_path)

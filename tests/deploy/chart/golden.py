@@ -27,6 +27,27 @@ COMBINATIONS: dict[str, Any] = {
         "images": {"registry": "registry.example.com/mirror", "pullSecrets": ["mirror"]},
         "hub": {"offline": True, "endpoint": "https://hub.example.com"},
     },
+    "operator_settings": {
+        "images": {
+            "registry": "registry.example.com:5000",
+            "tag": "1.2.3",
+            "pullPolicy": "Always",
+            "controller": {"repository": "serving/operator", "digest": "sha256:" + "0" * 64},
+            "rayVersion": "2.61.0",
+        },
+        "operator": {
+            "replicas": 3,
+            "logLevel": "debug",
+            "resources": {"limits": {"memory": "1Gi"}},
+            "nodeSelector": {"disk": "ssd"},
+            "tolerations": [{"key": "control", "operator": "Exists"}],
+            "priorityClassName": "system-cluster-critical",
+            "podAnnotations": {"note": "a"},
+            "podLabels": {"team": "serving"},
+        },
+        "serviceAccount": {"name": "operator", "annotations": {"note": "b"}},
+        "podMonitor": {"enabled": True, "interval": "30s", "labels": {"release": "prometheus"}},
+    },
     "watched_namespaces": {"watchNamespaces": ["blue", "green"], "operator": {"replicas": 2}},
 }
 

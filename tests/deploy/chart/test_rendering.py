@@ -96,6 +96,23 @@ def test_what_the_chart_copies_is_byte_for_byte_what_it_copies_from() -> None:
         }
 
 
+def test_the_replicas_of_an_operator_are_known_by_what_no_upgrade_changes(helm: Helm) -> None:
+    objects = helm.template({"operator": {"replicas": 2}, "watchNamespaces": ["blue", "green"]})
+    deployments, budgets = of_kind(objects, "Deployment"), of_kind(objects, "PodDisruptionBudget")
+    seen = []
+    for deployment, budget in zip(deployments, budgets, strict=True):
+        selector = deployment["spec"]["selector"]
+        pod = deployment["spec"]["template"]
+        spread = pod["spec"]["affinity"]["podAntiAffinity"]
+        (term,) = spread["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert budget["spec"]["selector"] == selector
+        assert term["podAffinityTerm"]["labelSelector"] == selector
+        assert selector["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        assert not {"helm.sh/chart", "app.kubernetes.io/version"} & set(selector["matchLabels"])
+        seen.append(selector)
+    assert seen[0] != seen[1]
+
+
 def test_a_kept_cluster_has_bare_pool_names_and_outlives_the_release(helm: Helm) -> None:
     cluster = one(helm.template(first_cluster()), "ServingCluster")
     assert cluster["metadata"]["name"] == "default"
