@@ -87,7 +87,7 @@ def sized(group: str, replicas: int, *to_delete: str) -> list[dict[str, Any]]:
     ]
 
 
-def workers(kube: Kube, namespace: str, group: str) -> set[str]:
+def pods_of(kube: Kube, namespace: str, group: str) -> set[str]:
     found = kube.list(PODS, Selection(namespace, f"ray.io/group={group}")).items
     return {name_of(pod) for pod in found}
 
@@ -97,18 +97,18 @@ def test_a_group_loses_the_pods_that_are_named_and_others_at_random_where_none_i
 ) -> None:
     key = Key(namespace, "sizes")
     kube.create(RAY_CLUSTERS, ray_cluster(namespace, "sizes", {"decode": 4}))
-    until(lambda: len(workers(kube, namespace, "decode")) == 4, "four workers")
-    before = workers(kube, namespace, "decode")
+    until(lambda: len(pods_of(kube, namespace, "decode")) == 4, "four workers")
+    before = pods_of(kube, namespace, "decode")
     named = sorted(before)[2]
 
     kube.json_patch(RAY_CLUSTERS, key, sized("decode", 3, named))
-    until(lambda: workers(kube, namespace, "decode") == before - {named}, "the named one goes")
+    until(lambda: pods_of(kube, namespace, "decode") == before - {named}, "the named one goes")
     kube.json_patch(RAY_CLUSTERS, key, sized("decode", 3))
     kube.json_patch(RAY_CLUSTERS, key, sized("decode", 1))
-    until(lambda: len(workers(kube, namespace, "decode")) == 1, "two at random go")
-    assert workers(kube, namespace, "decode") < before - {named}
+    until(lambda: len(pods_of(kube, namespace, "decode")) == 1, "two at random go")
+    assert pods_of(kube, namespace, "decode") < before - {named}
     kube.json_patch(RAY_CLUSTERS, key, sized("decode", 2))
-    until(lambda: len(workers(kube, namespace, "decode")) == 2, "one comes")
+    until(lambda: len(pods_of(kube, namespace, "decode")) == 2, "one comes")
 
     sizes = [(4, ()), (3, (named,)), (3, ()), (1, ()), (2, ())]
     assert kuberay.changes("sizes", "decode") == [GroupChange(*size) for size in sizes]
@@ -119,6 +119,22 @@ def test_a_group_loses_the_pods_that_are_named_and_others_at_random_where_none_i
     service = kube.get(SERVICES, Key(namespace, "sizes-head-svc"))
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"]
+
+
+@pytest.mark.full
+def test_a_pod_whose_ray_has_ended_for_good_is_replaced(
+    kubelet: Kubelet, kuberay: KubeRay, kube: Kube, namespace: str
+) -> None:
+    cluster = ray_cluster(namespace, "ends", {})
+    sleeps = container("ray", ["sleep", "600"], readinessProbe={"exec": {"command": ["true"]}})
+    template = {"spec": pod_spec(sleeps, restartPolicy="Never")}
+    cluster["spec"]["headGroupSpec"]["template"] = template
+    kube.create(SECRETS, secret(namespace, "ray-token", {"auth_token": "x"}))
+    kube.create(RAY_CLUSTERS, cluster)
+    (head,) = until_ready(kubelet, "ray.io/group=headgroup")
+    kubelet.container(name_of(head)).kill()
+    until(lambda: name_of(head) not in pods_of(kube, namespace, "headgroup"), "it is deleted")
+    until_ready(kubelet, "ray.io/group=headgroup")
 
 
 @pytest.mark.cluster
@@ -144,6 +160,6 @@ def test_ray_nodes_of_each_group_join_the_head_and_leave_with_their_pods(
     until(lambda: sorted(offered(), key=str) == sorted(each, key=str), "all nodes have joined")
 
     kube.json_patch(RAY_CLUSTERS, key, sized("decode", 0, name_of(decode)))
-    until(lambda: not workers(kube, namespace, "decode"), "the worker's pod goes")
-    assert workers(kube, namespace, "prefill") == {name_of(prefill)}
+    until(lambda: not pods_of(kube, namespace, "decode"), "the worker's pod goes")
+    assert pods_of(kube, namespace, "prefill") == {name_of(prefill)}
     until(lambda: {"pool/decode": 2.0} not in offered(), "Ray knows it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from pathlib import Path
 
@@ -22,10 +23,11 @@ def hierarchy() -> Path | None:
 
 
 class Cgroup:
-    """Own one group and what is in it."""
+    """Own one group and what is in it. Threads share it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = threading.Lock()
         self._is_there = True
         path.mkdir()
 
@@ -35,25 +37,33 @@ class Cgroup:
     @property
     def is_empty(self) -> bool:
         """Whether no process is in it, nor in its children."""
-        return "populated 0" in (self.path / "cgroup.events").read_text()
+        with self._lock:
+            return not self._is_there or self._is_empty()
 
     def kill(self) -> None:
         """Every process in it and in its children; none is left on return. Raises KernelError."""
-        if not self._is_there:
-            return
+        with self._lock:
+            if self._is_there:
+                self._kill()
+
+    def remove(self) -> None:
+        """Kills what is in it first. Once more changes nothing."""
+        with self._lock:
+            if self._is_there:
+                self._kill()
+                self._is_there = False
+                remove_tree(self.path)
+
+    def _kill(self) -> None:
         (self.path / "cgroup.kill").write_text("1")
         give_up_at = time.monotonic() + _GONE_WITHIN_S
-        while not self.is_empty:
+        while not self._is_empty():
             if time.monotonic() > give_up_at:
                 raise KernelError(f"{self.path}: processes are left that cannot be killed")
             time.sleep(_POLL_S)
 
-    def remove(self) -> None:
-        """Kills what is in it first. Once more changes nothing."""
-        self.kill()
-        if self._is_there:
-            self._is_there = False
-            remove_tree(self.path)
+    def _is_empty(self) -> bool:
+        return "populated 0" in (self.path / "cgroup.events").read_text()
 
 
 def remove_tree(path: Path) -> None:

@@ -130,6 +130,11 @@ class ContainerRun:
             self._waiter.join(_POLL_S)
         self.end()
 
+    def kill(self) -> None:
+        """Its first process, and so all of it, as when a node has no memory left: the pod goes on
+        as its restart policy says."""
+        self._process.kill()
+
     def end(self) -> None:
         """At once; nothing is left of it on return."""
         if self._prober is not None:

@@ -3,6 +3,7 @@
 
 - A group has as many pods as `replicas` says, within its bounds. A pod that is ending counts until
   it is gone, unless it was deleted from here because there were too many, or is named to go.
+- A pod whose Ray has ended for good is deleted, and replaced when it has gone.
 - The pods in `scaleStrategy.workersToDelete` go, whatever `replicas` says, for as long as they are
   named. Where there are too many and none is named, those that go are chosen at random.
 - Every spec that a RayCluster has had is kept, for tests to look at.
@@ -42,6 +43,7 @@ from tests.k8s.kubelet.ray_pods import (
 
 _SYNC_S = 20.0
 _END_S = 30.0
+_LOOK_AGAIN_S = 0.5
 _QUICKLY = Backoff(first_s=0.1, longest_s=1.0)
 
 
@@ -115,18 +117,23 @@ class KubeRay:
 
     # --- reconciling ----------------------------------------------------------------------------
 
-    def _reconcile(self, key: Key) -> None:
+    def _reconcile(self, key: Key) -> float | None:
         cluster = self._clusters.get(key)
         if cluster is None or "deletionTimestamp" in cluster["metadata"]:
-            return  # the garbage collector deletes what it owns
+            return None  # the garbage collector deletes what it owns
         with contextlib.suppress(AlreadyExistsError):
             self._kube.create(SERVICES, head_service(cluster))
         pods = self._pods_of(key)
+        if over := [pod for pod in pods if _is_over(pod)]:
+            for pod in over:
+                self._delete(Key(key.namespace, pod["metadata"]["name"]))
+            return _LOOK_AGAIN_S  # others are made when they have gone
         if not any(_group_of(pod) == HEAD_GROUP for pod in pods):
             self._create(head_pod(cluster))
         for group in cluster["spec"].get("workerGroupSpecs") or ():
             self._size(cluster, group, [p for p in pods if _group_of(p) == group["groupName"]])
         self._tell(cluster, self._pods_of(key))
+        return None
 
     def _size(self, cluster: Object, group: Mapping[str, Any], pods: list[Object]) -> None:
         """Bring a group to its size."""
@@ -204,6 +211,16 @@ def _group_of(pod: Object) -> str:
 
 def _cluster_key(pod: Object) -> Key:
     return Key(pod["metadata"]["namespace"], pod["metadata"]["labels"][CLUSTER_LABEL])
+
+
+def _is_over(pod: Object) -> bool:
+    """Its Ray has ended and is not started again in it."""
+    if pod["spec"].get("restartPolicy", "Always") == "Always":
+        return False
+    status = pod.get("status") or {}
+    ray = pod["spec"]["containers"][0]["name"]
+    states = {each["name"]: each["state"] for each in status.get("containerStatuses") or ()}
+    return status.get("phase") in ("Succeeded", "Failed") or "terminated" in states.get(ray, {})
 
 
 def _runs(pod: Object) -> bool:

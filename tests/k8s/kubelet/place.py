@@ -63,10 +63,16 @@ def image_environment() -> dict[str, str]:
     }
 
 
+def image_folders() -> tuple[str, ...]:
+    """What every container has, wherever it is mounted on this machine."""
+    folders = {REPOSITORY, Path(sys.prefix), Path(sys.base_prefix)}
+    return tuple(str(each) for each in folders if not folders.intersection(each.parents))
+
+
 def opened_folders() -> tuple[str, ...]:
     """Those on the way to what the image has, which other users may not see on this machine."""
-    inside = (REPOSITORY, Path(sys.prefix), Path(sys.base_prefix))
-    return tuple(sorted({str(parent) for path in inside for parent in path.parents}))
+    parents = {str(parent) for folder in image_folders() for parent in Path(folder).parents}
+    return tuple(sorted(parents))
 
 
 def _remove_left_overs(groups: Path) -> None:

@@ -29,7 +29,12 @@ from tests.k8s.kubelet.entry import Entry, VolumeMount
 from tests.k8s.kubelet.environment import PodPlace, command_of, environment_of, user_of
 from tests.k8s.kubelet.hosts import hosts_of
 from tests.k8s.kubelet.network import PodNetwork
-from tests.k8s.kubelet.place import REPOSITORY, Place, image_environment, opened_folders
+from tests.k8s.kubelet.place import (
+    Place,
+    image_environment,
+    image_folders,
+    opened_folders,
+)
 from tests.k8s.kubelet.pod_api import PodApi
 from tests.k8s.kubelet.pod_status import PodState
 from tests.k8s.kubelet.slot import Slot
@@ -239,8 +244,8 @@ class _Sandbox:
         around.gate.open_in(self._network.pid)
         self.address, self.host_address = self._network.address, place.network.gateway
         self._pod_place = PodPlace(pod, self.address, self.host_address)
-        claims = place.folder / "claims"
-        self._volumes = Volumes(self._pod_place, self._folder / "volumes", self._memory, claims)
+        volumes = self._folder / "volumes"
+        self._volumes = Volumes(self._pod_place, volumes, self._memory, place.folder)
         (self._folder / "resolv.conf").write_text(_NO_RESOLVER)
         self.write_hosts("")
 
@@ -282,7 +287,7 @@ class _Sandbox:
     def _own_mounts(self) -> tuple[VolumeMount, ...]:
         files = [(self._folder / name, f"/etc/{name}") for name in ("hosts", "resolv.conf")]
         mounts = [VolumeMount(str(source), target, read_only=True) for source, target in files]
-        return (*mounts, VolumeMount(str(REPOSITORY), str(REPOSITORY), read_only=True))
+        return (*mounts, *(VolumeMount(path, path, read_only=True) for path in image_folders()))
 
     def remove(self) -> None:
         self._group.remove()

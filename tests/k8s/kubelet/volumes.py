@@ -18,10 +18,11 @@ ServiceToken = Callable[[str, Mapping[str, Any]], str]
 class Volumes:
     """Own a pod's volumes. They are removed with the folders that they lie in."""
 
-    def __init__(self, place: PodPlace, folder: Path, memory: Path, claims: Path) -> None:
-        """`folder`: the pod's own; `memory`: in memory; `claims`: of all pods, a folder a claim."""
+    def __init__(self, place: PodPlace, folder: Path, memory: Path, shared: Path) -> None:
+        """`folder`: the pod's own; `memory`: in memory; `shared`: of all pods, for what outlives
+        one: claims, and what pods make on their nodes."""
         self._place = place
-        self._folder, self._memory, self._claims = folder, memory, claims
+        self._folder, self._memory, self._shared = folder, memory, shared
         self._paths: dict[str, Path] = {}
 
     def make(self, values: Values, token: ServiceToken) -> None:
@@ -54,9 +55,9 @@ class Volumes:
         self, volume: Mapping[str, Any], values: Values, token: ServiceToken, group: int | None
     ) -> Path:
         if (host := volume.get("hostPath")) is not None:
-            return _host_path(host)
+            return self._host_path(host)
         if (claim := volume.get("persistentVolumeClaim")) is not None:
-            path = self._claims / str(claim["claimName"])
+            path = self._shared / "claims" / str(claim["claimName"])
             path.mkdir(parents=True, exist_ok=True)
             path.chmod(0o777)
             return path
@@ -70,6 +71,18 @@ class Volumes:
             file.write_text(text)
             file.chmod(0o644)
         return path
+
+    def _host_path(self, source: Mapping[str, Any]) -> Path:
+        """This machine's, or a folder of the pod's node, which this machine gets to see nothing
+        of."""
+        path = Path(source["path"])
+        if path.exists():
+            return path
+        if source.get("type") != "DirectoryOrCreate":
+            raise ContainerError(f"hostPath {path} is not there")
+        made = self._shared / self._place.field("spec.nodeName") / path.relative_to("/")
+        made.mkdir(parents=True, exist_ok=True)
+        return made
 
     def _files(
         self, volume: Mapping[str, Any], values: Values, token: ServiceToken
@@ -97,15 +110,6 @@ class Volumes:
                 files |= self._files(source, values, token)
             return files
         raise ContainerError(f"volume {volume}: this kubelet does not know it")
-
-
-def _host_path(source: Mapping[str, Any]) -> Path:
-    path = Path(source["path"])
-    if not path.exists():
-        if source.get("type") != "DirectoryOrCreate":
-            raise ContainerError(f"hostPath {path} is not there")
-        path.mkdir(parents=True)
-    return path
 
 
 def _made(path: Path, mode: int, group: int | None) -> Path:
