@@ -94,6 +94,8 @@ class Draining:
             f"{load.num_running} running, {load.num_waiting} waiting, "
             f"{load.num_reserved} whose KV is on its way"
         )
+        if not load.num_running + load.num_waiting + load.num_reserved:
+            self._ran += ": its last handoffs and tokens are being taken"
         return self._ran
 
 
