@@ -163,6 +163,24 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                 yield fleet_message(snapshot)
             await self._changes.wait(max(0.0, 1.0 - (now - sent_at)))
 
+    async def ReportRouter(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[control_pb2.ReportRouterRequest],
+        context: Context,
+    ) -> control_pb2.ReportRouterResponse:
+        router_id = ""
+        try:
+            async for report in request_iterator:
+                if not report.router_id or router_id not in ("", report.router_id):
+                    await context.abort(
+                        grpc.StatusCode.INVALID_ARGUMENT, "router_id must be set, the same always"
+                    )
+                router_id = report.router_id
+                self._registry.routers.report(router_id, report.SerializeToString())
+        finally:
+            self._registry.routers.left(router_id)
+        return control_pb2.ReportRouterResponse()
+
     async def SetReplicas(  # noqa: N802
         self, request: control_pb2.SetReplicasRequest, context: Context
     ) -> control_pb2.SetReplicasResponse:
@@ -211,6 +229,7 @@ def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
             for entry in snapshot.workers
         ],
         pools=[_pool_message(pool) for pool in snapshot.pools],
+        routers=[control_pb2.ReportRouterRequest.FromString(told) for told in snapshot.routers],
     )
 
 

@@ -24,6 +24,7 @@ from baton.errors import InvalidRequestError, NotFoundError
 from cluster.awake_clock import AwakeClock, Clock
 from cluster.config import RegistryConfig
 from cluster.role_plan import Role, RolePlan, active_roles
+from cluster.router_book import RouterBook
 
 
 class WorkerState(enum.Enum):
@@ -120,6 +121,8 @@ class FleetSnapshot:
     version: int
     workers: tuple[FleetEntry, ...]
     pools: tuple[Pool, ...]
+    routers: tuple[bytes, ...] = ()
+    """What routers told last."""
 
 
 @dataclass
@@ -140,6 +143,7 @@ class Registry:
     def __init__(self, config: RegistryConfig, clock: Clock) -> None:
         self._config = config
         self._clock = AwakeClock(clock, 2 * config.look_s)
+        self.routers = RouterBook(self._clock)
         self._workers: dict[str, _Worker] = {}
         self._pools: dict[str, Pool] = {}
         self._failures: dict[str, Failure] = {}  # by worker id, oldest first; not while it is live
@@ -328,7 +332,7 @@ class Registry:
             if entry.state is WorkerState.LIVE:
                 live[entry.registration.pool] = live.get(entry.registration.pool, 0) + 1
         pools = tuple(self._status(pool, live.get(name, 0)) for name, pool in self._pools.items())
-        return FleetSnapshot(self._version, workers, pools)
+        return FleetSnapshot(self._version, workers, pools, self.routers.reports())
 
     def _active_roles(self) -> dict[str, Role]:
         """Of the workers of pools that are split."""

@@ -113,6 +113,11 @@ class Admission:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def waiting(self) -> Sequence[Ticket]:
+        """In line, first come first; placed ones may still be among them."""
+        return self._waiting
+
     def ticket(
         self,
         prompt: PromptBlocks,

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from router.figures import Counts
+from router.output import FinishReason
+
+_WHOLE = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -18,9 +22,13 @@ class RouterMetrics:
         )
         self.migrations = Counter("baton_migrations", "Requests moved after a token", registry=r)
         self.tokens = Counter("baton_output_tokens", "Tokens emitted", registry=r)
+        self.arrivals = Counter("baton_arrivals", "Requests that came in", registry=r)
         self.prompt_tokens = Counter("baton_prompt_tokens", "Prompt tokens taken in", registry=r)
         self.cached_tokens = Counter(
             "baton_cached_prompt_tokens", "Prompt tokens found cached where they ran", registry=r
+        )
+        self.prefilled_tokens = Counter(
+            "baton_prefilled_prompt_tokens", "Prompt tokens prefilled or found cached", registry=r
         )
         self.handoff_bytes = Counter("baton_handoff_bytes", "KV bytes handed off", registry=r)
         self.queue = Gauge("baton_queue_length", "Requests waiting for a placement", registry=r)
@@ -45,3 +53,18 @@ class RouterMetrics:
             registry=r,
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
         )
+
+    def counts(self) -> Counts:
+        """What planning goes by."""
+        ended = sum(self._value("baton_requests", end=end) for end in _WHOLE)
+        return Counts(
+            num_arrivals=self._value("baton_arrivals"),
+            prompt_tokens=self._value("baton_prompt_tokens"),
+            prefilled_tokens=self._value("baton_prefilled_prompt_tokens"),
+            cached_tokens=self._value("baton_cached_prompt_tokens"),
+            num_ended=ended,
+            output_tokens=self._value("baton_output_tokens"),
+        )
+
+    def _value(self, counter: str, **labels: str) -> int:
+        return int(self.registry.get_sample_value(f"{counter}_total", labels) or 0)

@@ -86,6 +86,7 @@ class RequestOutput:
         ttft_s = now - self._arrival.arrived_s
         self._parts.metrics.ttft.observe(ttft_s)
         self._parts.metrics.cached_tokens.inc(self._num_cached_tokens)
+        self._parts.metrics.prefilled_tokens.inc(len(self._arrival.parsed.token_ids))
         self.log.mark(Prefilled(ttft_s, self._num_cached_tokens))
 
     def handed_off(self, done: worker_pb2.HandoffDone) -> None:

@@ -18,8 +18,10 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from baton.errors import AlreadyExistsError, NotFoundError, UnavailableError
+from baton.v1 import control_pb2
 from router.admission import Admission
 from router.config import RouterConfig
+from router.figures import Figures
 from router.fleet import Fleet
 from router.fleet_links import FleetLinks
 from router.fleet_watch import FleetWatch
@@ -28,6 +30,7 @@ from router.output import Finished, FinishReason, OutputReader
 from router.placement import Placement
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
+from router.reporting import Reporting, waiting_requests
 from router.request_run import RequestRun
 from router.retry_budget import RetryBudget
 from router.run_parts import Arrival, RunParts, wire_id
@@ -57,8 +60,10 @@ class Router:
         self.config, self.model_name, self.text_model = config, model_name, text_model
         self.clock = clock
         self._rng = rng or random.SystemRandom()
+        self._control_address = control_address
         self.metrics = RouterMetrics()
         self.identity = RouterIdentity(f"router-{uuid.uuid4().hex[:12]}", time.time_ns())
+        self._figures = Figures(self.identity.router_id, clock)
         self.index = PrefixIndex(config.max_predictions)
         self.fleet = Fleet(config, clock, self._fleet_changed)
         self.links = FleetLinks(config, self.identity, self.fleet, self.index, self._is_served)
@@ -89,7 +94,8 @@ class Router:
     async def start(self) -> None:
         """Begin to follow the fleet."""
         self.fault = asyncio.get_running_loop().create_future()
-        for work in (self.watch.run(), self._measure()):
+        reporting = Reporting(self._control_address, self.config, self._report)
+        for work in (self.watch.run(), self._measure(), reporting.run()):
             task = asyncio.create_task(work)
             task.add_done_callback(self._tell_fault)
             self._stack.push_async_callback(_stop, task)
@@ -148,6 +154,7 @@ class Router:
 
     def _begin(self, arrival: Arrival) -> RequestRun:
         run = self._runs[arrival.key] = RequestRun(arrival, self._parts)
+        self.metrics.arrivals.inc()
         self.metrics.prompt_tokens.inc(len(arrival.parsed.token_ids))
         run.start(self._ended)
         return run
@@ -237,6 +244,10 @@ class Router:
             model_context=self.text_model.max_model_len if by_memory else None,
             model_names=(self.model_name,),
         )
+
+    def _report(self) -> control_pb2.ReportRouterRequest:
+        waiting = waiting_requests(self.admission.waiting, self.fleet, self.config, self.clock())
+        return self._figures.report(self.metrics.counts(), waiting)
 
     async def _measure(self) -> None:
         """Bring the gauges up to date, once a second."""

@@ -218,6 +218,96 @@ class RegisterResponse(_message.Message):
 Global___RegisterResponse: _TypeAlias = RegisterResponse  # noqa: Y015
 
 @_typing.final
+class QueueFigures(_message.Message):
+    """Requests that wait at a router for the same thing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    OLDEST_WAIT_S_FIELD_NUMBER: _builtins.int
+    MEDIAN_WAIT_S_FIELD_NUMBER: _builtins.int
+    num_requests: _builtins.int
+    num_tokens: _builtins.int
+    """Of their prompts, what is expected not to be cached."""
+    oldest_wait_s: _builtins.float
+    median_wait_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        num_requests: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        oldest_wait_s: _builtins.float = ...,
+        median_wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["median_wait_s", b"median_wait_s", "num_requests", b"num_requests", "num_tokens", b"num_tokens", "oldest_wait_s", b"oldest_wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueFigures: _TypeAlias = QueueFigures  # noqa: Y015
+
+@_typing.final
+class ReportRouterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    REQUESTS_PER_S_FIELD_NUMBER: _builtins.int
+    UNCACHED_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_HELD_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_PREFILL_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_DECODE_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    requests_per_s: _builtins.float
+    """Arrivals of the last seconds, of requests and of prompt tokens that were not cached."""
+    uncached_tokens_per_s: _builtins.float
+    output_tokens: _builtins.float
+    """Of a request, mean of those that ended of late; unset: none has."""
+    num_held: _builtins.int
+    """Requests for which no worker of a role that they need is there; they wait below, too."""
+    @_builtins.property
+    def waiting_for_prefill(self) -> Global___QueueFigures: ...
+    @_builtins.property
+    def waiting_for_decode(self) -> Global___QueueFigures: ...
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+        requests_per_s: _builtins.float = ...,
+        uncached_tokens_per_s: _builtins.float = ...,
+        output_tokens: _builtins.float | None = ...,
+        num_held: _builtins.int = ...,
+        waiting_for_prefill: Global___QueueFigures | None = ...,
+        waiting_for_decode: Global___QueueFigures | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "output_tokens", b"output_tokens", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "num_held", b"num_held", "output_tokens", b"output_tokens", "requests_per_s", b"requests_per_s", "router_id", b"router_id", "uncached_tokens_per_s", b"uncached_tokens_per_s", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__output_tokens: _TypeAlias = _typing.Literal["output_tokens"]  # noqa: Y015
+    _WhichOneofArgType__output_tokens: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_tokens) -> _WhichOneofReturnType__output_tokens | None: ...
+
+Global___ReportRouterRequest: _TypeAlias = ReportRouterRequest  # noqa: Y015
+
+@_typing.final
+class ReportRouterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportRouterResponse: _TypeAlias = ReportRouterResponse  # noqa: Y015
+
+@_typing.final
 class WatchFleetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -272,21 +362,27 @@ class WatchFleetResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
+    ROUTERS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetWorker]: ...
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]: ...
+    @_builtins.property
+    def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportRouterRequest]:
+        """Of the routers that report here, as they told last."""
+
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         workers: _abc.Iterable[Global___FleetWorker] | None = ...,
         pools: _abc.Iterable[Global___PoolStatus] | None = ...,
+        routers: _abc.Iterable[Global___ReportRouterRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools", "routers", b"routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

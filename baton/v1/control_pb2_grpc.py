@@ -44,6 +44,11 @@ class ControlServiceStub:
                 request_serializer=baton_dot_v1_dot_control__pb2.WatchFleetRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.WatchFleetResponse.FromString,
                 _registered_method=True)
+        self.ReportRouter = channel.stream_unary(
+                '/baton.v1.ControlService/ReportRouter',
+                request_serializer=baton_dot_v1_dot_control__pb2.ReportRouterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.ReportRouterResponse.FromString,
+                _registered_method=True)
         self.SetReplicas = channel.unary_unary(
                 '/baton.v1.ControlService/SetReplicas',
                 request_serializer=baton_dot_v1_dot_control__pb2.SetReplicasRequest.SerializeToString,
@@ -75,6 +80,14 @@ class ControlServiceServicer:
 
     def WatchFleet(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportRouter(self, request_iterator, context):
+        """A router's life: each message is its newest figures, about one a second. Those of a call that
+        ended, or of one that is silent, are forgotten.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -111,6 +124,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.WatchFleet,
                     request_deserializer=baton_dot_v1_dot_control__pb2.WatchFleetRequest.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.WatchFleetResponse.SerializeToString,
+            ),
+            'ReportRouter': grpc.stream_unary_rpc_method_handler(
+                    servicer.ReportRouter,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.ReportRouterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.ReportRouterResponse.SerializeToString,
             ),
             'SetReplicas': grpc.unary_unary_rpc_method_handler(
                     servicer.SetReplicas,
@@ -182,6 +200,33 @@ class ControlService:
             '/baton.v1.ControlService/WatchFleet',
             baton_dot_v1_dot_control__pb2.WatchFleetRequest.SerializeToString,
             baton_dot_v1_dot_control__pb2.WatchFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportRouter(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/baton.v1.ControlService/ReportRouter',
+            baton_dot_v1_dot_control__pb2.ReportRouterRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.ReportRouterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,6 +20,10 @@ class ControlServiceStub:
     is listened to, an older one is ended; that a call breaks says nothing, silence does.
     """
     WatchFleet: _aio.UnaryStreamMultiCallable[_control_pb2.WatchFleetRequest, _control_pb2.WatchFleetResponse]
+    ReportRouter: _aio.StreamUnaryMultiCallable[_control_pb2.ReportRouterRequest, _control_pb2.ReportRouterResponse]
+    """A router's life: each message is its newest figures, about one a second. Those of a call that
+    ended, or of one that is silent, are forgotten.
+    """
     SetReplicas: _aio.UnaryUnaryMultiCallable[_control_pb2.SetReplicasRequest, _control_pb2.SetReplicasResponse]
     """INVALID_ARGUMENT, naming the field, beyond the pool's max_replicas."""
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.ControlServiceDrainRequest, _control_pb2.ControlServiceDrainResponse]
@@ -44,6 +48,16 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.WatchFleetRequest,
         context: _aio.ServicerContext[_control_pb2.WatchFleetRequest, _abc.AsyncIterator[_control_pb2.WatchFleetResponse]],
     ) -> _abc.AsyncIterator[_control_pb2.WatchFleetResponse]: ...
+
+    @_abc_1.abstractmethod
+    def ReportRouter(
+        self,
+        request_iterator: _abc.AsyncIterator[_control_pb2.ReportRouterRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_control_pb2.ReportRouterRequest], _abc.Awaitable[_control_pb2.ReportRouterResponse]],
+    ) -> _abc.Awaitable[_control_pb2.ReportRouterResponse]:
+        """A router's life: each message is its newest figures, about one a second. Those of a call that
+        ended, or of one that is silent, are forgotten.
+        """
 
     @_abc_1.abstractmethod
     def SetReplicas(

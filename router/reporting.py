@@ -1,0 +1,71 @@
+"""Tells the registry once a second what planning goes by, also when that was gone meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc.aio
+
+from baton.v1 import control_pb2, control_pb2_grpc
+from router.admission import Ticket
+from router.backoff import Backoff
+from router.config import RouterConfig
+from router.figures import Waiting
+from router.fleet import Fleet
+from router.worker_link import reconnect_options
+
+EVERY_S = 1.0
+
+
+class Reporting:
+    """Own the call on which this router tells its figures."""
+
+    def __init__(
+        self,
+        address: str,
+        config: RouterConfig,
+        report: Callable[[], control_pb2.ReportRouterRequest],
+    ) -> None:
+        self._address, self._config, self._report = address, config, report
+
+    async def run(self) -> None:
+        """Until cancelled. FleetWatch tells of a registry that is lost."""
+        config = self._config
+        backoff = Backoff(config.reconnect_min_s, config.reconnect_max_s, random.Random())
+        options = reconnect_options(config)
+        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+            stub = control_pb2_grpc.ControlServiceStub(channel)
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await stub.ReportRouter(self._reports(backoff))
+                await asyncio.sleep(backoff.next_s())
+
+    async def _reports(self, backoff: Backoff) -> AsyncIterator[control_pb2.ReportRouterRequest]:
+        while True:
+            yield self._report()
+            await asyncio.sleep(EVERY_S)
+            backoff.reset()
+
+
+def waiting_requests(
+    tickets: Sequence[Ticket], fleet: Fleet, config: RouterConfig, now_s: float
+) -> list[Waiting]:
+    """Who waits, and for what: without room at a decode worker a prefill would be in vain."""
+    arrays = fleet.arrays
+    decodes = arrays.usable & arrays.can_decode
+    prefills = arrays.usable & arrays.can_prefill
+    has_roles = decodes.any() and (config.local_prefill != "never" or prefills.any())
+    room = arrays.free_tokens[decodes & (arrays.running < arrays.max_running)].max(initial=0.0)
+    return [
+        Waiting(
+            num_uncached_tokens=ticket.uncached_tokens,
+            wait_s=max(0.0, now_s - ticket.since_s),
+            for_decode=bool(room < ticket.num_tokens),
+            is_held=not has_roles,
+        )
+        for ticket in tickets
+        if ticket.placed is not None and not ticket.placed.done()
+    ]

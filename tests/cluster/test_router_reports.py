@@ -1,0 +1,81 @@
+"""Routers tell the registry of their queues, and whoever watches the fleet hears it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import pytest
+
+from baton.v1 import control_pb2, control_pb2_grpc
+from cluster.config import RegistryConfig
+from cluster.control_service import Changes, serve
+from cluster.registry import Registry
+from cluster.router_book import SILENT_AFTER_S, RouterBook
+from router.config import RouterConfig
+from router.reporting import Reporting
+
+Watch = control_pb2.WatchFleetResponse
+
+
+def reports_of(book: RouterBook) -> list[bytes]:
+    return list(book.reports())
+
+
+def test_a_router_that_falls_silent_or_leaves_is_left_out() -> None:
+    now = 0.0
+    book = RouterBook(lambda: now)
+    book.report("a", b"1")
+    book.report("b", b"2")
+    book.left("b")
+    assert reports_of(book) == [b"1"]
+    now = SILENT_AFTER_S - 0.1
+    book.report("c", b"3")
+    assert reports_of(book) == [b"1", b"3"]
+    now = SILENT_AFTER_S
+    assert reports_of(book) == [b"3"]
+
+
+@asynccontextmanager
+async def registry_at() -> AsyncIterator[tuple[str, AsyncIterator[Watch]]]:
+    """Its address, and what a watcher hears."""
+    registry = Registry(RegistryConfig(), time.monotonic)
+    async with (
+        serve(registry, Changes(), "127.0.0.1:0") as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        yield address, aiter(stub.WatchFleet(control_pb2.WatchFleetRequest()))
+
+
+async def hears(watch: AsyncIterator[Watch], routers: list[str]) -> Watch:
+    async with asyncio.timeout(10):
+        async for fleet in watch:
+            if [router.router_id for router in fleet.routers] == routers:
+                return fleet
+    raise AssertionError("the watch has ended")
+
+
+async def test_what_a_router_reports_is_heard_until_it_leaves() -> None:
+    told = control_pb2.ReportRouterRequest(router_id="router-1", requests_per_s=2.5, num_held=3)
+    async with registry_at() as (address, watch):
+        reporting = asyncio.create_task(Reporting(address, RouterConfig(), lambda: told).run())
+        fleet = await hears(watch, ["router-1"])
+        assert list(fleet.routers) == [told]
+        reporting.cancel()
+        await asyncio.wait({reporting})
+        await hears(watch, [])
+
+
+async def test_a_report_without_a_name_is_refused() -> None:
+    async with registry_at() as (address, _), grpc.aio.insecure_channel(address) as channel:
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+
+        async def nameless() -> AsyncIterator[control_pb2.ReportRouterRequest]:
+            yield control_pb2.ReportRouterRequest()
+
+        with pytest.raises(grpc.aio.AioRpcError, match="router_id"):
+            await stub.ReportRouter(nameless())

@@ -1,0 +1,94 @@
+"""What a router tells for planning."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from baton.v1 import control_pb2
+from router.figures import WINDOW_S, Counts, Figures, Waiting
+from router.text import TextModel
+from tests.router.deployment import PROMPT, ask_for, deployment
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def figures() -> tuple[Figures, Clock]:
+    clock = Clock()
+    return Figures("router-1", clock), clock
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    told, clock = figures()
+    counts = Counts()
+    for _ in range(30):
+        clock.now_s += 1.0
+        counts = replace(
+            counts,
+            num_arrivals=counts.num_arrivals + 2,
+            prompt_tokens=counts.prompt_tokens + 200,
+            prefilled_tokens=counts.prefilled_tokens + 200,
+            cached_tokens=counts.cached_tokens + 50,
+            num_ended=counts.num_ended + 1,
+            output_tokens=counts.output_tokens + 64,
+        )
+        report = told.report(counts, [])
+    assert report.requests_per_s == pytest.approx(2.0)
+    assert report.uncached_tokens_per_s == pytest.approx(150.0)
+    assert report.output_tokens == pytest.approx(64.0)
+
+
+def test_nothing_that_arrives_is_exactly_nothing_after_the_window() -> None:
+    told, clock = figures()
+    counts = Counts(num_arrivals=5, prompt_tokens=500)
+    told.report(counts, [])
+    for _ in range(int(WINDOW_S) + 2):
+        clock.now_s += 1.0
+        report = told.report(counts, [])
+    assert report.requests_per_s == 0.0
+    assert report.uncached_tokens_per_s == 0.0
+    assert not report.HasField("output_tokens")
+
+
+def test_queues_are_told_by_what_is_waited_for() -> None:
+    told, _ = figures()
+    waiting = [
+        Waiting(100, 3.0, for_decode=False),
+        Waiting(50, 1.0, for_decode=False),
+        Waiting(10, 9.0, for_decode=True, is_held=True),
+    ]
+    report = told.report(Counts(), waiting)
+    prefill, decode = report.waiting_for_prefill, report.waiting_for_decode
+    assert (prefill.num_requests, prefill.num_tokens, prefill.oldest_wait_s) == (2, 150, 3.0)
+    assert prefill.median_wait_s == 2.0
+    assert (decode.num_requests, decode.num_tokens) == (1, 10)
+    assert report.num_held == 1
+
+
+async def test_a_router_counts_what_comes_in_and_tells_who_waits_for_which_worker(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, prefill=1, decode=1) as d:
+        await d.client.ask(ask_for(PROMPT))
+        counts = d.router.metrics.counts()
+        assert (counts.num_arrivals, counts.num_ended) == (1, 1)
+        assert counts.prompt_tokens == counts.prefilled_tokens == len(PROMPT)
+        assert counts.output_tokens > 0
+        d.router.fleet.arrays.max_running[:] = 0
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: len(d.router.admission) == 1)
+        report = d.router._report()
+        assert report.waiting_for_decode.num_requests == 1
+        assert report.waiting_for_prefill == control_pb2.QueueFigures()
+        assert report.num_held == 0
+        d.router.fleet.arrays.max_running[:] = 16
+        d.router.admission.kick()
+        await asking
+        await d.check_empty()
