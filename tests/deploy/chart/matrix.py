@@ -47,7 +47,7 @@ SWITCHES: Mapping[str, Sequence[Values]] = {
         }}},
     ),
     "preset": tuple({"cluster": {"nodes": {"preset": it}}} for it in ("cpu", "gpu", "gpu-rdma")),
-    "shared memory": ({}, {"cluster": {"nodes": {"hostIPC": True, "hostPID": True}}}),
+    "shared memory": ({}, {"cluster": {"nodes": {"sharedMemory": True}}}),
     "memlock": ({}, *({"cluster": {"nodes": {"ipcLock": each}}} for each in (True, False))),
     "nodes": (
         {},

@@ -100,8 +100,7 @@ def test_nodes_settings_reach_every_pools_pods(helm: Helm) -> None:
         "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"},
         "resources": {"hugepages-2Mi": "4Gi"},
         "shmSize": "8Gi",
-        "hostIPC": True,
-        "hostPID": True,
+        "sharedMemory": True,
         "env": {"UCX_NET_DEVICES": "mlx5_0:1", "UCX_IB_GID_INDEX": 3},
     }
     pods = pods_of(helm, first_cluster(nodes=nodes))

@@ -72,7 +72,10 @@
 {{- $_ := set $container "securityContext" (dict "capabilities" $capabilities "runAsUser" 0 "runAsNonRoot" false) -}}
 {{- end -}}
 {{- $spec := dict -}}
-{{- range $name := tuple "nodeSelector" "tolerations" "hostIPC" "hostPID" -}}
+{{- if $nodes.sharedMemory -}}
+{{- $_ := merge $spec (dict "hostIPC" true "hostPID" true) -}}
+{{- end -}}
+{{- range $name := tuple "nodeSelector" "tolerations" -}}
 {{- with get $nodes $name -}}{{- $_ := set $spec $name . -}}{{- end -}}
 {{- end -}}
 {{- with $volumes -}}{{- $_ := set $spec "volumes" . -}}{{- end -}}
