@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import os
 import signal
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -106,6 +108,28 @@ def check_all_gone(processes: set[Process]) -> None:
         raise BatonError(f"still running after {_GONE_WITHIN_S:g} s: {named}")
 
 
+@contextlib.contextmanager
+def autoscaled(config: ClusterConfig, cluster: RunningCluster, wanted: bool) -> Iterator[None]:
+    """The pools follow the load meanwhile; every change is told with its reason."""
+    if not wanted:
+        yield
+        return
+    from baton.autoscale import Autoscaler
+    from baton.fleet_signals import PoolBounds
+
+    bounds = {
+        name: PoolBounds(pool.min_replicas, pool.max_replicas)
+        for name, pool in config.pools.items()
+    }
+    tell = partial(render.out().print, markup=False)
+    autoscaler = Autoscaler(cluster.control_address, bounds, config.planner, tell)
+    autoscaler.start()
+    try:
+        yield
+    finally:
+        autoscaler.stop()
+
+
 def up(arguments: argparse.Namespace) -> int:
     """Raises KeyboardInterrupt when it was interrupted more often than once: requests were lost;
     UnavailableError when Ray has ended under the cluster."""
@@ -118,7 +142,8 @@ def up(arguments: argparse.Namespace) -> int:
                 out.print(f"[bold]{config.model_name}[/bold] is served at {cluster.router_address}")
                 out.print(f"control service at {cluster.control_address}; ctrl-C ends the cluster")
                 out.print("try: baton generate 'Tell me a story.'", style="dim")
-                cluster.wait()
+                with autoscaled(config, cluster, arguments.autoscale):
+                    cluster.wait()
             processes = descendants()
             drain_s = config.router.drain_timeout_s
             steps("stopping")

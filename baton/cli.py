@@ -148,6 +148,9 @@ def _add_cluster_commands(commands: Subparsers[argparse.ArgumentParser]) -> None
     up = commands.add_parser("up", help="start a cluster on this machine; ctrl-C ends it")
     up.add_argument("-f", "--file", metavar="YAML", help="cluster file (default: 1 + 1 workers)")
     up.add_argument("--model", metavar="FOLDER", help="serve this model instead")
+    up.add_argument(
+        "--autoscale", action="store_true", help="let the pools follow the load (section planner)"
+    )
     demo = commands.add_parser("demo", help="start a cluster, ask it things, stop it")
     demo.add_argument("-f", "--file", metavar="YAML", help="cluster file")
     deploy = commands.add_parser("deploy", help="print the Kubernetes manifest of a cluster file")

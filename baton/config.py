@@ -18,6 +18,7 @@ import yaml
 from baton import settings, yaml_file
 from baton.errors import ConfigError
 from cluster.config import RegistryConfig, SupervisorConfig, WorkerSettings
+from cluster.planner.config import PlannerConfig
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
@@ -36,6 +37,9 @@ class PoolConfig:
     """prefill, decode, or mixed: both."""
     replicas: int = 1
     """Workers at the start; `baton scale` changes it while the cluster runs."""
+    min_replicas: int = 0
+    """Fewest that `baton up --autoscale` keeps; 0 lets it stop the pool where
+    `planner.scale_to_zero_after_s` says when."""
     max_replicas: int = 64
     """What `baton scale` may ask for at most: each worker takes memory for weights and KV."""
     tensor_parallel: int = 1
@@ -50,6 +54,11 @@ class PoolConfig:
             raise ValueError(
                 f"replicas must be between 0 and max_replicas ({self.max_replicas}), "
                 f"not {self.replicas}"
+            )
+        if not 0 <= self.min_replicas <= self.max_replicas:
+            raise ValueError(
+                f"min_replicas must be between 0 and max_replicas ({self.max_replicas}), "
+                f"not {self.min_replicas}"
             )
         if not 1 <= self.tensor_parallel <= 64:
             raise ValueError(
@@ -101,6 +110,8 @@ class ClusterConfig:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    """Of `baton up --autoscale`."""
 
     def __post_init__(self) -> None:
         if not self.model:

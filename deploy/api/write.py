@@ -14,7 +14,7 @@ from deploy.api.naming import API_VERSION, camel
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 
-_SHARED = ("engine", "transfer", "worker", "decode", "registry", "supervisor")
+_SHARED = ("engine", "transfer", "worker", "decode", "registry", "supervisor", "planner")
 _MACHINES_OWN = ("host", "port", "metrics_port", "reuse_port")
 """Of the router's settings: where it listens on one machine; in a pod the operator says that."""
 
@@ -70,6 +70,8 @@ def _pool(pool: PoolConfig) -> dict[str, Any]:
     made: dict[str, Any] = {"role": pool.role}
     if pool.replicas != usual.replicas:
         made["initialReplicas"] = pool.replicas
+    if pool.min_replicas:
+        made["minReplicas"] = pool.min_replicas
     if pool.max_replicas != usual.max_replicas:
         made["maxReplicas"] = pool.max_replicas
     if pool.tensor_parallel != usual.tensor_parallel:

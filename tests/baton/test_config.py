@@ -36,7 +36,7 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
         ({"engine": {"blocksize": 3}}, "engine.blocksize: unknown key; did you mean 'block_size'?"),
         (
             {"qqqq": 1},
-            "qqqq: unknown key; valid keys: control, decode, engine, log_level, model, pools",
+            "qqqq: unknown key; valid keys: control, decode, engine, log_level, model, planner",
         ),
         ({"engine": {"block_size": "3"}}, "engine.block_size: a whole number is expected, not '3'"),
         ({"engine": {"block_size": True}}, "engine.block_size: a whole number is expected"),
