@@ -15,7 +15,13 @@ from tests.k8s.kubelet.nodes import place_for
 from tests.k8s.kubelet.objects import container, pod, pod_spec, service
 from tests.k8s.kubelet.pod_status import ContainerState, PodState
 from tests.k8s.kubelet.probes import ProbeKind, probes_of
-from tests.k8s.kubelet.ray_pods import head_pod, head_service, without_grpc_probes, worker_pod
+from tests.k8s.kubelet.ray_pods import (
+    head_pod,
+    head_service,
+    without_agent_probes,
+    without_grpc_probes,
+    worker_pod,
+)
 from tests.k8s.kubelet.ray_start import quantity, quoted
 
 _ENDED_WELL = Ended(0, "then", "now")
@@ -104,6 +110,10 @@ def test_probes_are_rays_where_the_template_has_none() -> None:
     assert ray["readinessProbe"] == own
     assert ray["livenessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
     assert ray["livenessProbe"]["failureThreshold"] == 120
+    (ray,) = without_agent_probes(worker_of(cluster))["spec"]["containers"]
+    assert ray["readinessProbe"] == own
+    assert set(ray["livenessProbe"]) > {"exec", "failureThreshold"}
+    assert "httpGet" not in ray["livenessProbe"]
 
 
 def test_an_api_server_without_grpc_probes_gets_none_and_the_port_is_asked_instead() -> None:

@@ -17,6 +17,7 @@ import random
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from deploy.controller.backoff import Backoff
@@ -37,6 +38,7 @@ from tests.k8s.kubelet.ray_pods import (
     head_pod,
     head_service,
     service_name,
+    without_agent_probes,
     without_grpc_probes,
     worker_pod,
 )
@@ -154,7 +156,11 @@ class KubeRay:
         return list(self._kube.list(PODS, selection).items)
 
     def _create(self, pod: dict[str, Any]) -> None:
-        self._kube.create(PODS, pod if self._takes_grpc_probes else without_grpc_probes(pod))
+        if not self._takes_grpc_probes:
+            pod = without_grpc_probes(pod)
+        if find_spec("aiohttp_cors") is None:  # of ray[default]
+            pod = without_agent_probes(pod)
+        self._kube.create(PODS, pod)
 
     def _delete(self, key: Key) -> None:
         with contextlib.suppress(NotFoundError):

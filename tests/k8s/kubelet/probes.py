@@ -23,7 +23,8 @@ _GRPC_PORTS = ("grpc", "control")
 _STOP_S = 5.0
 _CLOSEST_LOOK_S = 0.05
 _UNREADY_PERIOD_S = 0.5
-"""A readiness probe that has not succeeded is tried so often at least: tests wait for it."""
+"""A readiness probe that has not succeeded is tried so often at least, from the beginning, whatever
+its delay and its period are: tests wait for it, and until then its failures have no effect."""
 
 RunInside = Callable[[tuple[str, ...], float], int | None]
 """Runs a command in the container, for so many seconds: its status, None if it did not end."""
@@ -98,16 +99,18 @@ def probes_of(container: Mapping[str, Any]) -> dict[ProbeKind, Probe]:
 class _Record:
     """What one probe has shown so far."""
 
-    def __init__(self, probe: Probe, is_good: bool, started_at: float) -> None:
+    def __init__(self, kind: ProbeKind, probe: Probe, started_at: float) -> None:
+        self._kind = kind
         self.probe = probe
-        self.is_good = is_good
-        self.due_at = started_at + probe.initial_delay_s
+        self.is_good = kind is ProbeKind.LIVENESS
+        is_unready = kind is ProbeKind.READINESS
+        self.due_at = started_at + (0.0 if is_unready else probe.initial_delay_s)
         self._is_last_good: bool | None = None
         self._num_alike = 0
         self.has_failed = False
         """Once it has been bad often enough."""
 
-    def take(self, kind: ProbeKind, succeeded: bool, now: float) -> None:
+    def take(self, succeeded: bool, now: float) -> None:
         self._num_alike = self._num_alike + 1 if succeeded == self._is_last_good else 1
         self._is_last_good = succeeded
         enough = self.probe.num_successes if succeeded else self.probe.num_failures
@@ -115,7 +118,7 @@ class _Record:
             self.is_good = succeeded
             self.has_failed = not succeeded
         self.due_at = now + self.probe.period_s
-        if kind is ProbeKind.READINESS and not self.is_good:
+        if self._kind is ProbeKind.READINESS and not self.is_good:
             self.due_at = now + min(self.probe.period_s, _UNREADY_PERIOD_S)
 
 
@@ -129,8 +132,7 @@ class Prober:
         now = time.monotonic()
         self._target = target
         self._changed = changed
-        good = {ProbeKind.STARTUP: False, ProbeKind.READINESS: False, ProbeKind.LIVENESS: True}
-        self._records = {kind: _Record(probe, good[kind], now) for kind, probe in probes.items()}
+        self._records = {kind: _Record(kind, probe, now) for kind, probe in probes.items()}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._probe, name="prober", daemon=True)
         self._thread.start()
@@ -166,15 +168,15 @@ class Prober:
         while self._records and not self._stopping.is_set():
             kinds = (ProbeKind.READINESS, ProbeKind.LIVENESS)
             asked = kinds if self.is_started else (ProbeKind.STARTUP,)
-            records = [(kind, self._records[kind]) for kind in asked if kind in self._records]
+            records = [self._records[kind] for kind in asked if kind in self._records]
             if not records:
                 return
-            kind, record = min(records, key=lambda pair: pair[1].due_at)
+            record = min(records, key=lambda record: record.due_at)
             wait_s = max(record.due_at - time.monotonic(), _CLOSEST_LOOK_S)
             if self._stopping.wait(wait_s):
                 return
             before = (self.is_started, self.is_ready, self.is_alive)
-            record.take(kind, record.probe.succeeds(self._target), time.monotonic())
+            record.take(record.probe.succeeds(self._target), time.monotonic())
             if (self.is_started, self.is_ready, self.is_alive) != before:
                 self._changed()
 

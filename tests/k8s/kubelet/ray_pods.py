@@ -28,9 +28,11 @@ HEAD_GROUP = "headgroup"
 _OWN_COMMAND = "ray.io/overwrite-container-cmd"
 _APP_LABEL = "app.kubernetes.io/name"
 _HEALTH = {"path": "/api/healthz", "port": AGENT_PORT}
+_HAS_RAYLET = {"exec": {"command": ["test", "-S", "/tmp/ray/session_latest/sockets/raylet"]}}
 _WAIT_FOR_GCS = """
-until ray health-check --address {address} > /dev/null 2>&1; do
-  echo "waiting for the GCS at {address}"; sleep 1
+until (: < /dev/tcp/{head}/{port}) 2> /dev/null; do sleep 0.2; done
+until ray health-check --address {head}:{port} > /dev/null 2>&1; do
+  echo "waiting for the GCS at {head}:{port}"; sleep 1
 done
 """
 _SHM = {"name": "shared-mem", "mountPath": "/dev/shm"}
@@ -99,7 +101,7 @@ def worker_pod(cluster: Mapping[str, Any], group: Mapping[str, Any]) -> Pod:
         "name": "wait-gcs-ready",
         "image": container.get("image", ""),
         "command": ["/bin/bash", "-c", "--"],
-        "args": [_WAIT_FOR_GCS.format(address=address)],
+        "args": [_WAIT_FOR_GCS.format(head=head, port=head_port(cluster))],
         "env": copy.deepcopy(container.get("env") or []),
         "volumeMounts": copy.deepcopy(container.get("volumeMounts") or []),
     }
@@ -119,6 +121,18 @@ def without_grpc_probes(pod: Pod) -> Pod:
         for kind in ("readinessProbe", "livenessProbe", "startupProbe"):
             if "grpc" in (container.get(kind) or {}):
                 del container[kind]
+    return pod
+
+
+def without_agent_probes(pod: Pod) -> Pod:
+    """The pod for a virtual environment with plain `ray`, whose agent serves nothing: instead of
+    asking it, its raylet's socket is looked for."""
+    for container in pod["spec"]["containers"]:
+        for kind in ("readinessProbe", "livenessProbe"):
+            probe = container.get(kind) or {}
+            if probe.get("httpGet") == _HEALTH:
+                del probe["httpGet"]
+                probe |= _HAS_RAYLET
     return pod
 
 
