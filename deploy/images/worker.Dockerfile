@@ -4,7 +4,7 @@ FROM python:${PYTHON} AS build
 # https://download.pytorch.org/whl/cpu: without CUDA, several gigabytes less.
 ARG TORCH_INDEX=https://pypi.org/simple
 ARG TORCH_VERSION=2.13.0
-# The chart's images.rayVersion.
+# The chart's images.rayVersion. [default] brings the agent that answers KubeRay's probes.
 ARG RAY_VERSION=2.60.0
 WORKDIR /src
 RUN python -m venv /opt/baton \
