@@ -78,4 +78,5 @@ class Autoscaler:
                 self._client.set_replicas(pool, plan.desired_replicas)
                 self._tell(plan.reason)
         except BatonError as error:
-            log.warning("%s: %s", plan.reason, error.message)
+            if not self._stopping.is_set():
+                log.warning("%s: %s", plan.reason, error.message)

@@ -20,10 +20,12 @@ import functools
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from baton.config import ClusterConfig
 from baton.errors import BatonError, ConfigError
+from cluster.planner.planner import PoolPlan
 from deploy.api.naming import GROUP
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
@@ -45,6 +47,7 @@ from deploy.controller.manifests.shared import pods_account, ray_token
 from deploy.controller.manifests.worker_pool import worker_pool
 from deploy.controller.objects import Key, Object, Resource, key_of
 from deploy.controller.observed import Pod
+from deploy.controller.planning import Planning
 from deploy.controller.pool_status import pool_status, pool_verdicts
 from deploy.controller.resources import (
     CONFIG_MAPS,
@@ -82,12 +85,13 @@ class ClusterReconciler:
     ) -> None:
         self._kube, self._caches, self._fleets = kube, caches, fleets
         self._release, self._now = release, now
+        self._planning = Planning()
 
     def reconcile(self, key: Key) -> float | None:
         """In how many seconds to look again without being told; raises KubeError."""
         obj = self._caches.clusters.get(key)
         if obj is None:
-            self._fleets.forget(key)
+            self._forget(key)
             return None
         owner = Owner(key.name, key.namespace, obj["metadata"]["uid"])
         try:
@@ -106,8 +110,12 @@ class ClusterReconciler:
 
     def _let_go(self, view: ClusterView) -> None:
         """Its pools have drained: what else belongs to it goes with it."""
-        self._fleets.forget(view.key)
+        self._forget(view.key)
         self._drop_finalizer(SERVING_CLUSTERS, view.obj)
+
+    def _forget(self, key: Key) -> None:
+        self._fleets.forget(key)
+        self._planning.forget(key)
 
     def _bring_nearer(self, view: ClusterView, config: ClusterConfig) -> float | None:
         context = PodContext(
@@ -121,7 +129,9 @@ class ClusterReconciler:
             lambda: self._apply(SERVICES, router_service(view.owner, view.spec.router)),
             lambda: self._release_pools(view),
         )
-        self._tell_status(view, context.config_hash, failed)
+        plans = self._plans(view)
+        failed += self._each(lambda: self._scale(view, plans))
+        self._tell_status(view, context.config_hash, plans, failed)
         if failed:
             raise failed[0]
         return _LOOK_AGAIN_S
@@ -221,13 +231,45 @@ class ClusterReconciler:
             except BatonError as error:
                 log.warning("%s: pool %s: %s", view.key, name, error)
 
+    def _plans(self, view: ClusterView) -> Mapping[str, PoolPlan]:
+        """What the planner would have; nothing while the supervisor is silent."""
+        told = self._fleets.told(view.key)
+        if told is None or view.is_going:
+            return {}
+        now_s = time.monotonic()
+        return self._planning.plan(view.key, told, view.pool_specs, view.spec.planner, now_s)
+
+    def _scale(self, view: ClusterView, plans: Mapping[str, PoolPlan]) -> None:
+        """The sizes and roles of pools whose `scaling.mode` is planner: nobody else writes them."""
+        for name, plan in plans.items():
+            pool = view.pools[name]
+            if pool.spec.scaling.mode != "planner" or pool.is_going:
+                continue
+            spec: Manifest = {}
+            if plan.desired_replicas != pool.spec.replicas:
+                spec["replicas"] = plan.desired_replicas
+            roles = plan.role_plan
+            if roles is not None and (roles.prefill, roles.decode) != pool.role_plan:
+                spec["rolePlan"] = {"prefill": roles.prefill, "decode": roles.decode}
+            if spec:
+                log.info("%s: %s", view.key, plan.reason)
+                self._kube.merge_patch(WORKER_POOLS, key_of(pool.obj), {"spec": spec})
+
     # --- status -----------------------------------------------------------------------------------
 
     def _tell_status(
-        self, view: ClusterView, config_hash: str, failed: Sequence[KubeError]
+        self,
+        view: ClusterView,
+        config_hash: str,
+        plans: Mapping[str, PoolPlan],
+        failed: Sequence[KubeError],
     ) -> None:
-        for pool in view.pools.values():
-            status = pool_status(pool.spec, pool.pods, pool.fleet, config_hash)
+        for name, pool in view.pools.items():
+            plan = plans.get(name)
+            status = pool_status(pool.spec, pool.pods, pool.fleet, config_hash) | {
+                "desiredReplicas": None if plan is None else plan.desired_replicas,
+                "desiredReason": None if plan is None else plan.reason,
+            }
             self._tell(WORKER_POOLS, pool.obj, status, pool_verdicts(pool.spec, pool.fleet))
         deployment = self._caches.deployments.get(Key(view.key.namespace, view.owner.router_name))
         self._tell(

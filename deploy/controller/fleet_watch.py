@@ -70,6 +70,8 @@ class _Followed:
     stopping: threading.Event
     client: ControlClient
     fleet: Fleet | None = None
+    told: control_pb2.WatchFleetResponse | None = None
+    """What `fleet` was made of, or newer: figures change with every answer."""
 
 
 class FleetWatch:
@@ -116,6 +118,12 @@ class FleetWatch:
             followed = self._followed.get(cluster)
             return None if followed is None else followed.fleet
 
+    def told(self, cluster: Key) -> control_pb2.WatchFleetResponse | None:
+        """The supervisor's newest answer; None as for `fleet`."""
+        with self._lock:
+            followed = self._followed.get(cluster)
+            return None if followed is None or followed.fleet is None else followed.told
+
     def client(self, cluster: Key) -> ControlClient | None:
         with self._lock:
             followed = self._followed.get(cluster)
@@ -136,6 +144,7 @@ class FleetWatch:
         speaks = False
         try:
             for told in followed.client.watch_fleet(_WINDOW_S):
+                followed.told = told
                 self._know(cluster, followed, fleet_of(told))
                 speaks = True
         except DeadlineError:

@@ -1,0 +1,53 @@
+"""The planner's word for each ServingCluster. What it remembers dies with the process: its
+successor shrinks nothing until it has seen a stable window of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from baton.fleet_signals import FleetSignals, PoolBounds
+from baton.v1 import control_pb2
+from cluster.planner.config import PlannerConfig
+from cluster.planner.planner import PoolPlan, decide
+from cluster.planner.state import PlannerState
+from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.objects import Key
+
+
+@dataclass
+class _Memory:
+    signals: FleetSignals = field(default_factory=FleetSignals)
+    state: PlannerState = field(default_factory=PlannerState)
+
+
+class Planning:
+    """Own what was seen of each cluster; one cluster's is used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._memories: dict[Key, _Memory] = {}
+
+    def plan(
+        self,
+        cluster: Key,
+        told: control_pb2.WatchFleetResponse,
+        pools: Mapping[str, WorkerPoolSpec],
+        config: PlannerConfig,
+        now_s: float,
+    ) -> Mapping[str, PoolPlan]:
+        """By pool. One that somebody else scales is planned for, too, and stays as it is."""
+        memory = self._memories.setdefault(cluster, _Memory())
+        bounds = {name: _bounds(pool) for name, pool in pools.items()}
+        signals = memory.signals.take(told, bounds, now_s)
+        memory.state, plan = decide(memory.state, signals, config)
+        return plan.pools
+
+    def forget(self, cluster: Key) -> None:
+        self._memories.pop(cluster, None)
+
+
+def _bounds(pool: WorkerPoolSpec) -> PoolBounds:
+    if pool.scaling.mode == "planner":
+        return PoolBounds(pool.min_replicas, pool.max_replicas)
+    return PoolBounds(pool.replicas, pool.replicas)
