@@ -170,9 +170,21 @@ def _mounts(model: ModelSource) -> Sequence[Object]:
         {"name": "shm", "mountPath": "/dev/shm"},
         {"name": "weights", "mountPath": WEIGHTS_FOLDER},
     ]
-    if model.claim is not None:
-        mounts.append({"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True})
-    return mounts
+    return [*mounts, *model_mounts(model)]
+
+
+def model_mounts(model: ModelSource) -> list[Object]:
+    """Where the model's files lie, for who reads only its tokenizer, too."""
+    if model.claim is None:
+        return []
+    return [{"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True}]
+
+
+def model_volumes(model: ModelSource) -> list[Object]:
+    if model.claim is None:
+        return []
+    claim = {"claimName": model.claim.claim_name, "readOnly": True}
+    return [{"name": "model", "persistentVolumeClaim": claim}]
 
 
 def _volumes(model: ModelSource) -> Sequence[Object]:
@@ -182,7 +194,4 @@ def _volumes(model: ModelSource) -> Sequence[Object]:
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
         {"name": "weights", "emptyDir": {}},
     ]
-    if model.claim is not None:
-        claim = {"claimName": model.claim.claim_name, "readOnly": True}
-        volumes.append({"name": "model", "persistentVolumeClaim": claim})
-    return volumes
+    return [*volumes, *model_volumes(model)]

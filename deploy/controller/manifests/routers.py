@@ -15,7 +15,13 @@ from deploy.controller.manifests.common import (
     config_volume,
 )
 from deploy.controller.manifests.merge import merged
-from deploy.controller.manifests.pods import CONFIG_HASH, PodContext, pull_secrets
+from deploy.controller.manifests.pods import (
+    CONFIG_HASH,
+    PodContext,
+    model_mounts,
+    model_volumes,
+    pull_secrets,
+)
 
 _DRAIN_MARGIN_S = 15
 
@@ -66,7 +72,7 @@ def _router_pod(context: PodContext) -> Object:
         "readinessProbe": probe | {"periodSeconds": 5},
         "livenessProbe": probe | {"periodSeconds": 10, "failureThreshold": 6},
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}},
-        "volumeMounts": [CONFIG_MOUNT],
+        "volumeMounts": [CONFIG_MOUNT, *model_mounts(spec.model)],
         "securityContext": dict(CONTAINER_SECURITY),
     }
     drain_s = int(spec.router.settings.drain_timeout_s)
@@ -75,7 +81,7 @@ def _router_pod(context: PodContext) -> Object:
         "terminationGracePeriodSeconds": drain_s + _DRAIN_MARGIN_S,
         "securityContext": {"runAsUser": 1000, "runAsNonRoot": True},
         "containers": [container],
-        "volumes": [config_volume(owner)],
+        "volumes": [config_volume(owner), *model_volumes(spec.model)],
         **pull_secrets(spec.images),
     }
 

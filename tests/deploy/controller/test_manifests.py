@@ -215,6 +215,18 @@ def test_the_service_leads_to_the_routers() -> None:
     assert router_service(OWNER, spec.router)["spec"]["selector"].items() <= labels.items()
 
 
+def test_routers_read_the_tokenizer_where_workers_read_the_model() -> None:
+    spec = spec_of(model={"claim": {"claimName": "weights", "path": "qwen"}})
+    context = PodContext(OWNER, spec, RELEASE, "v1")
+    router = router_deployment(context)["spec"]["template"]["spec"]
+    worker = group_of(ray_of(spec), "decode")["template"]["spec"]
+    for pod in (router, worker):
+        assert any(volume["name"] == "model" for volume in pod["volumes"])
+        mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts["model"]["mountPath"] == "/models"
+    assert cluster_config(OWNER, spec, pools_of(spec)).model == "/models/qwen"
+
+
 def test_null_takes_a_key_away_and_lists_of_named_things_merge_by_name() -> None:
     own = {"env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}], "x": {"y": 1}}
     over = {"env": [{"name": "B", "value": "3"}, {"name": "C", "value": "4"}], "x": None}
