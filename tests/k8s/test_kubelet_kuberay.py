@@ -148,6 +148,8 @@ def test_ray_nodes_of_each_group_join_the_head_and_leave_with_their_pods(
     assert status["availableWorkerReplicas"] == status["desiredWorkerReplicas"] == 2
     assert status["head"]["podIP"] == head["status"]["podIP"]
 
+    (_,) = kubelet.container(name_of(decode)).pids("raylet")
+
     def offered() -> list[dict[str, float]]:
         said = kubelet.container(name_of(head)).output_of("python", "-c", _NODES, timeout_s=60)
         nodes = json.loads(said.splitlines()[-1])

@@ -38,38 +38,52 @@ class Cgroup:
     def is_empty(self) -> bool:
         """Whether no process is in it, nor in its children."""
         with self._lock:
-            return not self._is_there or self._is_empty()
+            return not self._is_there or _is_empty(self.path)
 
     def kill(self) -> None:
         """Every process in it and in its children; none is left on return. Raises KernelError."""
         with self._lock:
             if self._is_there:
-                self._kill()
+                _kill(self.path)
 
     def remove(self) -> None:
         """Kills what is in it first. Once more changes nothing."""
         with self._lock:
             if self._is_there:
-                self._kill()
+                remove_group(self.path)
                 self._is_there = False
-                remove_tree(self.path)
 
-    def _kill(self) -> None:
-        (self.path / "cgroup.kill").write_text("1")
-        give_up_at = time.monotonic() + _GONE_WITHIN_S
-        while not self._is_empty():
-            if time.monotonic() > give_up_at:
-                raise KernelError(f"{self.path}: processes are left that cannot be killed")
-            time.sleep(_POLL_S)
-
-    def _is_empty(self) -> bool:
-        return "populated 0" in (self.path / "cgroup.events").read_text()
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes in it, without those in its children."""
+        with self._lock:
+            if not self._is_there:
+                return []
+            return [int(pid) for pid in (self.path / "cgroup.procs").read_text().split()]
 
 
-def remove_tree(path: Path) -> None:
-    """An empty group and its children."""
+def remove_group(path: Path) -> None:
+    """Whoever made it, with all that is in it. Raises KernelError, OSError."""
+    _kill(path)
+    _remove_tree(path)
+
+
+def _kill(path: Path) -> None:
+    (path / "cgroup.kill").write_text("1")
+    give_up_at = time.monotonic() + _GONE_WITHIN_S
+    while not _is_empty(path):
+        if time.monotonic() > give_up_at:
+            raise KernelError(f"{path}: processes are left that cannot be killed")
+        time.sleep(_POLL_S)
+
+
+def _is_empty(path: Path) -> bool:
+    return "populated 0" in (path / "cgroup.events").read_text()
+
+
+def _remove_tree(path: Path) -> None:
     for child in path.iterdir():
         if child.is_dir():
-            remove_tree(child)
+            _remove_tree(child)
     with contextlib.suppress(FileNotFoundError):
         path.rmdir()

@@ -135,6 +135,10 @@ class ContainerRun:
         as its restart policy says."""
         self._process.kill()
 
+    def pids(self, program: str) -> list[int]:
+        """Of its processes that are called so, as `ps -o comm` has it: for whoever kills one."""
+        return [pid for pid in self._group.pids if _name_of(pid) == program]
+
     def end(self) -> None:
         """At once; nothing is left of it on return."""
         if self._prober is not None:
@@ -196,6 +200,13 @@ class ContainerRun:
             "stdin": subprocess.DEVNULL,
             "start_new_session": True,
         }
+
+
+def _name_of(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().removesuffix("\n")
+    except OSError:  # gone since
+        return None
 
 
 def _no_sooner(least: float, ends_at: float) -> float:

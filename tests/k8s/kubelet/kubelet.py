@@ -54,17 +54,18 @@ class Kubelet:
             informer.add_handler(lambda _: self._refresh_hosts())
 
     def start(self) -> None:
+        """Raises KubeletError, KubeError; `stop` is called all the same."""
+        informers = (self._pods, self._services, self._nodes)
+        for informer in informers:
+            informer.start()
+        self._workers.start()
         for name in NODE_NAMES:
             self._api.kube.apply(NODES, node(name, {}), force=True)
             status = {"status": node_status(self._place.network.gateway)}
             self._api.kube.merge_patch(NODES, Key("", name), status, "status")
-        informers = (self._pods, self._services, self._nodes)
-        for informer in informers:
-            informer.start()
         for informer in informers:
             if not informer.wait_synced(_SYNC_S):
                 raise KubeletError("the API server's lists do not come")
-        self._workers.start()
 
     def stop(self) -> None:
         """Every process is ended at once, and every pod and node deleted. Raises KubeletError

@@ -80,13 +80,13 @@ class KubeRay:
         self._pods.add_handler(self._queue.add, lambda pod: (_cluster_key(pod),))
 
     def start(self) -> None:
-        """Raises KubeletError."""
+        """Raises KubeletError; `stop` is called all the same."""
         for informer in (self._clusters, self._pods):
             informer.start()
+        self._workers.start()
         for informer in (self._clusters, self._pods):
             if not informer.wait_synced(_SYNC_S):
                 raise KubeletError("the API server's lists do not come")
-        self._workers.start()
 
     def stop(self) -> None:
         for informer in (self._clusters, self._pods):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.reaper import watched_over
-from tests.k8s.kubelet.cgroups import Cgroup, hierarchy, remove_tree
+from tests.k8s.kubelet.cgroups import Cgroup, hierarchy, remove_group
 from tests.k8s.kubelet.network import Network
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -76,10 +76,10 @@ def opened_folders() -> tuple[str, ...]:
 
 
 def _remove_left_overs(groups: Path) -> None:
-    """Of tests that were killed: their processes are gone, what is empty now is not."""
+    """Of tests that were killed. The reaper has ended what it knows of; what is left goes here."""
     for folder in (groups, _MEMORY, Path(tempfile.gettempdir())):
         for left_over in folder.glob(f"{_NAME}-*"):
             if Path("/proc", left_over.name.split("-")[2]).exists():
                 continue
             with contextlib.suppress(OSError):  # another test removes it at this moment
-                remove_tree(left_over) if folder == groups else shutil.rmtree(left_over)
+                remove_group(left_over) if folder == groups else shutil.rmtree(left_over)

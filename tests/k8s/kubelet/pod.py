@@ -136,12 +136,11 @@ class PodRun:
             log.exception("pod %s failed", self.name)
 
     def _live(self, sandbox: _Sandbox) -> None:
-        is_told = self._tell(sandbox)
+        self._tell(sandbox)
         while not self._is_going:
             self._changed.clear()
             self._look(sandbox)
-            is_told = self._tell(sandbox)
-            self._wait(is_told)
+            self._wait(is_told=self._tell(sandbox))
 
     def _look(self, sandbox: _Sandbox) -> None:
         for slot in self._inits:
@@ -152,7 +151,7 @@ class PodRun:
             if not self._is_going:
                 slot.look(sandbox.start, self._ends_at)
 
-    def _wait(self, is_told: bool) -> None:
+    def _wait(self, *, is_told: bool) -> None:
         due = [at for slot in self._all if (at := slot.next_look_at()) is not None]
         if not is_told:
             due.append(time.monotonic() + _TELL_AGAIN_S)
