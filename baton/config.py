@@ -7,6 +7,7 @@ this needs no torch, ray or libucp.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -44,6 +45,9 @@ class PoolConfig:
     """What `baton scale` may ask for at most: each worker takes memory for weights and KV."""
     tensor_parallel: int = 1
     """Processes that one worker is made of; on cuda each has a GPU of its own."""
+    drain_timeout_s: float | None = None
+    """How long a worker of this pool that leaves may finish what it runs; None:
+    `worker.drain_timeout_s`."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Engine settings of this pool that differ from the cluster's."""
 
@@ -59,6 +63,10 @@ class PoolConfig:
             raise ValueError(
                 f"min_replicas must be between 0 and max_replicas ({self.max_replicas}), "
                 f"not {self.min_replicas}"
+            )
+        if self.drain_timeout_s is not None and not 0 <= self.drain_timeout_s < math.inf:
+            raise ValueError(
+                f"drain_timeout_s must not be negative, and finite, not {self.drain_timeout_s}"
             )
         if not 1 <= self.tensor_parallel <= 64:
             raise ValueError(
@@ -141,10 +149,15 @@ class ClusterConfig:
 
     def _check_times(self) -> None:
         """Where one part has to outlast another."""
-        if self.supervisor.drain_timeout_s <= self.worker.drain_timeout_s:
+        drains_s = {"worker": self.worker.drain_timeout_s}
+        for name, pool in self.pools.items():
+            if pool.drain_timeout_s is not None:
+                drains_s[f"pools.{name}"] = pool.drain_timeout_s
+        longest = max(drains_s, key=lambda part: drains_s[part])
+        if self.supervisor.drain_timeout_s <= drains_s[longest]:
             raise ValueError(
-                f"supervisor.drain_timeout_s must be above worker.drain_timeout_s "
-                f"({self.worker.drain_timeout_s}), not {self.supervisor.drain_timeout_s}"
+                f"supervisor.drain_timeout_s must be above {longest}.drain_timeout_s "
+                f"({drains_s[longest]}), not {self.supervisor.drain_timeout_s}"
             )
         fence_at_s = self.registry.silent_after_s + self.supervisor.fence_after_s
         if self.registry.gone_after_s <= fence_at_s:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.config import ClusterConfig
+from baton.config import ClusterConfig, PoolConfig
 from baton.errors import ConfigError
 from cluster.config import RegistryConfig, WorkerSettings
 from cluster.pod import Pod
@@ -84,7 +84,7 @@ def worker_config(
         control_address=control_address,
         in_pod=in_pod,
         log_level=cluster.log_level,
-        settings=cluster.worker,
+        settings=_settings_of(cluster, wanted),
         decode=cluster.decode,
         registry=cluster.registry,
     )
@@ -98,6 +98,12 @@ def settled(config: WorkerConfig, pod: Pod | None, node_address: str) -> WorkerC
     address = node_address if pod is None or pod.ip is None else pod.ip
     host = f"[{address}]" if ":" in address else address
     return dataclasses.replace(config, pod=pod, host=host)
+
+
+def _settings_of(cluster: ClusterConfig, pool: PoolConfig) -> WorkerSettings:
+    if pool.drain_timeout_s is None:
+        return cluster.worker
+    return dataclasses.replace(cluster.worker, drain_timeout_s=pool.drain_timeout_s)
 
 
 def num_threads_of(cluster: ClusterConfig, pool: str, replicas: Mapping[str, int]) -> int:

@@ -76,6 +76,8 @@ def _pool(pool: PoolConfig) -> dict[str, Any]:
         made["maxReplicas"] = pool.max_replicas
     if pool.tensor_parallel != usual.tensor_parallel:
         made["parallelism"] = {"tensor": pool.tensor_parallel}
+    if pool.drain_timeout_s is not None:
+        made["drainTimeout"] = f"{pool.drain_timeout_s:g}s"
     if pool.engine:
         made["engine"] = camel_keys(pool.engine)
     return made

@@ -208,6 +208,18 @@ def test_a_drain_is_not_cut_short_by_the_supervisor() -> None:
     assert "must be above worker.drain_timeout_s (90.0), not 60.0" in caught.value.message
 
 
+def test_a_pools_own_drain_is_not_cut_short_either() -> None:
+    pools = {"decode": {"role": "decode", "drain_timeout_s": 90}, "prefill": {"role": "prefill"}}
+    with pytest.raises(ConfigError, match=r"pools\.decode\.drain_timeout_s \(90\.0\)"):
+        parse_config({"pools": pools})
+    config = parse_config({"pools": pools, "supervisor": {"drain_timeout_s": 100}})
+    drains = {
+        pool: worker_config(config, pool, f"{pool}-0", "127.0.0.1:1").settings.drain_timeout_s
+        for pool in pools
+    }
+    assert drains == {"decode": 90.0, "prefill": 30.0}
+
+
 def test_a_worker_is_not_silent_between_two_heartbeats() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({"registry": {"silent_after_s": 0.2}})

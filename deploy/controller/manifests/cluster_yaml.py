@@ -58,7 +58,8 @@ def cluster_config(
 
     Raises ValueError or ConfigError where one section does not suit another.
     """
-    longest_s = max((seconds(pool.drain_timeout) for pool in pools.values()), default=0.0)
+    drains_s = [seconds(pool.drain_timeout) for pool in pools.values()]
+    longest_s = max(spec.worker.drain_timeout_s, *drains_s)
     router = dataclasses.replace(
         spec.router.settings, host="0.0.0.0", port=ROUTER_PORT, metrics_port=METRICS_PORT
     )
@@ -72,9 +73,7 @@ def cluster_config(
         transfer=spec.transfer,
         router=router,
         control=ControlConfig(host="0.0.0.0", port=CONTROL_PORT, announced_host=owner.head_service),
-        worker=dataclasses.replace(
-            spec.worker, drain_timeout_s=longest_s, metrics_port=METRICS_PORT
-        ),
+        worker=dataclasses.replace(spec.worker, metrics_port=METRICS_PORT),
         decode=spec.decode,
         registry=spec.registry,
         supervisor=dataclasses.replace(
@@ -92,6 +91,7 @@ def _pool_config(pool: PoolShape, replicas: int) -> PoolConfig:
         replicas=min(replicas, pool.max_replicas),
         max_replicas=pool.max_replicas,
         tensor_parallel=pool.parallelism.tensor,
+        drain_timeout_s=seconds(pool.drain_timeout),
         engine=snake_keys(pool.engine),
     )
 

@@ -172,7 +172,9 @@ def test_the_processes_read_the_configuration_that_the_spec_means() -> None:
     assert read.pools["decode"].tensor_parallel == 2
     assert read.pools["decode"].replicas == 3
     assert read.control.announced_host == "main-head-svc.models.svc"
-    assert read.supervisor.drain_timeout_s > read.worker.drain_timeout_s == 600.0
+    assert read.pools["prefill"].drain_timeout_s == 600.0
+    assert read.pools["decode"].drain_timeout_s == 90.0
+    assert read.supervisor.drain_timeout_s > 600.0
 
 
 def test_a_pools_own_engine_settings_reach_its_workers() -> None:
