@@ -127,12 +127,14 @@ class PodCluster:
         self.pods[pod.name] = joined
         return joined
 
+    def num_of(self, pool: str) -> int:
+        return sum(each.pool == pool for each in self.pods.values())
+
     def have(self, **sizes: int) -> None:
         """As many pods of each pool as that, if there are fewer."""
         started = []
         for pool, num_pods in sizes.items():
-            num_there = sum(each.pool == pool for each in self.pods.values())
-            started += [self.start_pod(pool) for _ in range(num_there, num_pods)]
+            started += [self.start_pod(pool) for _ in range(self.num_of(pool), num_pods)]
         self.wait_until_up(*started)
 
     def end(self, *gone: PodProcess) -> None:

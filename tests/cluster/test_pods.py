@@ -39,6 +39,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 KINDS = ["fake", pytest.param("demo", marks=pytest.mark.full)]
 DRAINING = control_pb2.WORKER_STATE_DRAINING
+GONE = control_pb2.WORKER_STATE_GONE
 _NUM_STREAMS = 6
 _NUM_TOKENS = 200
 
@@ -81,7 +82,8 @@ class PodSite(Site):
 def live_at(fleet: Fleet, sizes: dict[str, int]) -> bool:
     """Nobody leaves any more, either."""
     live = {pool.name: pool.live_replicas for pool in fleet.pools}
-    return live == sizes and len(live_workers(fleet)) == len(fleet.workers) == sum(sizes.values())
+    there = [worker for worker in fleet.workers if worker.state != GONE]
+    return live == sizes and len(live_workers(fleet)) == len(there) == sum(sizes.values())
 
 
 def states_of(fleet: Fleet) -> dict[str, int]:
@@ -121,7 +123,7 @@ def test_a_prompt_is_prefilled_on_one_pod_and_decoded_on_another(site: PodSite) 
 
 def test_a_place_without_a_pod_is_pending_and_live_soon_after_one_joins(site: PodSite) -> None:
     before = site.settled(decode=1)
-    num_pods = sum(each.pool == "decode" for each in site.pods.pods.values())
+    num_pods = site.pods.num_of("decode")
     site.scale("decode", num_pods + 1)
     fleet = site.wait_for(lambda seen: pool_of(seen, "decode").pending_replicas == 1)
     assert pool_of(fleet, "decode").num_failed_starts == 0
@@ -168,19 +170,18 @@ def test_scaling_in_drains_the_highest_place_while_streams_run_and_frees_its_pod
     site: PodSite,
 ) -> None:
     site.pods.have(decode=2)
-    before = site.settled(decode=2)
+    num_pods = site.pods.num_of("decode")
+    before, highest = site.settled(decode=num_pods), f"decode-{num_pods - 1}"
     with site.streams():
-        site.scale("decode", 1)
-        named = site.wait_for(lambda seen: DRAINING in states_of(seen).values())
-        assert {name for name, state in states_of(named).items() if state == DRAINING} == {
-            "decode-1"
-        }
-    after = site.settled(decode=1)
-    kept = live_workers(before)["decode-0"].ref.incarnation
-    assert live_workers(after)["decode-0"].ref.incarnation == kept
+        site.scale("decode", num_pods - 1)
+        seen = site.wait_for(lambda seen: DRAINING in states_of(seen).values())
+        assert [name for name, state in states_of(seen).items() if state == DRAINING] == [highest]
+    after = site.settled(decode=num_pods - 1)
+    for name, kept in live_workers(after).items():
+        assert kept.ref.incarnation == live_workers(before)[name].ref.incarnation
     assert pool_of(after, "decode").last_error == ""
-    again = site.settled(decode=2)  # the pod that it left
-    assert site.pods.pod_of(again, "decode-1") is site.pods.pod_of(before, "decode-1")
+    again = site.settled(decode=num_pods)  # the only pod that is free
+    assert site.pods.pod_of(again, highest) is site.pods.pod_of(before, highest)
     site.all_sound()
 
 
