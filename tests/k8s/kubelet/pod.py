@@ -63,7 +63,7 @@ class PodRun:
     def __init__(self, pod: Object, around: Surroundings) -> None:
         self._pod = pod
         self._around = around
-        self._lock = threading.Lock()
+        self._lock, self._hosts_lock = threading.Lock(), threading.Lock()
         self._changed = threading.Event()
         self._deletion_seen_at: float | None = None
         self._is_forced = False
@@ -84,11 +84,6 @@ class PodRun:
     @property
     def uid(self) -> str:
         return str(self._pod["metadata"]["uid"])
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing of it is left here."""
-        return not self._thread.is_alive()
 
     def update(self, pod: Object) -> None:
         """The object has changed."""
@@ -116,8 +111,9 @@ class PodRun:
 
     def refresh_hosts(self) -> None:
         """In place: the file is mounted in containers."""
-        if (sandbox := self._sandbox) is not None:
-            sandbox.write_hosts(self._around.service_hosts())
+        with self._hosts_lock:  # who writes last has read last
+            if self._sandbox is not None:
+                self._sandbox.write_hosts(self._around.service_hosts())
 
     # --- its thread -----------------------------------------------------------------------------
 
@@ -130,7 +126,8 @@ class PodRun:
                 self._live(sandbox)
                 self._leave(sandbox)
             finally:
-                self._sandbox = None
+                with self._hosts_lock:
+                    self._sandbox = None
                 sandbox.remove()
         except Exception:
             log.exception("pod %s failed", self.name)

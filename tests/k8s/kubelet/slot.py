@@ -32,7 +32,8 @@ class Slot:
         self._run: ContainerRun | None = None
         self._num_runs = 0
         self._last_end: Ended | None = None
-        self._due_at = 0.0
+        self._due_at: float | None = None
+        """When the next run may begin; None: now, or when the one there is has ended."""
         self._problem = ""
         self._is_over = False
 
@@ -58,20 +59,18 @@ class Slot:
                 own_end = time.monotonic() + self._grace_s
                 run.stop(lambda: min(own_end, ends_at()))
             return
-        if run is not None and run.ended is not None and self._due_at == 0.0:
+        if run is not None and run.ended is not None and self._due_at is None:
             run.end()
             self._last_end = run.ended
             self._is_over = not self._is_started_again(run.ended.status)
             backoff_s = min(_FIRST_BACKOFF_S * 2 ** (self._num_runs - 1), _LONGEST_BACKOFF_S)
             self._due_at = time.monotonic() + backoff_s
-        if not self._is_over and time.monotonic() >= self._due_at:
+        if not self._is_over and (self._due_at is None or time.monotonic() >= self._due_at):
             self._begin(start)
 
     def next_look_at(self) -> float | None:
         """A monotonic time; None: when something has changed."""
-        run = self._run
-        waits = self._due_at > 0 and not self._is_over and (run is None or run.ended is not None)
-        return self._due_at if waits else None
+        return None if self._is_over else self._due_at
 
     def state(self) -> ContainerState:
         run, image = self._run, str(self._spec.get("image", ""))
@@ -109,5 +108,5 @@ class Slot:
             self._due_at = time.monotonic() + _RETRY_S
             return
         self._num_runs += 1
-        self._due_at = 0.0
+        self._due_at = None
         self._problem = ""
