@@ -60,6 +60,7 @@ print(stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status)
 """
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _SLEEPS = ["sleep", "600"]
+_ON_NODE_A = {"kubernetes.io/hostname": "node-a"}
 _SAYS_PRE_STOP = {"preStop": {"exec": {"command": ["echo", "preStop"]}}}
 
 
@@ -290,3 +291,26 @@ def test_a_pod_that_is_deleted_by_force_is_killed_at_once(
     delete = ("delete", "pod", "forced", "--grace-period=0", "--force", "--wait=false")
     control_plane.kubectl("--namespace", namespace, *delete)
     until(lambda: run.ended is not None, "its process has ended")
+
+
+@pytest.mark.full
+def test_pods_share_their_nodes_memory_and_disk_where_they_ask_for_it_and_nothing_else(
+    kubelet: Kubelet, kube: Kube, namespace: str
+) -> None:
+    name = f"baton-{namespace}"
+    cache = {"name": "cache", "hostPath": {"path": f"/{name}", "type": "DirectoryOrCreate"}}
+    for called, shares in (("one", True), ("two", True), ("alone", False)):
+        sleeps = container(
+            "c", _SLEEPS, volumeMounts=[{"name": "cache", "mountPath": "/cache"}] * shares
+        )
+        spec = pod_spec(sleeps, volumes=[cache], hostIPC=shares, nodeSelector=_ON_NODE_A)
+        kube.create(PODS, pod(namespace, called, spec))
+    for called in ("one", "two", "alone"):
+        until_ready(kubelet, f"app={called}")
+    one, two, alone = (kubelet.container(called) for called in ("one", "two", "alone"))
+    one.output_of("touch", f"/dev/shm/{name}", f"/cache/{name}")
+    assert name in two.output_of("ls", "/dev/shm")
+    assert name in two.output_of("ls", "/cache")
+    assert name not in alone.output_of("ls", "/dev/shm")
+    two.output_of("rm", f"/dev/shm/{name}")
+    assert not Path("/", name).exists()

@@ -135,7 +135,7 @@ def test_a_pod_whose_ray_has_ended_for_good_is_replaced(
 
 
 @pytest.mark.cluster
-def test_ray_nodes_of_each_group_join_the_head_and_leave_with_their_pods(
+def test_ray_nodes_of_each_group_join_the_head_and_the_named_one_goes(
     kubelet: Kubelet, kuberay: KubeRay, kube: Kube, namespace: str
 ) -> None:
     key = Key(namespace, "rays")
@@ -161,4 +161,3 @@ def test_ray_nodes_of_each_group_join_the_head_and_leave_with_their_pods(
     kube.json_patch(RAY_CLUSTERS, key, sized("decode", 0, name_of(decode)))
     until(lambda: not pods_of(kube, namespace, "decode"), "the worker's pod goes")
     assert pods_of(kube, namespace, "prefill") == {name_of(prefill)}
-    until(lambda: {"pool/decode": 2.0} not in offered(), "Ray knows it")

@@ -9,11 +9,12 @@ import pytest
 
 from tests.k8s.kubelet.container import Ended
 from tests.k8s.kubelet.environment import PodPlace, command_of, environment_of, user_of
-from tests.k8s.kubelet.errors import ContainerError
+from tests.k8s.kubelet.errors import ContainerError, NotPossibleError
 from tests.k8s.kubelet.hosts import hosts_of, service_hosts
 from tests.k8s.kubelet.nodes import place_for
 from tests.k8s.kubelet.objects import container, pod, pod_spec, service
 from tests.k8s.kubelet.pod_status import ContainerState, PodState
+from tests.k8s.kubelet.possible import check_possible
 from tests.k8s.kubelet.probes import ProbeKind, probes_of
 from tests.k8s.kubelet.ray_pods import (
     head_pod,
@@ -243,3 +244,16 @@ def test_a_pod_is_ready_while_all_of_it_is_and_it_is_not_deleted() -> None:
     assert is_ready([good], is_going=False)
     assert not is_ready([good, bad], is_going=False)
     assert not is_ready([good], is_going=True)
+
+
+def test_a_machine_that_allows_no_pods_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = check_possible.__wrapped__  # it remembers what it has found
+    with monkeypatch.context() as without_programs:
+        without_programs.setenv("PATH", "/nowhere")
+        with pytest.raises(NotPossibleError, match="not on PATH: ip, unshare, nsenter"):
+            check()
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(NotPossibleError, match="root"):
+        check()
