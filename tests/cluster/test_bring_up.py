@@ -22,7 +22,8 @@ from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
 from cluster.local import _wait_for_pools, up
 from cluster.reaper import watched_over
-from cluster.registry import Registry, Role
+from cluster.registry import Registry
+from cluster.role_plan import Role
 from tests.cluster.whole_cluster import fake_cluster
 from tests.engine import checkpoints
 
@@ -168,7 +169,8 @@ def test_the_reaper_ends_what_a_killed_process_leaves_even_if_it_does_not_listen
     script = f"""
 import json, os, pathlib, subprocess, sys, time
 from cluster.reaper import watched_over
-from cluster.registry import Registry, Role
+from cluster.registry import Registry
+from cluster.role_plan import Role
 with watched_over() as reaper:
     child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], stdout=subprocess.PIPE,
                              start_new_session=True, env=os.environ | reaper.variables)
