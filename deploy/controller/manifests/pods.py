@@ -85,19 +85,18 @@ def worker_template(context: PodContext, name: str, pool: WorkerPoolSpec) -> Obj
         "command": ["/bin/sh", "-c"],
         "args": ['ulimit -n 65536; eval "exec $KUBERAY_GEN_RAY_START_CMD"'],
         "ports": [_port("metrics", METRICS_PORT)],
-        "lifecycle": {
-            "preStop": {
-                "exec": {
-                    "command": ["python", "-m", "cluster.pod_drain", "--timeout", f"{drain_s}"]
-                }
-            }
-        },
+        "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", _drain_command(drain_s)]}}},
         "resources": _worker_resources(context.spec, pool),
     }
     own = _template(context, "worker", container, grace_s=drain_s + GRACE_MARGIN_S)
     own["metadata"]["labels"] |= {POOL_LABEL: name, ROLE_LABEL: pool.role}
     own["spec"]["affinity"] = _same_fabric(context.owner)
     return _over(own, pool.template)
+
+
+def _drain_command(timeout_s: int) -> str:
+    """What it says stands in the container's own log."""
+    return f"exec python -m cluster.pod_drain --timeout {timeout_s} >/proc/1/fd/1 2>&1"
 
 
 def ray_resources(name: str, pool: WorkerPoolSpec) -> str:

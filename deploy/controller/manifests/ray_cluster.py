@@ -58,7 +58,7 @@ def _group(context: PodContext, name: str, pool: WorkerPoolSpec, size: GroupSize
         "minReplicas": 0,
         "maxReplicas": pool.max_replicas + pool.rollout.max_surge,
         "numOfHosts": 1,
-        "rayStartParams": {"resources": ray_resources(name, pool)},
+        "rayStartParams": {"num-cpus": "1", "resources": ray_resources(name, pool)},
         "scaleStrategy": {"workersToDelete": list(size.to_delete)},
         "template": worker_template(context, name, pool),
     }
