@@ -27,6 +27,7 @@ from typing import TypeVar
 import uvloop
 
 from baton.config import ClusterConfig
+from baton.errors import BatonError
 from cluster.control_service import Changes, serve
 from cluster.keeper import LOOK_S, Ground, Keeper
 from cluster.loop_door import LoopDoor
@@ -80,7 +81,10 @@ class Supervision:
                 name, Role(pool.role), self._state.desired[name], pool.max_replicas
             )
             if plan := self._state.role_plans.get(name):
-                self._registry.set_role_plan(name, plan)
+                try:
+                    self._registry.set_role_plan(name, plan)
+                except BatonError as error:  # the pool is another by now
+                    log.warning("%s: its role plan is given up: %s", name, error.message)
         listen = self._state.listen
         async with serve(self._registry, self._changes, listen, self._check_room) as address:
             self._control = self._announced(address)
@@ -212,7 +216,8 @@ class _State:
             kept = json.loads(path.read_text())
             self.listen = kept["listen"]
             self.desired |= kept["desired"]
-            self.role_plans = {n: RolePlan(**plan) for n, plan in kept["role_plans"].items()}
+            kept_plans = kept.get("role_plans", {})  # older ones have kept none
+            self.role_plans = {name: RolePlan(**plan) for name, plan in kept_plans.items()}
 
     def keep_address(self, address: str) -> None:
         self.listen = address

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from baton.v1 import control_pb2
 
 WINDOW_S = 10.0
+_LEAST_S = 1.0  # one prompt in the first moment is no rate
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Figures:
             self._seen.popleft()
         began_at, before = self._seen[0]
         self._seen.append((now, counts))
-        seconds = max(now - began_at, 1e-3)
+        seconds = max(now - began_at, _LEAST_S)
         ended = counts.num_ended - before.num_ended
         report = control_pb2.ReportRouterRequest(
             router_id=self._router_id,

@@ -29,12 +29,17 @@ class ModelSource(Checked):
     uri: str | None = bounded(None, max_size=2048, pattern=r"^(s3|https)://[^/]+/.+$")
     """An s3:// or https:// folder; fetched once to each node's weights cache."""
     revision: str | None = bounded(None, max_size=256)
-    """Of a model on the hub: a branch, tag or commit. Changing it rolls all pools as one cohort."""
+    """Of a model on the hub: a branch, tag or commit. Not built yet: must not be given."""
 
     rules = (
         Rule(
             "[has(self.name), has(self.claim), has(self.uri)].exists_one(given, given)",
             "name must be given, or claim or uri: exactly one of them",
             lambda model: sum(x is not None for x in (model.name, model.claim, model.uri)) == 1,
+        ),
+        Rule(
+            "!has(self.revision)",
+            "revision is not built yet: the hub's main branch is served",
+            lambda model: model.revision is None,
         ),
     )

@@ -99,6 +99,15 @@ class PoolShape(Checked):
             "rolePlan is of pools whose role is mixed: others have one role",
             lambda pool: pool.role_plan is None or pool.role == "mixed",
         ),
+        Rule(
+            "!has(self.rolePlan) || "
+            "self.rolePlan.prefill + self.rolePlan.decode <= self.maxReplicas",
+            "rolePlan must not split more workers than maxReplicas",
+            lambda pool: (
+                pool.role_plan is None
+                or pool.role_plan.prefill + pool.role_plan.decode <= pool.max_replicas
+            ),
+        ),
     )
 
 
@@ -115,6 +124,11 @@ class PoolTemplate(PoolShape):
             "self.initialReplicas <= self.maxReplicas",
             "initialReplicas must not be above maxReplicas",
             lambda pool: pool.initial_replicas <= pool.max_replicas,
+        ),
+        Rule(
+            "self.initialReplicas >= self.minReplicas",
+            "initialReplicas must not be below minReplicas",
+            lambda pool: pool.initial_replicas >= pool.min_replicas,
         ),
     )
 

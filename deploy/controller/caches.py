@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -59,7 +60,11 @@ class Caches:
             informer.start()
 
     def wait_synced(self, timeout_s: float) -> bool:
-        return all(each.wait_synced(timeout_s) for each in (self.clusters, *self._dependents))
+        give_up_at = time.monotonic() + timeout_s
+        return all(
+            each.wait_synced(max(0.0, give_up_at - time.monotonic()))
+            for each in (self.clusters, *self._dependents)
+        )
 
     def stop(self) -> bool:
         """Every one of them, also where one does not end in time."""

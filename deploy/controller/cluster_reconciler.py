@@ -20,9 +20,10 @@ import functools
 import hashlib
 import logging
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
+from baton import settings
 from baton.config import ClusterConfig
 from baton.errors import BatonError, ConfigError
 from cluster.planner.planner import PoolPlan
@@ -35,7 +36,6 @@ from deploy.controller.cluster_status import cluster_status, cluster_verdicts
 from deploy.controller.conditions import DEGRADED, PROGRESSING, Verdict, conditions
 from deploy.controller.errors import AlreadyExistsError, KubeError, NotFoundError
 from deploy.controller.fleet_watch import FleetWatch
-from deploy.controller.group_size import group_size
 from deploy.controller.kube import Kube
 from deploy.controller.manifests.cluster_yaml import cluster_config, config_map
 from deploy.controller.manifests.common import Object as Manifest
@@ -92,13 +92,16 @@ class ClusterReconciler:
         obj = self._caches.clusters.get(key)
         if obj is None:
             self._forget(key)
+            self._release_orphans(key)
             return None
         owner = Owner(key.name, key.namespace, obj["metadata"]["uid"])
         try:
             spec = read_spec(ServingClusterSpec, obj)
             self._keep_finalizer(SERVING_CLUSTERS, obj)
-            pools = self._pools(obj, owner, spec)
-            view = ClusterView(key, obj, owner, spec, pools, self._fleets.fleet(key))
+            self._fleets.follow(key, owner.control_address)
+            pools, failed = self._pools(obj, owner, spec)
+            fleet, is_settled = self._fleets.fleet(key), self._fleets.is_settled(key)
+            view = ClusterView(key, obj, owner, spec, pools, fleet, is_settled)
             if view.is_going and not pools:
                 self._let_go(view)
                 return None
@@ -106,7 +109,12 @@ class ClusterReconciler:
         except (ConfigError, ValueError) as error:
             self._tell_invalid(obj, str(error))
             return None
-        return self._bring_nearer(view, config)
+        return self._bring_nearer(view, config, failed)
+
+    def _release_orphans(self, key: Key) -> None:
+        """Pools whose ServingCluster is gone: what serves them goes with it, and so may they."""
+        for pool in self._caches.of_cluster(self._caches.pools, key):
+            self._drop_finalizer(WORKER_POOLS, pool)
 
     def _let_go(self, view: ClusterView) -> None:
         """Its pools have drained: what else belongs to it goes with it."""
@@ -117,11 +125,18 @@ class ClusterReconciler:
         self._fleets.forget(key)
         self._planning.forget(key)
 
-    def _bring_nearer(self, view: ClusterView, config: ClusterConfig) -> float | None:
+    def _bring_nearer(
+        self, view: ClusterView, config: ClusterConfig, failed: list[KubeError]
+    ) -> float | None:
         context = PodContext(
-            view.owner, view.spec, self._release, _hash_of(config), self._has_grpc_probes
+            view.owner,
+            view.spec,
+            self._release,
+            _hash_of(config),
+            _routers_hash_of(config),
+            self._has_grpc_probes,
         )
-        failed = self._each(
+        failed += self._each(
             lambda: self._apply(CONFIG_MAPS, config_map(view.owner, config)),
             lambda: self._apply_ray(view, context),
             lambda: self._tell_sizes(view),
@@ -131,7 +146,7 @@ class ClusterReconciler:
         )
         plans = self._plans(view)
         failed += self._each(lambda: self._scale(view, plans))
-        self._tell_status(view, context.config_hash, plans, failed)
+        failed += self._tell_status(view, context.config_hash, plans, failed)
         if failed:
             raise failed[0]
         return _LOOK_AGAIN_S
@@ -153,7 +168,9 @@ class ClusterReconciler:
 
     # --- pools ------------------------------------------------------------------------------------
 
-    def _pools(self, obj: Object, owner: Owner, spec: ServingClusterSpec) -> dict[str, PoolView]:
+    def _pools(
+        self, obj: Object, owner: Owner, spec: ServingClusterSpec
+    ) -> tuple[dict[str, PoolView], list[KubeError]]:
         """Have a WorkerPool for each pool of the spec; others are deleted: all of them, where the
         cluster itself is."""
         key = key_of(obj)
@@ -162,15 +179,19 @@ class ClusterReconciler:
             for pool in self._caches.of_cluster(self._caches.pools, key)
         }
         wanted_pools = {} if "deletionTimestamp" in obj["metadata"] else obj["spec"]["pools"]
+        failed: list[KubeError] = []
         for name, template in wanted_pools.items():
             wanted = worker_pool(owner, name, template, FINALIZER)
-            seen[name] = self._keep_pool(wanted, spec.pools[name].initial_replicas)
+            try:
+                seen[name] = self._keep_pool(wanted, spec.pools[name].initial_replicas)
+            except KubeError as error:  # as it was, if it was: the others go on
+                failed.append(error)
         for name in seen.keys() - wanted_pools.keys():
             if "deletionTimestamp" not in seen[name]["metadata"]:
                 self._kube.delete(WORKER_POOLS, key_of(seen[name]))
         fleet = self._fleets.fleet(key)
         pods = [Pod.of(pod) for pod in self._caches.of_cluster(self._caches.pods, key)]
-        return {
+        views = {
             name: PoolView(
                 pool,
                 read_spec(WorkerPoolSpec, pool),
@@ -179,6 +200,7 @@ class ClusterReconciler:
             )
             for name, pool in seen.items()
         }
+        return views, failed
 
     def _keep_pool(self, wanted: Manifest, initial_replicas: int) -> Object:
         """Made with its first size; afterwards whoever scales it says what it is."""
@@ -204,12 +226,8 @@ class ClusterReconciler:
         self._apply(SERVICE_ACCOUNTS, pods_account(view.owner))
         if view.spec.ray.token_secret_name is None:
             self._make_token(view.owner)
-        sizes = {
-            name: group_size(pool.replicas, pool.pods, pool.fleet)
-            for name, pool in view.pools.items()
-        }
+        sizes = {name: view.group_size(pool) for name, pool in view.pools.items()}
         self._apply(RAY_CLUSTERS, ray_cluster(context, view.pool_specs, sizes))
-        self._fleets.follow(view.key, view.owner.control_address)
 
     def _make_token(self, owner: Owner) -> None:
         """Once: another token would lock out the pods that run."""
@@ -236,8 +254,11 @@ class ClusterReconciler:
         told = self._fleets.told(view.key)
         if told is None or view.is_going:
             return {}
-        now_s = time.monotonic()
-        return self._planning.plan(view.key, told, view.pool_specs, view.spec.planner, now_s)
+        try:
+            return self._planning.plan(view.key, told, view.pool_specs, view.spec.planner)
+        except ValueError as error:  # a figure that is none
+            log.warning("%s: not planned: %s", view.key, error)
+            return {}
 
     def _scale(self, view: ClusterView, plans: Mapping[str, PoolPlan]) -> None:
         """The sizes and roles of pools whose `scaling.mode` is planner: nobody else writes them."""
@@ -263,24 +284,29 @@ class ClusterReconciler:
         config_hash: str,
         plans: Mapping[str, PoolPlan],
         failed: Sequence[KubeError],
-    ) -> None:
+    ) -> list[KubeError]:
+        """What failed of it."""
+        tells: list[Callable[[], None]] = []
         for name, pool in view.pools.items():
             plan = plans.get(name)
             status = pool_status(pool.spec, pool.pods, pool.fleet, config_hash) | {
                 "desiredReplicas": None if plan is None else plan.desired_replicas,
                 "desiredReason": None if plan is None else plan.reason,
             }
-            self._tell(WORKER_POOLS, pool.obj, status, pool_verdicts(pool.spec, pool.fleet))
+            verdicts = pool_verdicts(pool.spec, pool.fleet)
+            tells.append(partial(self._tell, WORKER_POOLS, pool.obj, status, verdicts))
         deployment = self._caches.deployments.get(Key(view.key.namespace, view.owner.router_name))
-        self._tell(
-            SERVING_CLUSTERS,
-            view.obj,
-            cluster_status(view, config_hash),
-            cluster_verdicts(view, deployment, [str(error) for error in failed]),
-        )
+        verdicts = cluster_verdicts(view, deployment, [str(error) for error in failed])
+        status = cluster_status(view, config_hash)
+        tells.append(partial(self._tell, SERVING_CLUSTERS, view.obj, status, verdicts))
+        return self._each(*tells)
 
     def _tell_invalid(self, obj: Object, problem: str) -> None:
         log.warning("%s: %s", key_of(obj), problem)
+        if "deletionTimestamp" in obj["metadata"]:
+            self._release_orphans(key_of(obj))  # each pod drains by itself when it goes
+            self._drop_finalizer(SERVING_CLUSTERS, obj)
+            return
         verdicts = [
             Verdict(DEGRADED, True, "InvalidSpec", problem),
             Verdict(PROGRESSING, False, "InvalidSpec", "waits for a spec that can be read"),
@@ -329,6 +355,12 @@ class ClusterReconciler:
 def _is_empty(pool: PoolView) -> bool:
     """No worker and no pod is left of it."""
     return not pool.pods and not (pool.fleet is not None and pool.fleet.places)
+
+
+def _routers_hash_of(config: ClusterConfig) -> str:
+    """Of all that a router must be restarted for: pools are none of it."""
+    said = {name: value for name, value in settings.dump(config).items() if name != "pools"}
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 
 def _hash_of(config: ClusterConfig) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from deploy.controller.caches import Caches
 from deploy.controller.cluster_reconciler import ClusterReconciler
 from deploy.controller.election import Elector
+from deploy.controller.errors import UnreachableError
 from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.informer import InformerSettings
 from deploy.controller.kube import Kube
@@ -94,8 +95,10 @@ class Controller:
             workers, self._queue, self._workers = self._workers, None, None
         if workers is not None and not workers.stop(_STOP_S):
             log.warning("%s: a reconcile has not ended", self._settings.identity)
+        self._fleets.stop()
 
     def _reconcile(self, cluster: Key) -> float | None:
         """Not before everything is known: what is only not heard of yet would be made anew."""
-        self._caches.wait_synced(_STOP_S)
+        if not self._caches.wait_synced(_STOP_S):
+            raise UnreachableError("not everything is known yet")
         return self._reconciler.reconcile(cluster)

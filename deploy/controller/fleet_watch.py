@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from deploy.controller.observed import Fleet, FleetPool, Place, PlaceState
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+_SETTLED_AFTER_S = 15.0  # workers register again within seconds; one that hangs is fenced in 10
 _WINDOW_S = 10.0
 _STATES = {
     control_pb2.WORKER_STATE_STARTING: PlaceState.STARTING,
@@ -71,7 +73,10 @@ class _Followed:
     client: ControlClient
     fleet: Fleet | None = None
     told: control_pb2.WatchFleetResponse | None = None
-    """What `fleet` was made of, or newer: figures change with every answer."""
+    """What `fleet` was made of."""
+    heard_at_s: float = 0.0
+    known_since_s: float = 0.0
+    """Since when it has spoken without a break."""
 
 
 class FleetWatch:
@@ -118,11 +123,22 @@ class FleetWatch:
             followed = self._followed.get(cluster)
             return None if followed is None else followed.fleet
 
-    def told(self, cluster: Key) -> control_pb2.WatchFleetResponse | None:
-        """The supervisor's newest answer; None as for `fleet`."""
+    def told(self, cluster: Key) -> tuple[control_pb2.WatchFleetResponse, float] | None:
+        """The supervisor's newest answer and when it came; None as for `fleet`."""
         with self._lock:
             followed = self._followed.get(cluster)
-            return None if followed is None or followed.fleet is None else followed.told
+            if followed is None or followed.fleet is None or followed.told is None:
+                return None
+            return followed.told, followed.heard_at_s
+
+    def is_settled(self, cluster: Key) -> bool:
+        """Whether it has spoken for so long that all of its workers have registered: one that has
+        just started knows of none."""
+        with self._lock:
+            followed = self._followed.get(cluster)
+            if followed is None or followed.fleet is None:
+                return False
+            return time.monotonic() - followed.known_since_s >= _SETTLED_AFTER_S
 
     def client(self, cluster: Key) -> ControlClient | None:
         with self._lock:
@@ -144,7 +160,7 @@ class FleetWatch:
         speaks = False
         try:
             for told in followed.client.watch_fleet(_WINDOW_S):
-                followed.told = told
+                followed.told, followed.heard_at_s = told, time.monotonic()
                 self._know(cluster, followed, fleet_of(told))
                 speaks = True
         except DeadlineError:
@@ -158,6 +174,23 @@ class FleetWatch:
         return False
 
     def _know(self, cluster: Key, followed: _Followed, fleet: Fleet | None) -> None:
-        if followed.fleet != fleet and not followed.stopping.is_set():
-            followed.fleet = fleet
+        before, followed.fleet = followed.fleet, fleet
+        if before is None:
+            followed.known_since_s = time.monotonic()
+        if _decisive(before) != _decisive(fleet) and not followed.stopping.is_set():
             self._on_change(cluster)
+
+
+def _decisive(fleet: Fleet | None) -> object:
+    """What is acted on; figures change with every answer and can wait for the next look."""
+    if fleet is None:
+        return None
+    return {
+        name: (
+            pool.desired_replicas,
+            pool.role_plan,
+            pool.last_error,
+            [(place.worker_id, place.pod, place.state) for place in pool.places],
+        )
+        for name, pool in fleet.pools.items()
+    }

@@ -23,7 +23,11 @@ def group_size(replicas: int, pods: Sequence[Pod], pool: FleetPool | None) -> Gr
     surplus = _surplus(replicas, staying, pool.places)
     chosen = sorted(_empty(staying, pool.places), key=_least_wanted_first)[:surplus]
     names = tuple(sorted(pod.name for pod in chosen))
-    return GroupSize(max(replicas, len(staying) - len(chosen)), (*going, *names))
+    # What was seen of the pods may be old: none with a worker on it may be left out of the count.
+    known = {pod.name for pod in pods}
+    num_unseen = len({place.pod for place in pool.places if place.pod} - known)
+    num_staying = len(staying) + num_unseen - len(chosen)
+    return GroupSize(max(replicas, num_staying), (*going, *names))
 
 
 def _empty(pods: Sequence[Pod], places: Sequence[Place]) -> list[Pod]:

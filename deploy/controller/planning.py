@@ -5,7 +5,7 @@ successor shrinks nothing until it has seen a stable window of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.fleet_signals import FleetSignals, PoolBounds
 from baton.v1 import control_pb2
@@ -31,15 +31,23 @@ class Planning:
     def plan(
         self,
         cluster: Key,
-        told: control_pb2.WatchFleetResponse,
+        told: tuple[control_pb2.WatchFleetResponse, float],
         pools: Mapping[str, WorkerPoolSpec],
         config: PlannerConfig,
-        now_s: float,
     ) -> Mapping[str, PoolPlan]:
-        """By pool. One that somebody else scales is planned for, too, and stays as it is."""
+        """By pool. `told`: the supervisor's answer, and when it came, in seconds of any one clock.
+        A pool that somebody else scales is planned for, too, and stays as it is."""
         memory = self._memories.setdefault(cluster, _Memory())
         bounds = {name: _bounds(pool) for name, pool in pools.items()}
-        signals = memory.signals.take(told, bounds, now_s)
+        answer, heard_at_s = told
+        signals = memory.signals.take(answer, bounds, heard_at_s)
+        # The one truth about a size is the scale subresource: the supervisor may lag behind it.
+        signals = replace(
+            signals,
+            pools=tuple(
+                replace(pool, desired_replicas=pools[pool.name].replicas) for pool in signals.pools
+            ),
+        )
         memory.state, plan = decide(memory.state, signals, config)
         return plan.pools
 

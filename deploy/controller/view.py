@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.group_size import group_size
 from deploy.controller.manifests.common import Owner
+from deploy.controller.manifests.ray_cluster import GroupSize
 from deploy.controller.objects import Key, Object
 from deploy.controller.observed import Fleet, FleetPool, Pod
 
@@ -47,10 +49,18 @@ class ClusterView:
     spec: ServingClusterSpec
     pools: Mapping[str, PoolView]
     fleet: Fleet | None
+    is_settled: bool
+    """Whether the supervisor has spoken for long enough that all of its workers have registered."""
 
     @property
     def is_going(self) -> bool:
         return "deletionTimestamp" in self.obj["metadata"]
+
+    def group_size(self, pool: PoolView) -> GroupSize:
+        """A pool that is being deleted waits for no supervisor: its pods drain by themselves."""
+        if pool.is_going and pool.fleet is None:
+            return GroupSize(0, tuple(sorted(pod.name for pod in pool.pods)))
+        return group_size(pool.replicas, pool.pods, pool.fleet if self.is_settled else None)
 
     @property
     def pool_specs(self) -> dict[str, WorkerPoolSpec]:

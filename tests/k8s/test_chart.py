@@ -128,7 +128,7 @@ def _run_job(release: Release, succeeds: bool) -> None:
 
 def test_a_release_lives_and_its_cluster_outlives_it(release: Release) -> None:
     notes = release.install()
-    assert "get sc,wp" in notes
+    assert "get servingcluster,wp" in notes
     for kind in KINDS:
         crd = release.kube.get(CRDS, Key("", kind.crd_name))
         assert {c["type"]: c["status"] for c in crd["status"]["conditions"]}[

@@ -89,6 +89,7 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
         self._version = 0
         self._server: grpc.aio.Server | None = None
         self.address = ""
+        self.last_report = control_pb2.ReportRouterRequest()
 
     async def start(self, port: int = 0) -> None:
         server = self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
@@ -104,6 +105,15 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
         async with self._changed:
             self._version += 1
             self._changed.notify_all()
+
+    async def ReportRouter(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[control_pb2.ReportRouterRequest],
+        context: Context,
+    ) -> control_pb2.ReportRouterResponse:
+        async for self.last_report in request_iterator:
+            continue
+        return control_pb2.ReportRouterResponse()
 
     async def WatchFleet(  # noqa: N802
         self, request: control_pb2.WatchFleetRequest, context: Context

@@ -11,7 +11,7 @@ from baton.config import ClusterConfig, ControlConfig, PoolConfig
 from deploy.api.model_source import MODEL_MOUNT, ModelSource
 from deploy.api.naming import snake_keys
 from deploy.api.serving_cluster import ServingClusterSpec
-from deploy.api.worker_pool import PoolShape, WorkerPoolSpec
+from deploy.api.worker_pool import MAX_REPLICAS, PoolShape, WorkerPoolSpec
 from deploy.controller.manifests.common import (
     CONTROL_PORT,
     METRICS_PORT,
@@ -88,8 +88,8 @@ def cluster_config(
 def _pool_config(pool: PoolShape, replicas: int) -> PoolConfig:
     return PoolConfig(
         role=pool.role,
-        replicas=min(replicas, pool.max_replicas),
-        max_replicas=pool.max_replicas,
+        replicas=replicas,
+        max_replicas=MAX_REPLICAS,  # the API server and the operator keep the pool's own
         tensor_parallel=pool.parallelism.tensor,
         drain_timeout_s=seconds(pool.drain_timeout),
         engine=snake_keys(pool.engine),

@@ -46,6 +46,8 @@ class PodContext:
     spec: ServingClusterSpec
     release: Release
     config_hash: str
+    """Of all that workers must be restarted for."""
+    routers_hash: str
     has_grpc_probes: bool = True
     """Whether the API server knows them: since 1.24."""
 

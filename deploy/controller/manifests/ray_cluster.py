@@ -56,7 +56,7 @@ def _group(context: PodContext, name: str, pool: WorkerPoolSpec, size: GroupSize
         "groupName": name,
         "replicas": size.replicas,
         "minReplicas": 0,
-        "maxReplicas": pool.max_replicas + pool.rollout.max_surge,
+        "maxReplicas": max(pool.max_replicas + pool.rollout.max_surge, size.replicas),
         "numOfHosts": 1,
         "rayStartParams": {"num-cpus": "1", "resources": ray_resources(name, pool)},
         "scaleStrategy": {"workersToDelete": list(size.to_delete)},

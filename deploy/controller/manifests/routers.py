@@ -32,7 +32,7 @@ def router_deployment(context: PodContext) -> Object:
     owner, router = context.owner, context.spec.router
     labels = owner.labels("router")
     own = {
-        "metadata": {"labels": labels, "annotations": {CONFIG_HASH: context.config_hash}},
+        "metadata": {"labels": labels, "annotations": {CONFIG_HASH: context.routers_hash}},
         "spec": _router_pod(context),
     }
     return {
@@ -69,6 +69,7 @@ def _router_pod(context: PodContext) -> Object:
             {"name": "grpc", "containerPort": ROUTER_PORT, "protocol": "TCP"},
             {"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"},
         ],
+        "startupProbe": probe | {"periodSeconds": 5, "failureThreshold": 120},  # a hub may be slow
         "readinessProbe": probe | {"periodSeconds": 5},
         "livenessProbe": probe | {"periodSeconds": 10, "failureThreshold": 6},
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}},

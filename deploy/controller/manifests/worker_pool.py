@@ -14,7 +14,10 @@ def worker_pool(owner: Owner, name: str, template: Mapping[str, Any], finalizer:
     metadata = owner.metadata(owner.pool_name(name), "pool")
     metadata["labels"] |= {POOL_LABEL: name}
     metadata["finalizers"] = [finalizer]
-    shape = {key: value for key, value in template.items() if key != "initialReplicas"}
+    first_only = {"initialReplicas"}
+    if template.get("scaling", {}).get("mode") == "planner":
+        first_only.add("rolePlan")  # the planner's from then on
+    shape = {key: value for key, value in template.items() if key not in first_only}
     return {
         "apiVersion": API_VERSION,
         "kind": "WorkerPool",

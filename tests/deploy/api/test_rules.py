@@ -47,12 +47,15 @@ BAD_CLUSTERS = [
     ("model.name", None, "spec.model.name"),
     ("model.claim", {"claimName": "weights"}, "spec.model.name"),
     ("model.uri", "ftp://host/model", "spec.model.uri"),
+    ("model.revision", "v2", "spec.model.revision"),
     ("model.claim", {"claimName": "weights", "path": "../etc"}, "spec.model.claim.path"),
     ("pools", {"prefill": {"role": "prefill"}}, "spec.pools"),
     ("pools", {"Decode_1": {"role": "decode"}}, "spec.pools"),
     ("pools.decode.role", "decoder", "spec.pools.decode.role"),
     ("pools.decode.initialReplicas", 65, "spec.pools.decode.initialReplicas"),
     ("pools.decode.minReplicas", 99, "spec.pools.decode.minReplicas"),
+    ("pools.decode.minReplicas", 3, "spec.pools.decode.initialReplicas"),
+    ("pools.mixed", {"role": "mixed", "rolePlan": {"prefill": 65}}, "spec.pools.mixed.rolePlan"),
     ("pools.decode.parallelism", {"tensor": 0}, "spec.pools.decode.parallelism.tensor"),
     ("pools.decode.parallelism", {"expert": 2}, "spec.pools.decode.parallelism.expert"),
     ("pools.decode.drainTimeout", "soon", "spec.pools.decode.drainTimeout"),
@@ -82,6 +85,7 @@ BAD_POOLS = [
     ("minReplicas", 99, "spec.minReplicas"),
     ("role", None, "spec.role"),
     ("rolePlan", {"decode": 1}, "spec.rolePlan"),
+    ("rolePlan", {"decode": 65}, "spec.rolePlan"),
     ("rollout", {"maxSurge": 0}, "spec.rollout.maxSurge"),
 ]
 

@@ -27,7 +27,7 @@ def pods_of(helm: Helm, values: dict[str, Any]) -> dict[str, Object]:
     as Kubernetes takes it."""
     cluster = one(helm.template(values), "ServingCluster")
     spec = read_spec(ServingClusterSpec, cluster)
-    context = PodContext(OWNER, spec, RELEASE, "0")
+    context = PodContext(OWNER, spec, RELEASE, "0", "routers")
     pods = {
         "head": head_template(context),
         "router": router_deployment(context)["spec"]["template"],

@@ -49,6 +49,12 @@ def test_nothing_goes_while_the_supervisor_is_silent() -> None:
     assert (size.replicas, size.to_delete) == (3, ())
 
 
+def test_a_pod_that_is_not_seen_yet_counts_when_a_worker_is_on_it() -> None:
+    places = [place(0, "a"), place(1, "b"), place(2, "c")]
+    size = group_size(1, pods("a"), FleetPool(1, places))
+    assert (size.replicas, size.to_delete) == (3, ()), "KubeRay would choose two of three"
+
+
 def test_a_pod_that_a_place_waits_for_stays() -> None:
     waiting = place(1, "", PlaceState.PENDING)
     size = group_size(2, pods("abc"), FleetPool(2, [place(0, "a"), waiting]))

@@ -56,7 +56,7 @@ def pools_of(spec: ServingClusterSpec, **changes: Any) -> dict[str, WorkerPoolSp
 
 
 def ray_of(spec: ServingClusterSpec, **sizes: GroupSize) -> dict[str, Any]:
-    context = PodContext(OWNER, spec, RELEASE, "v1")
+    context = PodContext(OWNER, spec, RELEASE, "v1", "r1")
     usual = {name: GroupSize(1) for name in spec.pools}
     return ray_cluster(context, pools_of(spec), usual | sizes)
 
@@ -211,7 +211,7 @@ def test_the_pools_of_the_default_cluster_have_bare_names() -> None:
 
 def test_the_service_leads_to_the_routers() -> None:
     spec = spec_of()
-    deployment = router_deployment(PodContext(OWNER, spec, RELEASE, "v1"))
+    deployment = router_deployment(PodContext(OWNER, spec, RELEASE, "v1", "r1"))
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert deployment["spec"]["selector"]["matchLabels"] == labels
     assert router_service(OWNER, spec.router)["spec"]["selector"].items() <= labels.items()
@@ -219,7 +219,7 @@ def test_the_service_leads_to_the_routers() -> None:
 
 def test_routers_read_the_tokenizer_where_workers_read_the_model() -> None:
     spec = spec_of(model={"claim": {"claimName": "weights", "path": "qwen"}})
-    context = PodContext(OWNER, spec, RELEASE, "v1")
+    context = PodContext(OWNER, spec, RELEASE, "v1", "r1")
     router = router_deployment(context)["spec"]["template"]["spec"]
     worker = group_of(ray_of(spec), "decode")["template"]["spec"]
     for pod in (router, worker):

@@ -45,7 +45,7 @@ def planned(mode: ScalingMode) -> PoolPlan:
     )
     plans = {}
     for second in range(0, 12, 2):
-        plans = planning.plan(MAIN, told(1), {"prefill": pool}, CONFIG, float(second))
+        plans = planning.plan(MAIN, (told(1), float(second)), {"prefill": pool}, CONFIG)
     return plans["prefill"]
 
 
