@@ -135,6 +135,7 @@ def test_a_pod_whose_ray_has_ended_for_good_is_replaced(
 
 
 @pytest.mark.cluster
+@pytest.mark.full
 def test_ray_nodes_of_each_group_join_the_head_and_the_named_one_goes(
     kubelet: Kubelet, kuberay: KubeRay, kube: Kube, namespace: str
 ) -> None:
