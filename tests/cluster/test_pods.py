@@ -137,6 +137,7 @@ def test_a_place_without_a_pod_is_pending_and_live_soon_after_one_joins(site: Po
     site.all_sound()
 
 
+@pytest.mark.full
 def test_a_pod_that_drains_lets_its_streams_end_and_its_place_moves_to_another_pod(
     site: PodSite,
 ) -> None:

@@ -126,6 +126,7 @@ def _run_job(release: Release, succeeds: bool) -> None:
     release.kube.merge_patch(JOBS, Key(release.namespace, job["metadata"]["name"]), told, "status")
 
 
+@pytest.mark.full
 def test_a_release_lives_and_its_cluster_outlives_it(release: Release) -> None:
     notes = release.install()
     assert "get servingcluster,wp" in notes

@@ -221,6 +221,7 @@ def test_of_two_who_update_a_lease_one_is_told_of_the_conflict(
     assert lease["spec"]["holderIdentity"] == "first"
 
 
+@pytest.mark.full
 def test_a_restarted_api_server_knows_what_it_knew(control_plane: ControlPlane, shelf: str) -> None:
     if control_plane.servers is None:
         pytest.skip("somebody else's API server is not restarted")
