@@ -111,7 +111,8 @@ class Exporter:
         self._rank.check_lease(lease)
         export = self._exports[handoff] = Export(lease)
         self._send_to_sinks(self._rank.open_payload(lease))
-        self._renew(export)
+        # Not before the engine has the prompt, which comes next.
+        export.renewal = self._clock.call_later(0.0, lambda: self._renew(export))
         return handoff
 
     def check_unserved(self, lease: Lease) -> None:

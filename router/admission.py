@@ -67,7 +67,7 @@ class Ticket:
     """The client's own: None when it set none."""
     was_placed: bool = field(compare=False, default=False)
     uncached_tokens: int = field(compare=False, default=0)
-    """Prompt tokens to compute at the worker that holds most of it, when it came in."""
+    """Prompt tokens to compute at the worker that holds most of it, when last looked."""
     since_s: float = field(compare=False, default=0.0)
     stranded_since_s: float | None = field(compare=False, default=None)
     """Since when no usable worker takes it; None while one does."""
@@ -133,9 +133,9 @@ class Admission:
         growth = min(max_new_tokens, self._config.decode_growth_tokens)
         work = len(prompt) + growth
         self._shares.charge(tenant, work)
-        return Ticket(
-            rank, prompt, max_new_tokens, max_new_tokens, tenant, work, deadline_s=deadline_s
-        )
+        ticket = Ticket(rank, prompt, max_new_tokens, max_new_tokens, tenant, work)
+        ticket.deadline_s, ticket.uncached_tokens = deadline_s, len(prompt)
+        return ticket
 
     def emitted(self, tenant: str, num_before: int, num_after: int) -> None:
         """A request of the tenant has put out more tokens: it pays for those that its ticket did
@@ -190,7 +190,7 @@ class Admission:
     async def _wait_in_line(self, ticket: Ticket) -> Placed:
         if error := self._too_large(ticket):
             raise error
-        if not ticket.was_placed:
+        if not ticket.was_placed and (self._waiting or ticket.deadline_s is not None):
             self._refuse_too_late(ticket)
         ticket.since_s, ticket.stranded_since_s = self._clock(), None
         ticket.owed_before = self._owed[ticket.tenant]
@@ -246,6 +246,11 @@ class Admission:
             else loop.call_soon(self._run_round)
         )
 
+    def _unschedule(self) -> None:
+        if self._round is not None:
+            self._round.cancel()
+            self._round = None
+
     def _run_round(self) -> None:
         self._round = None
         now = self._clock()
@@ -261,6 +266,7 @@ class Admission:
         else:
             self._owed.clear()
             self._shares.idle()
+            self._unschedule()
 
     def _try_in_order(self, within_reach: Reach, now: float) -> float:
         """Place who can start; return after how many seconds trying again may help."""
@@ -325,8 +331,8 @@ class Admission:
         facts = booking.decode.facts
         hashes = ticket.prompt.hashes(*facts.kv_class)
         expires_s = now + self._config.prediction_ttl_s
-        for entry in {booking.prefill.slot, booking.decode.slot}:
-            self._index.predict(entry, hashes, now, expires_s)
+        slots = {booking.prefill.slot, booking.decode.slot}
+        self._index.predict(slots, hashes, now, expires_s)
         return Placed(placement, booking, facts.kv_fingerprint)
 
     def _queries(
@@ -353,6 +359,9 @@ class Admission:
                     explores=ticket.explores,
                 )
             )
+        if queries:
+            most_cached = max(int(query.cached_tokens.max(initial=0)) for query in queries)
+            ticket.uncached_tokens = len(prompt) - most_cached
         return queries
 
     # --- refusals ------------------------------------------------------------------------------
@@ -363,11 +372,7 @@ class Admission:
 
     def _refuse_too_late(self, ticket: Ticket) -> None:
         now, queries = self._clock(), self._queries(ticket, self._clock())
-        if not queries:
-            return
-        most_cached = max(int(query.cached_tokens.max(initial=0)) for query in queries)
-        ticket.uncached_tokens = len(ticket.prompt) - most_cached
-        if ticket.deadline_s is None:
+        if not queries or ticket.deadline_s is None:
             return
         ahead = sum(other.uncached_tokens for other in self._waiting if other.rank < ticket.rank)
         expected = [

@@ -220,17 +220,18 @@ class Attempt:
             return
         if self._done.done() or self.running or self._prefill_task is not None:
             return
-        if not self._reserved:
-            self._reserved = True
-            self._sink.reserved()
         if not reserved.HasField("lease"):
             self._expect_first(self._decode)
         elif writer := self._writer_of(reserved.lease):
             self._expect_first(writer.entry)
             request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
-            call = follow_prefill(writer, request, self._config.max_timeout_s, self)
-            self._prefill_task = asyncio.create_task(call)
+            call = writer.prefill(request, self._config.max_timeout_s)
+            self._prefill_task = asyncio.create_task(follow_prefill(call, writer.entry, self))
+            self._prefill_task.add_done_callback(lambda _: call.cancel())
         # Else the first router has to have asked it: how long to wait is the lease's affair.
+        if not self._reserved:  # told after the prefill was asked for: that must not wait for it
+            self._reserved = True
+            self._sink.reserved()
 
     def _writer_of(self, lease: worker_pb2.Lease) -> WorkerLink | None:
         """The prefill worker of the placement; of another router's placement the one it chose."""

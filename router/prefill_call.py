@@ -1,7 +1,7 @@
 """An attempt's call to its prefill worker: what the answer says, and what its end means.
 
 The worker tells the first token at once and the end of the handoff later; a first token that ends
-the request is all it tells. Cancelling the task that follows the call cancels the prefill.
+the request is all it tells.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import grpc.aio
 from baton.status import from_rpc_error
 from baton.v1 import worker_pb2
 from router.failure import Failure, failure_of_call, failure_of_handoff, loss_of
-from router.worker_link import WorkerLink
+from router.fleet import WorkerEntry
+from router.worker_link import PrefillCall
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +45,9 @@ class PrefillListener(Protocol):
         """It is served already, or fenced or over: the session tells how it ends."""
 
 
-async def follow_prefill(
-    link: WorkerLink,
-    request: worker_pb2.PrefillRequest,
-    timeout_s: float,
-    listener: PrefillListener,
-) -> None:
-    """Ask for a prefill and tell the listener of it, to its end."""
-    call = link.prefill(request, timeout_s)
-    worker_id = link.entry.facts.worker_id
+async def follow_prefill(call: PrefillCall, worker: WorkerEntry, listener: PrefillListener) -> None:
+    """Tell the listener of a prefill that the worker was asked for, to its end."""
+    worker_id = worker.facts.worker_id
     is_over = False
     try:
         async for response in call:
@@ -63,7 +58,7 @@ async def follow_prefill(
             listener.on_lease_refused()
         elif not is_over:
             message = f"{worker_id}: {error.code().name}: {error.details()}"
-            failure, field = failure_of_call(error, link.entry), from_rpc_error(error).field
+            failure, field = failure_of_call(error, worker), from_rpc_error(error).field
             listener.on_prefill_failed(PrefillFailed(failure, message, field=field))
         return
     except asyncio.CancelledError:
@@ -72,11 +67,9 @@ async def follow_prefill(
             raise
         if not is_over:
             message = f"{worker_id} has left the fleet"
-            failure = loss_of(link.entry, Failure.PREFILL_FAILED)
+            failure = loss_of(worker, Failure.PREFILL_FAILED)
             listener.on_prefill_failed(PrefillFailed(failure, message))
         return
-    finally:
-        call.cancel()
     if not is_over:
         message = f"{worker_id} ended its answer early"
         listener.on_prefill_failed(PrefillFailed(Failure.PREFILL_FAILED, message))

@@ -12,7 +12,7 @@ longer than its ancestors: where a worker's prediction ends is found by the same
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -162,16 +162,18 @@ class PrefixIndex:
     # --- predictions ---------------------------------------------------------------------------
 
     def predict(
-        self, slot: int, hashes: Sequence[BlockHash], now_s: float, expires_s: float
+        self, slots: Collection[int], hashes: Sequence[BlockHash], now_s: float, expires_s: float
     ) -> None:
-        """The worker will soon hold this chain from a prompt's start; believed until expiry."""
+        """Each of these workers will soon hold this chain from a prompt's start; believed until
+        expiry."""
         self._purge(now_s)
-        room = self._max_predictions - len(self._expiries)
+        room = (self._max_predictions - len(self._expiries)) // max(1, len(slots))
         for block in hashes[: max(0, room)]:
             expiries = self._predicted.setdefault(block, {})
-            if expiries.get(slot, 0.0) < expires_s:
-                expiries[slot] = expires_s
-                self._expiries.append((expires_s, block, slot))
+            for slot in slots:
+                if expiries.get(slot, 0.0) < expires_s:
+                    expiries[slot] = expires_s
+                    self._expiries.append((expires_s, block, slot))
 
     def _purge(self, now_s: float) -> None:
         while self._expiries and self._expiries[0][0] <= now_s:

@@ -45,6 +45,7 @@ from router.validate import (
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_CANDIDATES = 100
+READ_AT_ONCE_BYTES = 16_384  # of a request with token ids: a thread would cost more than it
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -106,6 +107,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def _parse(self, request: router_pb2.GenerateRequest) -> ParsedRequest:
         router, limits = self._router, self._router.request_limits()
         check_names(request, limits)  # the line before the tokenizer keeps the tenant's
+        if request.HasField("token_ids") and request.ByteSize() <= READ_AT_ONCE_BYTES:
+            return parse_generate(request, router.text_model, limits)
         named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
         return await self.tokenizing.run(
             lambda: parse_generate(request, router.text_model, limits),

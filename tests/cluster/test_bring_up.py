@@ -57,9 +57,13 @@ def no_transport(folder: Path) -> ClusterConfig:
 @pytest.mark.parametrize(
     ("make", "cause"),
     [
-        (too_small, "ValueError: kv_memory_bytes=1 holds no 2 blocks of KV"),
+        pytest.param(
+            too_small,
+            "ValueError: kv_memory_bytes=1 holds no 2 blocks of KV",
+            marks=pytest.mark.full,
+        ),
         pytest.param(broken_weights, "model.safetensors", marks=pytest.mark.full),
-        pytest.param(no_transport, "libnowhere", marks=pytest.mark.full),
+        (no_transport, "libnowhere"),
     ],
 )
 def test_a_cluster_whose_workers_cannot_start_fails_soon_with_their_own_words(

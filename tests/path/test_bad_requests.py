@@ -20,7 +20,7 @@ from tests.path.oracles import ids_of
 from tests.path.whole_path import Shape, WholePath, ask, whole_path
 
 CONTEXT = 2048
-NUM_TOKENS = 800
+NUM_TOKENS = 400
 INVALID, UNKNOWN = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 
 Request = router_pb2.GenerateRequest

@@ -59,7 +59,7 @@ class IndexAgainstNaiveModel(RuleBasedStateMachine):
     @rule(worker=WORKERS, path=PATHS, ttl_s=st.integers(1, 5))
     def predict(self, worker: int, path: list[int], ttl_s: int) -> None:
         expires_s = self.now_s + ttl_s
-        self.index.predict(worker, chain(*path), self.now_s, expires_s)
+        self.index.predict((worker,), chain(*path), self.now_s, expires_s)
         for block in chain(*path):
             known_s = self.predicted[worker].get(block, 0.0)
             self.predicted[worker][block] = max(known_s, expires_s)
@@ -122,11 +122,11 @@ def test_a_block_whose_parent_was_removed_is_out_of_reach_until_the_parent_retur
 def test_predictions_expire_and_never_mix_with_what_workers_say() -> None:
     index, hashes = PrefixIndex(), chain(1, 2, 3, 4)
     index.store(1, None, hashes[:2])
-    index.predict(0, hashes[:3], now_s=0.0, expires_s=5.0)
+    index.predict((0,), hashes[:3], now_s=0.0, expires_s=5.0)
     assert index.lookup(hashes, 2).tolist() == [0, 2]
     assert index.lookup_predicted(hashes, 2, 1.0).tolist() == [3, 2]
     assert index.lookup_predicted(hashes, 2, 5.0).tolist() == [0, 2]
-    index.predict(1, chain(9), now_s=6.0, expires_s=11.0)  # purges what has expired
+    index.predict((1,), chain(9), now_s=6.0, expires_s=11.0)  # purges what has expired
     index.forget_predictions(1)
     assert index.lookup_predicted(chain(9), 2, 7.0).tolist() == [0, 0]
     index.check_integrity()
@@ -154,7 +154,7 @@ def test_the_end_of_a_long_prediction_takes_few_probes_too() -> None:
     hashes = chain(*([1] * 4000))
     lengths = np.random.default_rng(0).integers(0, 4001, size=num_slots)
     for slot, length in enumerate(lengths):
-        index.predict(slot, hashes[:length], now_s=0.0, expires_s=5.0)
+        index.predict((slot,), hashes[:length], now_s=0.0, expires_s=5.0)
     counted = index._predicted = CountedLookups(index._predicted)
     assert index.lookup_predicted(hashes, num_slots, 1.0).tolist() == lengths.tolist()
     assert counted.num_lookups <= num_slots * 13  # 2 ** 12 > 4000
