@@ -4,9 +4,10 @@ A request goes on only when a decode worker has room and the prefill it is best 
 within `lease_lead_s`, so that queued prompts strand no decode memory. Order: priority, then a fair
 share for every tenant, then arrival; a request may be overtaken by one that can start now. After
 `max_bypass_s` the decode workers that it could itself use are kept for it; others serve whom they
-can. One that no usable worker takes is refused after `fleet_wait_s`. A full line sheds its last
-request: the newest of the tenant that asked for most. A request whose first token would come after
-its own deadline is refused at once.
+can. One that no usable worker takes is refused after `fleet_wait_s`, which begins anew for as long
+as a pool that it needs was scaled to zero: it is held until that is back. A full line sheds its
+last request: the newest of the tenant that asked for most. A request whose first token would come
+after its own deadline is refused at once.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from baton.errors import NoCapacityError, OverloadedError
 from router.config import RouterConfig
 from router.fair_share import FairShare
-from router.fleet import Booking, Fleet
+from router.fleet import Fleet
 from router.placement import (
     Bools,
     Placement,
@@ -40,52 +40,11 @@ from router.prediction import earliest_first_token_s
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
 from router.refusals import stranded, too_large
+from router.ticket import Placed, Ticket
 
 SCAN_AHEAD = 32  # requests tried per round, of those that fit some open worker and can run at all
 POLL_S = 0.25  # longest time between rounds while requests wait
 ROUND_PAUSE = 4.0  # times what a round spent in vain: the event loop is left to the streams
-
-
-@dataclass(order=True)
-class Ticket:
-    """A request's place in line, kept over its retries."""
-
-    rank: tuple[int, float, int]
-    """(-priority, fair share's stamp, arrival)."""
-    prompt: PromptBlocks = field(compare=False)
-    max_new_tokens: int = field(compare=False)
-    least_new_tokens: int = field(compare=False)
-    """Of these, how many must fit after the prompt: all that the client asked for."""
-    tenant: str = field(compare=False, default="")
-    charged: int = field(compare=False, default=0)
-    """Tokens that its tenant has paid for it; given back if it is never placed."""
-    owed_before: int = field(compare=False, default=0)
-    """Of what its tenant owes, how much is older than its place in line."""
-    failed: set[tuple[str, int]] = field(compare=False, default_factory=set)
-    """Worker ids and incarnations on which the request failed."""
-    deadline_s: float | None = field(compare=False, default=None)
-    """The client's own: None when it set none."""
-    was_placed: bool = field(compare=False, default=False)
-    uncached_tokens: int = field(compare=False, default=0)
-    """Prompt tokens to compute at the worker that holds most of it, when last looked."""
-    since_s: float = field(compare=False, default=0.0)
-    stranded_since_s: float | None = field(compare=False, default=None)
-    """Since when no usable worker takes it; None while one does."""
-    placed: asyncio.Future[Placed] | None = field(compare=False, default=None)
-    explores: bool = field(compare=False, default=False)
-    """Its next placement does not trust old measures of the workers' speed."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Of prompt and output, all that must fit where it runs."""
-        return len(self.prompt) + self.least_new_tokens
-
-
-@dataclass(frozen=True)
-class Placed:
-    placement: Placement
-    booking: Booking
-    kv_fingerprint: bytes
 
 
 class Admission:
@@ -391,6 +350,7 @@ class Admission:
     def _refuse_stranded(self, within_reach: Reach, now: float) -> None:
         """What counts is for how long nobody took the request, not for how long it has waited: a
         worker that is away for a moment costs nobody a place in line."""
+        are_held = self._fleet.stopped.holds(self._config.local_prefill)
         for ticket in self._waiting:
             assert ticket.placed is not None
             total, num_tokens = ticket.num_tokens, len(ticket.prompt)
@@ -400,7 +360,7 @@ class Admission:
                 ticket.stranded_since_s = None
             elif error := self._too_large(ticket):  # those that could take it have left
                 ticket.placed.set_exception(error)
-            elif ticket.stranded_since_s is None:
+            elif ticket.stranded_since_s is None or are_held:
                 ticket.stranded_since_s = now
             elif now - ticket.stranded_since_s >= self._config.fleet_wait_s:
                 ticket.placed.set_exception(stranded(total, num_tokens, within_reach))

@@ -19,6 +19,7 @@ import numpy as np
 from router.config import RouterConfig
 from router.placement import FleetArrays, Placement
 from router.recent_peak import RecentPeak
+from router.stopped_pools import StoppedPools
 from router.worker_facts import WorkerFacts
 
 Slot = NewType("Slot", int)
@@ -112,6 +113,7 @@ class Fleet:
         self._booking_ids = itertools.count(1)
         self._bookings: dict[int, Booking] = {}
         self.arrays = FleetArrays.empty(8)
+        self.stopped = StoppedPools()
 
     # --- membership ----------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from router.fleet import Fleet, ReportedLoad, WorkerEntry, WorkerState
 from router.kv_follower import IndexState
 from router.prefix_index import PrefixIndex
 from router.session import RouterIdentity
+from router.stopped_pools import PoolReport
 from router.worker_facts import WorkerFacts
 from router.worker_link import WorkerLink
 
@@ -92,8 +93,9 @@ class FleetLinks:
 
     # --- what the registry says ----------------------------------------------------------------
 
-    def update(self, reports: Sequence[WorkerReport]) -> None:
+    def update(self, reports: Sequence[WorkerReport], pools: Sequence[PoolReport] = ()) -> None:
         """Take in the whole fleet as the registry sees it now."""
+        self._fleet.stopped.update(pools)
         listed = set()
         self._refused &= {report.facts.worker_id for report in reports}
         for report in reports:

@@ -14,6 +14,7 @@ from router.backoff import Backoff
 from router.config import RouterConfig
 from router.fleet import ReportedLoad, WorkerState
 from router.fleet_links import WorkerReport
+from router.stopped_pools import PoolReport
 from router.worker_facts import WorkerFacts
 from router.worker_link import reconnect_options
 
@@ -76,6 +77,20 @@ def read_fleet(message: control_pb2.WatchFleetResponse) -> list[WorkerReport]:
     ]
 
 
+def read_pools(message: control_pb2.WatchFleetResponse) -> list[PoolReport]:
+    return [
+        PoolReport(
+            name=pool.name,
+            can_prefill=pool.role in _PREFILLS,
+            can_decode=pool.role in _DECODES,
+            desired_replicas=pool.desired_replicas,
+            live_replicas=pool.live_replicas,
+            num_failed_starts=pool.num_failed_starts,
+        )
+        for pool in message.pools
+    ]
+
+
 class FleetWatch:
     """Own the stream from the registry and the last answer it gave."""
 
@@ -83,7 +98,7 @@ class FleetWatch:
         self,
         address: str,
         config: RouterConfig,
-        on_fleet: Callable[[Sequence[WorkerReport]], None],
+        on_fleet: Callable[[Sequence[WorkerReport], Sequence[PoolReport]], None],
         on_lost: Callable[[], None],
     ) -> None:
         self._address, self._config = address, config
@@ -140,7 +155,7 @@ class FleetWatch:
             self._told_lost = False
             log.info("registry %s: connected", self._address)
         self.is_connected, self.last = True, message
-        self._on_fleet(read_fleet(message))
+        self._on_fleet(read_fleet(message), read_pools(message))
         async with self._news:
             self._news.notify_all()
 

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc.aio
 
 from baton.v1 import control_pb2, control_pb2_grpc
-from router.admission import Ticket
 from router.backoff import Backoff
 from router.config import RouterConfig
 from router.figures import Waiting
 from router.fleet import Fleet
+from router.ticket import Ticket
 from router.worker_link import reconnect_options
 
 EVERY_S = 1.0

@@ -28,7 +28,6 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.v1 import common_pb2, worker_pb2
-from router.admission import Placed, Ticket
 from router.attempt import Attempt
 from router.failure import AttemptError, Failure
 from router.fleet import Booking, WorkerEntry
@@ -38,6 +37,7 @@ from router.request_output import RequestOutput
 from router.resume import find_running
 from router.retrying import OUT_OF_TIME, Retrying
 from router.run_parts import Arrival, RunParts
+from router.ticket import Placed, Ticket
 from router.worker_link import WorkerLink, Workers
 
 

@@ -85,6 +85,7 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
 
     def __init__(self) -> None:
         self.workers: list[ScriptedWorker] = []
+        self.pools: list[control_pb2.PoolStatus] = []
         self._changed = asyncio.Condition()
         self._version = 0
         self._server: grpc.aio.Server | None = None
@@ -121,7 +122,9 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
         while True:
             version = self._version
             yield control_pb2.WatchFleetResponse(
-                version=version, workers=[worker.info() for worker in self.workers]
+                version=version,
+                workers=[worker.info() for worker in self.workers],
+                pools=self.pools,
             )
             async with self._changed:
                 try:

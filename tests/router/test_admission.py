@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from baton.errors import NoCapacityError, OverloadedError, UnavailableError
-from router.admission import POLL_S, SCAN_AHEAD, Admission, Placed, Ticket
+from router.admission import POLL_S, SCAN_AHEAD, Admission
 from router.config import RouterConfig
 from router.fleet import Fleet, ReportedLoad, WorkerEntry, WorkerState
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
+from router.ticket import Placed, Ticket
 from tests.router.test_placement import Clock, facts, fleet_of, two_and_two
 
 

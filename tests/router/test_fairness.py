@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import OverloadedError
-from router.admission import Ticket
 from router.config import RouterConfig
 from router.fair_share import SWEEP_ABOVE, FairShare
 from router.fleet import Fleet, ReportedLoad
 from router.prediction import earliest_first_token_s
 from router.text import TextModel
+from router.ticket import Ticket
 from tests.router.deployment import PROMPT, ask_for, deployment, error_reason
 from tests.router.test_admission import admission_of, prompt
 from tests.router.test_placement import Clock, facts, fleet_of, query, two_and_two
