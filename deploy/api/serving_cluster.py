@@ -18,6 +18,7 @@ from kv_transfer.config import TransferConfig
 from router.config import RouterConfig
 
 SECRET_NAME = 253
+ZONE = "topology.kubernetes.io/zone"
 POOL_NAME = r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$"
 
 
@@ -117,6 +118,17 @@ class RaySpec(Checked):
 
 
 @dataclass(frozen=True)
+class Fabric(Checked):
+    """What the nodes of all pools share: KV crosses between prefill and decode."""
+
+    node_label: str = bounded(ZONE, max_size=316)
+    """Workers go to nodes with one value of this label: a zone, a block of the network, a switch,
+    such as network.topology.nvidia.com/leaf."""
+    required: bool = False
+    """True: where no such node has room a pod waits; False: it goes elsewhere."""
+
+
+@dataclass(frozen=True)
 class CohortRollout(Checked):
     """How a change of weights, quantisation or block size goes over: prefill and decode together,
     since old and new exchange no KV."""
@@ -168,6 +180,7 @@ class ServingClusterSpec(Checked):
     """Of pools whose `scaling.mode` is planner."""
     images: Images = field(default_factory=Images)
     ray: RaySpec = field(default_factory=RaySpec)
+    fabric: Fabric = field(default_factory=Fabric)
     rollout: CohortRollout = field(default_factory=CohortRollout)
 
     rules = (

@@ -92,7 +92,7 @@ def worker_template(context: PodContext, name: str, pool: WorkerPoolSpec) -> Obj
     }
     own = _template(context, "worker", container, grace_s=drain_s + GRACE_MARGIN_S)
     own["metadata"]["labels"] |= {POOL_LABEL: name, ROLE_LABEL: pool.role}
-    own["spec"]["affinity"] = _same_fabric(context.owner)
+    own["spec"]["affinity"] = _same_fabric(context)
     return _over(own, pool.template)
 
 
@@ -145,21 +145,30 @@ def _port(name: str, number: int) -> Object:
     return {"name": name, "containerPort": number, "protocol": "TCP"}
 
 
+def num_gpus(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> int:
+    """Of a pool's pod: one for each rank where its engine computes on GPUs."""
+    return pool.parallelism.tensor if pool.engine.get("device", spec.engine.device) == "cuda" else 0
+
+
 def _worker_resources(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> Object:
     """A GPU for each rank; everything else the pool's own template says."""
-    device = pool.engine.get("device", spec.engine.device)
-    if device != "cuda":
+    count = num_gpus(spec, pool)
+    if not count:
         return {"requests": {"cpu": "1", "memory": "2Gi"}}
-    gpus = {"nvidia.com/gpu": str(pool.parallelism.tensor)}
+    gpus = {"nvidia.com/gpu": str(count)}
     return {"requests": {"cpu": "4", "memory": "32Gi"} | gpus, "limits": gpus}
 
 
-def _same_fabric(owner: Owner) -> Object:
-    """Both roles near each other: KV crosses between them."""
+def _same_fabric(context: PodContext) -> Object:
+    """All pools' workers near each other. Where that is required the first pod goes anywhere: it is
+    itself what the others are to be near to."""
+    fabric = context.spec.fabric
     term = {
-        "labelSelector": {"matchLabels": owner.labels("worker")},
-        "topologyKey": "topology.kubernetes.io/zone",
+        "labelSelector": {"matchLabels": context.owner.labels("worker")},
+        "topologyKey": fabric.node_label,
     }
+    if fabric.required:
+        return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
     preferred = [{"weight": 100, "podAffinityTerm": term}]
     return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
 

@@ -12,6 +12,7 @@ from deploy.controller.manifests.pods import (
     OWN_COMMAND,
     PodContext,
     head_template,
+    num_gpus,
     ray_resources,
     worker_template,
 )
@@ -52,13 +53,18 @@ def ray_cluster(
 
 
 def _group(context: PodContext, name: str, pool: WorkerPoolSpec, size: GroupSize) -> Object:
+    start = {
+        "num-cpus": "1",
+        "num-gpus": str(num_gpus(context.spec, pool)),  # a template may take shared ones instead
+        "resources": ray_resources(name, pool),
+    }
     return {
         "groupName": name,
         "replicas": size.replicas,
         "minReplicas": 0,
         "maxReplicas": max(pool.max_replicas + pool.rollout.max_surge, size.replicas),
         "numOfHosts": 1,
-        "rayStartParams": {"num-cpus": "1", "resources": ray_resources(name, pool)},
+        "rayStartParams": start,
         "scaleStrategy": {"workersToDelete": list(size.to_delete)},
         "template": worker_template(context, name, pool),
     }

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -23,10 +21,10 @@ from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import GroupSize, ray_cluster
 from deploy.controller.manifests.routers import router_deployment, router_service
 from deploy.controller.manifests.worker_pool import worker_pool
+from tests.deploy.ray_schema import NOT_AT_HAND, REAL_CRD, check_ray_cluster
 
 OWNER = Owner("main", "models", "0b5e1d0e-0000-4000-8000-000000000000")
 RELEASE = Release("baton-worker:1", "baton-router:1", "2.60.0")
-REAL_CRD = Path(__file__).parents[4] / "shared" / "k8s" / "ray.io_rayclusters.yaml"
 
 
 def spec_of(**changes: Any) -> ServingClusterSpec:
@@ -129,32 +127,11 @@ def test_the_head_keeps_its_state_in_redis_where_that_is_asked_for() -> None:
     assert options["redisPassword"]["valueFrom"]["secretKeyRef"]["name"] == "redis"
 
 
-@pytest.mark.skipif(not REAL_CRD.exists(), reason="KubeRay's own CRD is not at hand")
+@pytest.mark.skipif(not REAL_CRD.exists(), reason=NOT_AT_HAND)
 def test_kuberays_own_schema_takes_what_the_operator_writes() -> None:
-    crd = yaml.load(REAL_CRD.read_text(), Loader=yaml.CSafeLoader)
-    (schema,) = [
-        version["schema"]["openAPIV3Schema"]
-        for version in crd["spec"]["versions"]
-        if version["name"] == "v1"
-    ]
     ray = {"gcsFaultTolerance": {"redisAddress": "redis:6379", "redisSecretName": "redis"}}
     made = ray_of(spec_of(ray=ray, engine={"device": "cuda"}))
-    jsonschema.validate(made, strict(schema))
-
-
-def strict(schema: Any) -> Any:
-    """As an API server prunes: a field that the schema does not name is a mistake."""
-    if isinstance(schema, list):
-        return [strict(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = {name: strict(value) for name, value in schema.items()}
-    if made.get("x-kubernetes-int-or-string"):
-        made.pop("type", None)
-    open_to_all = made.get("x-kubernetes-preserve-unknown-fields")
-    if isinstance(made.get("properties"), dict) and "type" in made and not open_to_all:
-        made.setdefault("additionalProperties", False)
-    return made
+    check_ray_cluster(made)
 
 
 # --- configuration --------------------------------------------------------------------------------

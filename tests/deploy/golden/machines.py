@@ -1,0 +1,63 @@
+"""ServingClusters of four kinds of machines, and the RayClusters that the operator makes of them.
+
+python -m tests.deploy.golden.machines: writes these anew, to be read before they are committed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deploy.api.read import read_spec
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.manifests.common import Object, Owner, Release
+from deploy.controller.manifests.pods import PodContext
+from deploy.controller.manifests.ray_cluster import GroupSize, ray_cluster
+from deploy.controller.manifests.worker_pool import worker_pool
+
+FOLDER = Path(__file__).parent
+MACHINES = ("h100_infiniband", "a100_roce", "one_gpu", "cpu")
+RELEASE = Release("baton/worker:1", "baton/router:1", "2.60.0")
+
+
+def expected(machine: str) -> Path:
+    return FOLDER / machine / "ray_cluster.yaml"
+
+
+def serving_cluster(machine: str) -> Object:
+    found: Object = yaml.safe_load((FOLDER / machine / "serving_cluster.yaml").read_text())
+    return found
+
+
+def ray_cluster_of(cluster: Object) -> Object:
+    """What the operator applies when the ServingCluster has just been made."""
+    metadata = cluster["metadata"]
+    owner = Owner(metadata["name"], metadata["namespace"], "0b5e1d0e-0000-4000-8000-000000000000")
+    spec = read_spec(ServingClusterSpec, cluster)
+    pools = {
+        name: read_spec(WorkerPoolSpec, worker_pool(owner, name, template, "baton.dev/drain"))
+        for name, template in cluster["spec"]["pools"].items()
+    }
+    sizes = {name: GroupSize(pool.initial_replicas) for name, pool in spec.pools.items()}
+    return ray_cluster(PodContext(owner, spec, RELEASE, "workers", "routers"), pools, sizes)
+
+
+def text_of(ray: Object) -> str:
+    return yaml.dump(ray, Dumper=_WithoutAliases, sort_keys=False, width=100)
+
+
+class _WithoutAliases(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def main() -> None:
+    for machine in MACHINES:
+        expected(machine).write_text(text_of(ray_cluster_of(serving_cluster(machine))))
+
+
+if __name__ == "__main__":
+    main()
