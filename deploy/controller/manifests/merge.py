@@ -1,5 +1,6 @@
-"""A user's PodTemplateSpec over the operator's own, as `kubectl patch --type strategic` merges:
-mappings key by key, lists of named things by their keys, all else replaced.
+"""A user's PodTemplateSpec over the operator's own, as `kubectl apply` merges: mappings key by key,
+lists of named things by their keys, all else replaced. A volume has one source: of a volume that
+the user names, too, only those keys stay that stand there (Kubernetes' `retainKeys`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _KEYS = {
     "ports": ("containerPort", "protocol"),
 }
 _DEFAULTS = {"protocol": "TCP"}
+_RETAINING = frozenset({"volumes"})
 
 
 def merged(own: Any, over: Any, key: str = "") -> Any:
@@ -30,16 +32,21 @@ def merged(own: Any, over: Any, key: str = "") -> Any:
         result |= {name: value for name, value in over.items() if name not in own}
         return {name: value for name, value in result.items() if value is not None}
     if key in _KEYS and isinstance(own, Sequence) and isinstance(over, Sequence):
-        return _merged_lists(own, over, _KEYS[key])
+        return _merged_lists(own, over, key)
     return over
 
 
-def _merged_lists(own: Sequence[Any], over: Sequence[Any], keys: tuple[str, ...]) -> list[Any]:
+def _merged_lists(own: Sequence[Any], over: Sequence[Any], key: str) -> list[Any]:
     """What stands in `own` keeps its place; what is new comes after it."""
 
     def identity(item: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(item.get(key, _DEFAULTS.get(key)) for key in keys)
+        return tuple(item.get(name, _DEFAULTS.get(name)) for name in _KEYS[key])
 
     theirs = {identity(item): item for item in over}
-    result = [merged(item, theirs.pop(identity(item), {})) for item in own]
+    result = []
+    for item in own:
+        laid_over = theirs.pop(identity(item), None)
+        if laid_over is not None and key in _RETAINING:
+            item = {name: value for name, value in item.items() if name in laid_over}
+        result.append(merged(item, laid_over or {}))
     return result + list(theirs.values())

@@ -84,10 +84,16 @@ def test_null_stays_for_the_operator_to_see(helm: Helm, tmp_path: Path) -> None:
     assert merged({"spec": {"affinity": {}}}, result) == {"spec": {"a": 1}}
 
 
-def test_a_volume_is_replaced_whole(helm: Helm, tmp_path: Path) -> None:
-    case = {
-        "first": {"volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}]},
-        "second": {"volumes": [{"name": "shm", "hostPath": {"path": "/shm"}}]},
-    }
-    (result,) = both(helm, tmp_path / "chart", [case])
-    assert result == case["second"]
+def test_a_volumes_source_is_replaced_and_one_of_the_same_kind_is_merged(
+    helm: Helm, tmp_path: Path
+) -> None:
+    memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+    folder = {"name": "shm", "hostPath": {"path": "/shm"}}
+    limited = {"name": "shm", "emptyDir": {"sizeLimit": "8Gi"}}
+    pairs = ((memory, folder, folder), (memory, limited, {
+        "name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"},
+    }))  # fmt: skip
+    cases = [{"first": {"volumes": [one]}, "second": {"volumes": [two]}} for one, two, _ in pairs]
+    wanted = [{"volumes": [result]} for _, _, result in pairs]
+    assert both(helm, tmp_path / "chart", cases) == wanted
+    assert [merged(case["first"], case["second"]) for case in cases] == wanted

@@ -1,6 +1,5 @@
-{{- /* `over` laid over `own` as deploy/controller/manifests/merge.py does, but for two things: null
-stays, since it means something to the operator, and a volume is replaced whole. JSON of {value: ...};
-`key`: under which the two lie. */ -}}
+{{- /* `over` laid over `own` as deploy/controller/manifests/merge.py does, but for null, which stays,
+since it means something to the operator. JSON of {value: ...}; `key`: under which the two lie. */ -}}
 {{- define "baton.merged" -}}
 {{- $named := dict "containers" "name" "initContainers" "name" "volumes" "name" "env" "name" "volumeMounts" "mountPath" "imagePullSecrets" "name" -}}
 {{- if and (kindIs "map" .own) (kindIs "map" .over) -}}
@@ -23,10 +22,14 @@ stays, since it means something to the operator, and a volume is replaced whole.
     {{- $name := get . $by -}}
     {{- $item := . -}}
     {{- if hasKey $theirs $name -}}
-      {{- $item = get $theirs $name -}}
-      {{- if ne $key "volumes" -}}
-        {{- $item = (include "baton.merged" (dict "own" . "over" $item "key" "") | fromJson).value -}}
+      {{- $over := get $theirs $name -}}
+      {{- if eq $key "volumes" -}}
+        {{- $item = dict -}}
+        {{- range $name, $value := . -}}
+          {{- if hasKey $over $name -}}{{- $_ := set $item $name $value -}}{{- end -}}
+        {{- end -}}
       {{- end -}}
+      {{- $item = (include "baton.merged" (dict "own" $item "over" $over "key" "") | fromJson).value -}}
       {{- $_ := unset $theirs $name -}}
     {{- end -}}
     {{- $result = append $result $item -}}

@@ -54,10 +54,10 @@
 {{- fail "cluster.nodes.weightsCache: hostPath or claimName, not both" -}}
 {{- end -}}
 {{- with $cache.hostPath -}}
-{{- $volumes = append $volumes (dict "name" "weights" "emptyDir" nil "hostPath" (dict "path" . "type" "Directory")) -}}
+{{- $volumes = append $volumes (dict "name" "weights" "hostPath" (dict "path" . "type" "Directory")) -}}
 {{- end -}}
 {{- with $cache.claimName -}}
-{{- $volumes = append $volumes (dict "name" "weights" "emptyDir" nil "persistentVolumeClaim" (dict "claimName" .)) -}}
+{{- $volumes = append $volumes (dict "name" "weights" "persistentVolumeClaim" (dict "claimName" .)) -}}
 {{- end -}}
 {{- if or $cache.hostPath $cache.claimName -}}
 {{- $env = append $env (dict "name" "HF_HOME" "value" "/var/cache/baton/weights/hub") -}}
