@@ -65,7 +65,8 @@ class Startup:
         check_ports(config)
         config = with_model_folder(config, self._announce, self._steps.detail)
         self._announce("reading the tokenizer")
-        TextModel.load(config.model)  # a wrong folder is told before anything is started
+        # A wrong folder is told before anything is started.
+        TextModel.load(config.model, tokenizer=config.tokenizer)
         self._cluster = start_cluster(config, on_progress=self._announce)
         self._catch()
         return self._cluster

@@ -102,6 +102,11 @@ class ClusterConfig:
 
     model: str = "models/demo"
     """A folder in the Hugging Face layout, or a name on the Hugging Face hub."""
+    model_revision: str | None = None
+    """Of a model on the hub: a branch, a tag or a commit; None: its main branch."""
+    tokenizer: str | None = None
+    """A folder or a name on the hub that holds tokenizer and chat template, where the model's own
+    files hold none; None: the model's."""
     served_model_name: str | None = None
     """What clients call the model; None: the last part of `model`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -122,8 +127,9 @@ class ClusterConfig:
     """Of `baton up --autoscale`."""
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ValueError("model must not be empty")
+        for name in ("model", "model_revision", "tokenizer"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} must not be empty")
         roles = {pool.role for pool in self.pools.values()}
         if not roles & {"decode", "mixed"}:
             raise ValueError("pools need at least one of role decode or mixed")
@@ -195,15 +201,20 @@ class ClusterConfig:
         key = f"pools.{pool}.engine"
         return settings.parse(EngineConfig, merged, source=source, key=key)
 
-    def with_absolute_model(self) -> ClusterConfig:
-        """For workers, which have working directories of their own; a name on the hub stays one."""
-        model = Path(self.model)
-        return dataclasses.replace(self, model=str(model.resolve())) if model.is_dir() else self
+    def with_absolute_folders(self) -> ClusterConfig:
+        """For workers and routers, which have working directories of their own; a name on the hub
+        stays one."""
+        tokenizer = None if self.tokenizer is None else _absolute(self.tokenizer)
+        return dataclasses.replace(self, model=_absolute(self.model), tokenizer=tokenizer)
 
     def to_yaml(self) -> str:
         """What `parse_config` reads back as an equal configuration; defaults are left out."""
         changed = settings.dump(self, base=ClusterConfig())
         return yaml.safe_dump(changed, sort_keys=False, allow_unicode=True) if changed else "{}\n"
+
+
+def _absolute(folder: str) -> str:
+    return str(Path(folder).resolve()) if Path(folder).is_dir() else folder
 
 
 def parse_config(value: object, *, source: str = "configuration") -> ClusterConfig:
@@ -224,8 +235,8 @@ def _check_pool(name: str, config: ClusterConfig, source: str) -> None:
 
 
 def load_config(path: str | Path) -> ClusterConfig:
-    """Read a cluster file; a relative `model` that is a folder beside the file means that one, and
-    one that begins with ~ lies in a home folder."""
+    """Read a cluster file; a relative `model` or `tokenizer` that is a folder beside the file means
+    that one, and one that begins with ~ lies in a home folder."""
     source = str(path)
     try:
         value = yaml_file.load(Path(path).read_text(encoding="utf-8"))
@@ -240,6 +251,11 @@ def load_config(path: str | Path) -> ClusterConfig:
         problem = " ".join(str(error).split())
         raise ConfigError(f"{source}: not valid YAML: {problem}") from error
     config = parse_config(value, source=source)
-    model = os.path.expanduser(config.model)
-    beside = Path(path).resolve().parent / model
-    return dataclasses.replace(config, model=str(beside) if beside.is_dir() else model)
+    around = Path(path).resolve().parent
+    tokenizer = None if config.tokenizer is None else _beside(around, config.tokenizer)
+    return dataclasses.replace(config, model=_beside(around, config.model), tokenizer=tokenizer)
+
+
+def _beside(around: Path, folder: str) -> str:
+    named = os.path.expanduser(folder)
+    return str(around / named) if (around / named).is_dir() else named

@@ -25,18 +25,28 @@ def with_model_folder(
     from router.text.model_files import is_hub_name
 
     if Path(config.model).is_dir() or not is_hub_name(config.model):
+        if config.model_revision is not None:
+            raise ConfigError(
+                f"model_revision is of a model on the hub; {config.model} is none",
+                field="model_revision",
+            )
         return config
-    announce(f"fetching {config.model} from the Hugging Face hub")
-    folder = _fetch(config.model, detail)
-    return dataclasses.replace(config, model=folder, served_model_name=config.model_name)
+    named = f"{config.model} ({config.model_revision})" if config.model_revision else config.model
+    announce(f"fetching {named} from the Hugging Face hub")
+    folder = _fetch(config.model, config.model_revision, detail)
+    return dataclasses.replace(
+        config, model=folder, model_revision=None, served_model_name=config.model_name
+    )
 
 
-def _fetch(name: str, detail: Callable[[str], None]) -> str:
+def _fetch(name: str, revision: str | None, detail: Callable[[str], None]) -> str:
     """`detail` hears every per cent.
 
     In a process that an interrupt of this one ends: a terminal's own does not reach it.
     """
     command = [sys.executable, "-m", "engine.models.hub", name]
+    if revision is not None:
+        command.append(revision)
     told_percent = -1
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True

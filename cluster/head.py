@@ -169,7 +169,7 @@ def _serve(config: ClusterConfig, run_dir: Path) -> None:
 
 def _settled(config: ClusterConfig) -> ClusterConfig:
     """With what is decided once for all workers."""
-    with DtypeDecision(config.with_absolute_model(), {}) as decision:
+    with DtypeDecision(config.with_absolute_folders(), {}) as decision:
         settled, dtype = decision.result()
     if dtype is not None:
         print(dtype, flush=True)

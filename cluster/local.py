@@ -122,7 +122,7 @@ def up(
             f"{config.runs_on}",
             field="runs_on",
         )
-    config = config.with_absolute_model()
+    config = config.with_absolute_folders()
     with contextlib.ExitStack() as stack:
         if run_dir is None:
             run_dir = Path(tempfile.mkdtemp(prefix="baton-"))

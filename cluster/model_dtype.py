@@ -37,8 +37,11 @@ class DtypeDecision:
     def __enter__(self) -> Self:
         if self._devices:
             # A session of its own: a terminal's interrupt ends it through whoever waits for it.
+            command = [sys.executable, "-m", "engine.dtype", self._config.model, *self._devices]
+            if self._config.model_revision is not None:
+                command += ["--revision", self._config.model_revision]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "engine.dtype", self._config.model, *self._devices],
+                command,
                 stdout=subprocess.PIPE,
                 text=True,
                 env=os.environ | dict(self._variables),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cluster.worker_config import RankPlace, WorkerConfig
 from engine.api import ModelSpec, Runner
-from engine.build import build_runner, load_model_spec, region_layout
+from engine.build import build_runner, find_model, load_model_spec, region_layout
 from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import RankAddress, WorkerIdentity
 from kv_transfer.rank import TransferRank
@@ -82,7 +82,8 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
             config.engine.device,
             _MEETING_TIMEOUT_S,
         )
-    spec = load_model_spec(config.model_path, config.engine, group)
+    model = find_model(config.model_path, config.model_revision, config.engine)
+    spec = load_model_spec(model, config.engine, group)
     layout = region_layout(spec, config.engine, place.rank, place.size)
     transport = make_transport(config.transfer)
     if on_fatal is not None:
@@ -100,7 +101,7 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
         None if place.rank == 0 else identity.rank0_address,
         config.transfer,
     )
-    runner = build_runner(config.model_path, config.engine, spec, memory, transfer, group)
+    runner = build_runner(model, config.engine, spec, memory, transfer, group)
     if place.rank == 0 and not transfer.wait_ready(_MEETING_TIMEOUT_S):
         raise TimeoutError("not every rank has told which memory it offers")
     log.info(

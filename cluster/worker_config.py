@@ -37,6 +37,7 @@ class WorkerConfig:
     pool: str
     role: Role
     model_name: str
+    model_revision: str | None
     model_path: str
     engine: EngineConfig
     transfer: TransferConfig
@@ -77,6 +78,7 @@ def worker_config(
         pool=pool,
         role=Role(wanted.role),
         model_name=cluster.model_name,
+        model_revision=cluster.model_revision,
         model_path=cluster.model,
         engine=engine,
         transfer=cluster.transfer,

@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def find_model(model_path: str, revision: str | None, config: EngineConfig) -> str:
+    """The model's folder, its hub `revision` fetched when needed; the fake engine reads none.
+    Raises engine.models.errors.ModelError."""
+    if config.backend == "fake":
+        return model_path
+    from engine.models.folder import resolve
+
+    return str(resolve(model_path, revision))
+
+
 def load_model_spec(model_path: str, config: EngineConfig, tp: TpGroup | None = None) -> ModelSpec:
     """Describe the model without loading it; all bytes of its weights are read once, by all ranks
     together. Raises engine.models.errors.ModelError, engine.tp.TpPeerError."""

@@ -11,16 +11,17 @@ or {"error"}.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
 from engine.models.errors import ModelError, UnsupportedModelError
 from engine.models.folder import resolve
+from engine.models.hub import CONFIG
 from engine.weights import Checkpoint, read_json
 
 AUTO = "auto"
@@ -41,12 +42,15 @@ class DtypeChoice:
     """Why, in words that follow on the dtype and a colon."""
 
 
-def choose_dtype(model_path: str, devices: Collection[str]) -> DtypeChoice:
+def choose_dtype(
+    model_path: str, devices: Collection[str], revision: str | None = None
+) -> DtypeChoice:
     """The dtype of a model's weights, activations and KV on all of `devices`, each cpu or cuda.
+    `revision`: of a model on the hub.
 
     Raises ModelError.
     """
-    own = own_dtype(resolve(model_path))
+    own = own_dtype(model_path, revision)
     computed = {device: _computed_on(device) for device in devices}
     for dtype in (own, *_INSTEAD_OF[own]):
         if all(dtype in dtypes for dtypes in computed.values()):
@@ -58,16 +62,18 @@ def choose_dtype(model_path: str, devices: Collection[str]) -> DtypeChoice:
     return DtypeChoice(dtype, reason)
 
 
-def own_dtype(folder: Path) -> str:
-    """The dtype that config.json names, or else the one that most of the weights are in.
+def own_dtype(model_path: str, revision: str | None = None) -> str:
+    """The dtype that config.json names, or else the one that most of the weights are in, which are
+    fetched for nothing else.
 
     Raises ModelError.
     """
+    folder = resolve(model_path, revision, CONFIG)
     config = read_json(folder / "config.json")
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
     named = config.get(key)
     if named is None:
-        with Checkpoint(folder) as checkpoint:
+        with Checkpoint(resolve(model_path, revision)) as checkpoint:
             named = checkpoint.dtype()
     if named not in _INSTEAD_OF:
         raise UnsupportedModelError(
@@ -94,10 +100,15 @@ def cpu_has_bf16() -> bool:
     return tell is not None and any(tell().get(name) for name in _BF16_INSTRUCTIONS)
 
 
-def main(model_path: str, *devices: str) -> None:
+def main(*arguments: str) -> None:
     """Print the choice, or what is wrong with the model."""
+    parser = argparse.ArgumentParser(prog="python -m engine.dtype", description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("devices", nargs="+", choices=("cpu", "cuda"))
+    parser.add_argument("--revision", help="of a model on the Hugging Face hub")
+    options = parser.parse_args(arguments)
     try:
-        told = asdict(choose_dtype(model_path, devices))
+        told = asdict(choose_dtype(options.model, options.devices, options.revision))
     except ModelError as error:
         told = {"error": str(error)}
     print(json.dumps(told))

@@ -39,7 +39,9 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
 
     A second signal cuts the drain short. Returns the exit status: 1 after a fault.
     """
-    text_model = await asyncio.to_thread(TextModel.load, config.model)
+    text_model = await asyncio.to_thread(
+        TextModel.load, config.model, config.model_revision, config.tokenizer
+    )
     router = Router(config.router, control, config.model_name, text_model)
     metrics = _serve_metrics(config.router, router.metrics)
     server = RouterServer(router, config.router, listen)

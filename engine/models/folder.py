@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from engine.api import ModelSpec
 from engine.models.config import ModelConfig, model_config
 from engine.models.errors import CheckpointError
-from engine.models.hub import snapshot
+from engine.models.hub import FILES, snapshot
 from engine.weights import Checkpoint, read_json
 from engine.weights_digest import Ranks, weights_digest
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec, kv_fingerprint
@@ -18,13 +18,14 @@ from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec, kv_fingerprint
 log = logging.getLogger(__name__)
 
 
-def resolve(model_path: str) -> Path:
-    """The folder itself, or the hub's snapshot of a model of this name, fetched when needed.
+def resolve(model_path: str, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
+    """The folder itself, or the hub's snapshot of a model of this name, fetched when needed: of a
+    `revision`, or the main branch, such `files` at least.
 
     Raises CheckpointError when there is neither.
     """
     folder = Path(model_path)
-    return folder if folder.is_dir() else snapshot(model_path)
+    return folder if folder.is_dir() else snapshot(model_path, revision, files=files)
 
 
 def read_config(folder: Path) -> ModelConfig:

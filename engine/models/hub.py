@@ -1,9 +1,9 @@
 """A model's files on the Hugging Face hub: which are wanted, and the folder they are fetched to.
 
-`python -m engine.models.hub NAME` fetches in a process of its own, for whoever must be able to stop
-at any time: the hub's threads finish their files before they heed an interrupt. It tells on
-standard output, a JSON object a line: {"fetched_bytes", "total_bytes"} as they change, and at the
-end {"folder"} or {"error"}.
+`python -m engine.models.hub NAME [REVISION]` fetches in a process of its own, for whoever must be
+able to stop at any time: the hub's threads finish their files before they heed an interrupt. It
+tells on standard output, a JSON object a line: {"fetched_bytes", "total_bytes"} as they change, and
+at the end {"folder"} or {"error"}.
 """
 
 from __future__ import annotations
@@ -12,21 +12,29 @@ import io
 import json
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.models.errors import CheckpointError
 
-_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
+CONFIG = ("config.json",)
 # The same weights once more, as their makers' own programs want them; and nothing in a subfolder
 # (original/, onnx/) is read.
 _OTHER_FORMS = ["consolidated*", "*/*"]
 
 
-def snapshot(name: str, tqdm_class: Any = None) -> Path:
+def snapshot(
+    name: str,
+    revision: str | None = None,
+    tqdm_class: Any = None,
+    files: Sequence[str] = FILES,
+) -> Path:
     """The folder of a hub model, from the local cache or fetched into it. Raises CheckpointError.
 
-    `tqdm_class`: what draws the hub's progress; None: its own bars.
+    `revision`: a branch, tag or commit; None: the main branch. `tqdm_class`: what draws the hub's
+    progress; None: its own bars. `files`: patterns of those that are wanted.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -35,14 +43,16 @@ def snapshot(name: str, tqdm_class: Any = None) -> Path:
         return Path(
             huggingface_hub.snapshot_download(
                 name,
-                allow_patterns=_FILES,
+                revision=revision,
+                allow_patterns=list(files),
                 ignore_patterns=_OTHER_FORMS,
                 tqdm_class=tqdm_class,
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        named = f"{name}, revision {revision}," if revision else name
         raise CheckpointError(
-            f"{name} is no folder, nor can it be had from the Hugging Face hub: {error}"
+            f"{named} is no folder, nor can it be had from the Hugging Face hub: {error}"
         ) from error
 
 
@@ -73,9 +83,9 @@ def _tell(**values: object) -> None:
     print(json.dumps(values), flush=True)
 
 
-def main(name: str) -> int:
+def main(name: str, revision: str | None = None) -> int:
     try:
-        folder = snapshot(name, _telling_bars())
+        folder = snapshot(name, revision, _telling_bars())
     except CheckpointError as error:
         _tell(error=str(error))
         return 1
@@ -84,4 +94,4 @@ def main(name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -49,15 +49,24 @@ def is_hub_name(model: str) -> bool:
     return _HUB_NAME.fullmatch(model) is not None
 
 
-def read_model_files(folder: str | Path) -> ModelFiles:
-    """Read all text-related files of a folder; raises ConfigError naming the file that is wrong."""
-    root = _find(folder)
-    tokenizer_path = root / "tokenizer.json"
+def read_model_files(
+    model: str | Path, revision: str | None = None, tokenizer: str | None = None
+) -> ModelFiles:
+    """Read all text-related files of a folder, or of a `revision` of a model on the hub.
+
+    `tokenizer`: a folder or a name on the hub, from which tokenizer, special tokens and chat
+    template are read instead. Raises ConfigError naming the file that is wrong.
+    """
+    root = _find(model, revision, "model")
+    text = root if tokenizer is None else _find(tokenizer, None, "tokenizer")
+    tokenizer_path = text / "tokenizer.json"
     if not tokenizer_path.is_file():
         raise ConfigError(
-            f"{tokenizer_path}: missing; the router needs the tokenizers library's file"
+            f"{tokenizer_path}: missing; the router needs the tokenizers library's file: set "
+            "tokenizer to a folder or a name on the hub that has it",
+            field="tokenizer",
         )
-    tokenizer_config = _read_json(root / "tokenizer_config.json")
+    tokenizer_config = _read_json(text / "tokenizer_config.json")
     config = _read_json(root / "config.json")
     text_config = config.get("text_config")
     if isinstance(text_config, dict):
@@ -69,8 +78,8 @@ def read_model_files(folder: str | Path) -> ModelFiles:
     return ModelFiles(
         folder=root,
         tokenizer_path=tokenizer_path,
-        chat_template=_chat_template(root, tokenizer_config),
-        special_tokens=_special_tokens(root, tokenizer_config),
+        chat_template=_chat_template(text, tokenizer_config),
+        special_tokens=_special_tokens(text, tokenizer_config),
         eos_token_ids=_token_ids(root, eos),
         vocab_size=_size(root, config, "vocab_size"),
         max_model_len=_size(root, config, "max_position_embeddings"),
@@ -78,27 +87,33 @@ def read_model_files(folder: str | Path) -> ModelFiles:
     )
 
 
-def _find(model: str | Path) -> Path:
+def _find(model: str | Path, revision: str | None, field: str) -> Path:
     """The folder itself, or where the Hugging Face hub's files of that name lie (fetched once)."""
     if Path(model).is_dir():
         return Path(model)
     if not is_hub_name(str(model)):
-        raise ConfigError(f"{model}: no such model folder, and not a name on the Hugging Face hub")
+        raise ConfigError(
+            f"{model}: no such {field} folder, and not a name on the Hugging Face hub", field=field
+        )
     try:
         import huggingface_hub
     except ImportError as error:
         raise ConfigError(
-            f"{model}: no such model folder; to fetch it, install huggingface_hub"
+            f"{model}: no such {field} folder; to fetch it, install huggingface_hub", field=field
         ) from error
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                str(model), allow_patterns=_TEXT_FILES, ignore_patterns=_NOT_READ
+                str(model),
+                revision=revision,
+                allow_patterns=_TEXT_FILES,
+                ignore_patterns=_NOT_READ,
             )
         )
     except (OSError, ValueError) as error:  # the hub's own errors are among these
+        named = f"{model}, revision {revision}" if revision else model
         raise ConfigError(
-            f"{model}: cannot be fetched from the Hugging Face hub: {error}"
+            f"{named}: cannot be fetched from the Hugging Face hub: {error}", field=field
         ) from error
 
 

@@ -36,15 +36,19 @@ class TextModel:
             self.eos_token_ids |= {eos_id}
 
     @classmethod
-    def load(cls, folder: str | Path) -> TextModel:
-        """Read a Hugging Face model folder; raises ConfigError naming what is wrong with it."""
-        files = read_model_files(folder)
+    def load(
+        cls, model: str | Path, revision: str | None = None, tokenizer: str | None = None
+    ) -> TextModel:
+        """Read a model's folder, or fetch what is text of a `revision` of one on the Hugging Face
+        hub; `tokenizer`: see `read_model_files`. Raises ConfigError naming what is wrong with it.
+        """
+        files = read_model_files(model, revision, tokenizer)
         try:
-            tokenizer = Tokenizer.from_file(str(files.tokenizer_path))
+            read = Tokenizer.from_file(str(files.tokenizer_path))
         except Exception as error:  # the library raises no narrower class
             raise ConfigError(f"{files.tokenizer_path}: cannot be read: {error}") from error
         try:
-            return cls(tokenizer, files)
+            return cls(read, files)
         except ConfigError as error:
             raise ConfigError(f"{files.folder}: {error}") from error
 

@@ -17,10 +17,11 @@ _SMALL_BYTES = 10_000
 
 
 class SmallHub:
-    """Serves `files` (path to content) as the repository `name`; a context manager."""
+    """Serves `files` (path to content), a revision of the repository `name`; a context manager."""
 
-    def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
+    def __init__(self, name: str, files: Mapping[str, bytes], revision: str = "main") -> None:
         self.name = name
+        self.revision = revision
         self.files = files
         self.asked: list[str] = []
         """Paths of files that were sent."""
@@ -42,7 +43,7 @@ class SmallHub:
         self._server.server_close()
         self._thread.join()
 
-    def revision(self) -> bytes:
+    def commit(self) -> bytes:
         return json.dumps({"id": self.name, "sha": COMMIT, "siblings": []}).encode()
 
     def tree(self) -> bytes:
@@ -63,8 +64,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub, path = self.hub, unquote(urlsplit(self.path).path)
         file = path.removeprefix(f"/{hub.name}/resolve/{COMMIT}/")
-        if path == f"/api/models/{hub.name}/revision/main":
-            self._send(hub.revision(), "application/json")
+        if path == f"/api/models/{hub.name}/revision/{hub.revision}":
+            self._send(hub.commit(), "application/json")
         elif path == f"/api/models/{hub.name}/tree/{COMMIT}":
             self._send(hub.tree(), "application/json")
         elif file in hub.files:
@@ -94,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-def fill_cache(cache: Path, name: str, files: Mapping[str, bytes]) -> Path:
+def fill_cache(cache: Path, name: str, files: Mapping[str, bytes], revision: str = "main") -> Path:
     """Lay files out as the hub's cache has them; the snapshot's folder."""
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / COMMIT
@@ -102,7 +103,7 @@ def fill_cache(cache: Path, name: str, files: Mapping[str, bytes]) -> Path:
         (snapshot / path).parent.mkdir(parents=True, exist_ok=True)
         (snapshot / path).write_bytes(content)
     (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(COMMIT)
+    (repository / "refs" / revision).write_text(COMMIT)
     return snapshot
 
 

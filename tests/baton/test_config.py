@@ -36,7 +36,7 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
         ({"engine": {"blocksize": 3}}, "engine.blocksize: unknown key; did you mean 'block_size'?"),
         (
             {"qqqq": 1},
-            "qqqq: unknown key; valid keys: control, decode, engine, log_level, model, planner",
+            "qqqq: unknown key; valid keys: control, decode, engine, log_level, model, model_rev",
         ),
         ({"engine": {"block_size": "3"}}, "engine.block_size: a whole number is expected, not '3'"),
         ({"engine": {"block_size": True}}, "engine.block_size: a whole number is expected"),
@@ -325,8 +325,10 @@ def test_a_relative_model_folder_is_the_one_beside_its_file(
         (tmp_path / place).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "elsewhere")  # which has one of the same name
     file = tmp_path / "cluster.yaml"
-    file.write_text("model: weights\nserved_model_name: mine\n")
+    file.write_text("model: weights\nserved_model_name: mine\ntokenizer: weights\n")
     config = load_config(file)
+    assert config.tokenizer == str(tmp_path / "weights")
+    assert config.with_absolute_folders() == config
     assert config.model == str(tmp_path / "weights")
     assert config.model_name == "mine"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from baton.errors import ConfigError
 from baton.model_folder import with_model_folder
 from baton.process_tree import descendants
 from baton.progress import Steps
+from cluster.model_dtype import DtypeDecision
+from cluster.worker_config import worker_config
+from engine.build import find_model
 from tests.baton.small_hub import SmallHub, fill_cache
 
 NAME = "baton-test/tiny"
@@ -94,6 +98,54 @@ def test_an_interrupt_does_not_wait_for_a_file_that_is_still_coming(
         with pytest.raises(KeyboardInterrupt):
             with_model_folder(CONFIG, lambda text: None, interrupted)
         assert descendants() == before
+
+
+def test_a_revision_is_what_the_hub_is_asked_for(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with SmallHub(NAME, FILES, revision="v2") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        config, announced, _ = resolved(dataclasses.replace(CONFIG, model_revision="v2"))
+        assert announced == [f"fetching {NAME} (v2) from the Hugging Face hub"]
+        assert (Path(config.model) / "config.json").read_bytes() == b"{}"
+        assert config.model_revision is None, "a folder has none"
+        with pytest.raises(ConfigError, match=f"{NAME} is no folder, nor"):
+            resolved(CONFIG)  # this hub has no main branch
+
+
+def test_a_revision_of_what_is_not_on_the_hub_is_refused(tmp_path: Path) -> None:
+    config = parse_config({"model": str(tmp_path), "model_revision": "v2"})
+    with pytest.raises(ConfigError, match="model_revision is of a model on the hub"):
+        resolved(config)
+
+
+@pytest.mark.full  # a process that imports torch
+def test_the_choice_of_a_dtype_fetches_the_revisions_config_and_no_weights(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    files = FILES | {"config.json": b'{"dtype": "float32"}'}
+    config = parse_config({"model": NAME, "model_revision": "v2", "engine": {"device": "cpu"}})
+    with (
+        SmallHub(NAME, files, revision="v2") as hub,
+        DtypeDecision(config, {"HF_ENDPOINT": hub.address}) as decision,
+    ):
+        settled, _ = decision.result()
+    assert settled.engine.dtype == "float32"
+    assert hub.asked == ["config.json"]
+
+
+def test_a_workers_engine_has_the_revision_that_its_cluster_names(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folder = fill_cache(cache, NAME, FILES, revision="v2")
+    config = parse_config({"model": NAME, "model_revision": "v2"})
+    worker = worker_config(config, "decode", "decode-0", "127.0.0.1:1")
+    found = find_model(worker.model_path, worker.model_revision, worker.engine)
+    assert found == str(folder)
 
 
 @pytest.mark.parametrize("model", ["/", "no such/folder/at all"])

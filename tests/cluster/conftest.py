@@ -227,6 +227,7 @@ async def running_worker(
         role=role,
         model_name="fake",
         model_path="",
+        model_revision=None,
         engine=engine,
         transfer=TransferConfig(transport="memory", renew_within_s=2.0, ack_timeout_s=2.0),
         tp_size=1,

@@ -129,6 +129,7 @@ async def serving(
         role=role,
         model_name="fake",
         model_path="",
+        model_revision=None,
         engine=kit.engine,
         transfer=TransferConfig(transport="memory"),
         tp_size=1,

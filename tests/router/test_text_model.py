@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from baton.errors import ConfigError, InvalidRequestError
 from router.text import TextModel
 from router.text.encoder import SegmentEncoder
+from tests.baton.small_hub import fill_cache
 from tests.router.text_fixtures import (
     CHAT_TOKENS,
     SENTENCES,
@@ -215,6 +216,41 @@ def test_greedy_by_default_where_the_model_says_so(tmp_path: Path) -> None:
     generation = {"do_sample": False, "temperature": 0.6}
     model = TextModel.load(write_model(tmp_path, byte_level_tokenizer(), generation=generation))
     assert model.sampling_defaults.temperature == 0.0
+
+
+def test_a_tokenizer_of_its_own_comes_with_its_template_and_the_rest_from_the_model(
+    tmp_path: Path,
+) -> None:
+    text = write_model(tmp_path / "text", byte_level_tokenizer(), chat_template="{{ bos_token }}!")
+    model = write_model(
+        tmp_path / "model", sentencepiece_tokenizer("first"), generation={"top_k": 7}
+    )
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (model / file).unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: missing; .*: set tokenizer to"):
+        TextModel.load(model)
+    (model / "config.json").write_text('{"max_position_embeddings": 99}')
+    both, own = TextModel.load(model, tokenizer=str(text)), TextModel.load(text)
+    assert both.encode("relay race") == own.encode("relay race")
+    turn = [Turn("user", "hello")]
+    assert both.encode_chat(turn) == own.encode_chat(turn)
+    assert (both.max_model_len, both.sampling_defaults.top_k) == (99, 7)
+    with pytest.raises(ConfigError, match="nowhere at all: no such tokenizer folder"):
+        TextModel.load(model, tokenizer="nowhere at all")
+
+
+def test_a_models_revision_on_the_hub_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = write_model(tmp_path / "model", byte_level_tokenizer())
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    fill_cache(tmp_path / "hub", "baton-test/tiny", files, revision="v2")
+    model = TextModel.load("baton-test/tiny", revision="v2")
+    assert model.encode("hello") == TextModel.load(folder).encode("hello")
+    with pytest.raises(ConfigError, match="baton-test/tiny, revision v3: cannot be fetched"):
+        TextModel.load("baton-test/tiny", revision="v3")
 
 
 def test_a_model_that_is_nowhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
