@@ -1,0 +1,208 @@
+"""How a change of weights, quantisation or block size goes over: prefill and decode together. Pure.
+
+1. Growing: the new cohort's pools get the workers that the next step's share of requests needs,
+   beside all that serve; they are waited for.
+2. Watching: that share goes to it, the old cohort shrinks to what the rest needs, and what becomes
+   of the new one's requests is watched for as long as the step lasts. Then the next step.
+3. Serving: the new one has served all requests for a step's time; the old one drains.
+
+Returning: the new one fails more or is slower than allowed, and its share ends at once; or the spec
+names another version, and its share ends when the old one has all of its workers back. Returned:
+nothing is tried again until the spec changes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from deploy.api.serving_cluster import CohortRollout
+
+
+class Phase(StrEnum):
+    SERVING = "Serving"
+    GROWING = "Growing"
+    WATCHING = "Watching"
+    RETURNING = "Returning"
+    RETURNED = "Returned"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What has to be known to go on; kept in the ServingCluster's status."""
+
+    serving: str
+    """The cohort that has the requests which the next one has not."""
+    next: str = ""
+    """The cohort that is to take over, or was; empty: none."""
+    phase: Phase = Phase.SERVING
+    weight: int = 0
+    """Percent of new requests that go to the next one."""
+    since: datetime.datetime | None = None
+    """When a step's share began to be watched."""
+    reason: str = ""
+    """Why it is taken back."""
+    is_fault: bool = False
+    """The next one serves worse than allowed."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What became of a cohort's requests since the step began."""
+
+    num_requests: float = 0.0
+    num_failures: float = 0.0
+    """Those that are not their clients' fault."""
+    itl_s: float | None = None
+    """None: no gap between tokens was seen."""
+
+
+@dataclass(frozen=True)
+class CohortPool:
+    """A pool's size, and how many workers of each cohort are live in it."""
+
+    replicas: int
+    num_live: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Seen:
+    pools: Sequence[CohortPool]
+    figures: Mapping[str, Figures] = field(default_factory=dict)
+    """By cohort."""
+
+    def has_live(self, cohort: str) -> bool:
+        return any(pool.num_live.get(cohort, 0) for pool in self.pools)
+
+    def is_sized(self, cohort: str, percent: int) -> bool:
+        """Whether each pool has the live workers for that share of requests."""
+        return all(
+            pool.num_live.get(cohort, 0) >= share(pool.replicas, percent) for pool in self.pools
+        )
+
+
+def share(replicas: int, percent: int) -> int:
+    """Workers of a pool that serve this percentage of its requests."""
+    return max(1, math.ceil(replicas * percent / 100)) if replicas and percent else 0
+
+
+def weights(progress: Progress) -> dict[str, int]:
+    """Of new requests, by cohort; the sum is 100."""
+    told = {progress.serving: 100 - progress.weight}
+    return told | {progress.next: progress.weight} if progress.next else told
+
+
+def cohort_size(
+    progress: Progress, rollout: CohortRollout, cohort: str, replicas: int, *, is_alone: bool
+) -> int:
+    """Workers that a pool of this size is to have of a cohort. `is_alone`: nothing of the serving
+    cohort serves, so nothing is to be waited for."""
+    if cohort == progress.serving:
+        return share(replicas, _serving_percent(progress, rollout))
+    if cohort != progress.next:
+        return 0
+    if progress.phase is Phase.GROWING:
+        return share(replicas, next_weight(progress, rollout, is_alone=is_alone))
+    return share(replicas, progress.weight)
+
+
+def next_weight(progress: Progress, rollout: CohortRollout, *, is_alone: bool) -> int:
+    if is_alone:
+        return 100
+    return next((weight for weight in rollout.weights if weight > progress.weight), 100)
+
+
+def _serving_percent(progress: Progress, rollout: CohortRollout) -> int:
+    """While the last step is watched the old cohort keeps what it had: the way back is short."""
+    if progress.phase not in (Phase.GROWING, Phase.WATCHING):
+        return 100
+    if progress.weight < 100:
+        return 100 - progress.weight
+    return 100 - max((weight for weight in rollout.weights if weight < 100), default=0)
+
+
+def advance(
+    progress: Progress,
+    rollout: CohortRollout,
+    wanted: str,
+    seen: Seen,
+    step_s: float,
+    now: datetime.datetime,
+) -> Progress:
+    """One step on, if it is time. `wanted`: the spec's cohort; `step_s`: how long each step is
+    watched."""
+    is_settled = progress.phase in (Phase.SERVING, Phase.RETURNED)
+    if wanted == progress.serving and is_settled:
+        return Progress(wanted)
+    if wanted != progress.next:
+        if is_settled:
+            return Progress(progress.serving, wanted, Phase.GROWING)
+        if progress.phase is not Phase.RETURNING:
+            reason = "the spec names another version"
+            return replace(progress, phase=Phase.RETURNING, reason=reason, since=None)
+    if progress.phase is Phase.RETURNED:
+        return progress
+    if progress.phase is Phase.RETURNING:
+        return _returned(progress, wanted, seen)
+    if fault := _fault(progress, rollout, seen):
+        back = replace(progress, phase=Phase.RETURNING, reason=fault, is_fault=True)
+        return replace(back, weight=0, since=None)
+    if progress.phase is Phase.GROWING:
+        return _grown(progress, rollout, seen, now)
+    return _watched(progress, step_s, now)
+
+
+def _grown(
+    progress: Progress, rollout: CohortRollout, seen: Seen, now: datetime.datetime
+) -> Progress:
+    is_alone = not seen.has_live(progress.serving)
+    weight = next_weight(progress, rollout, is_alone=is_alone)
+    if not seen.is_sized(progress.next, weight):
+        return progress
+    return replace(progress, phase=Phase.WATCHING, weight=weight, since=now)
+
+
+def _watched(progress: Progress, step_s: float, now: datetime.datetime) -> Progress:
+    if progress.since is None:
+        return replace(progress, since=now)
+    if (now - progress.since).total_seconds() < step_s:
+        return progress
+    if progress.weight == 100:
+        return Progress(progress.next)
+    return replace(progress, phase=Phase.GROWING, since=None)
+
+
+def _returned(progress: Progress, wanted: str, seen: Seen) -> Progress:
+    """What is no fault waits for the old workers: they take over no more than they can serve."""
+    if progress.weight and not seen.is_sized(progress.serving, 100):
+        return progress
+    if wanted == progress.serving:
+        return Progress(wanted)
+    if wanted != progress.next:
+        return Progress(progress.serving, wanted, Phase.GROWING)
+    if not progress.is_fault:  # the spec has changed its mind twice
+        return Progress(progress.serving, wanted, Phase.GROWING)
+    return replace(progress, phase=Phase.RETURNED, weight=0)
+
+
+def _fault(progress: Progress, rollout: CohortRollout, seen: Seen) -> str:
+    """Why the new cohort is not fit; empty: it is, or there is nothing to go back to."""
+    if not progress.weight or not seen.has_live(progress.serving):
+        return ""
+    new = seen.figures.get(progress.next, Figures())
+    old = seen.figures.get(progress.serving, Figures())
+    percent = 100 * new.num_failures / new.num_requests if new.num_requests else 0.0
+    if percent > rollout.max_error_percent:
+        return (
+            f"{percent:.1f}% of its requests failed at a share of {progress.weight}%, "
+            f"maxErrorPercent is {rollout.max_error_percent:g}"
+        )
+    if new.itl_s is not None and old.itl_s and new.itl_s > rollout.max_itl_factor * old.itl_s:
+        return (
+            f"{1000 * new.itl_s:.1f} ms between its tokens, {1000 * old.itl_s:.1f} ms between the "
+            f"old one's: maxItlFactor is {rollout.max_itl_factor:g}"
+        )
+    return ""

@@ -1,0 +1,179 @@
+"""A change of cohort, step by step: who serves which share, and what takes it back."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.api.serving_cluster import CohortRollout
+from deploy.controller.cohort_rollout import (
+    CohortPool,
+    Figures,
+    Phase,
+    Progress,
+    Seen,
+    advance,
+    cohort_size,
+    share,
+    weights,
+)
+
+STEP_S = 300.0
+START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+
+
+@dataclass
+class World:
+    """Pools whose workers get live one look after they were asked for."""
+
+    replicas: tuple[int, ...] = (10, 4)
+    rollout: CohortRollout = field(default_factory=CohortRollout)
+    progress: Progress = field(default_factory=lambda: Progress("old"))
+    live: list[dict[str, int]] = field(default_factory=list)
+    figures: dict[str, Figures] = field(default_factory=dict)
+    now: datetime.datetime = START
+    broken: frozenset[str] = frozenset()
+    told: list[dict[str, int]] = field(default_factory=list)
+    """Each division of requests, once."""
+
+    def __post_init__(self) -> None:
+        self.live = self.live or [{"old": count} for count in self.replicas]
+
+    @property
+    def seen(self) -> Seen:
+        pools = [CohortPool(n, live) for n, live in zip(self.replicas, self.live, strict=True)]
+        return Seen(pools, self.figures)
+
+    def look(self, wanted: str, seconds: float = 10.0) -> None:
+        self.now += datetime.timedelta(seconds=seconds)
+        self.progress = advance(self.progress, self.rollout, wanted, self.seen, STEP_S, self.now)
+        if self.told[-1:] != [weights(self.progress)]:
+            self.told.append(weights(self.progress))
+        is_alone = not self.seen.has_live(self.progress.serving)
+        for count, live in zip(self.replicas, self.live, strict=True):
+            for cohort in {*live, self.progress.serving, self.progress.next} - {"", *self.broken}:
+                live[cohort] = cohort_size(
+                    self.progress, self.rollout, cohort, count, is_alone=is_alone
+                )
+
+    def look_until(self, phase: Phase, wanted: str = "new") -> None:
+        for _ in range(1000):
+            self.look(wanted)
+            if self.progress.phase is phase:
+                return
+        raise AssertionError(f"never {phase}: {self.progress}")
+
+
+def test_requests_go_over_by_the_steps_each_watched_for_its_time() -> None:
+    world = World()
+    world.look_until(Phase.WATCHING)
+    began = world.now
+    world.look_until(Phase.SERVING)
+    assert [told.get("new", 0) for told in world.told] == [0, 1, 10, 50, 100, 100]
+    assert world.progress == Progress("new")
+    assert (world.now - began).total_seconds() >= 4 * STEP_S
+    assert world.live == [{"old": 0, "new": 10}, {"old": 0, "new": 4}]
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=3), st.data())
+@settings(max_examples=15, deadline=None)
+def test_whoever_has_a_share_has_the_workers_for_it_at_every_look(
+    replicas: list[int], data: st.DataObject
+) -> None:
+    """Whatever the spec names meanwhile; and in the end what it names serves alone."""
+    world = World(tuple(replicas))
+    for _ in range(data.draw(st.integers(1, 8))):
+        wanted = data.draw(st.sampled_from(["old", "new", "third"]))
+        for _ in range(data.draw(st.integers(1, 70))):
+            world.look(wanted)
+            for cohort, percent in weights(world.progress).items():
+                if not world.progress.is_fault:
+                    assert world.seen.is_sized(cohort, percent)
+    world.look_until(Phase.SERVING, "new")
+    assert world.live == [
+        {cohort: n if cohort == "new" else 0 for cohort in live}
+        for n, live in zip(replicas, world.live, strict=True)
+    ]
+
+
+def test_failures_take_the_share_back_at_once_and_nothing_is_tried_again() -> None:
+    world = World()
+    while world.progress.weight < 10:
+        world.look("new")
+    world.figures = {"new": Figures(200.0, 3.0), "old": Figures(2000.0, 0.0)}
+    world.look("new")
+    assert weights(world.progress) == {"old": 100, "new": 0}
+    assert world.progress.reason.startswith("1.5% of its requests failed at a share of 10%")
+    world.look_until(Phase.RETURNED)
+    world.figures = {}
+    for _ in range(100):
+        world.look("new")
+    assert world.live[0] == {"old": 10, "new": 0}
+    assert "failed" in world.progress.reason
+    world.look("old")
+    assert world.progress == Progress("old")
+    world.look_until(Phase.SERVING, "new")
+    assert world.progress.serving == "new", "the spec has changed: it is tried again"
+
+
+def test_slow_tokens_take_the_share_back_and_equal_ones_do_not() -> None:
+    world = World()
+    world.figures = {"new": Figures(9.0, 0.0, 0.029), "old": Figures(900.0, 0.0, 0.02)}
+    world.look_until(Phase.WATCHING)
+    world.look("new")
+    assert weights(world.progress)["new"] == 1
+    world.figures["new"] = Figures(9.0, 0.0, 0.031)
+    world.look("new")
+    assert weights(world.progress)["new"] == 0
+    assert world.progress.reason.startswith("31.0 ms between its tokens, 20.0 ms")
+
+
+def test_a_cohort_that_does_not_get_live_gets_no_request() -> None:
+    world = World(broken=frozenset({"new"}))
+    for _ in range(100):
+        world.look("new")
+    assert world.told == [{"old": 100, "new": 0}]
+    assert world.live[0]["old"] == 10
+    world.look("old")
+    world.look("old")
+    assert world.progress == Progress("old")
+
+
+def test_a_third_version_waits_until_the_old_workers_are_back() -> None:
+    world = World()
+    while world.progress.weight < 50:
+        world.look("new")
+    world.look("new")
+    assert world.live[0]["old"] == 5
+    world.look("third")
+    assert weights(world.progress) == {"old": 50, "new": 50}
+    world.look("third")
+    assert (world.progress.serving, world.progress.next) == ("old", "third")
+    assert world.live[0]["old"] == 10
+
+
+def test_a_version_that_never_served_is_not_gone_away_from_in_steps() -> None:
+    world = World(live=[{"old": 0}, {"old": 0}], broken=frozenset({"old"}))
+    world.look_until(Phase.WATCHING)
+    assert world.progress.weight == 100
+    assert world.live == [{"old": 0, "new": 10}, {"old": 0, "new": 4}]
+
+
+def test_the_last_step_keeps_the_old_workers_until_it_has_been_watched() -> None:
+    world = World()
+    while world.progress.weight < 100:
+        world.look("new")
+    world.look("new")
+    assert world.live[0] == {"old": 5, "new": 10}
+    world.look_until(Phase.SERVING)
+    assert world.live[0] == {"old": 0, "new": 10}
+
+
+def test_a_share_has_a_worker_at_least_where_the_pool_has_any() -> None:
+    assert [share(10, 1), share(10, 50), share(3, 50), share(0, 100), share(5, 0)] == [
+        *(1, 5, 2),
+        *(0, 0),
+    ]
