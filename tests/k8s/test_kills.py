@@ -1,0 +1,151 @@
+"""The operator is killed right before and right after everything that it does to scale a pool."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.dying_operator import FOLDER_VARIABLE
+from tests.k8s.kubelet.kubelet import Kubelet
+from tests.k8s.kubelet.kuberay import GroupChange, KubeRay
+from tests.k8s.operating import eventually
+from tests.k8s.streaming import streaming
+from tests.k8s.test_serving import FAKE, MODEL, Installed, router_address
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.full,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
+]
+
+DYING = "tests.k8s.dying_operator"
+NUM_TOKENS = 150
+QUIET_S = 12.0
+"""Twice as long as the operator goes without a look, and more: whoever lived through that has
+nothing left to do."""
+_KILLED = re.compile(r"^killed (before|after) ((?:PATCH|DELETE|SetReplicas) \S+):", re.MULTILINE)
+
+
+class DyingOperator:
+    """The release's operator, replaced by one that is killed at every step."""
+
+    def __init__(self, control_plane: ControlPlane, kubelet: Kubelet, namespace: str) -> None:
+        self._kubelet = kubelet
+        (deployment,) = control_plane.read("deployments", "-n", namespace, "-l", _OPERATOR)["items"]
+        container = "/spec/template/spec/containers/0"
+        volumes = [{"name": "steps", "emptyDir": {}}]
+        patch = [
+            {
+                "op": "replace",
+                "path": f"{container}/command/2",
+                "value": "tests.k8s.dying_operator",
+            },
+            {
+                "op": "add",
+                "path": f"{container}/env/-",
+                "value": {"name": FOLDER_VARIABLE, "value": "/steps"},
+            },
+            {
+                "op": "add",
+                "path": f"{container}/volumeMounts",
+                "value": [{"name": "steps", "mountPath": "/steps"}],
+            },
+            {"op": "add", "path": "/spec/template/spec/volumes", "value": volumes},
+        ]
+        assert not deployment["spec"]["template"]["spec"].get("volumes")
+        name = f"deployment/{deployment['metadata']['name']}"
+        control_plane.kubectl(
+            *("-n", namespace, "patch", name, "--type=json", "-p", json.dumps(patch))
+        )
+        eventually(self._is_alone, "the dying operator has taken over", 60)
+
+    def _is_alone(self) -> bool:
+        pods = self._kubelet.pods(_OPERATOR)
+        if len(pods) != 1 or not pods[0]["spec"].get("volumes"):
+            return False
+        self._pod = str(pods[0]["metadata"]["name"])
+        return any(v["name"] == "steps" for v in pods[0]["spec"]["volumes"]) and self.is_ready()
+
+    def is_ready(self) -> bool:
+        (pod,) = self._kubelet.pods(_OPERATOR)
+        conditions = (pod.get("status") or {}).get("conditions") or ()
+        return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+    @property
+    def num_lives(self) -> int:
+        (pod,) = self._kubelet.pods(_OPERATOR)
+        return 1 + int(pod["status"]["containerStatuses"][0]["restartCount"])
+
+    def kills(self) -> list[tuple[str, str]]:
+        """Before or after what it was killed, in order."""
+        logs = (self._kubelet.log(self._pod, f"operator-{n}") for n in range(self.num_lives))
+        return [found for log in logs for found in _KILLED.findall(log)]
+
+
+_OPERATOR = "app.kubernetes.io/component=operator"
+
+
+def has_settled(installed: Installed, operator: DyingOperator, replicas: int) -> bool:
+    """The pool is as wanted, and its operator lives on, with nothing left to do."""
+    status = installed.read("wp/decode").get("status", {})
+    counts = {status.get(name, 0) for name in ("replicas", "readyReplicas")}
+    if counts != {replicas} or status.get("draining"):
+        return False
+    lives, ends_at = operator.num_lives, time.monotonic() + QUIET_S
+    while time.monotonic() < ends_at:
+        if operator.num_lives != lives or not operator.is_ready():
+            return False
+        time.sleep(0.5)
+    return True
+
+
+def test_an_operator_that_is_killed_at_every_step_scales_out_and_in_and_no_stream_changes(
+    control_plane: ControlPlane,
+    namespace: str,
+    kubelet: Kubelet,
+    kuberay: KubeRay,
+    tmp_path: Path,
+) -> None:
+    installed = Installed(control_plane, namespace, tmp_path)
+    installed.install(
+        model={"name": str(MODEL)},
+        engine=FAKE,
+        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+    )
+    installed.wait_available()
+    operator = DyingOperator(control_plane, kubelet, namespace)
+    kills: list[tuple[str, str]] = []
+    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+        for replicas in (3, 1):
+            began_at = time.monotonic()
+            installed.scale("decode", replicas)
+
+            def is_done(replicas: int = replicas) -> bool:
+                streams.check()
+                return has_settled(installed, operator, replicas)
+
+            eventually(is_done, f"the pool has {replicas} workers", 300)
+            new = operator.kills()[len(kills) :]
+            kills += new
+            print(f"to {replicas}: {time.monotonic() - began_at:.0f} s, {len(new)} kills")
+            print("\n".join(f"  {moment} {step}" for moment, step in new))
+            for step in ("SetReplicas decode", f"PATCH {_ray_cluster(namespace)}"):
+                for moment in ("before", "after"):
+                    assert any(each == (moment, step) for each in new), (moment, step)
+    assert streams.num_rounds > 2
+    cleared = GroupChange(1, ())
+    eventually(lambda: kuberay.changes("default", "decode")[-1] == cleared, "the patch is cleared")
+    for before, after in itertools.pairwise(kuberay.changes("default", "decode")):
+        named = set(after.to_delete) - set(before.to_delete)
+        assert len(named) == max(0, before.replicas - after.replicas)
+
+
+def _ray_cluster(namespace: str) -> str:
+    return f"/apis/ray.io/v1/namespaces/{namespace}/rayclusters/default"
