@@ -46,7 +46,7 @@ def fleet_of(told: control_pb2.WatchFleetResponse) -> Fleet:
             pool.last_error,
             (pool.role_plan.prefill, pool.role_plan.decode),
         )
-    return Fleet(pools)
+    return Fleet(pools, any(router.num_held for router in told.routers))
 
 
 def _place(worker: control_pb2.FleetWorker) -> Place:
@@ -185,7 +185,7 @@ def _decisive(fleet: Fleet | None) -> object:
     """What is acted on; figures change with every answer and can wait for the next look."""
     if fleet is None:
         return None
-    return {
+    pools = {
         name: (
             pool.desired_replicas,
             pool.role_plan,
@@ -194,3 +194,4 @@ def _decisive(fleet: Fleet | None) -> object:
         )
         for name, pool in fleet.pools.items()
     }
+    return fleet.holds_requests, pools

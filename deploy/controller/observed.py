@@ -76,3 +76,5 @@ class Fleet:
     """All pools of a cluster, by their names in it."""
 
     pools: Mapping[str, FleetPool]
+    holds_requests: bool = False
+    """Whether routers hold some for pools that are at zero."""
