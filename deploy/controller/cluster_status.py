@@ -41,14 +41,21 @@ def cluster_verdicts(
     if num_ready < view.spec.router.replicas:
         late.append(f"routers {num_ready}/{view.spec.router.replicas}")
     return [
-        Verdict(AVAILABLE, False, "Missing", missing)
-        if missing
-        else Verdict(AVAILABLE, True, "Serving", "requests are served"),
+        _available(view, missing),
         Verdict(PROGRESSING, True, "Changing", ", ".join(late))
         if late
         else Verdict(PROGRESSING, False, "AsWanted", "all workers and routers are there"),
         _degraded(refused, errors),
     ]
+
+
+def _available(view: ClusterView, missing: str) -> Verdict:
+    if missing:
+        return Verdict(AVAILABLE, False, "Missing", missing)
+    if any(map(_is_stopped, view.pools.values())):
+        stopped = "the planner has stopped pools: routers hold the next request until they are back"
+        return Verdict(AVAILABLE, True, "Stopped", stopped)
+    return Verdict(AVAILABLE, True, "Serving", "requests are served")
 
 
 def _degraded(refused: Sequence[str], errors: Sequence[str]) -> Verdict:
@@ -65,10 +72,17 @@ def _missing(view: ClusterView, num_routers_ready: int) -> str:
         return "the supervisor does not answer"
     if not num_routers_ready:
         return "no router is ready"
-    roles = {pool.spec.role for pool in view.pools.values() if num_live(pool)}
+    pools = view.pools.values()
+    roles = {pool.spec.role for pool in pools if num_live(pool) or _is_stopped(pool)}
     if not roles & {"decode", "mixed"}:
         return "no worker that decodes is live"
     never_local = view.spec.router.settings.local_prefill == "never"
     if never_local and not roles & {"prefill", "mixed"}:
         return "no worker that prefills is live"
     return ""
+
+
+def _is_stopped(pool: PoolView) -> bool:
+    """At zero by the planner, who starts it again for the next request."""
+    is_planned = pool.spec.scaling.mode == "planner" and not pool.is_going
+    return is_planned and not pool.spec.replicas
