@@ -18,7 +18,6 @@ import ctypes
 import itertools
 import multiprocessing
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -30,12 +29,10 @@ import numpy as np
 import uvloop
 
 from bench.table import markdown
+from cluster.preflight.lone_rank import LoneRank, MemoryShape
 from kv_transfer.config import TransferConfig
-from kv_transfer.exporter import Exporter
-from kv_transfer.layout import BlockId, HandoffId, KvLayout, LayerGroup, RegionLayout, TensorSpec
-from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
-from kv_transfer.lease_table import LeaseFailure, LeaseTable
-from kv_transfer.rank import TransferRank
+from kv_transfer.layout import BlockId
+from kv_transfer.lease import Lease, WorkerIdentity
 from kv_transfer.routes import Route
 from kv_transfer.transport import FlushResult, make_transport
 from kv_transfer.ucx.native import compiled
@@ -45,17 +42,7 @@ NUM_RUNS = (256, 2048)
 NUM_LAYERS = 8
 NUM_REGIONS = 4
 BLOCKS_PER_REGION = 136  # of which every other one is enough for a layer of the larger handoff
-FINGERPRINT = b"bench"
 NUM_PINGS = 500
-SWITCH_INTERVAL_S = 0.0002  # as in a worker's process
-
-
-@dataclass(frozen=True)
-class Push:
-    handoff_id: HandoffId
-    group: int
-    ordinals: tuple[int, ...]
-    block_ids: tuple[BlockId, ...]
 
 
 @dataclass(frozen=True)
@@ -73,44 +60,8 @@ class Result:
     answer_us: float
 
 
-class Worker:
-    """One rank, whole: memory, sink, lease table and exporter. Made on a running event loop."""
-
-    def __init__(self, name: str, block_bytes: int, config: TransferConfig) -> None:
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        head_dim = block_bytes // 16 // 2
-        tensor = TensorSpec("kv", 1, head_dim, "bfloat16")
-        layout = KvLayout(16, (LayerGroup(0, NUM_LAYERS, (tensor,)),))
-        self.layout = RegionLayout(layout, 0, 1, BLOCKS_PER_REGION)
-        self.transport = make_transport(config)
-        self.memory = self.transport.allocate(
-            NUM_REGIONS, self.layout.num_bytes(), BLOCKS_PER_REGION
-        )
-        address = TransferRank.address_of(self.transport, 0)
-        self.identity = WorkerIdentity(name, 1, (address,))
-        self.rank = TransferRank(
-            self.transport, self.memory, self.layout, self.identity, 0, None, config
-        )
-        self.table = LeaseTable(self.rank, self.identity, FINGERPRINT, config, self)
-        self.exporter = Exporter(
-            self.rank, self.identity, FINGERPRINT, config, self.rank.message, lambda: True
-        )
-
-    def admitted(self, request_id: str, first: FirstToken) -> None:
-        pass
-
-    def failed(self, request_id: str, reason: LeaseFailure) -> None:
-        raise RuntimeError(f"{request_id}: {reason}")
-
-    def ended(self, request_id: str, first: FirstToken) -> None:
-        raise RuntimeError(f"{request_id}: ended by {first}")
-
-    def quiescent(self, request_id: str) -> None:
-        pass
-
-    def close(self) -> None:
-        del self.memory
-        self.transport.close()
+def shape(block_bytes: int) -> MemoryShape:
+    return MemoryShape(block_bytes, BLOCKS_PER_REGION, NUM_LAYERS, NUM_REGIONS)
 
 
 def scattered(seed: int, count: int) -> list[BlockId]:
@@ -120,7 +71,7 @@ def scattered(seed: int, count: int) -> list[BlockId]:
 
 
 async def receive(pipe: Connection, block_bytes: int, config: TransferConfig) -> None:
-    worker = Worker("receiver", block_bytes, config)
+    worker = LoneRank("receiver", shape(block_bytes), config)
     writer: WorkerIdentity = await asyncio.to_thread(pipe.recv)
     pipe.send(worker.identity)
     while (blocks := await asyncio.to_thread(pipe.recv)) is not None:
@@ -142,7 +93,7 @@ def run_receiver(
     return pipe, process
 
 
-async def all_gone(worker: Worker, lease: Lease) -> None:
+async def all_gone(worker: LoneRank, lease: Lease) -> None:
     """Return once the progress thread has done all that was asked of it for the lease's owner."""
     gone = asyncio.Event()
     wake = asyncio.get_running_loop().call_soon_threadsafe
@@ -155,30 +106,28 @@ async def all_gone(worker: Worker, lease: Lease) -> None:
     await gone.wait()
 
 
-async def hand_over(worker: Worker, lease: Lease, blocks: Sequence[BlockId]) -> tuple[float, float]:
+async def hand_over(
+    worker: LoneRank, lease: Lease, blocks: Sequence[BlockId]
+) -> tuple[float, float]:
     """(seconds posting and flushing, seconds from the first push to the receiver's answer)."""
     handoff = worker.exporter.open(lease)
     await all_gone(worker, lease)  # a first layer is computed in the meantime
     start = time.perf_counter()
     if blocks:
-        push = Push(handoff, 0, tuple(range(len(blocks))), tuple(blocks))
-        for layer in range(NUM_LAYERS):
-            worker.rank.layer_done(layer, [push])
+        worker.push(handoff, blocks, range(NUM_LAYERS))
         worker.rank.step_done()
     receipt = await worker.exporter.finish(handoff, 1, None)
     return receipt.put_s, time.perf_counter() - start
 
 
-async def exposed_s(worker: Worker, lease: Lease, blocks: Sequence[BlockId]) -> float:
+async def exposed_s(worker: LoneRank, lease: Lease, blocks: Sequence[BlockId]) -> float:
     """Seconds from the last layer's push to the receiver's answer; as in a prefill, the other
     layers have gone while later ones were computed."""
     handoff = worker.exporter.open(lease)
-    push = Push(handoff, 0, tuple(range(len(blocks))), tuple(blocks))
-    for layer in range(NUM_LAYERS - 1):
-        worker.rank.layer_done(layer, [push])
+    worker.push(handoff, blocks, range(NUM_LAYERS - 1))
     await all_gone(worker, lease)
     start = time.perf_counter()
-    worker.rank.layer_done(NUM_LAYERS - 1, [push])
+    worker.push(handoff, blocks, [NUM_LAYERS - 1])
     worker.rank.step_done()
     await worker.exporter.finish(handoff, 1, None)
     return time.perf_counter() - start
@@ -187,7 +136,7 @@ async def exposed_s(worker: Worker, lease: Lease, blocks: Sequence[BlockId]) -> 
 class Memcpy:
     """Copies the same runs to the same places of a pool in this process, in one C call."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: LoneRank) -> None:
         self._copy = ctypes.CDLL(str(compiled(Path(__file__).with_name("copy_loop.c")))).copy_runs
         self._copy.argtypes = [ctypes.c_size_t] + [ctypes.c_void_p] * 3 + [ctypes.c_uint64] * 2
         self._layout, self._regions = worker.layout, worker.memory.regions
@@ -214,7 +163,7 @@ class Memcpy:
 
 async def measure(num_runs: int, block_bytes: int, rounds: int, config: TransferConfig) -> Result:
     pipe, process = run_receiver(block_bytes, config)
-    worker = Worker("sender", block_bytes, config)
+    worker = LoneRank("sender", shape(block_bytes), config)
     worker.memory.buffer[:] = 7
     pipe.send(worker.identity)
     await asyncio.to_thread(pipe.recv)

@@ -120,6 +120,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {  # name: (result, *arguments)
     "ucp_config_release": (None, c_void_p),
     "ucp_init_version": (Status, c_uint32, c_uint32, c_void_p, c_void_p, POINTER(c_void_p)),
     "ucp_context_query": (Status, c_void_p, c_void_p),
+    "ucp_context_print_info": (None, c_void_p, c_void_p),
     "ucp_cleanup": (None, c_void_p),
     "ucp_worker_create": (Status, c_void_p, c_void_p, POINTER(c_void_p)),
     "ucp_worker_destroy": (None, c_void_p),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from ctypes import byref, c_size_t, c_void_p
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from kv_transfer.ucx.binding import Ucp
 SHARED_MEMORY = frozenset({"sysv", "posix", "xpmem", "self"})
 CUDA_COPIES = frozenset({"cuda_ipc", "cuda_copy", "gdr_copy"})
 
+_RESOURCE = re.compile(r"resource \d+ .* -- (\w+)/")
 _LANE = re.compile(r"lane\[\d+\]: +\d+:(\w+)/")
 _libc = ctypes.CDLL(None)
 _libc.open_memstream.restype = c_void_p
@@ -30,16 +32,28 @@ def lanes_of(ucp: Ucp, endpoint: int) -> frozenset[str]:
 
     From the endpoint's printed description: `ucp_ep_query` does not tell it in UCX 1.13.
     """
+    lines = _printed(ucp.ucp_ep_print_info, endpoint)
+    found = [_LANE.search(line) for line in lines if "lane[" in line]
+    return frozenset(lane[1] if lane else "?" for lane in found) or frozenset({"?"})
+
+
+def transports_of(ucp: Ucp, context: int) -> frozenset[str]:
+    """The transports that this process could take, with the devices and settings that it has."""
+    found = (_RESOURCE.search(line) for line in _printed(ucp.ucp_context_print_info, context))
+    return frozenset(resource[1] for resource in found if resource)
+
+
+def _printed(write: Callable[[int, int], None], of: int) -> list[str]:
+    """The lines that one of UCX's functions prints into a stream; none where there is no memory."""
     text, size = c_void_p(), c_size_t()
     stream = _libc.open_memstream(byref(text), byref(size))
     if not stream:
-        return frozenset({"?"})
-    ucp.ucp_ep_print_info(endpoint, stream)
+        return []
+    write(of, stream)
     _libc.fclose(stream)
     lines = ctypes.string_at(text.value or 0, size.value).decode(errors="replace").splitlines()
     _libc.free(text)
-    found = [_LANE.search(line) for line in lines if "lane[" in line]
-    return frozenset(lane[1] if lane else "?" for lane in found) or frozenset({"?"})
+    return lines
 
 
 def end_with_their_process(lanes: frozenset[str]) -> bool:

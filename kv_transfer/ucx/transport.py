@@ -55,7 +55,7 @@ from kv_transfer.ucx.binding import (
     load,
 )
 from kv_transfer.ucx.endpoint import Endpoint, Requests, UcxPeer
-from kv_transfer.ucx.lanes import SHARED_MEMORY, end_with_their_process
+from kv_transfer.ucx.lanes import SHARED_MEMORY, end_with_their_process, transports_of
 from kv_transfer.ucx.memory import AllocatedMemory, RegisteredMemory, UcxMemory, populate
 from kv_transfer.ucx.native import Call, Command, CommandQueue, Put, make_queue
 
@@ -104,6 +104,11 @@ class UcxTransport:
     @property
     def version(self) -> tuple[int, int, int]:
         return self._ucp.version
+
+    @property
+    def transports(self) -> frozenset[str]:
+        """UCX's names of those that it could take here."""
+        return transports_of(self._ucp, self._context)
 
     def allocate(
         self, num_regions: int, region_bytes: int, blocks_per_region: int

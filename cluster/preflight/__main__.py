@@ -1,0 +1,57 @@
+"""The command: all checks, told as a table or as JSON.
+
+Exit codes: 0 nothing failed (there may be warnings) · 1 something did · 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.preflight.adapters import check_adapters
+from cluster.preflight.check import Check, Wanted, as_json, as_table, has_failed
+from cluster.preflight.gpus import check_gpus
+from cluster.preflight.handoff import check_handoff
+from cluster.preflight.memory import check_memory
+
+
+def all_checks(root: Path, wanted: Wanted) -> list[Check]:
+    """`root`: where /proc, /sys and /dev are."""
+    gpus = check_gpus(root, wanted)
+    device = "cuda" if wanted.num_gpus and not has_failed(gpus) else "cpu"
+    return [
+        *gpus,
+        *check_memory(root, wanted),
+        *check_adapters(root, os.environ, wanted),
+        *check_handoff(wanted, device),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m cluster.preflight",
+        description="Tell whether workers can serve here, and what mends what is wrong.",
+    )
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="a worker's ranks")
+    parser.add_argument("--rdma", action="store_true", help="KV is to go over RDMA adapters")
+    parser.add_argument("--hugepages", action="store_true", help="pods ask for huge pages")
+    parser.add_argument(
+        "--ucx-library",
+        default="wheel",
+        metavar="LIBRARY",
+        help="wheel, system or a path, as spec.transfer.ucxLibrary (%(default)s)",
+    )
+    parser.add_argument("--root", type=Path, default=Path("/"), help="of proc, sys and dev")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(argv)
+    wanted = Wanted(options.gpus, options.rdma, options.hugepages, options.ucx_library)
+    checks = all_checks(options.root, wanted)
+    print(as_json(checks) if options.json else as_table(checks))
+    return 1 if has_failed(checks) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""A real handoff between two processes of this machine, with what it went over and how fast.
+
+    python -m cluster.preflight.handoff [--library wheel|system|PATH] [--device cpu|cuda]
+
+What these two do may end a process (a fault in UCX or a driver does): the preflight runs this as a
+process of its own, which prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+
+import uvloop
+
+from cluster.preflight.check import Check, Wanted, failure, ok, warning
+from cluster.preflight.lone_rank import LoneRank, MemoryShape
+from kv_transfer.config import TransferConfig
+from kv_transfer.errors import TransferError
+from kv_transfer.layout import BlockId
+from kv_transfer.lease import Lease, WorkerIdentity
+from kv_transfer.ucx.lanes import CUDA_COPIES, SHARED_MEMORY
+from kv_transfer.ucx.transport import UcxTransport
+
+_TIMEOUT_S = 60.0
+_LEASE_S = 30.0
+_BLOCK_BYTES = 64 << 10
+_BLOCKS_PER_REGION = 65
+_NUM_ROUNDS = 3
+"""The first one maps what later ones find mapped."""
+_SENT = 7
+_SLOW_GB_PER_S = 0.5
+_BETWEEN_PROCESSES = SHARED_MEMORY - {"self"}
+_NO_LIBRARY = "cannot load libucp"
+_RDMA = ("rc_", "dc_", "ud_", "srd")
+"""How UCX's names of RDMA transports begin."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What two processes did. `transports`: what UCX could take here; `lanes`: what it took."""
+
+    version: str
+    transports: list[str]
+    lanes: list[str]
+    num_bytes: int
+    gb_per_s: float
+
+
+def check_handoff(wanted: Wanted, device: str) -> list[Check]:
+    """`device`: whose memory is handed over, cpu or cuda. Takes a second or two; raises nothing."""
+    command = [
+        *(sys.executable, "-m", __name__),
+        *("--library", wanted.ucx_library, "--device", device),
+    ]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [_broken(f"not over after {_TIMEOUT_S:g} s", wanted)]
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        words = lines[-1] if lines else "no word"
+        return [_broken(f"ended with {done.returncode}: {words}", wanted)]
+    report = Report(**json.loads(done.stdout.splitlines()[-1]))
+    return [check_transports(report, wanted), check_lanes(report, device)]
+
+
+def check_transports(report: Report, wanted: Wanted) -> Check:
+    found = f"{report.version} ({wanted.ucx_library}): {', '.join(report.transports)}"
+    if wanted.rdma and not any(name.startswith(_RDMA) for name in report.transports):
+        return failure("UCX", f"{found}; none with RDMA", _rdma_fix(wanted))
+    if wanted.num_gpus and not CUDA_COPIES & {*report.transports}:
+        return failure(
+            "UCX",
+            f"{found}; none that knows a GPU's memory",
+            "a libucx built with CUDA: spec.transfer.ucxLibrary names it (wheel has CUDA, no RDMA)",
+        )
+    if not _BETWEEN_PROCESSES & {*report.transports}:
+        fix = "leave sysv and posix in UCX_TLS: pods of one node, and ranks, copy through them"
+        return warning("UCX", f"{found}; none with shared memory", fix)
+    return ok("UCX", found)
+
+
+def _rdma_fix(wanted: Wanted) -> str:
+    if wanted.ucx_library == "wheel":
+        return "spec.transfer.ucxLibrary: system (the wheel's has no RDMA)"
+    return "install ibverbs-providers in the image, and see the adapters' checks above"
+
+
+def check_lanes(report: Report, device: str) -> Check:
+    found = (
+        f"{report.num_bytes / 1e6:.0f} MB at {report.gb_per_s:.1f} GB/s "
+        f"over {', '.join(report.lanes)}"
+    )
+    direct = {*report.lanes} & (CUDA_COPIES if device == "cuda" else _BETWEEN_PROCESSES)
+    if not direct:
+        missing = "a GPU's own copies" if device == "cuda" else "shared memory"
+        fix = "UCX_TLS and the container's IPC namespace keep two processes of one pod from sharing"
+        return warning("handoff", f"{found}; {missing} was not used", fix)
+    if report.gb_per_s < _SLOW_GB_PER_S:
+        fix = "look for other load, a CPU limit of the pod that throttles, pods across NUMA nodes"
+        return warning("handoff", f"{found}: slow", fix)
+    return ok("handoff", found)
+
+
+def _broken(found: str, wanted: Wanted) -> Check:
+    fix = f"python -m {__name__} --library {wanted.ucx_library} tells more"
+    if _NO_LIBRARY in found:
+        fix = "an image that holds this libucp, or spec.transfer.ucxLibrary: wheel"
+    return failure("handoff", found, fix)
+
+
+# --- the two processes ----------------------------------------------------------------------------
+
+
+def _shape(device: str) -> MemoryShape:
+    return MemoryShape(_BLOCK_BYTES, _BLOCKS_PER_REGION, device=device)
+
+
+def _receiver_main(pipe: Connection, device: str, config: TransferConfig) -> None:
+    uvloop.run(_receive(pipe, device, config))
+
+
+async def _receive(pipe: Connection, device: str, config: TransferConfig) -> None:
+    rank = LoneRank("receiver", _shape(device), config)
+    writer: WorkerIdentity = await asyncio.to_thread(pipe.recv)
+    pipe.send(rank.identity)
+    while (blocks := await asyncio.to_thread(pipe.recv)) is not None:
+        pipe.send(rank.table.grant("preflight", writer, [blocks], 0, _LEASE_S))
+    pipe.send(int((rank.memory.buffer == _SENT).sum()))
+    rank.close()
+
+
+async def _send(pipe: Connection, device: str, config: TransferConfig) -> Report:
+    """Raises TransferError, EOFError where the receiver ended, ValueError for bytes gone astray."""
+    rank = LoneRank("sender", _shape(device), config)
+    rank.memory.buffer[:] = _SENT
+    pipe.send(rank.identity)
+    await asyncio.to_thread(pipe.recv)
+    shape = _shape(device)
+    last = shape.num_regions * shape.blocks_per_region
+    blocks = [BlockId(block) for block in range(1, last, 2)]  # no two of them are neighbours
+    fastest_s = float("inf")
+    for _ in range(_NUM_ROUNDS):
+        pipe.send(blocks)
+        lease: Lease = await asyncio.to_thread(pipe.recv)
+        fastest_s = min(fastest_s, await _hand_over(rank, lease, blocks, shape.num_layers))
+    pipe.send(None)
+    num_bytes = len(blocks) * shape.block_bytes * shape.num_layers
+    arrived = await asyncio.to_thread(pipe.recv)
+    if arrived != num_bytes:
+        raise ValueError(f"{arrived} bytes have arrived of {num_bytes}")
+    transport = rank.transport
+    assert isinstance(transport, UcxTransport)
+    report = Report(
+        version=".".join(map(str, transport.version)),
+        transports=sorted(transport.transports),
+        lanes=sorted(transport.connect(lease.owner.rank0_address).lanes),
+        num_bytes=num_bytes,
+        gb_per_s=num_bytes / fastest_s / 1e9,
+    )
+    rank.close()
+    return report
+
+
+async def _hand_over(
+    rank: LoneRank, lease: Lease, blocks: Sequence[BlockId], num_layers: int
+) -> float:
+    """Seconds from the first push to the receiver's answer."""
+    handoff = rank.exporter.open(lease)
+    start = time.perf_counter()
+    rank.push(handoff, blocks, range(num_layers))
+    rank.rank.step_done()
+    await rank.exporter.finish(handoff, 1, None)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--library", default="wheel")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    config = TransferConfig(ucx_library=options.library)
+    context = multiprocessing.get_context("spawn")
+    pipe, there = context.Pipe()
+    process = context.Process(
+        target=_receiver_main, args=(there, options.device, config), daemon=True
+    )
+    process.start()
+    there.close()  # so that a receiver that ends is told
+    try:
+        report = uvloop.run(_send(pipe, options.device, config))
+    except (TransferError, EOFError) as error:
+        sys.exit(str(error) or "the receiving process ended")
+    process.join(_TIMEOUT_S)
+    print(json.dumps(asdict(report)))
+
+
+if __name__ == "__main__":
+    main()
