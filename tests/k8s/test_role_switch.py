@@ -1,0 +1,124 @@
+"""A mixed pool goes from 3 prefill workers and 1 decode worker to 1 and 3, and back, under load."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.client import Client
+from baton.control_client import ControlClient
+from baton.events import Routed
+from baton.v1 import common_pb2, control_pb2
+from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.kubelet.kubelet import Kubelet
+from tests.k8s.kubelet.kuberay import KubeRay
+from tests.k8s.operating import eventually
+from tests.k8s.streaming import streaming
+from tests.k8s.test_serving import FAKE, MODEL, Installed, router_address
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.full,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
+]
+
+NUM_TOKENS = 150
+WITHIN_S = 5.0
+CONTROL_PORT = 7101
+PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
+
+Roles = dict[str, int]
+
+
+def roles_of(fleet: control_pb2.WatchFleetResponse) -> Roles:
+    """What each worker of the pool is to get new requests for."""
+    return {worker.info.ref.worker_id: worker.active_role for worker in fleet.workers}
+
+
+def split(roles: Roles) -> tuple[int, int]:
+    """Workers that prefill alone, and that decode alone."""
+    told = list(roles.values())
+    return told.count(PREFILL), told.count(DECODE)
+
+
+class MixedPool:
+    """The pool `mixed` of the release's ServingCluster."""
+
+    def __init__(self, control_plane: ControlPlane, namespace: str, kubelet: Kubelet) -> None:
+        self._control_plane, self._namespace, self._kubelet = control_plane, namespace, kubelet
+        (head,) = kubelet.pods("ray.io/node-type=head")
+        self._control = f"{head['status']['podIP']}:{CONTROL_PORT}"
+
+    def switch(self, prefill: int, decode: int) -> float:
+        """Told by kubectl; in how many seconds requests were placed so."""
+        began_at = time.monotonic()
+        patch = f'{{"spec": {{"rolePlan": {{"prefill": {prefill}, "decode": {decode}}}}}}}'
+        self._control_plane.kubectl(
+            *("-n", self._namespace, "patch", "wp/mixed", "--type=merge", "-p", patch)
+        )
+        with ControlClient(self._control) as control:
+            told = map(roles_of, control.watch_fleet(60.0))
+            roles = next(each for each in told if split(each) == (prefill, decode))
+        self._wait_placed(roles)
+        return time.monotonic() - began_at
+
+    def pods(self) -> list[tuple[str, int]]:
+        """Each one's identity, and how often its containers were started again."""
+        pods = self._kubelet.pods("ray.io/node-type=worker")
+        return sorted((pod["metadata"]["uid"], _restarts(pod)) for pod in pods)
+
+    def _wait_placed(self, roles: Roles) -> None:
+        """Until new requests go by these roles."""
+        with Client(router_address(self._kubelet)) as client:
+            while True:
+                events = client.generate("who prefills this?", max_tokens=1, temperature=0.0)
+                (routed,) = [event for event in events if isinstance(event, Routed)]
+                if (roles[routed.prefill_worker], roles[routed.decode_worker]) == (PREFILL, DECODE):
+                    return
+
+
+def _restarts(pod: dict[str, Any]) -> int:
+    return sum(int(each["restartCount"]) for each in pod["status"]["containerStatuses"])
+
+
+def test_roles_are_switched_within_seconds_and_no_stream_changes_and_no_pod_restarts(
+    control_plane: ControlPlane,
+    namespace: str,
+    kubelet: Kubelet,
+    kuberay: KubeRay,
+    tmp_path: Path,
+) -> None:
+    installed = Installed(control_plane, namespace, tmp_path)
+    installed.install(
+        model={"name": str(MODEL)},
+        engine=FAKE,
+        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        pools={
+            "prefill": None,  # the chart's own
+            "decode": None,
+            "mixed": {"role": "mixed", "initialReplicas": 4},
+        },
+    )
+    installed.wait_available()
+
+    def is_whole() -> bool:
+        return bool(installed.read("wp/mixed").get("status", {}).get("readyReplicas") == 4)
+
+    eventually(is_whole, "all four workers are live", 150)
+    pool = MixedPool(control_plane, namespace, kubelet)
+    pool.switch(3, 1)
+    pods = pool.pods()
+    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+        for prefill, decode in ((1, 3), (3, 1), (1, 3), (3, 1)):
+            rounds = streams.num_rounds
+            seconds = pool.switch(prefill, decode)
+            print(f"to {prefill} prefill and {decode} decode: {seconds:.1f} s")
+            assert seconds < WITHIN_S
+            while streams.num_rounds < rounds + 2:  # one that has begun with the new roles, too
+                streams.check()
+                time.sleep(0.1)
+    assert pool.pods() == pods
