@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Generator
 
 from baton import render
 from baton.answer_meter import AnswerMeter
 from baton.client import Client
+from baton.credentials import Tls, token_in
 from baton.errors import BatonError, InvalidRequestError
 from baton.events import Event, Finished, FinishReason, Tokens
 from baton.progress import Patience
 from baton.request_stream import GenerateOptions, build_request
 from baton.v1 import router_pb2
 
+TOKEN = "BATON_TOKEN"
+"""The environment variable that holds the bearer token: a command line is there for all to read."""
 _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "model")
 
 
@@ -27,6 +31,19 @@ def sampling_options(arguments: argparse.Namespace) -> GenerateOptions:
         if value is not None:
             options[name] = value  # type: ignore[literal-required]
     return options
+
+
+def client_of(arguments: argparse.Namespace) -> Client:
+    """Raises ConfigError for files that cannot be read."""
+    given = (
+        arguments.tls_ca,
+        arguments.tls_cert,
+        arguments.tls_key,
+        arguments.tls_server_name,
+    )
+    tls = Tls(*given) if arguments.tls or any(given) else None
+    token = token_in(arguments.token_file) if arguments.token_file else os.environ.get(TOKEN)
+    return Client(arguments.router, tls=tls, token=token or None)
 
 
 def stream_answer(events: Generator[Event, None, None]) -> tuple[str, AnswerMeter]:
@@ -67,7 +84,7 @@ def _read(read: Callable[[], str]) -> str:
 def generate(arguments: argparse.Namespace) -> int:
     prompt = _read(sys.stdin.read) if arguments.prompt == "-" else arguments.prompt
     options = sampling_options(arguments)
-    with Client(arguments.router) as client:
+    with client_of(arguments) as client:
         if arguments.raw:
             events = client.generate(prompt, **options)
         else:
@@ -84,7 +101,7 @@ def chat(arguments: argparse.Namespace) -> int:
     _enable_line_editing()
     if sys.stdin.isatty():
         render.out().print("ctrl-C stops an answer, ctrl-D leaves, /new starts over", style="dim")
-    with Client(arguments.router) as client:
+    with client_of(arguments) as client:
         while True:
             try:
                 line = _read_line()
@@ -138,18 +155,28 @@ def explain(arguments: argparse.Namespace) -> int:
     else:
         message = {"role": "user", "content": arguments.prompt}
         request = build_request(chat=[message], **options)
-    with Client(arguments.router) as client:
+    with client_of(arguments) as client:
         candidates = client.explain(request)
     if not candidates:
         render.out().print("no worker can take this prompt now; see `baton status`")
         return 1
-    columns = (
+    columns: tuple[str, ...] = (
         "prefill at", "decode at", ">cost", ">queue", ">prefill", ">transfer", ">decode",
         ">cached at prefill", ">at decode",
     )  # fmt: skip
     rows = [_candidate_row(candidate) for candidate in candidates]
-    render.print_table("Candidates, cheapest first", columns, rows)
+    title = "Candidates, cheapest first"
+    if candidates[0].HasField("cohort"):
+        columns = ("cohort", *columns)
+        rows = [[_cohort(candidate), *row] for candidate, row in zip(candidates, rows)]
+        title = "Candidates, the cohort that such a request may draw first"
+    render.print_table(title, columns, rows)
     return 0
+
+
+def _cohort(candidate: router_pb2.RouteCandidate) -> str:
+    """With its part of new requests."""
+    return f"{candidate.cohort or '(first)'}, {candidate.cohort_share:.0%}"
 
 
 def _candidate_row(candidate: router_pb2.RouteCandidate) -> list[str]:

@@ -17,9 +17,12 @@ from collections.abc import Sequence
 from baton.errors import (
     BatonError,
     ConfigError,
+    HandshakeError,
     InvalidRequestError,
     NoCapacityError,
     NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 
@@ -111,6 +114,8 @@ def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
     """What to do next."""
     if arguments.command in ("up", "demo", "deploy"):
         return ""
+    if hint := _hint_of_access(error):
+        return hint
     if isinstance(error, UnavailableError):
         asks_control = arguments.command in ("status", "scale", "roles", "drain")
         option = "--control HOST:PORT" if asks_control else "--router HOST:PORT"
@@ -125,6 +130,20 @@ def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
         return "Send the prompt as it is with `baton generate --raw`."
     if error.retry_after_s is not None:
         return f"Try again in {error.retry_after_s:g} s."
+    return ""
+
+
+def _hint_of_access(error: BatonError) -> str:
+    """What to do about TLS and tokens."""
+    if isinstance(error, UnauthenticatedError):
+        return "Name the file with your tenant's token by --token-file, or set BATON_TOKEN."
+    if isinstance(error, PermissionDeniedError):
+        return "Leave the tenant out, or take that tenant's token."
+    if isinstance(error, HandshakeError):
+        return (
+            "--tls asks by TLS, --tls-ca FILE trusts an authority, --tls-cert and --tls-key show "
+            "your own certificate, --tls-server-name says whom the router's must name."
+        )
     return ""
 
 
@@ -219,6 +238,26 @@ def _add_router(command: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT[,...]",
         default=os.environ.get("BATON_ROUTER", "127.0.0.1:7100"),
         help="one or more routers (BATON_ROUTER; %(default)s)",
+    )
+    _add_credentials(command)
+
+
+def _add_credentials(command: argparse.ArgumentParser) -> None:
+    """Never a token itself: whoever may list processes reads command lines."""
+    command.add_argument("--tls", action="store_true", help="ask by TLS; those below imply it")
+    command.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        default=os.environ.get("BATON_TLS_CA"),
+        help="authorities to trust (BATON_TLS_CA; without it the usual public ones)",
+    )
+    command.add_argument("--tls-cert", metavar="FILE", help="this client's own certificate")
+    command.add_argument("--tls-key", metavar="FILE", help="its key")
+    command.add_argument(
+        "--tls-server-name", metavar="NAME", help="whom the router's certificate must name"
+    )
+    command.add_argument(
+        "--token-file", metavar="FILE", help="holds the bearer token (else BATON_TOKEN does)"
     )
 
 

@@ -10,6 +10,8 @@ the client goes on at the next address
 with the request's id, seed and first unseen index, so that no token is seen twice and none is
 missing. A short call goes to the next address when one does not answer. Errors are those of
 `baton.errors`. Leaving a stream early aborts its request.
+
+    Client("router.example:7100", tls=Tls(ca_file="ca.crt"), token=token_in("token"))
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import grpc
 import grpc.aio
 
 from baton import router_calls, status
+from baton.credentials import Tls, Token, metadata_of
 from baton.errors import BatonError
 from baton.events import Event, Tokens
 from baton.grpc_options import DIRECT, sends_pings
@@ -49,20 +52,34 @@ _CHANNEL_OPTIONS = (
 )
 
 
+def _channel(kind: Any, address: str, tls: Tls | None) -> Any:
+    """Of `kind` grpc or grpc.aio. Raises ConfigError."""
+    if tls is None:
+        return kind.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    options = (*_CHANNEL_OPTIONS, *tls.options())
+    return kind.secure_channel(address, tls.credentials(), options=options)
+
+
 class Client:
-    """Several threads may share one. Addresses: one, several, or several in one text by commas."""
+    """Several threads may share one. Addresses: one, several, or several in one text by commas.
+
+    `tls` None: plain text, in which a `token` would be read by whoever is between. Raises
+    ConfigError for files that cannot be read.
+    """
 
     def __init__(
         self,
         addresses: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
+        tls: Tls | None = None,
+        token: Token | None = None,
         reconnect_within_s: float = _RECONNECT_WITHIN_S,
         call_timeout_s: float = _CALL_TIMEOUT_S,
     ) -> None:
         self._routers = Routers(addresses, reconnect_within_s, call_timeout_s)
-        self._channels = [
-            grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-            for address in self._routers.addresses
+        self._token = token
+        self._channels: list[grpc.Channel] = [
+            _channel(grpc, address, tls) for address in self._routers.addresses
         ]
         # The generated stub serves both kinds of channel; its types speak of asyncio alone.
         self._stubs: list[Any] = [
@@ -139,7 +156,10 @@ class Client:
                 self._routers.check_open()
                 failure: status.RpcFailure | None = None
                 stub = self._stubs[stream.address_index]
-                call = stub.Generate(stream.request(), timeout=stream.call_timeout_s())
+                metadata = metadata_of(self._token)
+                call = stub.Generate(
+                    stream.request(), timeout=stream.call_timeout_s(), metadata=metadata
+                )
                 try:
                     for response in call:
                         event = stream.absorb(response)
@@ -168,7 +188,11 @@ class Client:
         while True:
             method = getattr(self._stubs[tries.address_index], tries.call.method)
             try:
-                answer = method(tries.call.message, timeout=tries.timeout_s)
+                answer = method(
+                    tries.call.message,
+                    timeout=tries.timeout_s,
+                    metadata=metadata_of(self._token),
+                )
                 if tries.call.takes_first:
                     answer = self._first(answer)
             except grpc.RpcError as error:
@@ -191,13 +215,15 @@ class AsyncClient:
         self,
         addresses: str | Sequence[str] = DEFAULT_ADDRESS,
         *,
+        tls: Tls | None = None,
+        token: Token | None = None,
         reconnect_within_s: float = _RECONNECT_WITHIN_S,
         call_timeout_s: float = _CALL_TIMEOUT_S,
     ) -> None:
         self._routers = Routers(addresses, reconnect_within_s, call_timeout_s)
-        self._channels = [
-            grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-            for address in self._routers.addresses
+        self._token = token
+        self._channels: list[grpc.aio.Channel] = [
+            _channel(grpc.aio, address, tls) for address in self._routers.addresses
         ]
         self._stubs = [router_pb2_grpc.RouterServiceStub(channel) for channel in self._channels]
 
@@ -270,7 +296,10 @@ class AsyncClient:
                 self._routers.check_open()
                 failure: status.RpcFailure | None = None
                 stub = self._stubs[stream.address_index]
-                call = stub.Generate(stream.request(), timeout=stream.call_timeout_s())
+                metadata = metadata_of(self._token)
+                call = stub.Generate(
+                    stream.request(), timeout=stream.call_timeout_s(), metadata=metadata
+                )
                 try:
                     async for response in call:
                         event = stream.absorb(response)
@@ -302,7 +331,11 @@ class AsyncClient:
         while True:
             method = getattr(self._stubs[tries.address_index], tries.call.method)
             try:
-                answer = method(tries.call.message, timeout=tries.timeout_s)
+                answer = method(
+                    tries.call.message,
+                    timeout=tries.timeout_s,
+                    metadata=metadata_of(self._token),
+                )
                 answer = await (self._first(answer) if tries.call.takes_first else answer)
             except grpc.aio.AioRpcError as error:
                 tries.failed(error)

@@ -236,7 +236,8 @@ def _check_pool(name: str, config: ClusterConfig, source: str) -> None:
 
 def load_config(path: str | Path) -> ClusterConfig:
     """Read a cluster file; a relative `model` or `tokenizer` that is a folder beside the file means
-    that one, and one that begins with ~ lies in a home folder."""
+    that one, and one that begins with ~ lies in a home folder. The router's relative files for TLS
+    and tokens are those beside it."""
     source = str(path)
     try:
         value = yaml_file.load(Path(path).read_text(encoding="utf-8"))
@@ -253,7 +254,12 @@ def load_config(path: str | Path) -> ClusterConfig:
     config = parse_config(value, source=source)
     around = Path(path).resolve().parent
     tokenizer = None if config.tokenizer is None else _beside(around, config.tokenizer)
-    return dataclasses.replace(config, model=_beside(around, config.model), tokenizer=tokenizer)
+    return dataclasses.replace(
+        config,
+        model=_beside(around, config.model),
+        tokenizer=tokenizer,
+        router=config.router.beside(around),
+    )
 
 
 def _beside(around: Path, folder: str) -> str:

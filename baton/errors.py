@@ -11,7 +11,10 @@ BatonError
 ├── WorkerLostError        workers died more often than the retry budget allows
 ├── PoisonError            the request ran on two workers that died
 ├── NotResumableError      nothing is kept any more from which to resume
+├── UnauthenticatedError   no bearer token, or none that the router knows
+├── PermissionDeniedError  the token is another tenant's; names the field
 ├── UnavailableError       no fleet, or the server is shutting down
+│   └── HandshakeError     something listens, but no connection as wanted comes about: TLS
 └── ConfigError            a configuration file is wrong; names file, key and nearest valid key
 """
 
@@ -75,8 +78,20 @@ class NotResumableError(BatonError):
     reason, grpc_status = "NOT_RESUMABLE", "FAILED_PRECONDITION"
 
 
+class UnauthenticatedError(BatonError):
+    reason, grpc_status = "UNAUTHENTICATED", "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(BatonError):
+    reason, grpc_status = "PERMISSION_DENIED", "PERMISSION_DENIED"
+
+
 class UnavailableError(BatonError):
     reason, grpc_status = "UNAVAILABLE", "UNAVAILABLE"
+
+
+class HandshakeError(UnavailableError):
+    reason = "HANDSHAKE"
 
 
 class ConfigError(BatonError):

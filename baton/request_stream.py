@@ -18,7 +18,13 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict, Unpack
 
 from baton import status
-from baton.errors import BatonError, DeadlineError, InvalidRequestError, UnavailableError
+from baton.errors import (
+    BatonError,
+    DeadlineError,
+    HandshakeError,
+    InvalidRequestError,
+    UnavailableError,
+)
 from baton.events import Event, Finished, Routed, Tokens, from_response
 from baton.v1 import common_pb2, router_pb2
 
@@ -207,6 +213,9 @@ class RequestStream:
             self._was_taken = True
         if not self._was_taken and len(self._unreachable) == len(set(self._addresses)):
             self.is_finished = True  # it never began
+            problem = None if failure is None else status.from_rpc_error(failure, self.address)
+            if isinstance(problem, HandshakeError):
+                raise problem
             raise UnavailableError(f"no router listens at {', '.join(self._addresses)}")
         self._lost_at = self._lost_at or now
         if now - self._lost_at > self._reconnect_within_s:

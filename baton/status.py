@@ -34,10 +34,22 @@ _BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
     grpc.StatusCode.FAILED_PRECONDITION: errors.NotResumableError,
     grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
+    grpc.StatusCode.UNAUTHENTICATED: errors.UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDeniedError,
 }
 
 
 _NEVER_CONNECTED = ("failed to connect", "errors resolving", "dns resolution failed")
+# Of a connection that did not come about though something listens there: signs in gRPC's words, and
+# what they mean.
+_HANDSHAKES = {
+    "certificate_verify_failed: ": "its certificate is not trusted",
+    "certificate signature failure": "its certificate is not trusted",
+    "hostname verification check failed": "its certificate is of another name",
+    "wrong_version_number": "it speaks no TLS",
+    "handshake failed": "the TLS handshake failed",
+    "socket closed": "it ends the connection at once: it may want TLS, or a client's certificate",
+}
 
 
 class RpcFailure(Protocol):
@@ -100,6 +112,8 @@ def from_rpc_error(failure: RpcFailure, address: str = "the address") -> BatonEr
     """The typed error behind a failed call to `address`."""
     message = failure.details() or failure.code().name
     if is_never_connected(failure):
+        if problem := _handshake_problem(message):
+            return errors.HandshakeError(f"no connection to what listens at {address}: {problem}")
         return errors.UnavailableError(f"nothing listens at {address}")
     detailed = _from_details(failure, message)
     if detailed is not None:
@@ -157,6 +171,16 @@ def _from_details(failure: RpcFailure, message: str) -> BatonError | None:
         if retry.HasField("retry_delay")
         else None,
     )
+
+
+def _handshake_problem(message: str) -> str | None:
+    """Why no connection came about; None: nothing listens."""
+    for sign, meaning in _HANDSHAKES.items():
+        _, found, rest = message.lower().partition(sign)
+        if found:
+            why = rest.partition(":")[0]  # of a certificate: expired, self-signed ...
+            return f"{meaning}: {why}" if sign.endswith(": ") else meaning
+    return None
 
 
 def _is_too_large(failure: RpcFailure) -> bool:

@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 LocalPrefill = Literal["auto", "never", "always"]
+
+
+@dataclass(frozen=True)
+class TlsConfig:
+    """TLS at a router's port. The files are PEM, and read again when they change."""
+
+    certificate_file: str
+    """The router's certificate, with those of the authorities between it and the root."""
+    key_file: str
+    client_ca_file: str | None = None
+    """Where given, clients must show a certificate that one of these authorities has signed."""
+
+    def beside(self, folder: Path) -> TlsConfig:
+        """Relative files are those in `folder`."""
+        client_ca = self.client_ca_file
+        return TlsConfig(
+            str(folder / self.certificate_file),
+            str(folder / self.key_file),
+            None if client_ca is None else str(folder / client_ca),
+        )
+
+
+@dataclass(frozen=True)
+class AuthConfig:
+    """Who may call a router: whoever has a tenant's token, and in that tenant's name alone."""
+
+    tokens: str
+    """A folder, in which each file is named as a tenant and holds that tenant's bearer token, or a
+    YAML file that maps tenants to tokens. Read again when it changes. A tenant may have several
+    tokens, one a line: so one can go over to the next."""
+
+    def beside(self, folder: Path) -> AuthConfig:
+        """A relative path is one in `folder`."""
+        return AuthConfig(str(folder / self.tokens))
 
 
 @dataclass(frozen=True)
@@ -20,6 +56,13 @@ class RouterConfig:
     """Prometheus metrics over HTTP; None: not served."""
     reuse_port: bool = False
     """Several router processes share one port."""
+    tls: TlsConfig | None = None
+    """None: plain text."""
+    auth: AuthConfig | None = None
+    """None: everyone may call, in any tenant's name."""
+    health_port: int | None = None
+    """A port of its own for the health service, in plain text and open to all: for probes, which
+    have no certificate. It is told at the router's own port all the same. None: only there."""
 
     max_queue: int = 4096
     """Requests waiting for a placement; more are refused as OVERLOADED."""
@@ -113,6 +156,14 @@ class RouterConfig:
         """How long a request may take that names this timeout, or none."""
         return min(named_s or self.default_timeout_s, self.max_timeout_s)
 
+    def beside(self, folder: Path) -> RouterConfig:
+        """Relative files are those in `folder`."""
+        return dataclasses.replace(
+            self,
+            tls=None if self.tls is None else self.tls.beside(folder),
+            auth=None if self.auth is None else self.auth.beside(folder),
+        )
+
     def __post_init__(self) -> None:
         modes = get_args(LocalPrefill)
         if self.local_prefill not in modes:
@@ -154,6 +205,7 @@ _ABOVE_0 = (
 _AT_MOST = {
     "port": 65535,
     "metrics_port": 65535,
+    "health_port": 65535,
     "handoff_overlap": 1,
     "explore_share": 1,
     "keepalive_s": 86_400,  # gRPC counts milliseconds in 31 bits, and bytes

@@ -97,10 +97,11 @@ class Router:
         reporting = Reporting(self._control_address, self.config, self._report)
         for work in (self.watch.run(), self._measure(), reporting.run()):
             task = asyncio.create_task(work)
-            task.add_done_callback(self._tell_fault)
+            task.add_done_callback(self.tell_fault)
             self._stack.push_async_callback(_stop, task)
 
-    def _tell_fault(self, ended: asyncio.Task[None]) -> None:
+    def tell_fault(self, ended: asyncio.Task[None]) -> None:
+        """Of a task that must not end while the router serves."""
         if not self._closing and not self.fault.done():
             error = None if ended.cancelled() else ended.exception()
             log.critical("%s ended: %r", ended.get_coro(), error, exc_info=error)

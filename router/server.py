@@ -1,7 +1,9 @@
-"""The router's gRPC server: RouterService, health and reflection on one port."""
+"""The router's gRPC server: RouterService, health and reflection on one port, behind TLS and bearer
+tokens where the configuration says so."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import grpc.aio
@@ -10,11 +12,13 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.grpc_options import accepts_pings, sends_pings
 from baton.v1 import router_pb2, router_pb2_grpc
+from router.access import Access
 from router.config import RouterConfig
+from router.gate import Gate
+from router.health_port import HealthPort
 from router.listening import cannot_listen, check_can_listen
 from router.router import Router
 from router.service import RouterService
-from router.unreadable import RefuseUnreadable
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +30,20 @@ class RouterServer:
     """Own the server and the router behind it."""
 
     def __init__(self, router: Router, config: RouterConfig, listen: str) -> None:
-        """`listen` is host:port, port 0 for any free one. Raises ConfigError when it is taken."""
+        """`listen` is host:port, port 0 for any free one. Raises ConfigError when it is taken, or
+        the files for TLS or tokens cannot be read."""
         check_can_listen(listen, config.reuse_port)
         self.router, self._config = router, config
         self._service = RouterService(router)
         self._health = health.aio.HealthServicer()
+        self._health_server = (
+            None if config.health_port is None else HealthPort(self._health, config)
+        )
+        self.health_port = None if self._health_server is None else self._health_server.port
+        self._access = Access(config)
+        self._following: asyncio.Task[None] | None = None
         self._server = grpc.aio.server(
-            interceptors=(RefuseUnreadable(SERVICE),),
+            interceptors=(Gate(SERVICE, self._access.callers),),
             options=(
                 ("grpc.so_reuseport", int(config.reuse_port)),
                 ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -47,7 +58,7 @@ class RouterServer:
         reflection.enable_server_reflection(names, self._server)
         host, _, _ = listen.rpartition(":")
         try:
-            self.port = self._server.add_insecure_port(listen)
+            self.port = self._access.listen(self._server, listen)
         except RuntimeError as error:  # taken since it was checked
             raise cannot_listen(listen, error) from error
         self.address = f"{host}:{self.port}"
@@ -55,6 +66,10 @@ class RouterServer:
     async def start(self) -> None:
         await self.router.start()
         await self._server.start()
+        if self._health_server is not None:
+            await self._health_server.start()
+        self._following = asyncio.create_task(self._access.follow())
+        self._following.add_done_callback(self.router.tell_fault)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         log.info("router %s listens on %s", self.router.identity.router_id, self.address)
 
@@ -63,7 +78,12 @@ class RouterServer:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.router.close(drain_s)
         await self._server.stop(grace=1.0)
+        if self._health_server is not None:
+            await self._health_server.stop()
         self._service.close()
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE):

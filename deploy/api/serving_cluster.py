@@ -81,6 +81,12 @@ class RouterSpec(Checked):
             "hostname is needed where gateway is given",
             lambda router: router.gateway is None or router.hostname is not None,
         ),
+        Rule(
+            "!has(self.settings) || !has(self.settings.tls) && !has(self.settings.auth)",
+            "settings must hold no tls and auth: the router's own fields of these names say what "
+            "Secrets they are in",
+            lambda router: router.settings.tls is None and router.settings.auth is None,
+        ),
     )
 
 

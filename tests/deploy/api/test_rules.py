@@ -70,6 +70,12 @@ BAD_CLUSTERS = [
     ("router.replicas", 0, "spec.router.replicas"),
     ("router.tls", {}, "spec.router.tls.secretName"),
     ("router.gateway", "public", "spec.router.hostname"),
+    ("router.settings.auth", {"tokens": "/tokens"}, "spec.router.settings"),
+    (
+        "router.settings.tls",
+        {"certificateFile": "/tls/tls.crt", "keyFile": "/tls/tls.key"},
+        "spec.router.settings",
+    ),
     ("router.settings", {"maxQueue": 0}, "spec.router.settings.maxQueue"),
     ("router.settings", {"maxQeue": 9}, "spec.router.settings.maxQeue"),
     ("engine.blockSize", "16", "spec.engine.blockSize"),

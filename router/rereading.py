@@ -1,0 +1,56 @@
+"""Files that are replaced while the router runs: certificates and tokens that are rotated."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from baton.errors import ConfigError
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_Stamp = tuple[tuple[str, int, int, int], ...]
+
+
+class Reread(Generic[T]):
+    """Own what some files say. Any thread may read `value`; one at a time may `look`."""
+
+    def __init__(self, files: Callable[[], Iterable[Path]], read: Callable[[], T]) -> None:
+        """`files`: those that `read` reads. Raises ConfigError when they cannot be read."""
+        self._files, self._read = files, read
+        self._seen = self._stamp()
+        self.value = read()
+
+    def look(self) -> None:
+        """Read the files again when they have changed. What cannot be read changes nothing, and is
+        told in the log."""
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return
+        try:
+            value = self._read()
+        except ConfigError as error:
+            if self._stamp() == stamp:
+                self._seen = stamp  # told once
+                log.error("what was read before stays in force: %s", error.message)
+            return
+        if self._stamp() != stamp:
+            return  # half of it may be older than the rest: the next look sees them all
+        self._seen, self.value = stamp, value
+        log.info("read again: %s", ", ".join(sorted({str(Path(each[0]).parent) for each in stamp})))
+
+    def _stamp(self) -> _Stamp:
+        return tuple(map(_stamp_of, self._files()))
+
+
+def _stamp_of(path: Path) -> tuple[str, int, int, int]:
+    """What tells one content of a file from the next, links followed: a mounted Secret is one."""
+    try:
+        found = path.stat()
+    except OSError:
+        return str(path), 0, 0, 0
+    return str(path), found.st_ino, found.st_size, found.st_mtime_ns
