@@ -214,9 +214,11 @@ class ClusterReconciler:
         return self._kube.apply(WORKER_POOLS, wanted, force=True)
 
     def _release_pools(self, view: ClusterView) -> None:
-        """Deleted pools go when their last worker and pod have."""
-        for pool in view.pools.values():
-            if pool.is_going and _is_empty(pool):
+        """Deleted pools go when their last worker and pod have: those of a cluster that is deleted
+        all together, for what is left of it needs a whole configuration while streams run."""
+        over = [pool for pool in view.pools.values() if pool.is_going and _is_empty(pool)]
+        if not view.is_going or len(over) == len(view.pools):
+            for pool in over:
                 self._drop_finalizer(WORKER_POOLS, pool.obj)
 
     # --- what serves ------------------------------------------------------------------------------
