@@ -30,23 +30,27 @@ def all_checks(root: Path, wanted: Wanted) -> list[Check]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         prog="python -m cluster.preflight",
         description="Tell whether workers can serve here, and what mends what is wrong.",
     )
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="a worker's ranks")
-    parser.add_argument("--rdma", action="store_true", help="KV is to go over RDMA adapters")
-    parser.add_argument("--hugepages", action="store_true", help="pods ask for huge pages")
-    parser.add_argument(
+    made.add_argument("--gpus", type=int, default=0, metavar="N", help="a worker's ranks")
+    made.add_argument("--rdma", action="store_true", help="KV is to go over RDMA adapters")
+    made.add_argument("--hugepages", action="store_true", help="pods ask for huge pages")
+    made.add_argument(
         "--ucx-library",
         default="wheel",
         metavar="LIBRARY",
         help="wheel, system or a path, as spec.transfer.ucxLibrary (%(default)s)",
     )
-    parser.add_argument("--root", type=Path, default=Path("/"), help="of proc, sys and dev")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    options = parser.parse_args(argv)
+    made.add_argument("--root", type=Path, default=Path("/"), help="of proc, sys and dev")
+    made.add_argument("--json", action="store_true", help="for programs")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(argv)
     wanted = Wanted(options.gpus, options.rdma, options.hugepages, options.ucx_library)
     checks = all_checks(options.root, wanted)
     print(as_json(checks) if options.json else as_table(checks))

@@ -64,10 +64,24 @@ class Helm:
     def template(
         self, values: Values | None = None, *arguments: str, chart: Path = CHART
     ) -> list[Object]:
-        """The objects of a release called `baton` in NAMESPACE. Raises RefusedError."""
+        """The objects of a release called `baton` in NAMESPACE, without those of `helm test`.
+        Raises RefusedError."""
+        return self._rendered(values, chart, "--skip-tests", *arguments)
+
+    def tests(self, values: Values) -> list[Object]:
+        """What `helm test` of that release makes."""
+        found = self._rendered(values, CHART)
+        return [each for each in found if _hook(each) == "test"]
+
+    def _rendered(self, values: Values | None, chart: Path, *arguments: str) -> list[Object]:
         command = ("template", "baton", chart, "--namespace", NAMESPACE, "--values", "-")
         text = self.run(*command, *arguments, stdin=json.dumps(values or {}))
         return [each for each in yaml.safe_load_all(text) if each]
+
+
+def _hook(obj: Object) -> str | None:
+    annotations: dict[str, str] = obj["metadata"].get("annotations") or {}
+    return annotations.get("helm.sh/hook")
 
 
 def of_kind(objects: Sequence[Object], kind: str) -> list[Object]:

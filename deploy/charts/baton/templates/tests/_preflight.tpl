@@ -1,0 +1,60 @@
+{{- /* Of a pool: whether its engine computes on GPUs, its ranks, what its pods have of RDMA and huge
+pages: flags of cluster.preflight. `spec`: the ServingCluster's; `pool`; `resources`: the pod's. */ -}}
+{{- define "baton.preflightFlags" -}}
+{{- $flags := list "--ucx-library" (default "wheel" (default dict .spec.transfer).ucxLibrary) -}}
+{{- if eq (include "baton.poolDevice" .) "cuda" -}}
+{{- $flags = concat $flags (list "--gpus" (include "baton.poolRanks" .)) -}}
+{{- end -}}
+{{- range $name, $_ := default dict .resources.limits -}}
+{{- if hasPrefix "rdma/" $name -}}{{- $flags = append $flags "--rdma" -}}{{- end -}}
+{{- if hasPrefix "hugepages-" $name -}}{{- $flags = append $flags "--hugepages" -}}{{- end -}}
+{{- end -}}
+{{- $flags | uniq | toJson -}}
+{{- end -}}
+
+{{- define "baton.poolDevice" -}}
+{{- $own := (default dict .pool.engine).device -}}
+{{- default "cpu" (default (default dict .spec.engine).device $own) -}}
+{{- end -}}
+
+{{- define "baton.poolRanks" -}}
+{{- default 1 (default dict .pool.parallelism).tensor -}}
+{{- end -}}
+
+{{- /* A pool's pod as the operator makes it, but for what only a worker needs. */ -}}
+{{- define "baton.preflightPod" -}}
+{{- $requests := dict "cpu" "1" "memory" "2Gi" -}}
+{{- $resources := dict "requests" $requests -}}
+{{- if eq (include "baton.poolDevice" .) "cuda" -}}
+{{- $gpus := dict "nvidia.com/gpu" (include "baton.poolRanks" .) -}}
+{{- $resources = dict "requests" (merge $requests $gpus) "limits" $gpus -}}
+{{- end -}}
+{{- $mounts := list (dict "name" "tmp" "mountPath" "/tmp") (dict "name" "shm" "mountPath" "/dev/shm") -}}
+{{- $security := dict "allowPrivilegeEscalation" false "capabilities" (dict "drop" (list "ALL")) "runAsNonRoot" true "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- $container := dict "name" "ray-worker" "env" (list (dict "name" "HOME" "value" "/tmp")) "resources" $resources "volumeMounts" $mounts "securityContext" $security -}}
+{{- $volumes := list (dict "name" "tmp" "emptyDir" dict) (dict "name" "shm" "emptyDir" (dict "medium" "Memory")) -}}
+{{- $spec := dict "containers" (list $container) "volumes" $volumes "securityContext" (dict "fsGroup" 1000 "runAsUser" 1000 "runAsNonRoot" true) -}}
+{{- $template := include "baton.merged" (dict "own" (dict "spec" $spec) "over" (default dict .pool.template) "key" "") | fromJson -}}
+{{- (include "baton.withoutNulls" (dict "value" $template.value) | fromJson).value | toJson -}}
+{{- end -}}
+
+{{- /* Null takes a key away. JSON of {value: ...}. */ -}}
+{{- define "baton.withoutNulls" -}}
+{{- if kindIs "map" .value -}}
+  {{- $result := dict -}}
+  {{- range $name, $value := .value -}}
+    {{- if not (kindIs "invalid" $value) -}}
+      {{- $_ := set $result $name (include "baton.withoutNulls" (dict "value" $value) | fromJson).value -}}
+    {{- end -}}
+  {{- end -}}
+  {{- dict "value" $result | toJson -}}
+{{- else if kindIs "slice" .value -}}
+  {{- $result := list -}}
+  {{- range .value -}}
+    {{- $result = append $result (include "baton.withoutNulls" (dict "value" .) | fromJson).value -}}
+  {{- end -}}
+  {{- dict "value" $result | toJson -}}
+{{- else -}}
+  {{- dict "value" .value | toJson -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,127 @@
+"""`helm test`: a Job for each pool, with what that pool's pods have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from cluster.preflight.__main__ import parser
+from tests.deploy.chart.chart import Helm, Object, first_cluster, of_kind
+from tests.deploy.chart.matrix import ON, Values, each_once
+from tests.deploy.chart.test_rendering import KUBERNETES
+
+RDMA: dict[str, Any] = {
+    "preset": "gpu-rdma",
+    "nodeSelector": {"gpu": "h100"},
+    "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"},
+    "resources": {"rdma/hca": 1, "hugepages-2Mi": "4Gi"},
+    "env": {"UCX_NET_DEVICES": "mlx5_0:1"},
+    "sharedMemory": True,
+    "weightsCache": {"hostPath": "/mnt/weights"},
+}
+
+
+def jobs(helm: Helm, **cluster: Any) -> dict[str, Object]:
+    """By the ends of their names."""
+    found = helm.tests(first_cluster(**cluster))
+    for each in found:
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+    return {each["metadata"]["name"].removeprefix("baton-preflight-"): each for each in found}
+
+
+def pod(job: Object) -> Object:
+    found: Object = job["spec"]["template"]
+    return found
+
+
+def container(job: Object) -> Object:
+    (found,) = pod(job)["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+def flags(job: Object) -> Any:
+    """As the command itself reads them: one that it does not know ends the test."""
+    (
+        python,
+        *module,
+    ) = container(job)["command"][:3]
+    assert (python, module) == ("python", ["-m", "cluster.preflight"])
+    return parser().parse_args(container(job)["command"][3:])
+
+
+@pytest.mark.parametrize("values", each_once())
+def test_every_setting_gives_jobs_that_kubernetes_takes(helm: Helm, values: Values) -> None:
+    found = helm.tests(values)
+    assert bool(found) == values.get("cluster", {}).get("enabled", False)
+    for each in found:
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+
+
+def test_a_pools_job_asks_for_what_its_pods_ask_for_and_checks_it(helm: Helm) -> None:
+    pools = {"prefill": {"parallelism": {"tensor": 4}}}
+    made = jobs(helm, nodes=RDMA, spec=ON | {"pools": pools})
+    assert set(made) == {"prefill", "decode"}
+    for name, ranks in (("prefill", 4), ("decode", 1)):
+        job = made[name]
+        limits = container(job)["resources"]["limits"]
+        assert limits == {"nvidia.com/gpu": str(ranks), "rdma/hca": 1, "hugepages-2Mi": "4Gi"}
+        options = flags(job)
+        assert options.gpus == ranks
+        assert options.rdma
+        assert options.hugepages
+        assert options.ucx_library == "system"
+
+
+def test_a_pools_job_lands_where_its_pods_do(helm: Helm) -> None:
+    job = jobs(helm, nodes=RDMA)["decode"]
+    spec = pod(job)["spec"]
+    assert spec["nodeSelector"] == {"gpu": "h100"}
+    assert [each["key"] for each in spec["tolerations"]] == ["nvidia.com/gpu"]
+    assert spec["hostIPC"]
+    assert pod(job)["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rdma-net"
+    assert container(job)["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert {"name": "UCX_NET_DEVICES", "value": "mlx5_0:1"} in container(job)["env"]
+    (shm,) = [each for each in spec["volumes"] if each["name"] == "shm"]
+    assert shm["emptyDir"]["sizeLimit"] == "16Gi"
+
+
+def test_a_job_ends_runs_once_and_keeps_what_it_said(helm: Helm) -> None:
+    sidecar = {"template": {"spec": {"containers": [{"name": "exporter", "image": "exporter:1"}]}}}
+    job = jobs(helm, nodes={"preset": "cpu"}, spec=ON | {"pools": {"decode": sidecar}})["decode"]
+    assert job["metadata"]["annotations"] == {
+        "helm.sh/hook": "test",
+        "helm.sh/hook-delete-policy": "before-hook-creation",
+    }
+    assert job["spec"]["backoffLimit"] == 0
+    assert job["spec"]["activeDeadlineSeconds"] == 600
+    assert pod(job)["spec"]["restartPolicy"] == "Never"
+    assert container(job)["name"] == "preflight"
+    assert "lifecycle" not in container(job)
+    assert "limits" not in container(job)["resources"]
+    assert flags(job).gpus == 0
+
+
+def test_a_shared_gpu_is_asked_for_as_the_pool_asks_for_it(helm: Helm) -> None:
+    share = {"nvidia.com/gpu": None, "nvidia.com/gpu.shared": 1}
+    worker = {"name": "ray-worker", "resources": {"requests": share, "limits": share}}
+    both = {"role": "mixed", "template": {"spec": {"containers": [worker]}}}
+    pools = {"prefill": None, "decode": None, "both": both}
+    (job,) = jobs(helm, spec=ON | {"pools": pools}).values()
+    assert container(job)["resources"]["limits"] == {"nvidia.com/gpu.shared": 1}
+    assert flags(job).gpus == 1
+
+
+def test_the_images_are_those_of_the_workers(helm: Helm) -> None:
+    spec = ON | {"images": {"worker": "mine:2", "pullSecrets": ["mirror"], "pullPolicy": "Always"}}
+    job = jobs(helm, spec=spec)["decode"]
+    assert container(job)["image"] == "mine:2"
+    assert container(job)["imagePullPolicy"] == "Always"
+    assert pod(job)["spec"]["imagePullSecrets"] == [{"name": "mirror"}]
+
+
+def test_without_a_cluster_there_is_nothing_to_test(helm: Helm) -> None:
+    assert not helm.tests({})
+    assert not of_kind(helm.template(first_cluster()), "Job")
