@@ -61,7 +61,7 @@ class WorkerPoolStatus(Checked):
 @dataclass(frozen=True)
 class ServingClusterStatus(Checked):
     endpoints: Mapping[str, str] = field(default_factory=dict)
-    """Where what is served: `grpc`, `control`."""
+    """Where what is served: `grpc` (grpcs:// before it: by TLS alone), `control`."""
     revision: str = bounded("", max_size=64)
     """Of weights, quantisation and block size, which pools must share to exchange KV."""
     pools: Mapping[str, str] = field(default_factory=dict)

@@ -14,6 +14,8 @@ from deploy.controller.view import ClusterView, PoolView
 def cluster_status(view: ClusterView, revision: str) -> Object:
     """Without conditions."""
     router = f"{view.owner.router_name}.{view.owner.namespace}.svc:{ROUTER_PORT}"
+    if view.spec.router.tls is not None:
+        router = f"grpcs://{router}"
     return {
         "endpoints": {"grpc": router, "control": view.owner.control_address},
         "revision": revision,

@@ -15,11 +15,11 @@ from deploy.api.worker_pool import MAX_REPLICAS, PoolShape, WorkerPoolSpec
 from deploy.controller.manifests.common import (
     CONTROL_PORT,
     METRICS_PORT,
-    ROUTER_PORT,
     WEIGHTS_FOLDER,
     Object,
     Owner,
 )
+from deploy.controller.manifests.router_access import router_settings
 
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 _LEAVE_MARGIN_S = 30.0
@@ -59,10 +59,7 @@ def cluster_config(
     Raises ValueError or ConfigError where one section does not suit another.
     """
     drains_s = [seconds(pool.drain_timeout) for pool in pools.values()]
-    longest_s = max(spec.worker.drain_timeout_s, *drains_s)
-    router = dataclasses.replace(
-        spec.router.settings, host="0.0.0.0", port=ROUTER_PORT, metrics_port=METRICS_PORT
-    )
+    longest_s = max([spec.worker.drain_timeout_s, *drains_s])
     config = ClusterConfig(
         model=model_path(spec.model),
         served_model_name=model_name(spec),
@@ -71,7 +68,7 @@ def cluster_config(
         pools={name: _pool_config(pool, pool.replicas) for name, pool in pools.items()},
         engine=spec.engine,
         transfer=spec.transfer,
-        router=router,
+        router=router_settings(spec.router),
         control=ControlConfig(host="0.0.0.0", port=CONTROL_PORT, announced_host=owner.head_service),
         worker=dataclasses.replace(spec.worker, metrics_port=METRICS_PORT),
         decode=spec.decode,

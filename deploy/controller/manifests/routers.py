@@ -22,6 +22,7 @@ from deploy.controller.manifests.pods import (
     model_volumes,
     pull_secrets,
 )
+from deploy.controller.manifests.router_access import HEALTH_PORT, access_mounts, access_volumes
 
 _DRAIN_MARGIN_S = 15
 
@@ -53,7 +54,8 @@ def router_deployment(context: PodContext) -> Object:
 
 def _router_pod(context: PodContext) -> Object:
     owner, spec = context.owner, context.spec
-    probe = context.probe(ROUTER_PORT)
+    has_tls = spec.router.tls is not None
+    probe = context.probe(HEALTH_PORT if has_tls else ROUTER_PORT)
     container = {
         "name": "router",
         "image": spec.images.router or context.release.router_image,
@@ -68,21 +70,26 @@ def _router_pod(context: PodContext) -> Object:
         "ports": [
             {"name": "grpc", "containerPort": ROUTER_PORT, "protocol": "TCP"},
             {"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"},
+            *([{"name": "health", "containerPort": HEALTH_PORT, "protocol": "TCP"}] * has_tls),
         ],
         "startupProbe": probe | {"periodSeconds": 5, "failureThreshold": 120},  # a hub may be slow
         "readinessProbe": probe | {"periodSeconds": 5},
         "livenessProbe": probe | {"periodSeconds": 10, "failureThreshold": 6},
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}},
-        "volumeMounts": [CONFIG_MOUNT, *model_mounts(spec.model)],
+        "volumeMounts": [CONFIG_MOUNT, *model_mounts(spec.model), *access_mounts(spec.router)],
         "securityContext": dict(CONTAINER_SECURITY),
     }
     drain_s = int(spec.router.settings.drain_timeout_s)
     return {
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": drain_s + _DRAIN_MARGIN_S,
-        "securityContext": {"runAsUser": 1000, "runAsNonRoot": True},
+        "securityContext": {"fsGroup": 1000, "runAsUser": 1000, "runAsNonRoot": True},
         "containers": [container],
-        "volumes": [config_volume(owner), *model_volumes(spec.model)],
+        "volumes": [
+            config_volume(owner),
+            *model_volumes(spec.model),
+            *access_volumes(owner, spec.router),
+        ],
         **pull_secrets(spec.images),
     }
 
@@ -101,7 +108,7 @@ def router_service(owner: Owner, router: RouterSpec) -> Object:
                     "port": ROUTER_PORT,
                     "targetPort": "grpc",
                     "protocol": "TCP",
-                    "appProtocol": "kubernetes.io/h2c",
+                    "appProtocol": "kubernetes.io/h2c" if router.tls is None else "https",
                 }
             ],
         },

@@ -1,0 +1,88 @@
+"""TLS and bearer tokens of the routers: what they read, where it is mounted, who issues it.
+
+What is in the Secrets may change while the routers run: they read the files again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from deploy.api.serving_cluster import RouterSpec, RouterTls
+from deploy.controller.manifests.common import METRICS_PORT, ROUTER_PORT, Object, Owner
+from router.config import AuthConfig, RouterConfig, TlsConfig
+
+HEALTH_PORT = 7103
+"""Of routers that serve TLS: Kubernetes' probes speak none."""
+
+_TLS_FOLDER = "/etc/baton-tls"
+_TOKENS_FOLDER = "/etc/baton-tokens"
+_OWNER_AND_GROUP = 0o440
+
+
+def router_settings(router: RouterSpec) -> RouterConfig:
+    """What the routers of a cluster are to do, in a pod."""
+    return dataclasses.replace(
+        router.settings,
+        host="0.0.0.0",
+        port=ROUTER_PORT,
+        metrics_port=METRICS_PORT,
+        health_port=None if router.tls is None else HEALTH_PORT,
+        tls=None if router.tls is None else _tls_files(router.tls),
+        auth=None if router.auth is None else AuthConfig(_TOKENS_FOLDER),
+    )
+
+
+def _tls_files(tls: RouterTls) -> TlsConfig:
+    client_ca = f"{_TLS_FOLDER}/ca.crt" if tls.require_client_certificate else None
+    return TlsConfig(f"{_TLS_FOLDER}/tls.crt", f"{_TLS_FOLDER}/tls.key", client_ca)
+
+
+def access_volumes(owner: Owner, router: RouterSpec) -> list[Object]:
+    volumes = []
+    if router.tls is not None:
+        volumes.append(_secret("tls", tls_secret(owner, router.tls)))
+    if router.auth is not None:
+        volumes.append(_secret("tokens", router.auth.token_secret_name))
+    return volumes
+
+
+def access_mounts(router: RouterSpec) -> list[Object]:
+    wanted = (("tls", router.tls, _TLS_FOLDER), ("tokens", router.auth, _TOKENS_FOLDER))
+    return [
+        {"name": name, "mountPath": folder, "readOnly": True}
+        for name, section, folder in wanted
+        if section is not None
+    ]
+
+
+def tls_secret(owner: Owner, tls: RouterTls) -> str:
+    """Its name: given, or that of what the issuer signs."""
+    return tls.secret_name or f"{owner.router_name}-tls"
+
+
+def router_certificate(owner: Owner, router: RouterSpec) -> Object | None:
+    """What cert-manager is asked to keep in the Secret, by all names of the routers' Service; None
+    where a Secret is given."""
+    tls = router.tls
+    if tls is None or tls.issuer_ref is None:
+        return None
+    service = f"{owner.router_name}.{owner.namespace}.svc"
+    names = [owner.router_name, f"{owner.router_name}.{owner.namespace}", service]
+    names += [f"{service}.cluster.local", *([router.hostname] if router.hostname else [])]
+    issuer = {"name": tls.issuer_ref.name, "kind": tls.issuer_ref.kind, "group": "cert-manager.io"}
+    return {
+        "apiVersion": "cert-manager.io/v1",
+        "kind": "Certificate",
+        "metadata": owner.metadata(owner.router_name, "router"),
+        "spec": {
+            "secretName": tls_secret(owner, tls),
+            "dnsNames": names,
+            "usages": ["digital signature", "server auth"],
+            "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
+            "issuerRef": issuer,
+        },
+    }
+
+
+def _secret(name: str, secret: str) -> Object:
+    return {"name": name, "secret": {"secretName": secret, "defaultMode": _OWNER_AND_GROUP}}

@@ -1,0 +1,130 @@
+"""TLS and tokens of the routers, from a ServingCluster to what their processes read."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from baton.config import parse_config
+from baton.errors import ConfigError
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.controller.manifests.pods import PodContext
+from deploy.controller.manifests.router_access import router_certificate, router_settings
+from deploy.controller.manifests.routers import router_deployment, router_service
+from tests.deploy.chart.test_rendering import KUBERNETES
+from tests.deploy.controller.test_manifests import OWNER, RELEASE, spec_of
+
+GIVEN = {"secretName": "front-door", "requireClientCertificate": True}
+ISSUED = {"issuerRef": {"name": "internal"}}
+TOKENS = {"tokenSecretName": "tenants"}
+
+
+def pod_of(spec: ServingClusterSpec, has_grpc_probes: bool = True) -> dict[str, Any]:
+    context = PodContext(OWNER, spec, RELEASE, "v1", "r1", has_grpc_probes)
+    pod: dict[str, Any] = router_deployment(context)["spec"]["template"]["spec"]
+    return pod
+
+
+def secrets_mounted(pod: dict[str, Any]) -> dict[str, str]:
+    """Folder in the container -> Secret."""
+    volumes = {each["name"]: each["secret"]["secretName"]
+               for each in pod["volumes"] if "secret" in each}  # fmt: skip
+    mounts = pod["containers"][0]["volumeMounts"]
+    return {each["mountPath"]: volumes[each["name"]] for each in mounts if each["name"] in volumes}
+
+
+def test_what_routers_are_told_to_read_lies_in_the_secrets_that_they_mount() -> None:
+    spec = spec_of(router={"tls": GIVEN, "auth": TOKENS})
+    settings = router_settings(spec.router)
+    assert settings.tls is not None
+    assert settings.auth is not None
+    mounted = secrets_mounted(pod_of(spec))
+    files = (settings.tls.certificate_file, settings.tls.key_file, settings.tls.client_ca_file)
+    named = {PurePosixPath(file or "") for file in files}
+    assert {path.name for path in named} == {"tls.crt", "tls.key", "ca.crt"}
+    assert {mounted[str(path.parent)] for path in named} == {"front-door"}
+    assert mounted[settings.auth.tokens] == "tenants"
+
+
+def test_kubernetes_knows_every_field() -> None:
+    spec = spec_of(router={"tls": GIVEN, "auth": TOKENS})
+    context = PodContext(OWNER, spec, RELEASE, "v1", "r1")
+    for made in (router_deployment(context), router_service(OWNER, spec.router)):
+        kubernetes_validate.validate(made, KUBERNETES, strict=True)
+
+
+def test_the_files_are_readable_to_the_routers_user_and_to_nobody_else() -> None:
+    pod = pod_of(spec_of(router={"tls": GIVEN, "auth": TOKENS}))
+    modes = [each["secret"]["defaultMode"] for each in pod["volumes"] if "secret" in each]
+    assert modes == [0o440, 0o440]
+    assert pod["securityContext"]["fsGroup"] == 1000
+
+
+@pytest.mark.parametrize(("has_grpc_probes", "asks"), [(True, "grpc"), (False, "tcpSocket")])
+def test_probes_which_speak_no_tls_ask_at_a_port_that_serves_health_alone(
+    has_grpc_probes: bool, asks: str
+) -> None:
+    plain, secured = spec_of(), spec_of(router={"tls": GIVEN})
+    assert router_settings(plain.router).health_port is None
+    for spec in (plain, secured):
+        settings = router_settings(spec.router)
+        (container,) = pod_of(spec, has_grpc_probes)["containers"]
+        asked = {container[f"{kind}Probe"][asks]["port"]
+                 for kind in ("startup", "readiness", "liveness")}  # fmt: skip
+        assert asked == {settings.health_port or settings.port}
+        assert asked <= {port["containerPort"] for port in container["ports"]}
+
+
+def test_without_tls_and_tokens_nothing_is_mounted() -> None:
+    assert secrets_mounted(pod_of(spec_of())) == {}
+    settings = router_settings(spec_of().router)
+    assert settings.tls is None
+    assert settings.auth is None
+
+
+def test_a_certificate_is_asked_for_by_every_name_of_the_service() -> None:
+    router = {"tls": ISSUED, "hostname": "llm.example.org"}
+    spec = spec_of(router=router)
+    made = router_certificate(OWNER, spec.router)
+    assert made is not None
+    assert made["spec"]["issuerRef"] == {
+        "name": "internal",
+        "kind": "Issuer",
+        "group": "cert-manager.io",
+    }
+    names = made["spec"]["dnsNames"]
+    assert {"main-router", "main-router.models.svc", "llm.example.org"} <= set(names)
+    assert "server auth" in made["spec"]["usages"]
+    assert set(secrets_mounted(pod_of(spec)).values()) == {made["spec"]["secretName"]}
+
+
+def test_nobody_issues_what_is_given() -> None:
+    assert router_certificate(OWNER, spec_of().router) is None
+    assert router_certificate(OWNER, spec_of(router={"tls": GIVEN}).router) is None
+
+
+def test_the_service_says_what_is_spoken_behind_it() -> None:
+    for router, said in (({}, "kubernetes.io/h2c"), ({"tls": GIVEN}, "https")):
+        (port,) = router_service(OWNER, spec_of(router=router).router)["spec"]["ports"]
+        assert port["appProtocol"] == said
+
+
+def test_files_of_a_pod_cannot_be_named_in_a_serving_cluster() -> None:
+    with pytest.raises(ConfigError, match=r"spec\.router\.settings"):
+        spec_of(router={"settings": {"auth": {"tokens": "/tokens"}}})
+
+
+def test_the_routers_read_back_what_the_operator_writes() -> None:
+    spec = spec_of(router={"tls": GIVEN, "auth": TOKENS, "settings": {"maxQueue": 9}})
+    settings = router_settings(spec.router)
+    section = {
+        "max_queue": settings.max_queue,
+        "tls": vars(settings.tls),
+        "auth": vars(settings.auth),
+        "health_port": settings.health_port,
+    }
+    read = parse_config({"router": section}).router
+    assert (read.tls, read.auth, read.max_queue) == (settings.tls, settings.auth, 9)
