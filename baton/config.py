@@ -130,13 +130,8 @@ class ClusterConfig:
         for name in ("model", "model_revision", "tokenizer"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} must not be empty")
-        roles = {pool.role for pool in self.pools.values()}
-        if not roles & {"decode", "mixed"}:
-            raise ValueError("pools need at least one of role decode or mixed")
-        if self.router.local_prefill == "never" and not roles & {"prefill", "mixed"}:
-            raise ValueError(
-                "router.local_prefill must not be never without a pool of role prefill or mixed"
-            )
+        if self.runs_on == "machine":  # on pods, pools come and go
+            self._check_roles()
         if self.transfer.transport != "ucx":
             raise ValueError(
                 f"transfer.transport must be ucx in a cluster, whose workers are processes, "
@@ -144,6 +139,16 @@ class ClusterConfig:
             )
         self._check_reachable()
         self._check_times()
+
+    def _check_roles(self) -> None:
+        """Whether its pools can serve by themselves."""
+        roles = {pool.role for pool in self.pools.values()}
+        if not roles & {"decode", "mixed"}:
+            raise ValueError("pools need at least one of role decode or mixed")
+        if self.router.local_prefill == "never" and not roles & {"prefill", "mixed"}:
+            raise ValueError(
+                "router.local_prefill must not be never without a pool of role prefill or mixed"
+            )
 
     def _check_reachable(self) -> None:
         """Where workers have to find the registry from elsewhere."""
@@ -240,18 +245,12 @@ def load_config(path: str | Path) -> ClusterConfig:
     and tokens are those beside it."""
     source = str(path)
     try:
-        value = yaml_file.load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read: {error.strerror}") from error
-    except yaml_file.RepeatedKeyError as error:
-        raise ConfigError(f"{source}: {error}", field=error.key) from error
-    except yaml.MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ConfigError(f"{source}: not valid YAML: {line}{error.problem}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problem = " ".join(str(error).split())
-        raise ConfigError(f"{source}: not valid YAML: {problem}") from error
-    config = parse_config(value, source=source)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source}: not valid YAML: {_one_line(error)}") from error
+    config = read_config(text, source=source)
     around = Path(path).resolve().parent
     tokenizer = None if config.tokenizer is None else _beside(around, config.tokenizer)
     return dataclasses.replace(
@@ -265,3 +264,21 @@ def load_config(path: str | Path) -> ClusterConfig:
 def _beside(around: Path, folder: str) -> str:
     named = os.path.expanduser(folder)
     return str(around / named) if (around / named).is_dir() else named
+
+
+def read_config(text: str, *, source: str) -> ClusterConfig:
+    """Make a configuration from a cluster file's text; every error is a ConfigError."""
+    try:
+        value = yaml_file.load(text)
+    except yaml_file.RepeatedKeyError as error:
+        raise ConfigError(f"{source}: {error}", field=error.key) from error
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError(f"{source}: not valid YAML: {line}{error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {_one_line(error)}") from error
+    return parse_config(value, source=source)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

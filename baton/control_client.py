@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -16,6 +16,7 @@ from baton.v1 import control_pb2, control_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:7101"
 _CALL_TIMEOUT_S = 10.0
+_ADD_POOL_TIMEOUT_S = 90.0  # a dtype may have to be chosen, by a process that reads torch first
 
 
 class ControlClient:
@@ -34,7 +35,7 @@ class ControlClient:
         try:
             return next(self.watch_fleet(self._call_timeout_s))
         except DeadlineError as error:
-            raise self._silent() from error
+            raise self._silent(self._call_timeout_s) from error
 
     def watch_fleet(self, timeout_s: float) -> Iterator[control_pb2.WatchFleetResponse]:
         """The whole fleet on every change; ends after `timeout_s` with DeadlineError."""
@@ -62,6 +63,22 @@ class ControlClient:
             raise InvalidRequestError(f"role plan: {error}", field="plan") from error
         self._call("SetRolePlan", control_pb2.SetRolePlanRequest(pool=pool, plan=plan))
 
+    def add_pool(self, pool: str, config: str, replicas: int, cohort: str = "") -> None:
+        """Make a pool known. `config`: a cluster file, in YAML, in which it stands."""
+        request = control_pb2.AddPoolRequest(
+            pool=pool, config=config, replicas=replicas, cohort=cohort
+        )
+        self._call("AddPool", request, _ADD_POOL_TIMEOUT_S)
+
+    def remove_pool(self, pool: str) -> None:
+        """Forget a pool that has no size and no places any more."""
+        self._call("RemovePool", control_pb2.RemovePoolRequest(pool=pool))
+
+    def set_cohort_weights(self, weights: Mapping[str, int]) -> None:
+        """How new requests are divided among cohorts; one that is not named gets none."""
+        request = control_pb2.SetCohortWeightsRequest(weights=dict(weights))
+        self._call("SetCohortWeights", request)
+
     def drain(self, worker_id: str) -> None:
         self._call("Drain", control_pb2.ControlServiceDrainRequest(worker_id=worker_id))
 
@@ -79,14 +96,15 @@ class ControlClient:
     ) -> None:
         self.close()
 
-    def _call(self, method: str, request: Any) -> Any:
+    def _call(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
+        timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
         try:
-            return getattr(self._stub, method)(request, timeout=self._call_timeout_s)
+            return getattr(self._stub, method)(request, timeout=timeout_s)
         except grpc.RpcError as error:
             failure = cast(status.RpcFailure, error)
             if status.is_out_of_time(failure):
-                raise self._silent() from error
+                raise self._silent(timeout_s) from error
             raise status.from_rpc_error(failure, self._address) from error
 
-    def _silent(self) -> UnavailableError:
-        return UnavailableError(f"no answer from {self._address} within {self._call_timeout_s:g} s")
+    def _silent(self, timeout_s: float) -> UnavailableError:
+        return UnavailableError(f"no answer from {self._address} within {timeout_s:g} s")

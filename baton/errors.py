@@ -10,6 +10,7 @@ BatonError
 ├── KvTransferError        the KV could not be moved, after retries
 ├── WorkerLostError        workers died more often than the retry budget allows
 ├── PoisonError            the request ran on two workers that died
+├── InUseError             what is to go is still in use
 ├── NotResumableError      nothing is kept any more from which to resume
 ├── UnauthenticatedError   no bearer token, or none that the router knows
 ├── PermissionDeniedError  the token is another tenant's; names the field
@@ -72,6 +73,10 @@ class WorkerLostError(BatonError):
 
 class PoisonError(BatonError):
     reason, grpc_status = "POISON", "ABORTED"
+
+
+class InUseError(BatonError):
+    reason, grpc_status = "IN_USE", "FAILED_PRECONDITION"
 
 
 class NotResumableError(BatonError):

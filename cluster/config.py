@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+POD_LABEL = "baton.dev/pod"
+"""The label of a Ray node that tells the name of the pod it is."""
+
 
 def pod_resource(pool: str) -> str:
     """The resource that a pool's pods offer Ray, as many units as a replica has ranks."""

@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -23,45 +23,20 @@ from baton.errors import BatonError, NotFoundError
 from baton.grpc_options import accepts_pings
 from baton.pairing import unpaired
 from baton.status import abort, first_message
-from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
+from baton.v1 import control_pb2, control_pb2_grpc
 from cluster.config import RegistryConfig
-from cluster.registry import (
-    FleetEntry,
-    FleetSnapshot,
-    Pool,
-    Progress,
-    Registration,
-    Registry,
-    Stream,
-    WorkerState,
-)
-from cluster.role_plan import Role, RolePlan
+from cluster.fleet_wire import fleet_message
+from cluster.pool_changes import PoolBacking, PoolChanges, Unbacked
+from cluster.registry import Progress, Registration, Registry, Stream
+from cluster.role_plan import RolePlan
 
 log = logging.getLogger(__name__)
 
-_STATES = {
-    WorkerState.STARTING: control_pb2.WORKER_STATE_STARTING,
-    WorkerState.LIVE: control_pb2.WORKER_STATE_LIVE,
-    WorkerState.SUSPECT: control_pb2.WORKER_STATE_SUSPECT,
-    WorkerState.DRAINING: control_pb2.WORKER_STATE_DRAINING,
-    WorkerState.GONE: control_pb2.WORKER_STATE_GONE,
-}
-ROLES = {
-    Role.PREFILL: common_pb2.WORKER_ROLE_PREFILL,
-    Role.DECODE: common_pb2.WORKER_ROLE_DECODE,
-    Role.MIXED: common_pb2.WORKER_ROLE_MIXED,
-}
+T = TypeVar("T")
 
 _SERVER_OPTIONS = (("grpc.so_reuseport", 0), *accepts_pings())
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-CheckRoom = Callable[[str, Mapping[str, int]], Awaitable[None]]
-"""Told a pool that is to grow and every pool's size then; raises a BatonError for want of room."""
-
-
-async def _any_room(pool: str, replicas: Mapping[str, int]) -> None:
-    """Of a registry by itself: whoever starts its workers finds room for them."""
 
 
 class Changes:
@@ -83,12 +58,10 @@ class Changes:
 class ControlService(control_pb2_grpc.ControlServiceServicer):
     """Serves one registry. `changes` is announced after everything that may have changed it."""
 
-    def __init__(
-        self, registry: Registry, changes: Changes, check_room: CheckRoom = _any_room
-    ) -> None:
+    def __init__(self, registry: Registry, changes: Changes, backing: PoolBacking) -> None:
         self._registry = registry
         self._changes = changes
-        self._check_room = check_room
+        self._pools = PoolChanges(registry, backing)
 
     async def Register(  # noqa: N802
         self, request_iterator: AsyncIterator[control_pb2.RegisterRequest], context: Context
@@ -184,26 +157,45 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def SetReplicas(  # noqa: N802
         self, request: control_pb2.SetReplicasRequest, context: Context
     ) -> control_pb2.SetReplicasResponse:
-        pool, replicas = request.pool, request.replicas
-        try:
-            if self._registry.check_size(pool, replicas).desired_replicas < replicas:
-                await self._check_room(pool, self._registry.desired_replicas() | {pool: replicas})
-            previous = self._registry.set_replicas(pool, replicas)
-        except BatonError as error:
-            await abort(context, error)
-        self._changes.announce()
+        previous = await self._change(
+            context, self._pools.set_replicas(request.pool, request.replicas)
+        )
         return control_pb2.SetReplicasResponse(previous_replicas=previous)
 
     async def SetRolePlan(  # noqa: N802
         self, request: control_pb2.SetRolePlanRequest, context: Context
     ) -> control_pb2.SetRolePlanResponse:
         plan = RolePlan(request.plan.prefill, request.plan.decode)
+        await self._change(context, self._pools.set_role_plan(request.pool, plan))
+        return control_pb2.SetRolePlanResponse()
+
+    async def AddPool(  # noqa: N802
+        self, request: control_pb2.AddPoolRequest, context: Context
+    ) -> control_pb2.AddPoolResponse:
+        added = self._pools.add(request.pool, request.config, request.cohort, request.replicas)
+        await self._change(context, added)
+        return control_pb2.AddPoolResponse()
+
+    async def RemovePool(  # noqa: N802
+        self, request: control_pb2.RemovePoolRequest, context: Context
+    ) -> control_pb2.RemovePoolResponse:
+        await self._change(context, self._pools.remove(request.pool))
+        return control_pb2.RemovePoolResponse()
+
+    async def SetCohortWeights(  # noqa: N802
+        self, request: control_pb2.SetCohortWeightsRequest, context: Context
+    ) -> control_pb2.SetCohortWeightsResponse:
+        await self._change(context, self._pools.set_cohort_weights(dict(request.weights)))
+        return control_pb2.SetCohortWeightsResponse()
+
+    async def _change(self, context: Context, change: Awaitable[T]) -> T:
+        """Make a change of pools and tell of it, or refuse it."""
         try:
-            self._registry.set_role_plan(request.pool, plan)
+            result = await change
         except BatonError as error:
             await abort(context, error)
         self._changes.announce()
-        return control_pb2.SetRolePlanResponse()
+        return result
 
     async def Drain(  # noqa: N802
         self, request: control_pb2.ControlServiceDrainRequest, context: Context
@@ -216,54 +208,13 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         return control_pb2.ControlServiceDrainResponse()
 
 
-def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
-    return control_pb2.WatchFleetResponse(
-        version=snapshot.version,
-        workers=[
-            control_pb2.FleetWorker(
-                info=control_pb2.WorkerInfo.FromString(entry.registration.info),
-                state=_STATES[entry.state],
-                load=worker_pb2.WorkerLoad.FromString(entry.load),
-                active_role=_active_role(entry),
-            )
-            for entry in snapshot.workers
-        ],
-        pools=[_pool_message(pool) for pool in snapshot.pools],
-        routers=[control_pb2.ReportRouterRequest.FromString(told) for told in snapshot.routers],
-    )
-
-
-def _pool_message(pool: Pool) -> control_pb2.PoolStatus:
-    return control_pb2.PoolStatus(
-        name=pool.name,
-        role=ROLES[pool.role],
-        desired_replicas=pool.desired_replicas,
-        live_replicas=pool.live_replicas,
-        last_error=pool.last_error,
-        num_failed_starts=pool.num_failed_starts,
-        pending_replicas=pool.pending_replicas,
-        role_plan=_plan_message(pool),
-    )
-
-
-def _active_role(entry: FleetEntry) -> common_pb2.WorkerRole.ValueType:
-    role = entry.active_role
-    return common_pb2.WORKER_ROLE_UNSPECIFIED if role is None else ROLES[role]
-
-
-def _plan_message(pool: Pool) -> control_pb2.RolePlan | None:
-    if pool.role is not Role.MIXED:
-        return None
-    return control_pb2.RolePlan(prefill=pool.role_plan.prefill, decode=pool.role_plan.decode)
-
-
 @contextlib.asynccontextmanager
 async def serve(
-    registry: Registry, changes: Changes, listen: str, check_room: CheckRoom = _any_room
+    registry: Registry, changes: Changes, listen: str, backing: PoolBacking | None = None
 ) -> AsyncIterator[str]:
     """Serve the registry with health checks; yields the bound host:port. Raises OSError."""
     server = grpc.aio.server(options=_SERVER_OPTIONS)
-    service = ControlService(registry, changes, check_room)
+    service = ControlService(registry, changes, backing or Unbacked())
     control_pb2_grpc.add_ControlServiceServicer_to_server(service, server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

@@ -25,7 +25,6 @@ from functools import partial
 from typing import TypeVar
 
 from baton.v1 import control_pb2
-from cluster.config import SupervisorConfig
 from cluster.control_service import Changes
 from cluster.errors import PodLostError, ReplicaError
 from cluster.rank_ends import RankEnd
@@ -47,7 +46,6 @@ _YOUNG_S = 30.0
 class Ground:
     """What all keepers share. Ray is called on the executor's threads only."""
 
-    config: SupervisorConfig
     registry: Registry
     changes: Changes
     replicas: Replicas
@@ -68,6 +66,7 @@ class Keeper:
         self.replica = adopted
         """What fills the place, or did: until all of its processes are over."""
         self._ground = ground
+        self._limits = ground.registry.pools.settings(pool).config.supervisor
         self._leaving = asyncio.Event()
         self._ended = asyncio.Event()
         self._failure: str | None = None  # why the present replica is over, if it is by a failure
@@ -77,7 +76,9 @@ class Keeper:
         self._began_at = 0.0  # when the present replica was adopted, or last tried to be started
 
     async def run(self) -> None:
-        """Fill the place for as long as it is wanted."""
+        """Fill the place, which is open, for as long as it is wanted."""
+        if self.replica is not None:
+            self._placed_in(self.replica.pod_name)
         while not self._leaving.is_set() or self.replica is not None:
             self._began_at = time.monotonic()
             if await self._fill():
@@ -89,7 +90,7 @@ class Keeper:
             else:
                 self._backoff_s = 0.0
         if not self._left_behind:
-            self._ground.registry.forgive(self.worker_id)
+            self._ground.registry.pools.forgive(self.worker_id)
 
     async def back_off(self) -> None:
         """Wait, longer each time, but not when the place is no longer wanted."""
@@ -100,7 +101,7 @@ class Keeper:
     def report(self, error: str, log_file: object = None) -> None:
         """Tell the registry, and so whoever watches, what failed here."""
         text = f"{self.worker_id}: {error}" + (f" (log: {log_file})" if log_file else "")
-        times = self._ground.registry.failed(self.pool, self.worker_id, text, self._served)
+        times = self._ground.registry.pools.failed(self.pool, self.worker_id, text, self._served)
         log.error("%s%s", text, f"; failed start {times} in a row" if times else "")
         self._ground.changes.announce()
 
@@ -156,6 +157,7 @@ class Keeper:
         except ReplicaError as error:
             self.report(str(error), config.log_file(0))
         if self.replica is None:
+            self._placed_in(None)
             return False
         if self._leaving.is_set():
             self._ended.set()
@@ -172,19 +174,21 @@ class Keeper:
 
     async def _placed(self, name: ReplicaName, config: WorkerConfig) -> bool:
         """Wait until it has room; False: it is wanted no longer. Raises ReplicaError."""
-        registry, changes = self._ground.registry, self._ground.changes
-        try:
-            while not await self._ground.ray(partial(self._ground.replicas.place, name, config)):
-                if registry.waits(self.pool, self.worker_id):
-                    changes.announce()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._leaving.wait(), LOOK_S)
-                if self._leaving.is_set():
-                    return False
-            return True
-        finally:
-            if registry.placed(self.worker_id):
-                changes.announce()
+        ask = partial(self._ground.replicas.place, name, config)
+        while (spot := await self._ground.ray(ask)) is None:
+            if self._ground.registry.pools.waits(self.worker_id):
+                self._ground.changes.announce()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), LOOK_S)
+            if self._leaving.is_set():
+                return False
+        self._placed_in(spot.pod_name)
+        return True
+
+    def _placed_in(self, pod_name: str | None) -> None:
+        """Tell the registry where the ranks start or run; None also for: nowhere now."""
+        if self._ground.registry.pools.placed(self.worker_id, pod_name):
+            self._ground.changes.announce()
 
     async def _keep_until_over(self) -> None:
         """From a replica's start or adoption to the end of its last process."""
@@ -205,17 +209,18 @@ class Keeper:
         if entry is not None:
             self._ground.registry.gone(self.worker_id, entry.registration.incarnation)
         self.replica = None
+        self._placed_in(None)
         self._ground.changes.announce()
 
     async def _until_over(self) -> str:
         """Wait for a reason to end the replica, and name it."""
-        config, registry = self._ground.config, self._ground.registry
+        registry = self._ground.registry
         began_at = registry.now_s()
         leave_by: float | None = None
         while not self._ended.is_set():
             now = registry.now_s()  # the supervisor's own absence is no worker's silence
             if self._leaving.is_set():
-                leave_by = leave_by or now + config.drain_timeout_s
+                leave_by = leave_by or now + self._limits.drain_timeout_s
                 self._ask_to_drain()
                 if now > leave_by:
                     return "did not drain in time"
@@ -230,16 +235,16 @@ class Keeper:
 
     def _judge(self, waited_s: float) -> str | None:
         """Why the replica has failed, by what the registry knows of it; None: it has not."""
-        config, entry = self._ground.config, self._entry()
+        limits, entry = self._limits, self._entry()
         if entry is None:
             serves = self.replica is not None and self.replica.serves
-            limit_s = config.fence_after_s if serves else config.start_timeout_s
+            limit_s = limits.fence_after_s if serves else limits.start_timeout_s
             return f"did not register within {limit_s:.0f} s" if waited_s > limit_s else None
         self._served = True
         if entry.state is WorkerState.GONE:  # by silence: nobody says that its processes are over
             return "not heard of for so long that the registry has given it up"
-        if entry.suspect_s > config.fence_after_s:
-            return f"silent or stuck for more than {config.fence_after_s:.0f} s"
+        if entry.suspect_s > limits.fence_after_s:
+            return f"silent or stuck for more than {limits.fence_after_s:.0f} s"
         return None
 
     def _entry(self) -> FleetEntry | None:

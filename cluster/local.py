@@ -31,7 +31,7 @@ from baton.process_tree import Process, descendants, still_alive, wait_until_gon
 from baton.v1 import control_pb2
 from cluster.error_text import one_line
 from cluster.model_dtype import DtypeDecision
-from cluster.rank_gpus import num_gpus_wanted
+from cluster.pool_settings import num_gpus_wanted, own_settings
 from cluster.reaper import Reaper, inherited, watched_over
 from cluster.router_process import RouterProcess
 
@@ -180,7 +180,8 @@ def _check_gpus(config: ClusterConfig) -> None:
 
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     first_sizes = {name: pool.replicas for name, pool in config.pools.items()}
-    wanted, found = num_gpus_wanted(config, first_sizes), int(resources.get("GPU", 0))
+    wanted = num_gpus_wanted(own_settings(config), first_sizes)
+    found = int(resources.get("GPU", 0))
     if wanted > found:
         raise ConfigError(
             f"the pools need {wanted} GPUs (one for each rank of each replica on cuda); "

@@ -84,6 +84,12 @@ class DtypeDecision:
         return config, f"computing in {dtype}: {told['reason']}"
 
 
+def decided_dtype(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
+    """What `DtypeDecision.result` says, waited for."""
+    with DtypeDecision(config, {}) as decision:
+        return decision.result()
+
+
 def _check_pairs(config: ClusterConfig, written: ClusterConfig) -> None:
     """Raise ConfigError where no pool takes KV of a prefill pool's dtype. `written` has `auto`."""
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from cluster.config import pod_resource
+from cluster.config import POD_LABEL, pod_resource
 from cluster.errors import ReplicaError
 from cluster.rank_gpus import needs_gpu
 from cluster.room import num_free
@@ -32,20 +33,44 @@ def rank_resources(config: WorkerConfig) -> dict[str, float]:
     return resources | ({pod_resource(config.pool): 1.0} if config.in_pod else {})
 
 
-def ask(name: str, config: WorkerConfig) -> bool:
+@dataclass(frozen=True)
+class Spot:
+    """Where all ranks of a replica have their room."""
+
+    node_id: str
+    """Ray's."""
+    pod_name: str | None = None
+    """None for a machine, and for a pod whose node does not tell its name."""
+
+
+def ask(name: str, config: WorkerConfig) -> Spot | None:
     """Room for all ranks of a replica on one machine, or in one pod of the pool, which they fill.
 
-    False: there is no such pod yet; it stays asked for. Raises ReplicaError where the machines have
+    None: there is no such pod yet; it stays asked for. Raises ReplicaError where the machines have
     no room."""
     num_ranks, resources = config.tp_size, rank_resources(config)
     if not config.in_pod:
         _check_machines(num_ranks, resources)
-        _wait_for_place(_new_group(name, num_ranks, resources), num_ranks, resources)
-        return True
+        group = _new_group(name, num_ranks, resources)
+        _wait_for_place(group, num_ranks, resources)
+        return _spot_of(group)
     asked = find(name)
-    if asked is not None:
-        return node_of(asked) is not None
-    return bool(_new_group(name, num_ranks, resources).wait(_POD_FOUND_WITHIN_S))
+    if asked is None:
+        asked = _new_group(name, num_ranks, resources)
+        asked.wait(_POD_FOUND_WITHIN_S)
+    return _spot_of(asked)
+
+
+def _spot_of(group: PlacementGroup) -> Spot | None:
+    node_id = node_of(group)
+    return None if node_id is None else Spot(node_id, pods_by_node().get(node_id))
+
+
+def pods_by_node() -> dict[str, str]:
+    """Names of the pods that are Ray's nodes, as these tell them, by Ray's node ids."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    names = {node["NodeID"]: node["Labels"].get(POD_LABEL) for node in nodes if node["Alive"]}
+    return {node_id: name for node_id, name in names.items() if name}
 
 
 def _check_machines(num_ranks: int, resources: Mapping[str, float]) -> None:

@@ -6,9 +6,6 @@ it, from its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from baton.config import ClusterConfig
 from baton.errors import ConfigError
 from engine.config import EngineConfig
 
@@ -17,15 +14,6 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def needs_gpu(engine: EngineConfig) -> bool:
     return engine.device == "cuda" and engine.backend != "fake"
-
-
-def num_gpus_wanted(cluster: ClusterConfig, replicas: Mapping[str, int]) -> int:
-    """GPUs of all pools together, at these sizes."""
-    return sum(
-        replicas[name] * pool.tensor_parallel
-        for name, pool in cluster.pools.items()
-        if needs_gpu(cluster.pool_engine(name))
-    )
 
 
 def rank_environments(

@@ -17,7 +17,7 @@ import grpc.aio
 
 from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
-from cluster.control_service import ROLES
+from cluster.fleet_wire import ROLES
 from cluster.rank import Rank
 from cluster.worker_config import WorkerConfig
 from engine.api import EngineCapacity

@@ -1,4 +1,4 @@
-"""The fleet as workers report it: who is there, in which state, how many a pool should have.
+"""The fleet as workers report it: who is there, and in which state.
 
 Pure: it reads a clock and nothing else. Silence is measured in the time that the registry itself
 was awake (`now_s`): somebody must look every `look_s`, or the gap is the registry's own absence.
@@ -18,11 +18,12 @@ A worker's life here:
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import dataclass
 
-from baton.errors import InvalidRequestError, NotFoundError
 from cluster.awake_clock import AwakeClock, Clock
 from cluster.config import RegistryConfig
+from cluster.pool_book import Pool, PoolBook
 from cluster.role_plan import Role, RolePlan, active_roles
 from cluster.router_book import RouterBook
 
@@ -89,34 +90,6 @@ class FleetEntry:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """How a worker's replicas have failed since it was last live."""
-
-    pool: str
-    error: str
-    """The newest."""
-    num_failed_starts: int
-    """In a row; 0: it served before it failed."""
-
-
-@dataclass(frozen=True)
-class Pool:
-    name: str
-    role: Role
-    desired_replicas: int
-    max_replicas: int
-    live_replicas: int = 0
-    last_error: str = ""
-    """Why a replica failed that is not live again; empty: none has."""
-    num_failed_starts: int = 0
-    """Of the worker that failed most often in a row."""
-    pending_replicas: int = 0
-    """Places for which there is no pod yet."""
-    role_plan: RolePlan = field(default_factory=RolePlan)
-    """Of a mixed pool."""
-
-
-@dataclass(frozen=True)
 class FleetSnapshot:
     version: int
     workers: tuple[FleetEntry, ...]
@@ -138,18 +111,16 @@ class _Worker:
 
 
 class Registry:
-    """Own the fleet's membership and states, and the desired size of every pool."""
+    """Own the fleet's membership and states; the pools' book and the routers' are parts of it."""
 
     def __init__(self, config: RegistryConfig, clock: Clock) -> None:
         self._config = config
         self._clock = AwakeClock(clock, 2 * config.look_s)
         self.routers = RouterBook(self._clock)
+        self.pools = PoolBook()
         self._workers: dict[str, _Worker] = {}
-        self._pools: dict[str, Pool] = {}
-        self._failures: dict[str, Failure] = {}  # by worker id, oldest first; not while it is live
-        self._pending: dict[str, str] = {}  # pool by worker id
         self._num_streams = 0
-        self._version = 0
+        self._num_changes = 0  # of workers
 
     @property
     def look_s(self) -> float:
@@ -160,88 +131,6 @@ class Registry:
     def register_within_s(self) -> float:
         """How long a call may take to say who registers."""
         return self._config.register_within_s
-
-    # --- pools ----------------------------------------------------------------------------------
-
-    def add_pool(self, name: str, role: Role, replicas: int, max_replicas: int) -> None:
-        self._pools[name] = Pool(name, role, replicas, max_replicas)
-        self._version += 1
-
-    def set_replicas(self, pool: str, replicas: int) -> int:
-        """Change a pool's desired size and return the former one. Raises what `check_size` does."""
-        known = self.check_size(pool, replicas)
-        self._pools[pool] = replace(known, desired_replicas=replicas)
-        self._version += 1
-        return known.desired_replicas
-
-    def check_size(self, pool: str, replicas: int) -> Pool:
-        """The pool, which may have this size.
-
-        Raises NotFoundError, and InvalidRequestError beyond the pool's `max_replicas`.
-        """
-        known = self._pools.get(pool)
-        if known is None:
-            there_are = ", ".join(sorted(self._pools)) or "none"
-            raise NotFoundError(f"no pool {pool!r}; there are: {there_are}", field="pool")
-        if not 0 <= replicas <= known.max_replicas:
-            raise InvalidRequestError(
-                f"replicas must be between 0 and {known.max_replicas}, "
-                f"the max_replicas of pool {pool}, not {replicas}",
-                field="replicas",
-            )
-        return known
-
-    def set_role_plan(self, pool: str, plan: RolePlan) -> None:
-        """Split a mixed pool's workers into roles; what runs ends where it is.
-
-        Raises NotFoundError, and InvalidRequestError for another pool or more than it may have.
-        """
-        known = self.check_size(pool, plan.prefill + plan.decode)
-        if known.role is not Role.MIXED and plan != RolePlan():
-            raise InvalidRequestError(
-                f"pool {pool} has one role, {known.role.value}: only a mixed one is split",
-                field="pool",
-            )
-        if known.role_plan != plan:
-            self._pools[pool] = replace(known, role_plan=plan)
-            self._version += 1
-
-    def role_plans(self) -> dict[str, RolePlan]:
-        return {name: pool.role_plan for name, pool in self._pools.items()}
-
-    def desired_replicas(self) -> dict[str, int]:
-        return {name: pool.desired_replicas for name, pool in self._pools.items()}
-
-    # --- what waits, and what failed ------------------------------------------------------------
-
-    def waits(self, pool: str, worker_id: str) -> bool:
-        """There is no pod yet that the worker could start on; whether that is news."""
-        if worker_id in self._pending:
-            return False
-        self._pending[worker_id] = pool
-        self._version += 1
-        return True
-
-    def placed(self, worker_id: str) -> bool:
-        """It waits no more: there is one, or it is no longer wanted; whether that is news."""
-        if self._pending.pop(worker_id, None) is None:
-            return False
-        self._version += 1
-        return True
-
-    def failed(self, pool: str, worker_id: str, error: str, served: bool) -> int:
-        """Book that a replica failed, after it `served` or before; failed starts in a row."""
-        former = self._failures.pop(worker_id, None)
-        num_before = 0 if former is None else former.num_failed_starts
-        failure = Failure(pool, error, 0 if served else num_before + 1)
-        self._failures[worker_id] = failure
-        self._version += 1
-        return failure.num_failed_starts
-
-    def forgive(self, worker_id: str) -> None:
-        """The worker is live, or no longer wanted."""
-        if self._failures.pop(worker_id, None) is not None:
-            self._version += 1
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -260,7 +149,7 @@ class Registry:
             self._settle(known)
         else:
             self._workers[worker_id] = _Worker(registration, stream, now, state_since=now)
-            self._version += 1
+            self._num_changes += 1
         return stream
 
     def heartbeat(
@@ -299,6 +188,14 @@ class Registry:
         if worker is not None and worker.registration.incarnation == incarnation:
             self._enter(worker, WorkerState.GONE)
 
+    def workers_of(self, pool: str) -> list[str]:
+        """Those that are not gone, by their ids."""
+        return [
+            worker_id
+            for worker_id, worker in self._workers.items()
+            if worker.registration.pool == pool and worker.state is not WorkerState.GONE
+        ]
+
     def now_s(self) -> float:
         """Seconds that the registry has been awake, up to this look."""
         return self._clock()
@@ -311,7 +208,7 @@ class Registry:
             since_s = now - worker.state_since
             if worker.state is WorkerState.GONE and since_s >= self._config.forget_after_s:
                 del self._workers[worker.registration.worker_id]
-                self._version += 1
+                self._num_changes += 1
         return self._version
 
     def snapshot(self) -> FleetSnapshot:
@@ -327,35 +224,27 @@ class Registry:
             )
             for worker in self._workers.values()
         )
-        live: dict[str, int] = {}
-        for entry in workers:
-            if entry.state is WorkerState.LIVE:
-                live[entry.registration.pool] = live.get(entry.registration.pool, 0) + 1
-        pools = tuple(self._status(pool, live.get(name, 0)) for name, pool in self._pools.items())
-        return FleetSnapshot(self._version, workers, pools, self.routers.reports())
+        live: Counter[str] = Counter()
+        for worker in self._workers.values():
+            live[worker.registration.pool] += worker.state is WorkerState.LIVE
+        return FleetSnapshot(self._version, workers, self.pools.shown(live), self.routers.reports())
+
+    @property
+    def _version(self) -> int:
+        return self._num_changes + self.pools.version
 
     def _active_roles(self) -> dict[str, Role]:
         """Of the workers of pools that are split."""
         roles: dict[str, Role] = {}
-        for pool in self._pools.values():
-            if pool.role_plan != RolePlan():
+        for pool, plan in self.pools.role_plans().items():
+            if plan != RolePlan():
                 serving = [
                     worker_id
                     for worker_id, worker in self._workers.items()
-                    if worker.registration.pool == pool.name and worker.state in _SERVING
+                    if worker.registration.pool == pool and worker.state in _SERVING
                 ]
-                roles |= active_roles(pool.role_plan, serving)
+                roles |= active_roles(plan, serving)
         return roles
-
-    def _status(self, pool: Pool, live_replicas: int) -> Pool:
-        failures = [f for f in self._failures.values() if f.pool == pool.name]
-        return replace(
-            pool,
-            live_replicas=live_replicas,
-            last_error=failures[-1].error if failures else "",
-            num_failed_starts=max((f.num_failed_starts for f in failures), default=0),
-            pending_replicas=list(self._pending.values()).count(pool.name),
-        )
 
     # --- states ---------------------------------------------------------------------------------
 
@@ -372,10 +261,10 @@ class Registry:
 
     def _enter(self, worker: _Worker, state: WorkerState) -> None:
         if state is WorkerState.LIVE:
-            self.forgive(worker.registration.worker_id)
+            self.pools.forgive(worker.registration.worker_id)
         worker.state = state
         worker.state_since = self._clock()
-        self._version += 1
+        self._num_changes += 1
 
     def _state_of(self, worker: _Worker) -> WorkerState:
         if worker.state is WorkerState.GONE:

@@ -8,6 +8,7 @@ frees an old name only some time after its actor died.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import re
 import time
@@ -26,6 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster import places
 from cluster.error_text import one_line
 from cluster.errors import PodLostError, ReplicaError
+from cluster.places import Spot
 from cluster.process_book import Entry, ProcessBook
 from cluster.process_ends import end_processes
 from cluster.rank_actor import MAX_CALLS, RankActor, Standing
@@ -76,22 +78,20 @@ class Replica:
     """Found with all loaded: it will register again soon, or never."""
     node_id: str | None = None
     """Ray's, of where it runs; None: not known."""
+    pod_name: str | None = None
+    """Of one that was found: where it runs, if that is a pod of a known name."""
 
 
 class Replicas:
     """Starts, finds and ends replicas; knows their processes even after Ray has forgotten them."""
 
-    def __init__(
-        self, tp_sizes: Mapping[str, int], run_dir: Path, answer_within_s: float = _CALL_TIMEOUT_S
-    ) -> None:
-        """`tp_sizes`: ranks of one replica of each pool."""
-        self._tp_sizes = tp_sizes
+    def __init__(self, run_dir: Path, answer_within_s: float = _CALL_TIMEOUT_S) -> None:
         self._book = ProcessBook(run_dir / "processes")
         self._answer_within_s = answer_within_s
 
-    def place(self, name: ReplicaName, config: WorkerConfig) -> bool:
-        """Ask for room for all ranks together; whether they have it. False: no pod has; it is asked
-        for until `destroy`. Raises ReplicaError; nothing is left after an error."""
+    def place(self, name: ReplicaName, config: WorkerConfig) -> Spot | None:
+        """Ask for room for all ranks together, and tell where it is. None: no pod has it; it is
+        asked for until `destroy`. Raises ReplicaError; nothing is left after an error."""
         with self._nothing_left(_Begun(name)):
             return places.ask(str(name), config)
 
@@ -144,14 +144,14 @@ class Replicas:
 
     # --- what a former supervisor left ----------------------------------------------------------
 
-    def find(self) -> list[Replica]:
+    def find(self, tp_sizes: Mapping[str, int]) -> list[Replica]:
         """Adopt whole replicas, one of a place: the newest. All else that is left of any replica,
-        listed by Ray or not, is ended.
+        listed by Ray or not, is ended. `tp_sizes`: ranks of one replica of each pool.
         """
         newest: dict[str, Replica] = {}
         remains: list[Replica] = []
         for replica in sorted(self._left(), key=lambda replica: replica.name.generation):
-            if len(replica.actors) != self._tp_sizes.get(replica.name.pool):
+            if len(replica.actors) != tp_sizes.get(replica.name.pool):
                 log.warning("%s is not whole: clearing it away", replica.name)
                 remains.append(replica)
                 continue
@@ -165,7 +165,11 @@ class Replicas:
                 if not gone:
                     log.error("%s: not every process is known to be over", replica.name)
         _remove_groups_but({str(replica.name) for replica in newest.values()})
-        return list(newest.values())
+        pods = places.pods_by_node()
+        return [
+            dataclasses.replace(replica, pod_name=pods.get(replica.node_id or ""))
+            for replica in newest.values()
+        ]
 
     def _left(self) -> list[Replica]:
         """Every replica of which anything is left, with the ranks that answer and were launched."""

@@ -6,20 +6,19 @@ from collections.abc import Mapping
 
 import ray
 
-from baton.config import ClusterConfig
 from baton.errors import NoCapacityError
-from cluster.rank_gpus import needs_gpu, num_gpus_wanted
+from cluster.pool_settings import PoolSettings, num_gpus_wanted
 
 
-def check_room(cluster: ClusterConfig, pool: str, replicas: Mapping[str, int]) -> None:
+def check_room(pool: str, pools: Mapping[str, PoolSettings], replicas: Mapping[str, int]) -> None:
     """Raise NoCapacityError where `pool`, which is to grow, would take a GPU that is not there.
 
     `replicas`: every pool's size then. Cores never run out: they are divided by thread counts. Pods
     that are not there yet may still come.
     """
-    if cluster.runs_on == "pods" or not needs_gpu(cluster.pool_engine(pool)):
+    if pools[pool].config.runs_on == "pods" or not pools[pool].gpus_per_replica:
         return
-    wanted = num_gpus_wanted(cluster, replicas)
+    wanted = num_gpus_wanted(pools, replicas)
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     found = int(resources.get("GPU", 0))
     if wanted > found:

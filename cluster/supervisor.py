@@ -5,14 +5,14 @@ no replica's failure ends the supervisor. Scaling in drains the highest places f
 this process stops nothing: Ray starts it again, it listens on the same port, adopts, and the
 workers register anew.
 
-What must survive a restart (port, desired sizes, role plans) lies in the run directory.
+Each pool has settings of its own, from the cluster's file or as they were told later. What must
+survive a restart (port, told pools, sizes, role plans, weights) lies in the run directory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 import os
 import threading
@@ -27,15 +27,17 @@ from typing import TypeVar
 import uvloop
 
 from baton.config import ClusterConfig
-from baton.errors import BatonError
+from baton.errors import ConfigError
 from cluster.control_service import Changes, serve
 from cluster.keeper import LOOK_S, Ground, Keeper
 from cluster.loop_door import LoopDoor
+from cluster.model_dtype import decided_dtype
+from cluster.pool_settings import PoolSettings, num_ranks
 from cluster.rank_ends import EndWatch
 from cluster.registry import Registry
 from cluster.replica import Replica, ReplicaName, Replicas
-from cluster.role_plan import Role, RolePlan
 from cluster.room import check_room
+from cluster.supervisor_state import SupervisorState, state_file
 from cluster.worker_config import WorkerConfig, num_threads_of, worker_config
 from cluster.worker_process import set_up_logging
 
@@ -54,41 +56,32 @@ class Supervision:
     def __init__(self, cluster: ClusterConfig, run_dir: Path) -> None:
         self._cluster = cluster
         self._run_dir = run_dir
-        self._state = _State(_state_file(run_dir), cluster)
+        self._state = SupervisorState(run_dir, cluster)
         self._registry = Registry(cluster.registry, time.monotonic)
+        self._state.restore(self._registry.pools)
         self._changes = Changes()
         self._keepers: dict[_Key, Keeper] = {}
         self._tasks: dict[_Key, asyncio.Task[None]] = {}
         self._num_threads: dict[ReplicaName, int] = {}  # what replicas were told to compute with
         self._adopted: dict[_Key, Replica] = {}
+        self._places_opened = asyncio.Event()
         self._stop = asyncio.Event()
         self._control = ""
         # Starts and ends take up the ground's threads for as long as they last.
         self._soon = ThreadPoolExecutor(4, thread_name_prefix="soon-ray-calls")
         self._ground = Ground(
-            cluster.supervisor,
             self._registry,
             self._changes,
-            Replicas({n: pool.tensor_parallel for n, pool in cluster.pools.items()}, run_dir),
+            Replicas(run_dir),
             ThreadPoolExecutor(16, thread_name_prefix="ray-calls"),
             self._worker_config,
         )
 
     async def run(self, on_address: Callable[[str], None]) -> None:
         """Supervise until `stop`, which leaves no replica behind."""
-        for name, pool in self._cluster.pools.items():
-            self._registry.add_pool(
-                name, Role(pool.role), self._state.desired[name], pool.max_replicas
-            )
-            if plan := self._state.role_plans.get(name):
-                try:
-                    self._registry.set_role_plan(name, plan)
-                except BatonError as error:  # the pool is another by now
-                    log.warning("%s: its role plan is given up: %s", name, error.message)
-        listen = self._state.listen
-        async with serve(self._registry, self._changes, listen, self._check_room) as address:
+        async with serve(self._registry, self._changes, self._state.listen, self) as address:
             self._control = self._announced(address)
-            self._state.keep_address(address)
+            self._state.keep(address, self._registry.pools)
             await self._adopt()
             on_address(self._control)
             async with asyncio.TaskGroup() as group:
@@ -106,16 +99,41 @@ class Supervision:
         host, port = self._cluster.control.announced_host, address.rpartition(":")[2]
         return address if host is None else f"{host}:{port}"
 
-    async def _check_room(self, pool: str, replicas: Mapping[str, int]) -> None:
+    # --- what stands behind the registry's pools ------------------------------------------------
+
+    async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
         """Raises NoCapacityError."""
-        await self._ray_soon(partial(check_room, self._cluster, pool, replicas))
+        pools = self._registry.pools.all_settings() | {pool.name: pool}
+        await self._ray_soon(partial(check_room, pool.name, pools, replicas))
+
+    async def settled(self, config: ClusterConfig) -> ClusterConfig:
+        """Raises ConfigError, UnavailableError."""
+        here = self._cluster.runs_on
+        if config.runs_on != here:
+            raise ConfigError(
+                f"runs_on: must be {here}, as the cluster's own, not {config.runs_on}",
+                field="runs_on",
+            )
+        decided, dtype = await asyncio.to_thread(decided_dtype, config)
+        if dtype is not None:
+            log.info("%s: %s", ", ".join(config.pools), dtype)
+        return decided
+
+    async def places_known(self) -> None:
+        await self._places_opened.wait()
+
+    def booked(self) -> None:
+        self._state.keep(self._state.listen, self._registry.pools)
+
+    # --- replicas -------------------------------------------------------------------------------
 
     async def _ray_soon(self, call: Callable[[], T]) -> T:
         """A call of Ray that returns soon, and so must not wait for others that do not."""
         return await asyncio.get_running_loop().run_in_executor(self._soon, call)
 
     def _worker_config(self, name: ReplicaName) -> WorkerConfig:
-        config = worker_config(self._cluster, name.pool, name.worker_id, self._control)
+        cluster = self._registry.pools.settings(name.pool).config
+        config = worker_config(cluster, name.pool, name.worker_id, self._control)
         if config.in_pod:  # it has that to itself, and logs where Ray's workers do
             return config
         engine = dataclasses.replace(config.engine, num_threads=self._share_of(name.pool))
@@ -123,14 +141,16 @@ class Supervision:
 
     def _share_of(self, pool: str) -> int:
         """Compute threads of a rank, with as many replicas as there are places now."""
-        return num_threads_of(self._cluster, pool, Counter(pool for pool, _ in self._keepers))
+        pools, places = self._registry.pools.all_settings(), Counter(p for p, _ in self._keepers)
+        engine = pools[pool].config.pool_engine(pool)
+        return num_threads_of(engine, num_ranks(pools, places))
 
     async def _divide_cores(self) -> None:
         """Places have come or gone: tell every replica its share of the cores, if that changed."""
         if self._cluster.runs_on == "pods":
             return
-        share = {pool: self._share_of(pool) for pool in self._cluster.pools}
         running = [k.replica for k in self._keepers.values() if k.replica is not None]
+        share = {pool: self._share_of(pool) for pool in {r.name.pool for r in running}}
         for replica in running:
             num_threads = share[replica.name.pool]
             if self._num_threads.get(replica.name) != num_threads:
@@ -139,21 +159,20 @@ class Supervision:
         self._num_threads = {replica.name: share[replica.name.pool] for replica in running}
 
     async def _adopt(self) -> None:
-        for found in await self._ground.ray(self._ground.replicas.find):
+        pools = self._registry.pools.all_settings()
+        tp_sizes = {name: settings.shape.tensor_parallel for name, settings in pools.items()}
+        for found in await self._ground.ray(partial(self._ground.replicas.find, tp_sizes)):
             self._adopted[(found.name.pool, found.name.index)] = found
             log.info("adopted %s", found.name)
 
     async def _reconcile(self) -> None:
         """Give every wanted place a keeper; have the others leave."""
         while not self._stop.is_set():
-            desired = self._registry.desired_replicas()
-            self._state.keep_desired(desired)
-            self._state.keep_role_plans(self._registry.role_plans())
+            desired = self._registry.pools.desired_replicas()
             wanted = {(pool, index) for pool, count in desired.items() for index in range(count)}
             for key in (wanted | set(self._adopted)) - set(self._keepers):
-                keeper = Keeper(*key, self._ground, self._adopted.pop(key, None))
-                self._keepers[key] = keeper
-                self._tasks[key] = asyncio.create_task(keeper.run())
+                self._keep(key)
+            self._places_opened.set()
             for key in sorted(set(self._keepers) - wanted):
                 self._keepers[key].let_go()
             for key in [key for key, task in self._tasks.items() if task.done()]:
@@ -161,11 +180,19 @@ class Supervision:
             await self._divide_cores()
             await self._changes.wait(LOOK_S)
 
+    def _keep(self, key: _Key) -> None:
+        """Open a place and have it filled."""
+        keeper = Keeper(*key, self._ground, self._adopted.pop(key, None))
+        self._registry.pools.open_place(keeper.pool, keeper.worker_id)
+        self._keepers[key] = keeper
+        self._tasks[key] = asyncio.create_task(keeper.run())
+
     def _keeper_ended(self, key: _Key) -> None:
         """Its place was given up; or it failed, and goes on where it was after a while."""
         keeper, error = self._keepers[key], self._tasks.pop(key).exception()
         if error is None:
             del self._keepers[key]
+            self._registry.pools.close_place(keeper.worker_id)
             return
         log.error("the keeper of %s failed", keeper.worker_id, exc_info=error)
         keeper.report(f"its keeper failed: {error!r}")
@@ -199,51 +226,6 @@ class Supervision:
         )
 
 
-def _state_file(run_dir: Path) -> Path:
-    """Written as soon as a supervisor listens: where it is, this one is not the first."""
-    return run_dir / "supervisor.json"
-
-
-class _State:
-    """What a restarted supervisor must know, in a file that is replaced as a whole."""
-
-    def __init__(self, path: Path, cluster: ClusterConfig) -> None:
-        self._path = path
-        self.desired = {name: pool.replicas for name, pool in cluster.pools.items()}
-        self.role_plans: dict[str, RolePlan] = {}
-        self.listen = f"{cluster.control.host}:{cluster.control.port}"
-        if path.exists():
-            kept = json.loads(path.read_text())
-            self.listen = kept["listen"]
-            self.desired |= kept["desired"]
-            kept_plans = kept.get("role_plans", {})  # older ones have kept none
-            self.role_plans = {name: RolePlan(**plan) for name, plan in kept_plans.items()}
-
-    def keep_address(self, address: str) -> None:
-        self.listen = address
-        self._write()
-
-    def keep_desired(self, desired: dict[str, int]) -> None:
-        if desired != self.desired:
-            self.desired = dict(desired)
-            self._write()
-
-    def keep_role_plans(self, role_plans: dict[str, RolePlan]) -> None:
-        if role_plans != self.role_plans:
-            self.role_plans = dict(role_plans)
-            self._write()
-
-    def _write(self) -> None:
-        fresh = self._path.with_suffix(".new")
-        kept = {
-            "listen": self.listen,
-            "desired": self.desired,
-            "role_plans": {name: vars(plan) for name, plan in self.role_plans.items()},
-        }
-        fresh.write_text(json.dumps(kept))
-        os.replace(fresh, self._path)
-
-
 class SupervisorActor:
     """The Ray actor: a thread with the supervision's event loop, and calls into it."""
 
@@ -251,7 +233,7 @@ class SupervisorActor:
         set_up_logging(cluster.log_level, Path(run_dir) / "supervisor.log")
         self._address: Future[str] = Future()
         self._supervision: Supervision | None = None
-        self._is_successor = _state_file(Path(run_dir)).exists()
+        self._is_successor = state_file(Path(run_dir)).exists()
         self._door = LoopDoor()
         self._thread = threading.Thread(
             target=self._run, args=(cluster, Path(run_dir)), name="supervisor", daemon=True

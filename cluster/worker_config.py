@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,8 +36,8 @@ class WorkerConfig:
     pool: str
     role: Role
     model_name: str
-    model_revision: str | None
     model_path: str
+    model_revision: str | None
     engine: EngineConfig
     transfer: TransferConfig
     tp_size: int
@@ -71,15 +70,15 @@ def worker_config(
         raise ConfigError(f"no pool {pool!r}; there are: {', '.join(cluster.pools)}", field="pools")
     engine, in_pod = cluster.pool_engine(pool), cluster.runs_on == "pods"
     if not in_pod:
-        replicas = {name: each.replicas for name, each in cluster.pools.items()}
-        engine = dataclasses.replace(engine, num_threads=num_threads_of(cluster, pool, replicas))
+        num_ranks = sum(each.replicas * each.tensor_parallel for each in cluster.pools.values())
+        engine = dataclasses.replace(engine, num_threads=num_threads_of(engine, num_ranks))
     return WorkerConfig(
         worker_id=worker_id,
         pool=pool,
         role=Role(wanted.role),
         model_name=cluster.model_name,
-        model_revision=cluster.model_revision,
         model_path=cluster.model,
+        model_revision=cluster.model_revision,
         engine=engine,
         transfer=cluster.transfer,
         tp_size=wanted.tensor_parallel,
@@ -108,10 +107,8 @@ def _settings_of(cluster: ClusterConfig, pool: PoolConfig) -> WorkerSettings:
     return dataclasses.replace(cluster.worker, drain_timeout_s=pool.drain_timeout_s)
 
 
-def num_threads_of(cluster: ClusterConfig, pool: str, replicas: Mapping[str, int]) -> int:
-    """Compute threads of one rank of a pool: what its engine settings say, or else the machine's
-    cores divided among all ranks of so many replicas of each pool; oversubscribed, torch slows
-    down 10-100x.
+def num_threads_of(engine: EngineConfig, num_ranks: int) -> int:
+    """Compute threads of one rank: what its engine settings say, or else the machine's cores
+    divided among all ranks that run there; oversubscribed, torch slows down 10-100x.
     """
-    num_ranks = sum(replicas[name] * each.tensor_parallel for name, each in cluster.pools.items())
-    return cluster.pool_engine(pool).num_threads or compute_threads.share(max(1, num_ranks))
+    return engine.num_threads or compute_threads.share(max(1, num_ranks))

@@ -259,6 +259,7 @@ class ReportRouterRequest(_message.Message):
     NUM_HELD_FIELD_NUMBER: _builtins.int
     WAITING_FOR_PREFILL_FIELD_NUMBER: _builtins.int
     WAITING_FOR_DECODE_FIELD_NUMBER: _builtins.int
+    COHORTS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     requests_per_s: _builtins.float
     """Arrivals of the last seconds, of requests and of prompt tokens that were not cached."""
@@ -271,6 +272,10 @@ class ReportRouterRequest(_message.Message):
     def waiting_for_prefill(self) -> Global___QueueFigures: ...
     @_builtins.property
     def waiting_for_decode(self) -> Global___QueueFigures: ...
+    @_builtins.property
+    def cohorts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CohortFigures]:
+        """Of the cohorts that got requests of late."""
+
     def __init__(
         self,
         *,
@@ -281,16 +286,51 @@ class ReportRouterRequest(_message.Message):
         num_held: _builtins.int = ...,
         waiting_for_prefill: Global___QueueFigures | None = ...,
         waiting_for_decode: Global___QueueFigures | None = ...,
+        cohorts: _abc.Iterable[Global___CohortFigures] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "output_tokens", b"output_tokens", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "num_held", b"num_held", "output_tokens", b"output_tokens", "requests_per_s", b"requests_per_s", "router_id", b"router_id", "uncached_tokens_per_s", b"uncached_tokens_per_s", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "cohorts", b"cohorts", "num_held", b"num_held", "output_tokens", b"output_tokens", "requests_per_s", b"requests_per_s", "router_id", b"router_id", "uncached_tokens_per_s", b"uncached_tokens_per_s", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__output_tokens: _TypeAlias = _typing.Literal["output_tokens"]  # noqa: Y015
     _WhichOneofArgType__output_tokens: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__output_tokens) -> _WhichOneofReturnType__output_tokens | None: ...
 
 Global___ReportRouterRequest: _TypeAlias = ReportRouterRequest  # noqa: Y015
+
+@_typing.final
+class CohortFigures(_message.Message):
+    """What became of the requests of the last seconds that went to one cohort."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COHORT_FIELD_NUMBER: _builtins.int
+    REQUESTS_PER_S_FIELD_NUMBER: _builtins.int
+    FAILURES_PER_S_FIELD_NUMBER: _builtins.int
+    ITL_S_FIELD_NUMBER: _builtins.int
+    cohort: _builtins.str
+    requests_per_s: _builtins.float
+    failures_per_s: _builtins.float
+    """Of these, how many ended with an error that is not their client's."""
+    itl_s: _builtins.float
+    """Median gap between tokens, seconds; unset: none was seen."""
+    def __init__(
+        self,
+        *,
+        cohort: _builtins.str = ...,
+        requests_per_s: _builtins.float = ...,
+        failures_per_s: _builtins.float = ...,
+        itl_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "itl_s", b"itl_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "cohort", b"cohort", "failures_per_s", b"failures_per_s", "itl_s", b"itl_s", "requests_per_s", b"requests_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__itl_s: _TypeAlias = _typing.Literal["itl_s"]  # noqa: Y015
+    _WhichOneofArgType__itl_s: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_s) -> _WhichOneofReturnType__itl_s | None: ...
+
+Global___CohortFigures: _TypeAlias = CohortFigures  # noqa: Y015
 
 @_typing.final
 class ReportRouterResponse(_message.Message):
@@ -400,6 +440,10 @@ class PoolStatus(_message.Message):
     NUM_FAILED_STARTS_FIELD_NUMBER: _builtins.int
     PENDING_REPLICAS_FIELD_NUMBER: _builtins.int
     ROLE_PLAN_FIELD_NUMBER: _builtins.int
+    COHORT_FIELD_NUMBER: _builtins.int
+    COHORT_WEIGHT_FIELD_NUMBER: _builtins.int
+    SETTINGS_DIGEST_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
     desired_replicas: _builtins.int
@@ -412,9 +456,21 @@ class PoolStatus(_message.Message):
     """Failed starts in a row of the place that fails most; 0 once it is live."""
     pending_replicas: _builtins.int
     """Places for which there is no pod yet: they are filled as soon as one joins."""
+    cohort: _builtins.str
+    """The pools among which KV is handed over: same weights, quantisation and block size. A request
+    stays in one cohort for good. Empty for the cohort that the cluster started with.
+    """
+    cohort_weight: _builtins.int
+    """Of new requests, the cohort's share is this by the sum over the cohorts that can serve."""
+    settings_digest: _builtins.bytes
+    """SHA-256 of the settings that AddPool told; empty for a pool that was there from the start."""
     @_builtins.property
     def role_plan(self) -> Global___RolePlan:
         """The roles in force, of a mixed pool."""
+
+    @_builtins.property
+    def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolPlace]:
+        """All of the pool's places, also those whose worker has not registered yet."""
 
     def __init__(
         self,
@@ -427,14 +483,41 @@ class PoolStatus(_message.Message):
         num_failed_starts: _builtins.int = ...,
         pending_replicas: _builtins.int = ...,
         role_plan: Global___RolePlan | None = ...,
+        cohort: _builtins.str = ...,
+        cohort_weight: _builtins.int = ...,
+        settings_digest: _builtins.bytes = ...,
+        places: _abc.Iterable[Global___PoolPlace] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["role_plan", b"role_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired_replicas", b"desired_replicas", "last_error", b"last_error", "live_replicas", b"live_replicas", "name", b"name", "num_failed_starts", b"num_failed_starts", "pending_replicas", b"pending_replicas", "role", b"role", "role_plan", b"role_plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "cohort_weight", b"cohort_weight", "desired_replicas", b"desired_replicas", "last_error", b"last_error", "live_replicas", b"live_replicas", "name", b"name", "num_failed_starts", b"num_failed_starts", "pending_replicas", b"pending_replicas", "places", b"places", "role", b"role", "role_plan", b"role_plan", "settings_digest", b"settings_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class PoolPlace(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    POD_NAME_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    pod_name: _builtins.str
+    """Where its ranks start or run; empty outside Kubernetes, and while no pod has room for it."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        pod_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pod_name", b"pod_name", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolPlace: _TypeAlias = PoolPlace  # noqa: Y015
 
 @_typing.final
 class RolePlan(_message.Message):
@@ -499,6 +582,142 @@ class SetRolePlanResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetRolePlanResponse: _TypeAlias = SetRolePlanResponse  # noqa: Y015
+
+@_typing.final
+class AddPoolRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    COHORT_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    config: _builtins.str
+    """The configuration of its workers: a cluster file, in YAML, in which this pool stands."""
+    replicas: _builtins.int
+    """Its size, where it is new."""
+    cohort: _builtins.str
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        config: _builtins.str = ...,
+        replicas: _builtins.int = ...,
+        cohort: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "config", b"config", "pool", b"pool", "replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddPoolRequest: _TypeAlias = AddPoolRequest  # noqa: Y015
+
+@_typing.final
+class AddPoolResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddPoolResponse: _TypeAlias = AddPoolResponse  # noqa: Y015
+
+@_typing.final
+class RemovePoolRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemovePoolRequest: _TypeAlias = RemovePoolRequest  # noqa: Y015
+
+@_typing.final
+class RemovePoolResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemovePoolResponse: _TypeAlias = RemovePoolResponse  # noqa: Y015
+
+@_typing.final
+class SetCohortWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class WeightsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def weights(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """By cohort; one that is not named has weight 0."""
+
+    def __init__(
+        self,
+        *,
+        weights: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetCohortWeightsRequest: _TypeAlias = SetCohortWeightsRequest  # noqa: Y015
+
+@_typing.final
+class SetCohortWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetCohortWeightsResponse: _TypeAlias = SetCohortWeightsResponse  # noqa: Y015
 
 @_typing.final
 class SetReplicasRequest(_message.Message):

@@ -64,6 +64,21 @@ class ControlServiceStub:
                 request_serializer=baton_dot_v1_dot_control__pb2.SetRolePlanRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.SetRolePlanResponse.FromString,
                 _registered_method=True)
+        self.AddPool = channel.unary_unary(
+                '/baton.v1.ControlService/AddPool',
+                request_serializer=baton_dot_v1_dot_control__pb2.AddPoolRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.AddPoolResponse.FromString,
+                _registered_method=True)
+        self.RemovePool = channel.unary_unary(
+                '/baton.v1.ControlService/RemovePool',
+                request_serializer=baton_dot_v1_dot_control__pb2.RemovePoolRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.RemovePoolResponse.FromString,
+                _registered_method=True)
+        self.SetCohortWeights = channel.unary_unary(
+                '/baton.v1.ControlService/SetCohortWeights',
+                request_serializer=baton_dot_v1_dot_control__pb2.SetCohortWeightsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.SetCohortWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -112,6 +127,28 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddPool(self, request, context):
+        """Makes a pool known while the cluster runs; one that is known with the same settings stays as it
+        is. ALREADY_EXISTS where it is known with others: settings never change, another pool has them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemovePool(self, request, context):
+        """Forgets a pool. FAILED_PRECONDITION while it has a size or a place.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetCohortWeights(self, request, context):
+        """How new requests are divided among cohorts; replaces what was said before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -144,6 +181,21 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.SetRolePlan,
                     request_deserializer=baton_dot_v1_dot_control__pb2.SetRolePlanRequest.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.SetRolePlanResponse.SerializeToString,
+            ),
+            'AddPool': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddPool,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.AddPoolRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.AddPoolResponse.SerializeToString,
+            ),
+            'RemovePool': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemovePool,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.RemovePoolRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.RemovePoolResponse.SerializeToString,
+            ),
+            'SetCohortWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetCohortWeights,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.SetCohortWeightsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.SetCohortWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -308,6 +360,87 @@ class ControlService:
             '/baton.v1.ControlService/SetRolePlan',
             baton_dot_v1_dot_control__pb2.SetRolePlanRequest.SerializeToString,
             baton_dot_v1_dot_control__pb2.SetRolePlanResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddPool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ControlService/AddPool',
+            baton_dot_v1_dot_control__pb2.AddPoolRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.AddPoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemovePool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ControlService/RemovePool',
+            baton_dot_v1_dot_control__pb2.RemovePoolRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.RemovePoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetCohortWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ControlService/SetCohortWeights',
+            baton_dot_v1_dot_control__pb2.SetCohortWeightsRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.SetCohortWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

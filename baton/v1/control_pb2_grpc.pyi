@@ -29,6 +29,14 @@ class ControlServiceStub:
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.ControlServiceDrainRequest, _control_pb2.ControlServiceDrainResponse]
     SetRolePlan: _aio.UnaryUnaryMultiCallable[_control_pb2.SetRolePlanRequest, _control_pb2.SetRolePlanResponse]
     """Splits a mixed pool's workers into roles; no process restarts, and what runs ends where it is."""
+    AddPool: _aio.UnaryUnaryMultiCallable[_control_pb2.AddPoolRequest, _control_pb2.AddPoolResponse]
+    """Makes a pool known while the cluster runs; one that is known with the same settings stays as it
+    is. ALREADY_EXISTS where it is known with others: settings never change, another pool has them.
+    """
+    RemovePool: _aio.UnaryUnaryMultiCallable[_control_pb2.RemovePoolRequest, _control_pb2.RemovePoolResponse]
+    """Forgets a pool. FAILED_PRECONDITION while it has a size or a place."""
+    SetCohortWeights: _aio.UnaryUnaryMultiCallable[_control_pb2.SetCohortWeightsRequest, _control_pb2.SetCohortWeightsResponse]
+    """How new requests are divided among cohorts; replaces what was said before."""
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -81,5 +89,31 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_control_pb2.SetRolePlanRequest, _abc.Awaitable[_control_pb2.SetRolePlanResponse]],
     ) -> _abc.Awaitable[_control_pb2.SetRolePlanResponse]:
         """Splits a mixed pool's workers into roles; no process restarts, and what runs ends where it is."""
+
+    @_abc_1.abstractmethod
+    def AddPool(
+        self,
+        request: _control_pb2.AddPoolRequest,
+        context: _aio.ServicerContext[_control_pb2.AddPoolRequest, _abc.Awaitable[_control_pb2.AddPoolResponse]],
+    ) -> _abc.Awaitable[_control_pb2.AddPoolResponse]:
+        """Makes a pool known while the cluster runs; one that is known with the same settings stays as it
+        is. ALREADY_EXISTS where it is known with others: settings never change, another pool has them.
+        """
+
+    @_abc_1.abstractmethod
+    def RemovePool(
+        self,
+        request: _control_pb2.RemovePoolRequest,
+        context: _aio.ServicerContext[_control_pb2.RemovePoolRequest, _abc.Awaitable[_control_pb2.RemovePoolResponse]],
+    ) -> _abc.Awaitable[_control_pb2.RemovePoolResponse]:
+        """Forgets a pool. FAILED_PRECONDITION while it has a size or a place."""
+
+    @_abc_1.abstractmethod
+    def SetCohortWeights(
+        self,
+        request: _control_pb2.SetCohortWeightsRequest,
+        context: _aio.ServicerContext[_control_pb2.SetCohortWeightsRequest, _abc.Awaitable[_control_pb2.SetCohortWeightsResponse]],
+    ) -> _abc.Awaitable[_control_pb2.SetCohortWeightsResponse]:
+        """How new requests are divided among cohorts; replaces what was said before."""
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _aio.Server) -> None: ...

@@ -16,6 +16,7 @@ from cluster.planner.config import PlannerConfig
 from cluster.planner.signals import WorkerPhase
 from cluster.registry import Progress, Registration, Registry
 from cluster.role_plan import Role
+from tests.cluster.pool_settings import settings_of
 
 BOUNDS = {"prefill": PoolBounds(1, 4), "decode": PoolBounds(1, 4)}
 QUICK = PlannerConfig(
@@ -67,7 +68,7 @@ async def fleet_of(
     """A prefill and a decode worker and a router that keep telling; the registry's address."""
     streams = []
     for name, role in (("prefill", Role.PREFILL), ("decode", Role.DECODE)):
-        registry.add_pool(name, role, 1, 4)
+        registry.pools.add(settings_of(name, role, max_replicas=4), 1)
         ref = common_pb2.WorkerRef(worker_id=f"{name}-0", incarnation=1)
         info = control_pb2.WorkerInfo(ref=ref, pool=name, max_num_seqs=8)
         mine = Registration(ref.worker_id, 1, name, info.SerializeToString())
@@ -108,9 +109,9 @@ async def test_prompts_that_arrive_faster_than_one_worker_computes_get_more_work
         autoscaler.start()
         try:
             async with asyncio.timeout(20):
-                while registry.desired_replicas()["prefill"] < 3:  # noqa: ASYNC110
+                while registry.pools.desired_replicas()["prefill"] < 3:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         finally:
             await asyncio.to_thread(autoscaler.stop)
-    assert registry.desired_replicas()["prefill"] <= 4
+    assert registry.pools.desired_replicas()["prefill"] <= 4
     assert any("prefill" in reason and "tokens/s" in reason for reason in told)

@@ -278,8 +278,9 @@ def test_what_the_file_sets_reaches_the_workers() -> None:
 def test_what_the_file_sets_reaches_the_supervisor_and_its_registry(tmp_path: Path) -> None:
     config = parse_config({"registry": {"gone_after_s": 40}, "supervisor": {"fence_after_s": 3}})
     supervision = Supervision(config, tmp_path)
-    assert supervision._ground.config == config.supervisor
-    assert supervision._ground.registry._config == config.registry
+    registry = supervision._ground.registry
+    assert registry.pools.settings("decode").config.supervisor == config.supervisor
+    assert registry._config == config.registry
 
 
 def test_a_configuration_is_read_back_from_its_own_yaml() -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from baton.config import load_config
 from baton.v1 import common_pb2, control_pb2
 from cluster.config import RegistryConfig
-from cluster.control_service import Changes, fleet_message, serve
+from cluster.control_service import Changes, serve
+from cluster.fleet_wire import fleet_message
+from cluster.pool_settings import own_settings
 from cluster.registry import Registry
-from cluster.role_plan import Role
 
 Happened = Callable[[control_pb2.WatchFleetResponse], bool]
 
@@ -75,10 +76,10 @@ class Fleet:
 @contextlib.asynccontextmanager
 async def started(config: Path) -> AsyncIterator[Fleet]:
     """All workers of a cluster file, live."""
-    pools = load_config(config).pools
-    registry = Registry(RegistryConfig(), time.monotonic)
-    for name, pool in pools.items():
-        registry.add_pool(name, Role(pool.role), pool.replicas, pool.max_replicas)
+    cluster = load_config(config)
+    pools, registry = cluster.pools, Registry(RegistryConfig(), time.monotonic)
+    for settings in own_settings(cluster).values():
+        registry.pools.add(settings, settings.shape.replicas)
     async with serve(registry, Changes(), "127.0.0.1:0") as control:
         fleet = Fleet(registry, control, config)
         try:

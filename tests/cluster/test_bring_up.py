@@ -23,7 +23,7 @@ from cluster.control_service import Changes, serve
 from cluster.local import _wait_for_pools, up
 from cluster.reaper import watched_over
 from cluster.registry import Registry
-from cluster.role_plan import Role
+from tests.cluster.pool_settings import settings_of
 from tests.cluster.whole_cluster import fake_cluster
 from tests.engine import checkpoints
 
@@ -134,7 +134,7 @@ def test_the_logs_stay_after_an_error_that_nobody_foresaw(
 
 async def test_pools_that_are_not_live_in_time_are_named_with_the_setting() -> None:
     registry = Registry(RegistryConfig(), time.monotonic)
-    registry.add_pool("decode", Role.DECODE, 2, 4)
+    registry.pools.add(settings_of(), 2)
     async with serve(registry, Changes(), "127.0.0.1:0") as control:
         problem = r"not live after 1\.5 s \(supervisor\.start_timeout_s\): .*decode 0/2$"
         with pytest.raises(UnavailableError, match=problem):

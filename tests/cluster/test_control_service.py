@@ -21,7 +21,7 @@ from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
 from cluster.registration import Beat, Registrar
 from cluster.registry import Registry
-from cluster.role_plan import Role
+from tests.cluster.pool_settings import settings_of
 from tests.router.proxy import Proxy
 
 LIVE = control_pb2.WORKER_STATE_LIVE
@@ -32,7 +32,7 @@ Call = grpc.aio.StreamStreamCall[control_pb2.RegisterRequest, control_pb2.Regist
 
 def make_registry() -> Registry:
     registry = Registry(RegistryConfig(), time.monotonic)
-    registry.add_pool("decode", Role.DECODE, 1, max_replicas=4)
+    registry.pools.add(settings_of(max_replicas=4), 1)
     return registry
 
 
@@ -284,4 +284,4 @@ async def test_scaling_beyond_the_pools_max_replicas_is_refused_by_the_fields_na
         with pytest.raises(InvalidRequestError, match=r"between 0 and 4, .* not 5") as caught:
             await asyncio.to_thread(scale)
     assert caught.value.field == "replicas"
-    assert registry.desired_replicas() == {"decode": 1}
+    assert registry.pools.desired_replicas() == {"decode": 1}

@@ -12,6 +12,7 @@ import pytest
 
 from baton.config import ClusterConfig, PoolConfig, parse_config
 from baton.control_client import ControlClient
+from cluster.pool_settings import num_ranks, own_settings
 from cluster.worker_config import num_threads_of
 from tests.cluster.whole_cluster import PROMPT, Site, live_workers, run, running_site
 from tests.engine import checkpoints
@@ -28,10 +29,11 @@ def test_cores_are_divided_among_the_ranks_that_there_are_unless_the_file_names_
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(24)))
     config = parse_config({"pools": POOLS})
+    pools = own_settings(config)
     for replicas, share in (((1, 2), 6), ((1, 1), 8), ((4, 4), 2), ((9, 9), 1), ((0, 0), 24)):
-        present = dict(zip(POOLS, replicas, strict=True))
-        assert num_threads_of(config, "prefill", present) == share
-        assert num_threads_of(config, "decode", present) == 7
+        num = num_ranks(pools, dict(zip(POOLS, replicas, strict=True)))
+        assert num_threads_of(config.pool_engine("prefill"), num) == share
+        assert num_threads_of(config.pool_engine("decode"), num) == 7
 
 
 def mixed_cluster(folder: Path) -> ClusterConfig:

@@ -77,7 +77,7 @@ def test_only_a_rank_on_a_gpu_asks_for_one(tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 def test_each_rank_under_ray_sees_a_gpu_of_its_own(ray_with_gpus: None, tmp_path: Path) -> None:
-    replicas = Replicas({"decode": NUM_GPUS}, tmp_path)
+    replicas = Replicas(tmp_path)
     config = ranks_on_gpus(tmp_path, tp_size=NUM_GPUS)
     name = ReplicaName.new("decode", 0)
     assert replicas.place(name, config)
@@ -93,20 +93,20 @@ def test_each_rank_under_ray_sees_a_gpu_of_its_own(ray_with_gpus: None, tmp_path
 def test_a_replica_on_more_gpus_than_any_machine_has_is_refused_at_once(
     ray_with_gpus: None, tmp_path: Path
 ) -> None:
-    replicas = Replicas({"decode": NUM_GPUS + 1}, tmp_path)
+    replicas = Replicas(tmp_path)
     config = ranks_on_gpus(tmp_path, tp_size=NUM_GPUS + 1)
     began_at = time.monotonic()
     with pytest.raises(ReplicaError, match="3 ranks need a GPU each; the largest machine has 2"):
         replicas.place(ReplicaName.new("decode", 0), config)
     assert time.monotonic() - began_at < 15  # not as long as for a place that may come free
-    assert replicas.find() == []
+    assert replicas.find({"decode": NUM_GPUS + 1}) == []
 
 
 @pytest.mark.cluster
 def test_a_replica_for_which_too_few_gpus_are_free_is_refused_soon(
     ray_with_gpus: None, tmp_path: Path
 ) -> None:
-    replicas = Replicas({"decode": NUM_GPUS}, tmp_path)
+    replicas = Replicas(tmp_path)
     taken = ray.util.placement_group([{"GPU": 1}])
     assert taken.wait(30)
     began_at = time.monotonic()

@@ -17,12 +17,13 @@ from cluster.config import RegistryConfig, SupervisorConfig
 from cluster.control_service import Changes
 from cluster.errors import PodLostError
 from cluster.keeper import LOOK_S, Ground, Keeper
+from cluster.places import Spot
 from cluster.rank_ends import RankEnd
 from cluster.registry import Pool, Progress, Registration, Registry, Stream
 from cluster.replica import Replica, ReplicaName, Replicas
-from cluster.role_plan import Role
 from cluster.worker_config import WorkerConfig
 from kv_transfer.process import ProcessIdentity
+from tests.cluster.pool_settings import settings_of
 
 PROCESS = ProcessIdentity("boot", 1, pid=1, start_time_ticks=1)
 ADOPTED = Replica(ReplicaName("decode", 1, generation=1), {}, (PROCESS,), serves=True)
@@ -38,9 +39,9 @@ class WrittenDown:
         self.has_room = has_room
         self._proves = proves
 
-    def place(self, name: ReplicaName, config: object) -> bool:
+    def place(self, name: ReplicaName, config: object) -> Spot | None:
         self.asked.append(name)
-        return self.has_room
+        return Spot("node", "pod") if self.has_room else None
 
     def start(self, name: ReplicaName, config: object) -> Replica:
         self.started.append(name)
@@ -64,11 +65,10 @@ class LogFile:
 @contextmanager
 def ground_over(replicas: WrittenDown, **settings: float) -> Iterator[Ground]:
     registry = Registry(RegistryConfig(), time.monotonic)
-    registry.add_pool("decode", Role.DECODE, 1, max_replicas=2)
-    config = SupervisorConfig(**settings)
+    registry.pools.add(settings_of(supervisor=SupervisorConfig(**settings)), 1)
+    registry.pools.open_place("decode", "decode-1")
     with ThreadPoolExecutor(1) as executor:
         yield Ground(
-            config,
             registry,
             Changes(),
             cast(Replicas, replicas),

@@ -14,6 +14,7 @@ from baton.v1 import common_pb2, control_pb2
 from cluster.config import pod_resource
 from cluster.places import rank_resources
 from cluster.pod import Pod, PodWorkers
+from cluster.pool_settings import own_settings
 from cluster.room import check_room
 from cluster.worker_config import WorkerConfig, settled, worker_config
 from kv_transfer.process import ProcessIdentity, own_identity
@@ -63,7 +64,7 @@ def test_each_rank_asks_for_a_unit_of_its_pool_where_there_are_pods() -> None:
 
 def test_pods_that_may_still_come_are_not_refused() -> None:
     on_gpus = cluster_of(tensor_parallel=8, max_replicas=64, engine={"device": "cuda"})
-    check_room(on_gpus, "decode", {"decode": 64})
+    check_room("decode", own_settings(on_gpus), {"decode": 64})
 
 
 # --- what is found in a pod -----------------------------------------------------------------------

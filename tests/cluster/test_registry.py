@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from baton.errors import InvalidRequestError, NotFoundError
 from cluster.config import RegistryConfig, WorkerSettings
 from cluster.registry import Progress, Registration, Registry, Stream, WorkerState
-from cluster.role_plan import Role
 from decode_worker.config import DecodeConfig
+from tests.cluster.pool_settings import settings_of
 
 
 class FakeClock:
@@ -35,7 +35,7 @@ def registration(worker_id: str = "decode-0", incarnation: int = 7) -> Registrat
 def make() -> tuple[Registry, FakeClock]:
     clock = FakeClock()
     registry = Registry(RegistryConfig(), clock)
-    registry.add_pool("decode", Role.DECODE, 1, max_replicas=8)
+    registry.pools.add(settings_of(), 1)
     return registry, clock
 
 
@@ -248,19 +248,19 @@ def test_a_worker_whose_process_is_over_is_gone_at_once() -> None:
 
 def test_scaling_tells_the_former_size_and_refuses_an_unknown_pool() -> None:
     registry, _ = make()
-    assert registry.set_replicas("decode", 3) == 1
-    assert registry.desired_replicas() == {"decode": 3}
+    assert registry.pools.set_replicas("decode", 3) == 1
+    assert registry.pools.desired_replicas() == {"decode": 3}
     with pytest.raises(NotFoundError, match="no pool 'prefil'; there are: decode"):
-        registry.set_replicas("prefil", 1)
+        registry.pools.set_replicas("prefil", 1)
 
 
 def test_a_pool_grows_to_its_max_replicas_and_no_further() -> None:
     registry, _ = make()
-    assert registry.set_replicas("decode", 8) == 1
+    assert registry.pools.set_replicas("decode", 8) == 1
     with pytest.raises(InvalidRequestError, match=r"between 0 and 8, .* not 9") as caught:
-        registry.set_replicas("decode", 9)
+        registry.pools.set_replicas("decode", 9)
     assert caught.value.field == "replicas"
-    assert registry.desired_replicas() == {"decode": 8}
+    assert registry.pools.desired_replicas() == {"decode": 8}
 
 
 @given(st.lists(st.sampled_from(["register", "beat", "stuck", "drain", "gone", "wait"])))
@@ -296,23 +296,23 @@ def drain(registry: Registry) -> None:
 
 def test_failed_starts_are_counted_in_a_row_and_forgiven_once_the_worker_is_live() -> None:
     registry, _ = make()
-    assert registry.failed("decode", "decode-0", "no such model", served=False) == 1
-    assert registry.failed("decode", "decode-1", "killed", served=True) == 0
-    assert registry.failed("decode", "decode-0", "still none", served=False) == 2
+    assert registry.pools.failed("decode", "decode-0", "no such model", served=False) == 1
+    assert registry.pools.failed("decode", "decode-1", "killed", served=True) == 0
+    assert registry.pools.failed("decode", "decode-0", "still none", served=False) == 2
     (pool,) = registry.snapshot().pools
     assert (pool.last_error, pool.num_failed_starts) == ("still none", 2)
     beat(registry, register(registry))
     (pool,) = registry.snapshot().pools
     assert (pool.last_error, pool.num_failed_starts) == ("killed", 0)
-    registry.forgive("decode-1")
+    registry.pools.forgive("decode-1")
     assert registry.snapshot().pools[0].last_error == ""
 
 
 def test_a_failure_after_service_begins_the_count_of_failed_starts_anew() -> None:
     registry, _ = make()
-    registry.failed("decode", "decode-0", "bad luck", served=False)
-    registry.failed("decode", "decode-0", "killed", served=True)
-    assert registry.failed("decode", "decode-0", "bad luck again", served=False) == 1
+    registry.pools.failed("decode", "decode-0", "bad luck", served=False)
+    registry.pools.failed("decode", "decode-0", "killed", served=True)
+    assert registry.pools.failed("decode", "decode-0", "bad luck again", served=False) == 1
 
 
 @pytest.mark.parametrize(

@@ -45,13 +45,16 @@ def config(tmp_path: Path) -> WorkerConfig:
 def replicas(tmp_path: Path) -> Iterator[Replicas]:
     """As a supervisor has them; at the end nothing is left."""
     yield (found := a_supervisors(tmp_path))
-    for replica in found.find():
+    for replica in found.find(TP_SIZES):
         assert found.destroy(replica)
     assert ray.util.list_named_actors(all_namespaces=True) == []
 
 
+TP_SIZES = {"decode": 1}
+
+
 def a_supervisors(run_dir: Path, answer_within_s: float = 30.0) -> Replicas:
-    return Replicas({"decode": 1}, run_dir, answer_within_s)
+    return Replicas(run_dir, answer_within_s)
 
 
 def start(replicas: Replicas, config: WorkerConfig) -> Replica:
@@ -72,13 +75,13 @@ def test_any_number_of_supervisors_adopt_the_same_replica_and_the_last_one_hears
 ) -> None:
     replica = start(replicas, config)
     for _ in range(2 * MAX_CALLS):
-        (found,) = a_supervisors(tmp_path).find()
+        (found,) = a_supervisors(tmp_path).find(TP_SIZES)
         assert (found.name, found.processes) == (replica.name, replica.processes)
         watch = EndWatch()
         assert watch.wait([found], 0.01) == []
     assert is_gone(replica.processes[0]) is False
     give_up_at = time.monotonic() + 30
-    while not a_supervisors(tmp_path).find()[0].serves:  # it loads
+    while not a_supervisors(tmp_path).find(TP_SIZES)[0].serves:  # it loads
         assert time.monotonic() < give_up_at
     os.kill(replica.processes[0].pid, signal.SIGKILL)
     (end,) = ends_of(found, watch)
@@ -107,7 +110,7 @@ def test_a_stopped_rank_that_a_dead_supervisor_left_is_ended_by_the_next(
     os.kill(replica.processes[0].pid, signal.SIGSTOP)
     if not listed:
         ray.kill(replica.actors[0], no_restart=True)
-    assert a_supervisors(tmp_path, answer_within_s=2.0).find() == []
+    assert a_supervisors(tmp_path, answer_within_s=2.0).find(TP_SIZES) == []
     assert is_gone(replica.processes[0])
 
 
@@ -116,7 +119,7 @@ def test_of_two_generations_of_a_place_the_newest_is_adopted_and_the_other_ended
 ) -> None:
     older, newer = start(replicas, config), start(replicas, config)
     assert newer.name.generation > older.name.generation
-    (found,) = a_supervisors(tmp_path).find()
+    (found,) = a_supervisors(tmp_path).find(TP_SIZES)
     assert found.name == newer.name
     assert (is_gone(older.processes[0]), is_gone(newer.processes[0])) == (True, False)
 
@@ -151,6 +154,6 @@ def test_a_replica_that_cannot_be_launched_leaves_nothing(
     nowhere = dataclasses.replace(config, tp_size=2, host="no such host")  # its ranks meet there
     with pytest.raises(ReplicaError):
         start(replicas, nowhere)
-    assert replicas.find() == []
+    assert replicas.find(TP_SIZES) == []
     groups = ray.util.placement_group_table().values()
     assert {group["state"] for group in groups} <= {"REMOVED"}

@@ -10,13 +10,14 @@ from baton.errors import InvalidRequestError, NotFoundError
 from cluster.config import RegistryConfig
 from cluster.registry import Progress, Registration, Registry
 from cluster.role_plan import Role, RolePlan, active_roles
+from tests.cluster.pool_settings import settings_of
 
 WORKERS = ("main-0", "main-1", "main-2", "main-10")
 
 
 def registry_of(role: Role = Role.MIXED, num_workers: int = 4) -> Registry:
     registry = Registry(RegistryConfig(), lambda: 0.0)
-    registry.add_pool("main", role, num_workers, 8)
+    registry.pools.add(settings_of("main", role), num_workers)
     for number in range(num_workers):
         stream = registry.register(Registration(f"main-{number}", 1, "main", b""))
         assert stream is not None
@@ -61,27 +62,27 @@ def test_the_registry_tells_the_roles_in_force_as_a_new_version() -> None:
     registry = registry_of()
     assert roles_of(registry) == [None] * 4
     version = registry.refresh()
-    registry.set_role_plan("main", RolePlan(1, 3))
+    registry.pools.set_role_plan("main", RolePlan(1, 3))
     assert roles_of(registry) == [Role.PREFILL, Role.DECODE, Role.DECODE, Role.DECODE]
     assert registry.refresh() > version
-    registry.set_role_plan("main", RolePlan())
+    registry.pools.set_role_plan("main", RolePlan())
     assert roles_of(registry) == [None] * 4
 
 
 def test_a_worker_that_leaves_takes_no_role_from_those_that_stay() -> None:
     registry = registry_of()
-    registry.set_role_plan("main", RolePlan(1, 2))
+    registry.pools.set_role_plan("main", RolePlan(1, 2))
     registry.ask_drain("main-0")
     assert roles_of(registry) == [None, Role.PREFILL, Role.DECODE, Role.DECODE]
 
 
 def test_a_pool_of_one_role_is_not_split() -> None:
     with pytest.raises(InvalidRequestError, match="only a mixed one"):
-        registry_of(Role.DECODE).set_role_plan("main", RolePlan(1, 1))
+        registry_of(Role.DECODE).pools.set_role_plan("main", RolePlan(1, 1))
 
 
 def test_a_plan_beyond_the_pools_bound_or_of_no_pool_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="max_replicas"):
-        registry_of().set_role_plan("main", RolePlan(5, 4))
+        registry_of().pools.set_role_plan("main", RolePlan(5, 4))
     with pytest.raises(NotFoundError):
-        registry_of().set_role_plan("other", RolePlan(1, 1))
+        registry_of().pools.set_role_plan("other", RolePlan(1, 1))

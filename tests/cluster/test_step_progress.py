@@ -27,6 +27,7 @@ from tests.cluster.conftest import (
     running_worker,
     until,
 )
+from tests.cluster.pool_settings import settings_of
 
 LIVE = control_pb2.WORKER_STATE_LIVE
 SUSPECT = control_pb2.WORKER_STATE_SUSPECT
@@ -52,7 +53,7 @@ def hung(worker: Worker) -> control_pb2.StepProgress:
 async def state_told(progress: control_pb2.StepProgress) -> control_pb2.WorkerState.ValueType:
     """What becomes of a worker that says this, by the registry's own service."""
     registry = Registry(RegistryConfig(), time.monotonic)
-    registry.add_pool("decode", Role.DECODE, 1, max_replicas=1)
+    registry.pools.add(settings_of(), 1)
     message = control_pb2.RegisterRequest(progress=progress)
     message.worker.ref.worker_id = "decode-0"
     async with (

@@ -1,0 +1,69 @@
+"""The registry's snapshot as protobuf."""
+
+from __future__ import annotations
+
+from baton.v1 import common_pb2, control_pb2, worker_pb2
+from cluster.pool_book import Pool
+from cluster.registry import FleetEntry, FleetSnapshot, WorkerState
+from cluster.role_plan import Role
+
+_STATES = {
+    WorkerState.STARTING: control_pb2.WORKER_STATE_STARTING,
+    WorkerState.LIVE: control_pb2.WORKER_STATE_LIVE,
+    WorkerState.SUSPECT: control_pb2.WORKER_STATE_SUSPECT,
+    WorkerState.DRAINING: control_pb2.WORKER_STATE_DRAINING,
+    WorkerState.GONE: control_pb2.WORKER_STATE_GONE,
+}
+ROLES = {
+    Role.PREFILL: common_pb2.WORKER_ROLE_PREFILL,
+    Role.DECODE: common_pb2.WORKER_ROLE_DECODE,
+    Role.MIXED: common_pb2.WORKER_ROLE_MIXED,
+}
+
+
+def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
+    return control_pb2.WatchFleetResponse(
+        version=snapshot.version,
+        workers=[
+            control_pb2.FleetWorker(
+                info=control_pb2.WorkerInfo.FromString(entry.registration.info),
+                state=_STATES[entry.state],
+                load=worker_pb2.WorkerLoad.FromString(entry.load),
+                active_role=_active_role(entry),
+            )
+            for entry in snapshot.workers
+        ],
+        pools=[_pool_message(pool) for pool in snapshot.pools],
+        routers=[control_pb2.ReportRouterRequest.FromString(told) for told in snapshot.routers],
+    )
+
+
+def _pool_message(pool: Pool) -> control_pb2.PoolStatus:
+    return control_pb2.PoolStatus(
+        name=pool.name,
+        role=ROLES[pool.role],
+        desired_replicas=pool.desired_replicas,
+        live_replicas=pool.live_replicas,
+        last_error=pool.last_error,
+        num_failed_starts=pool.num_failed_starts,
+        pending_replicas=pool.pending_replicas,
+        role_plan=_plan_message(pool),
+        cohort=pool.cohort,
+        cohort_weight=pool.cohort_weight,
+        settings_digest=pool.settings_digest,
+        places=[
+            control_pb2.PoolPlace(worker_id=place.worker_id, pod_name=place.pod_name or "")
+            for place in pool.places
+        ],
+    )
+
+
+def _active_role(entry: FleetEntry) -> common_pb2.WorkerRole.ValueType:
+    role = entry.active_role
+    return common_pb2.WORKER_ROLE_UNSPECIFIED if role is None else ROLES[role]
+
+
+def _plan_message(pool: Pool) -> control_pb2.RolePlan | None:
+    if pool.role is not Role.MIXED:
+        return None
+    return control_pb2.RolePlan(prefill=pool.role_plan.prefill, decode=pool.role_plan.decode)

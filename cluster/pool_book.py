@@ -1,0 +1,268 @@
+"""The pools: their settings and sizes, what is kept of them, and how cohorts share new requests.
+
+Pure. A pool of a size has *places*, `<pool>-<index>`, which whoever starts its workers opens and
+closes here; a place waits for a pod, or has one, and what failed there is booked with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from baton.errors import AlreadyExistsError, InUseError, InvalidRequestError, NotFoundError
+from cluster.pool_settings import PoolSettings
+from cluster.role_plan import Role, RolePlan
+
+FIRST_WEIGHTS: Mapping[str, int] = {"": 100}
+"""Until others are told: new requests stay with the cohort that the cluster started with."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a worker's replicas have failed since it was last live."""
+
+    pool: str
+    error: str
+    """The newest."""
+    num_failed_starts: int
+    """In a row; 0: it served before it failed."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one worker of a pool fills, or is to fill."""
+
+    worker_id: str
+    pool: str
+    pod_name: str | None = None
+    """Where its ranks start or run; None outside Kubernetes, and while no pod has room."""
+    is_pending: bool = False
+    """There is no pod yet that it could start on."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A pool as it stands."""
+
+    name: str
+    role: Role
+    desired_replicas: int
+    max_replicas: int
+    live_replicas: int = 0
+    last_error: str = ""
+    """Why a replica failed that is not live again; empty: none has."""
+    num_failed_starts: int = 0
+    """Of the worker that failed most often in a row."""
+    role_plan: RolePlan = field(default_factory=RolePlan)
+    """Of a mixed pool."""
+    cohort: str = ""
+    cohort_weight: int = 0
+    settings_digest: bytes = b""
+    places: tuple[Place, ...] = ()
+
+    @property
+    def pending_replicas(self) -> int:
+        """Places for which there is no pod yet."""
+        return sum(place.is_pending for place in self.places)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    settings: PoolSettings
+    desired_replicas: int
+    role_plan: RolePlan = field(default_factory=RolePlan)
+
+
+class PoolBook:
+    """Own the pools, their places and the cohorts' weights."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._places: dict[str, Place] = {}  # by worker id
+        self._failures: dict[str, Failure] = {}  # by worker id, oldest first; not while it is live
+        self._weights = dict(FIRST_WEIGHTS)
+        self.version = 0
+        """Rises with every change."""
+
+    # --- pools ----------------------------------------------------------------------------------
+
+    def add(self, settings: PoolSettings, replicas: int) -> None:
+        """Make a pool known; one that is known with the same settings stays as it is.
+
+        Raises AlreadyExistsError where it has others, InvalidRequestError for the size.
+        """
+        if self.knows(settings):
+            return
+        _check_size(settings, replicas)
+        self._enter(_Entry(settings, replicas))
+
+    def knows(self, settings: PoolSettings) -> bool:
+        """Raises AlreadyExistsError where the pool is known with other settings."""
+        known = self._entries.get(settings.name)
+        if known is None:
+            return False
+        same = (known.settings.digest, known.settings.cohort) == (settings.digest, settings.cohort)
+        if not settings.digest or not same:
+            raise AlreadyExistsError(
+                f"pool {settings.name} is there with other settings: a pool's settings never "
+                "change, add another one",
+                field="pool",
+            )
+        return True
+
+    def remove(self, name: str, workers: Collection[str] = ()) -> None:
+        """Forget a pool. `workers`: those of it that are still there.
+
+        Raises NotFoundError, and InUseError while it has a size, a place or a worker.
+        """
+        entry = self._entry(name)
+        if entry.desired_replicas:
+            raise InUseError(
+                f"pool {name} has {entry.desired_replicas} replicas: set its size to 0 first",
+                field="pool",
+            )
+        there = sorted({place.worker_id for place in self.places_of(name)} | {*workers})
+        if there:
+            raise InUseError(f"pool {name} still has places: {', '.join(there)}", field="pool")
+        del self._entries[name]
+        self._failures = {w: f for w, f in self._failures.items() if f.pool != name}
+        self.version += 1
+
+    def settings(self, name: str) -> PoolSettings:
+        """Raises NotFoundError."""
+        return self._entry(name).settings
+
+    def all_settings(self) -> dict[str, PoolSettings]:
+        return {name: entry.settings for name, entry in self._entries.items()}
+
+    def set_replicas(self, name: str, replicas: int) -> int:
+        """Change a pool's desired size and return the former one. Raises what `check_size` does."""
+        former = self.check_size(name, replicas)
+        self._enter(replace(self._entries[name], desired_replicas=replicas))
+        return former
+
+    def check_size(self, name: str, replicas: int) -> int:
+        """The pool's size, which may become this one.
+
+        Raises NotFoundError, and InvalidRequestError beyond the pool's `max_replicas`.
+        """
+        entry = self._entry(name)
+        _check_size(entry.settings, replicas)
+        return entry.desired_replicas
+
+    def set_role_plan(self, name: str, plan: RolePlan) -> None:
+        """Split a mixed pool's workers into roles; what runs ends where it is.
+
+        Raises NotFoundError, and InvalidRequestError for another pool or more than it may have.
+        """
+        self.check_size(name, plan.prefill + plan.decode)
+        role = self.settings(name).role
+        if role is not Role.MIXED and plan != RolePlan():
+            raise InvalidRequestError(
+                f"pool {name} has one role, {role.value}: only a mixed one is split", field="pool"
+            )
+        self._enter(replace(self._entries[name], role_plan=plan))
+
+    def role_plans(self) -> dict[str, RolePlan]:
+        return {name: entry.role_plan for name, entry in self._entries.items()}
+
+    def desired_replicas(self) -> dict[str, int]:
+        return {name: entry.desired_replicas for name, entry in self._entries.items()}
+
+    def cohort_weights(self) -> dict[str, int]:
+        return dict(self._weights)
+
+    def set_cohort_weights(self, weights: Mapping[str, int]) -> None:
+        """Replace all; of cohorts without a pool, too: it may come later."""
+        if weights != self._weights:
+            self._weights = dict(weights)
+            self.version += 1
+
+    # --- places, and what failed there ----------------------------------------------------------
+
+    def open_place(self, pool: str, worker_id: str) -> None:
+        self._book(Place(worker_id, pool))
+
+    def close_place(self, worker_id: str) -> None:
+        """Nothing is left there, and nothing is wanted."""
+        del self._places[worker_id]
+        self.version += 1
+
+    def waits(self, worker_id: str) -> bool:
+        """There is no pod yet that the worker could start on; whether that is news."""
+        return self._book(replace(self._places[worker_id], pod_name=None, is_pending=True))
+
+    def placed(self, worker_id: str, pod_name: str | None) -> bool:
+        """It waits no more: its ranks have this pod, if it is one; whether that is news."""
+        return self._book(replace(self._places[worker_id], pod_name=pod_name, is_pending=False))
+
+    def places_of(self, pool: str) -> tuple[Place, ...]:
+        return tuple(place for place in self._places.values() if place.pool == pool)
+
+    def failed(self, pool: str, worker_id: str, error: str, served: bool) -> int:
+        """Book that a replica failed, after it `served` or before; failed starts in a row."""
+        former = self._failures.pop(worker_id, None)
+        num_before = 0 if former is None else former.num_failed_starts
+        failure = Failure(pool, error, 0 if served else num_before + 1)
+        self._failures[worker_id] = failure
+        self.version += 1
+        return failure.num_failed_starts
+
+    def forgive(self, worker_id: str) -> None:
+        """The worker is live, or no longer wanted."""
+        if self._failures.pop(worker_id, None) is not None:
+            self.version += 1
+
+    # --- as they stand --------------------------------------------------------------------------
+
+    def shown(self, live_replicas: Mapping[str, int]) -> tuple[Pool, ...]:
+        """All pools; `live_replicas` by pool, where there are any."""
+        return tuple(
+            self._shown(entry, live_replicas.get(name, 0)) for name, entry in self._entries.items()
+        )
+
+    def _shown(self, entry: _Entry, live_replicas: int) -> Pool:
+        settings = entry.settings
+        failures = [f for f in self._failures.values() if f.pool == settings.name]
+        return Pool(
+            settings.name,
+            settings.role,
+            entry.desired_replicas,
+            settings.shape.max_replicas,
+            live_replicas,
+            last_error=failures[-1].error if failures else "",
+            num_failed_starts=max((f.num_failed_starts for f in failures), default=0),
+            role_plan=entry.role_plan,
+            cohort=settings.cohort,
+            cohort_weight=self._weights.get(settings.cohort, 0),
+            settings_digest=settings.digest,
+            places=self.places_of(settings.name),
+        )
+
+    def _entry(self, name: str) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            there_are = ", ".join(sorted(self._entries)) or "none"
+            raise NotFoundError(f"no pool {name!r}; there are: {there_are}", field="pool")
+        return entry
+
+    def _enter(self, entry: _Entry) -> None:
+        name = entry.settings.name
+        self.version += self._entries.get(name) != entry
+        self._entries[name] = entry
+
+    def _book(self, place: Place) -> bool:
+        is_news = self._places.get(place.worker_id) != place
+        self._places[place.worker_id] = place
+        self.version += is_news
+        return is_news
+
+
+def _check_size(settings: PoolSettings, replicas: int) -> None:
+    largest = settings.shape.max_replicas
+    if not 0 <= replicas <= largest:
+        raise InvalidRequestError(
+            f"replicas must be between 0 and {largest}, "
+            f"the max_replicas of pool {settings.name}, not {replicas}",
+            field="replicas",
+        )

@@ -1,0 +1,93 @@
+"""What is asked of pools while the cluster runs: checked, then booked, then kept for a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+from baton.config import ClusterConfig
+from cluster.pool_settings import PoolSettings, told_settings
+from cluster.registry import Registry
+from cluster.role_plan import RolePlan
+
+
+class PoolBacking(Protocol):
+    """Whoever starts the workers of the registry's pools."""
+
+    async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
+        """`pool` is to grow: `replicas` is every pool's size then. Raises BatonError."""
+
+    async def settled(self, config: ClusterConfig) -> ClusterConfig:
+        """With what is decided once for all workers of a pool, which may run here.
+
+        Raises BatonError."""
+
+    async def places_known(self) -> None:
+        """Return once every place of a pool in which something runs has been opened."""
+
+    def booked(self) -> None:
+        """The book has changed: keep it before that is acknowledged."""
+
+
+class Unbacked:
+    """Of a registry by itself: whoever starts its workers finds room for them."""
+
+    async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
+        """There is any."""
+
+    async def settled(self, config: ClusterConfig) -> ClusterConfig:
+        return config
+
+    async def places_known(self) -> None:
+        """None is opened."""
+
+    def booked(self) -> None:
+        """It is forgotten with the registry."""
+
+
+class PoolChanges:
+    """Every method raises the BatonError of what it refuses, and has changed nothing then."""
+
+    def __init__(self, registry: Registry, backing: PoolBacking) -> None:
+        self._registry = registry
+        self._backing = backing
+        self._adding = asyncio.Lock()  # what settles a configuration takes memory
+
+    async def set_replicas(self, pool: str, replicas: int) -> int:
+        """The former size."""
+        book = self._registry.pools
+        if book.check_size(pool, replicas) < replicas:
+            sizes = book.desired_replicas() | {pool: replicas}
+            await self._backing.check_room(book.settings(pool), sizes)
+        former = book.set_replicas(pool, replicas)
+        self._backing.booked()
+        return former
+
+    async def set_role_plan(self, pool: str, plan: RolePlan) -> None:
+        self._registry.pools.set_role_plan(pool, plan)
+        self._backing.booked()
+
+    async def add(self, name: str, text: str, cohort: str, replicas: int) -> None:
+        """`text`: a cluster file in which the pool stands."""
+        told, book = told_settings(name, text, cohort), self._registry.pools
+        async with self._adding:
+            if book.knows(told):
+                return
+            config = await self._backing.settled(told.config)
+            settings = dataclasses.replace(told, config=config)
+            if replicas:
+                sizes = book.desired_replicas() | {name: replicas}
+                await self._backing.check_room(settings, sizes)
+            book.add(settings, replicas)
+        self._backing.booked()
+
+    async def remove(self, pool: str) -> None:
+        await self._backing.places_known()
+        self._registry.pools.remove(pool, self._registry.workers_of(pool))
+        self._backing.booked()
+
+    async def set_cohort_weights(self, weights: Mapping[str, int]) -> None:
+        self._registry.pools.set_cohort_weights(weights)
+        self._backing.booked()
