@@ -37,6 +37,7 @@ _COMMANDS = {
     "chat": "baton.ask",
     "explain": "baton.ask",
     "status": "baton.operate",
+    "top": "baton.top",
     "scale": "baton.operate",
     "drain": "baton.operate",
     "roles": "baton.operate",
@@ -54,14 +55,19 @@ _PACKAGES = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
+def main(argv: Sequence[str] | None = None, *, prog: str = "baton", unreachable: str = "") -> int:
+    """`prog`: what it was called by; `unreachable`: what to do where nothing answers, else it is a
+    cluster of `baton up`."""
+    parser = _parser(prog)
+    parser.set_defaults(prog=prog, unreachable=unreachable)
     arguments = parser.parse_args(argv)
     if arguments.version:
         return _print_version(arguments)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return EXIT_USAGE
+    if _COMMANDS[arguments.command] == "baton.ask":  # we say ourselves why a handshake fails
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         command = getattr(importlib.import_module(_COMMANDS[arguments.command]), arguments.command)
         code: int = command(arguments)
@@ -100,7 +106,7 @@ def _print_version(arguments: argparse.Namespace) -> int:
 def _report(error: BatonError, arguments: argparse.Namespace) -> int:
     from baton.render import err
 
-    err().print("[red]baton:[/red]", end=" ")
+    err().print(f"{arguments.prog}:", end=" ", style="red", markup=False)
     err().print(error.message, markup=False)
     hint = _hint(error, arguments)
     if hint:
@@ -117,11 +123,13 @@ def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
     if hint := _hint_of_access(error):
         return hint
     if isinstance(error, UnavailableError):
-        asks_control = arguments.command in ("status", "scale", "roles", "drain")
+        if arguments.unreachable:
+            return str(arguments.unreachable)
+        asks_control = arguments.command in ("status", "top", "scale", "roles", "drain")
         option = "--control HOST:PORT" if asks_control else "--router HOST:PORT"
         return f"Is the cluster up? Start one with `baton up`, or name another with {option}."
     if isinstance(error, NotFoundError) and arguments.command in ("scale", "roles", "drain"):
-        return "`baton status` lists pools and workers."
+        return f"`{arguments.prog} status` lists pools and workers."
     if isinstance(error, InvalidRequestError) and arguments.command == "scale":
         return f"`pools.{arguments.pool}.max_replicas` in the cluster file is the bound."
     if isinstance(error, NoCapacityError) and arguments.command == "scale":
@@ -147,9 +155,9 @@ def _hint_of_access(error: BatonError) -> str:
     return ""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str = "baton") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="baton",
+        prog=prog,
         description="Serve large language models with prefill and decode on separate pools.",
     )
     parser.add_argument("--version", action="store_true", help="tell the version and leave")
@@ -200,6 +208,8 @@ def _add_request_commands(commands: Subparsers[argparse.ArgumentParser]) -> None
 
 def _add_operator_commands(commands: Subparsers[argparse.ArgumentParser]) -> None:
     status = commands.add_parser("status", help="pools, workers, load, cache, queue")
+    top = commands.add_parser("top", help="how busy pools and workers are")
+    top.add_argument("-w", "--watch", action="store_true", help="go on until ctrl-C")
     scale = commands.add_parser("scale", help="change how many workers a pool has")
     scale.add_argument("pool", metavar="POOL")
     scale.add_argument("replicas", metavar="N", type=_count)
@@ -220,7 +230,7 @@ def _add_operator_commands(commands: Subparsers[argparse.ArgumentParser]) -> Non
             metavar="S",
             help="longest wait (%(default)g)",
         )
-    for command in (status, scale, roles, drain):
+    for command in (status, top, scale, roles, drain):
         command.add_argument(
             "--control",
             type=_address,

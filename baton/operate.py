@@ -27,11 +27,14 @@ def status(arguments: argparse.Namespace) -> int:
 
 def print_fleet(fleet: Fleet) -> None:
     pools = [
-        [pool.name, _role(pool.role), f"{pool.live_replicas} of {pool.desired_replicas}"]
+        [pool.name, role_name(pool.role), f"{pool.live_replicas} of {pool.desired_replicas}"]
         for pool in fleet.pools
     ]
     render.print_table("Pools", ("pool", "role", ">live"), pools)
     for pool in fleet.pools:
+        if pool.pending_replicas:
+            pending = f"{pool.name}: {pool.pending_replicas} wait for a pod with room"
+            render.out().print(pending, style="yellow", markup=False)
         if pool.last_error:
             failed = f"{pool.name}: {pool.num_failed_starts} failed starts, the last: "
             render.out().print(failed + pool.last_error, style="red", markup=False)
@@ -53,17 +56,16 @@ def print_fleet(fleet: Fleet) -> None:
 def _worker_row(worker: control_pb2.FleetWorker) -> list[str]:
     is_gone = worker.state == control_pb2.WORKER_STATE_GONE  # what it last told is history
     info, load = worker.info, worker_pb2.WorkerLoad() if is_gone else worker.load
-    used = load.num_blocks - load.num_free_blocks - load.num_quarantined_blocks
-    share = f"{used / load.num_blocks:.0%}" if load.num_blocks else "-"
+    share = kv_use(load)
     return [
         info.ref.worker_id,
-        _pool_and_role(worker),
-        _name(control_pb2.WorkerState.Name(worker.state)),
+        pool_and_role(worker),
+        state_name(worker.state),
         str(load.num_running),
         str(load.num_waiting),
         str(load.num_reserved),
         f"{load.num_queued_tokens} tok",
-        f"{share} of {load.num_blocks}" if load.num_blocks else "-",
+        "-" if share is None else f"{share:.0%} of {load.num_blocks}",
         render.rate(load.prefill_tokens_per_s, "tok/s"),
         render.milliseconds(load.decode_step_s * 1e3) if load.decode_step_s else "-",
         render.bandwidth(load.handoff_bytes_per_s, 1e3),
@@ -72,18 +74,24 @@ def _worker_row(worker: control_pb2.FleetWorker) -> list[str]:
     ]
 
 
-def _pool_and_role(worker: control_pb2.FleetWorker) -> str:
+def kv_use(load: worker_pb2.WorkerLoad) -> float | None:
+    """The part of KV memory that holds something; None where there is none."""
+    used = load.num_blocks - load.num_free_blocks - load.num_quarantined_blocks
+    return used / load.num_blocks if load.num_blocks else None
+
+
+def pool_and_role(worker: control_pb2.FleetWorker) -> str:
     """With the role in force, of a worker that could do more."""
     role = worker.active_role
     is_split = role not in (common_pb2.WORKER_ROLE_UNSPECIFIED, common_pb2.WORKER_ROLE_MIXED)
-    return f"{worker.info.pool} as {_role(role)}" if is_split else worker.info.pool
+    return f"{worker.info.pool} as {role_name(role)}" if is_split else worker.info.pool
 
 
-def _name(constant: str) -> str:
-    return constant.rpartition("STATE_")[2].lower()
+def state_name(state: control_pb2.WorkerState.ValueType) -> str:
+    return control_pb2.WorkerState.Name(state).rpartition("STATE_")[2].lower()
 
 
-def _role(role: common_pb2.WorkerRole.ValueType) -> str:
+def role_name(role: common_pb2.WorkerRole.ValueType) -> str:
     return common_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
 
 

@@ -6,9 +6,10 @@ import functools
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 _WIDTH_WITHOUT_TERMINAL = 200  # tables in a pipe are not cut
 
@@ -32,17 +33,19 @@ def _console(*, stderr: bool) -> Console:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    out().print(table(title, columns, rows))
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Group:
     """Columns whose name begins with ">" are flushed right. Where the terminal is too narrow, the
     last columns are left out: put what matters first."""
     console = out()
     shown = len(columns)
-    table = _table(columns, rows)
-    while shown > 1 and _width(console, table) > console.width:
+    made = _table(columns, rows)
+    while shown > 1 and _width(console, made) > console.width:
         shown -= 1
-        table = _table(columns[:shown], [row[:shown] for row in rows])
-    console.print(f"[bold]{title}[/bold]")
-    console.print(table)
-    console.print()
+        made = _table(columns[:shown], [row[:shown] for row in rows])
+    return Group(Text(title, style="bold"), made, Text())
 
 
 def _width(console: Console, table: Table) -> int:

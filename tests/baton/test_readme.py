@@ -28,7 +28,7 @@ def test_its_commands_are_understood() -> None:
     ]
     commands = [words[1:] for words in commands if words and words[0] == "baton"]
     shown = {_parser().parse_args(words).command for words in commands}
-    assert shown == {"up", "generate", "chat", "status", "scale", "drain", "explain"}
+    assert shown == {"up", "generate", "chat", "status", "top", "scale", "drain", "explain"}
 
 
 def test_its_make_targets_exist() -> None:

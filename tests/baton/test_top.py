@@ -1,0 +1,158 @@
+"""`baton top`: what a fleet comes to, and how it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from baton.cli import main
+from baton.operate import Fleet, print_fleet
+from baton.render import out
+from baton.top import busy_of, expected_ttft_s, screen
+from baton.v1 import common_pb2, control_pb2, worker_pb2
+from tests.baton.small_router import SmallControl
+
+LIVE = control_pb2.WORKER_STATE_LIVE
+PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
+
+
+def worker(
+    name: str, state: control_pb2.WorkerState.ValueType = LIVE, **load: float
+) -> control_pb2.FleetWorker:
+    """Of the pool that its name begins with."""
+    pool = name.rpartition("-")[0]
+    info = control_pb2.WorkerInfo(ref=common_pb2.WorkerRef(worker_id=name), pool=pool)
+    return control_pb2.FleetWorker(info=info, state=state, load=worker_pb2.WorkerLoad(**load))
+
+
+def fleet(**changes: int) -> Fleet:
+    """One prefill worker of 1,000 tok/s, two that decode, one that has gone; one router."""
+    waiting = control_pb2.QueueFigures(num_requests=4, median_wait_s=0.25)
+    router = control_pb2.ReportRouterRequest(
+        requests_per_s=2.0, uncached_tokens_per_s=500.0, waiting_for_prefill=waiting, **changes
+    )
+    return Fleet(
+        pools=[
+            control_pb2.PoolStatus(
+                name="prefill", role=PREFILL, desired_replicas=1, live_replicas=1
+            ),
+            control_pb2.PoolStatus(
+                name="decode", role=DECODE, desired_replicas=4, live_replicas=2, pending_replicas=2
+            ),
+        ],
+        workers=[
+            worker("prefill-0", prefill_tokens_per_s=1000, num_waiting=3, num_queued_tokens=900),
+            worker("decode-0", num_running=2, decode_step_s=0.02, num_blocks=100,
+                   num_free_blocks=75),
+            worker("decode-1", num_running=6, decode_step_s=0.03, num_blocks=100,
+                   num_free_blocks=30, num_quarantined_blocks=10),
+            worker("decode-2", control_pb2.WORKER_STATE_GONE, num_running=9, decode_step_s=9,
+                   num_blocks=100),
+        ],
+        routers=[router],
+    )  # fmt: skip
+
+
+def shown(what: Fleet) -> list[str]:
+    with out().capture() as capture:
+        out().print(screen(what))
+    return capture.get().splitlines()
+
+
+def row_of(lines: list[str], name: str) -> dict[str, str]:
+    """Cells by their columns' names; each column is flushed right at its name's end."""
+    (line,) = [line for line in lines if line.startswith(f"{name} ")]
+    header = next(each for each in reversed(lines[: lines.index(line)]) if "KV used" in each)
+    cells = {}
+    for column in ("live", "pending", "TTFT", "KV used", "running", "queued", "ITL", "output"):
+        end = header.find(f" {column} ") + 1 + len(column)
+        if end > len(column):
+            cells[column] = line[:end].rpartition("  ")[2].strip()
+    return cells
+
+
+def test_a_pool_is_as_full_and_slow_as_its_worst_worker_and_gives_what_all_give() -> None:
+    busy = busy_of([each for each in fleet().workers if each.info.pool == "decode"])
+    assert busy.kv_use == pytest.approx(0.6)
+    assert busy.itl_s == pytest.approx(0.03)
+    assert busy.num_running == 8
+    assert busy.output_tokens_per_s == pytest.approx(2 / 0.02 + 6 / 0.03)
+
+
+def test_an_idle_worker_gives_nothing_whatever_it_has_learned() -> None:
+    idle = busy_of([worker("decode-0", decode_step_s=0.02)])
+    assert (idle.itl_s, idle.output_tokens_per_s, idle.kv_use) == (None, 0.0, None)
+
+
+def test_ttft_is_the_wait_and_a_mean_prompt() -> None:
+    told = fleet()
+    prefill, decode = told.pools
+    assert expected_ttft_s(told, prefill) == pytest.approx(0.25 + 250 / 1000)
+    assert expected_ttft_s(told, decode) is None
+    told.routers[0].requests_per_s = 0
+    assert expected_ttft_s(told, prefill) is None
+
+
+def test_the_tables_align_and_tell_what_waits() -> None:
+    lines = shown(fleet())
+    assert row_of(lines, "decode") == {
+        "live": "2 of 4", "pending": "2", "TTFT": "-", "KV used": "60%", "running": "8",
+        "queued": "0 tok", "ITL": "30.0 ms", "output": "300 tok/s",
+    }  # fmt: skip
+    prefill = row_of(lines, "prefill")
+    assert (prefill["TTFT"], prefill["queued"], prefill["pending"]) == ("~500 ms", "900 tok", "-")
+    assert row_of(lines, "decode-1")["output"] == "200 tok/s"
+    assert row_of(lines, "decode-2")["running"] == "0", "what one that has gone told is history"
+    (told,) = [line for line in lines if line.startswith("routers 1")]
+    assert "arriving 2.0 requests/s" in told
+    assert "waiting for prefill 4" in told
+    assert "held" not in told
+    assert any("held, for want of workers, 5" in line for line in shown(fleet(num_held=5)))
+
+
+def test_the_busiest_worker_of_a_pool_stands_first() -> None:
+    lines = shown(fleet())
+    names = [line.split()[0] for line in lines if line.startswith(("decode-", "prefill-"))]
+    assert names == ["prefill-0", "decode-1", "decode-0", "decode-2"]
+
+
+def test_a_fleet_without_routers_and_workers_is_told_as_one() -> None:
+    assert "no router reports" in shown(Fleet())
+
+
+def test_status_says_which_pools_wait_for_pods(capsys: pytest.CaptureFixture[str]) -> None:
+    print_fleet(fleet())
+    told = capsys.readouterr().out
+    assert "decode: 2 wait for a pod with room" in told
+    assert "prefill: " not in told
+
+
+@pytest.fixture
+def control() -> Iterator[str]:
+    server, address = SmallControl().serve()
+    yield address
+    server.stop(None).wait()
+
+
+def test_the_command_shows_what_the_control_service_tells(
+    control: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", "--control", control]) == 0
+    assert row_of(capsys.readouterr().out.splitlines(), "decode-0")["output"] == "588 tok/s"
+
+
+def test_a_watch_goes_on_until_its_service_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    class Ends(SmallControl):
+        def WatchFleet(self, request: object, context: object) -> Iterator[Fleet]:  # noqa: N802
+            yield self.fleet()
+            yield self.fleet()
+
+    server, address = Ends().serve()
+    try:
+        assert main(["top", "--watch", "--control", address]) == 3
+    finally:
+        server.stop(None).wait()
+    told = capsys.readouterr()
+    assert told.out.count("Workers") == 2
+    assert "the control service ended the watch" in told.err
