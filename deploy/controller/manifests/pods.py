@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.config import POD_LABEL
 from deploy.api.model_source import MODEL_MOUNT, ModelSource
 from deploy.api.serving_cluster import Images, ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
@@ -36,6 +37,9 @@ OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
 GRACE_MARGIN_S = 60
 """Kubernetes' patience beyond a drain: what is left then is killed."""
 CONFIG_HASH = "baton.dev/config-hash"
+
+_OWN_LABEL = f"--labels={POD_LABEL}=$POD_NAME"
+"""KubeRay writes one command for all pods of a group; each tells Ray its own name."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def worker_template(context: PodContext, name: str, pool: WorkerPoolSpec) -> Obj
     container = {
         "name": "ray-worker",
         "command": ["/bin/sh", "-c"],
-        "args": ['ulimit -n 65536; eval "exec $KUBERAY_GEN_RAY_START_CMD"'],
+        "args": [f'ulimit -n 65536; eval "exec $KUBERAY_GEN_RAY_START_CMD {_OWN_LABEL}"'],
         "ports": [_port("metrics", METRICS_PORT)],
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", _drain_command(drain_s)]}}},
         "resources": _worker_resources(context.spec, pool),
