@@ -1,0 +1,220 @@
+"""The planner on real pods: the Azure trace, compressed, through the router; then silence, and one
+more request.
+
+Time is compressed by the planner's settings and by the fake engine's: a trace's bin of 10 s takes a
+quarter of a second, every 55th of its requests is sent, with a quarter of its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from baton.client import AsyncClient, Client
+from baton.events import Finished, Tokens
+from deploy.controller.kube import Kube
+from deploy.controller.objects import Key
+from deploy.controller.resources import WORKER_POOLS
+from tests.cluster.planner.test_closed_loop import TRACE
+from tests.k8s.api_clients import kube_of
+from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.kubelet.kubelet import Kubelet
+from tests.k8s.kubelet.kuberay import KubeRay
+from tests.k8s.operating import eventually
+from tests.k8s.test_serving import MODEL, Installed, router_address
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.full,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
+]
+
+BIN_S = 0.25
+EVERY = 55
+FEWER_TOKENS = 4
+SHARES = (0.3, 1.0, 0.3)
+"""Of the trace's requests, in each third of it: the load more than triples at once, and falls."""
+MOST = 2
+STABLE_S, ZERO_AFTER_S = 16.0, 20.0
+PLANNER = {
+    "ttftTargetS": 1.0,
+    "itlTargetS": 0.2,
+    "catchUpS": 20.0,
+    "panicWindowS": 6.0,
+    "stableWindowS": STABLE_S,
+    "scaleInHoldS": 5.0,
+    "warmUpS": 1.0,
+    "scaleToZeroAfterS": ZERO_AFTER_S,
+}
+ENGINE = {
+    "backend": "fake",
+    "fake": {"prefillTokenS": 0.0006, "decodeStepS": 0.1},
+    "maxNumSeqs": 16,
+}
+FLEET_WAIT_S = 2.0
+"""Far less than a pod takes to start: who is answered after silence was held."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    at_s: float
+    num_prompt_tokens: int
+    num_tokens: int
+
+
+def trace() -> Iterator[Asked]:
+    """Every 55th request of those that each third keeps, spread evenly over its bin."""
+    lines = [line for line in TRACE.read_text(encoding="utf-8").splitlines() if line[0].isdigit()]
+    kept = 0.0
+    for number, line in enumerate(lines):
+        requests, prompts, outputs = map(int, line.split(","))
+        before, kept = kept, kept + requests * SHARES[number * len(SHARES) // len(lines)] / EVERY
+        for nth in range(int(before) + 1, int(kept) + 1):
+            at_s = BIN_S * (number + (nth - before) / (kept - before))
+            size = FEWER_TOKENS * requests
+            yield Asked(at_s, max(1, round(prompts / size)), max(1, round(outputs / size)))
+
+
+async def replay(address: str, asked: list[Asked]) -> None:
+    """Each at its time, and every one is answered whole."""
+    began_at = time.monotonic()
+
+    async def one(client: AsyncClient, number: int, each: Asked) -> None:
+        await asyncio.sleep(began_at + each.at_s - time.monotonic())
+        ids = [5 + (number * 7 + place) % 200 for place in range(each.num_prompt_tokens)]
+        num_tokens = 0
+        async for event in client.generate(
+            token_ids=ids, max_tokens=each.num_tokens, ignore_eos=True, temperature=0.0
+        ):
+            num_tokens += len(event.ids) if isinstance(event, Tokens) else 0
+        assert num_tokens == each.num_tokens
+
+    async with AsyncClient(address) as client:
+        await asyncio.gather(*(one(client, n, each) for n, each in enumerate(asked)))
+
+
+@dataclass
+class Sizes:
+    """What the pools' specs said over time."""
+
+    kube: Kube
+    namespace: str
+    times_s: list[float] = field(default_factory=list)
+    of: dict[str, list[int]] = field(default_factory=lambda: {"prefill": [], "decode": []})
+
+    def look(self) -> None:
+        for pool, sizes in self.of.items():
+            found = self.kube.get(WORKER_POOLS, Key(self.namespace, pool))
+            sizes.append(int(found["spec"]["replicas"]))
+        self.times_s.append(time.monotonic())
+
+    def follow(self, is_over: threading.Event) -> None:
+        while not is_over.wait(0.25):
+            self.look()
+
+    def changes(self, pool: str) -> list[tuple[float, int]]:
+        """When it got another size, and which."""
+        sizes = self.of[pool]
+        pairs = enumerate(itertools.pairwise(sizes), 1)
+        return [(self.times_s[at], new) for at, (old, new) in pairs if old != new]
+
+    def turns_s(self, pool: str) -> list[float]:
+        """When it began to grow after it had shrunk, or to shrink after it had grown."""
+        known = [(self.times_s[0], self.of[pool][0]), *self.changes(pool)]
+        grows = [(at_s, new > old) for (_, old), (at_s, new) in itertools.pairwise(known)]
+        return [at_s for (_, was), (at_s, now) in itertools.pairwise(grows) if was != now]
+
+    def at(self, pool: str, at_s: float) -> int:
+        return self.of[pool][max(0, bisect.bisect(self.times_s, at_s) - 1)]
+
+
+@contextlib.contextmanager
+def followed(sizes: Sizes) -> Iterator[None]:
+    is_over = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(sizes.follow, is_over)
+        try:
+            yield
+        finally:
+            is_over.set()
+            following.result()
+
+
+def planned_pool(role: str) -> dict[str, object]:
+    return {
+        "role": role,
+        "initialReplicas": 1,
+        "minReplicas": 0,
+        "maxReplicas": MOST,
+        "scaling": {"mode": "planner"},
+    }
+
+
+def test_pools_follow_the_load_stop_together_and_come_back_for_the_next_request(
+    control_plane: ControlPlane,
+    namespace: str,
+    kubelet: Kubelet,
+    kuberay: KubeRay,
+    tmp_path: Path,
+) -> None:
+    installed = Installed(control_plane, namespace, tmp_path)
+    installed.install(
+        model={"name": str(MODEL)},
+        engine=ENGINE,
+        planner=PLANNER,
+        pools={role: planned_pool(role) for role in ("prefill", "decode")},
+        router={
+            "replicas": 1,
+            "settings": {"localPrefill": "never", "fleetWaitS": FLEET_WAIT_S},
+        },
+    )
+    installed.wait_available()
+    address = router_address(kubelet)
+    asked = list(trace())
+    sizes = Sizes(kube_of(control_plane), namespace)
+    with followed(sizes):
+        began_at = time.monotonic()
+        asyncio.run(replay(address, asked))
+        ended_at = time.monotonic()
+
+        def has_stopped() -> bool:
+            pods = kubelet.pods("ray.io/node-type=worker")
+            return not pods and all(sizes.of[pool][-1] == 0 for pool in sizes.of)
+
+        eventually(has_stopped, "both pools stop", 120)
+        with Client(address) as client:
+            held_at = time.monotonic()
+            events = list(client.generate("is anybody there?", max_tokens=5, ignore_eos=True))
+            answered_at = time.monotonic()
+    _tell(sizes, began_at, f"{len(asked)} requests")
+    print(f"held and answered within {answered_at - held_at:.1f} s")
+    assert isinstance(events[-1], Finished)
+    assert answered_at - held_at > FLEET_WAIT_S, "nobody was there to answer at once"
+    third_s = asked[-1].at_s / 3
+    for pool, history in sizes.of.items():
+        assert max(history) == MOST == max(history[: bisect.bisect(sizes.times_s, ended_at)])
+        assert sizes.at(pool, began_at + third_s) == 1, "a third of the load needs one worker"
+        assert sizes.at(pool, held_at) == 0
+        assert history[-1] == 1
+        for one_s, next_s in itertools.pairwise(sizes.turns_s(pool)):
+            assert next_s - one_s > STABLE_S
+    stopped = [[size == 0 for size in history] for history in sizes.of.values()]
+    apart = sum(one != other for one, other in zip(*stopped, strict=True))
+    assert apart <= 2, "they stop and start together, looked at one after the other"
+
+
+def _tell(sizes: Sizes, began_at: float, what: str) -> None:
+    for pool in sizes.of:
+        told = ", ".join(f"{at_s - began_at:.0f} s: {new}" for at_s, new in sizes.changes(pool))
+        print(f"{what}: {pool} from {sizes.of[pool][0]}, {told}")
