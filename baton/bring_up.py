@@ -20,6 +20,7 @@ from baton.model_folder import with_model_folder
 from baton.ports import check_ports
 from baton.process_tree import Process, descendants, wait_until_gone
 from baton.progress import Steps
+from router.config import RouterConfig
 
 if TYPE_CHECKING:
     from cluster.local import RunningCluster
@@ -60,9 +61,11 @@ class Startup:
 
     def start(self, config: ClusterConfig) -> RunningCluster:
         from cluster.local import up as start_cluster
+        from router.access import Access
         from router.text import TextModel
 
         check_ports(config)
+        Access(config.router)  # its files are read before anything is started
         config = with_model_folder(config, self._announce, self._steps.detail)
         self._announce("reading the tokenizer")
         # A wrong folder is told before anything is started.
@@ -131,6 +134,18 @@ def autoscaled(config: ClusterConfig, cluster: RunningCluster, wanted: bool) -> 
         autoscaler.stop()
 
 
+def _first_question(router: RouterConfig) -> str:
+    """The command that asks it, by TLS and with a token where it wants them."""
+    words = ["baton generate"]
+    if router.tls is not None:
+        words.append("--tls-ca FILE")
+    if router.tls is not None and router.tls.client_ca_file is not None:
+        words.append("--tls-cert FILE --tls-key FILE")
+    if router.auth is not None:
+        words.append("--token-file FILE")
+    return " ".join([*words, "'Tell me a story.'"])
+
+
 def up(arguments: argparse.Namespace) -> int:
     """Raises KeyboardInterrupt when it was interrupted more often than once: requests were lost;
     UnavailableError when Ray has ended under the cluster."""
@@ -142,7 +157,7 @@ def up(arguments: argparse.Namespace) -> int:
                 steps.done()
                 out.print(f"[bold]{config.model_name}[/bold] is served at {cluster.router_address}")
                 out.print(f"control service at {cluster.control_address}; ctrl-C ends the cluster")
-                out.print("try: baton generate 'Tell me a story.'", style="dim")
+                out.print(f"try: {_first_question(config.router)}", style="dim", markup=False)
                 with autoscaled(config, cluster, arguments.autoscale):
                     cluster.wait()
             processes = descendants()

@@ -14,12 +14,19 @@ from baton.bring_up import Startup, check_all_gone, read_config
 from baton.client import Client
 from baton.config import ClusterConfig
 from baton.demo_prompts import DemoPrompt, Turn, read_prompts
+from baton.errors import ConfigError
 from baton.process_tree import descendants
 from baton.progress import Steps
 
 
 def demo(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.file)
+    if config.router.tls is not None or config.router.auth is not None:
+        raise ConfigError(
+            "router: `baton demo` asks in plain text and without a token: leave tls and auth out, "
+            "or use `baton up` and `baton generate`",
+            field="router",
+        )
     if arguments.file is None:
         config = _for_show(config)
     prompts = read_prompts(config.model)

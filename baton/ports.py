@@ -52,6 +52,10 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
     ]
     if router.metrics_port is not None:
         wanted.append(_Wanted("router.metrics_port", router.host, router.metrics_port))
+    if router.health_port is not None:
+        wanted.append(
+            _Wanted("router.health_port", router.host, router.health_port, router.reuse_port)
+        )
     if worker.metrics_port is not None:
         wanted.append(_Wanted("worker.metrics_port", "127.0.0.1", worker.metrics_port))
     return wanted

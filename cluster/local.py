@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import shutil
@@ -33,7 +34,7 @@ from cluster.error_text import one_line
 from cluster.model_dtype import DtypeDecision
 from cluster.pool_settings import num_gpus_wanted, own_settings
 from cluster.reaper import Reaper, inherited, watched_over
-from cluster.router_process import RouterProcess
+from cluster.router_process import RouterProcess, with_health_port
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ def up(
             field="runs_on",
         )
     config = config.with_absolute_folders()
+    config = dataclasses.replace(config, router=with_health_port(config.router))
     with contextlib.ExitStack() as stack:
         if run_dir is None:
             run_dir = Path(tempfile.mkdtemp(prefix="baton-"))
@@ -157,7 +159,7 @@ def up(
             reaper.variables,
         )
         stack.callback(router.close)
-        router.start(_ROUTER_TIMEOUT_S)
+        router.start(_ROUTER_TIMEOUT_S, config.router.health_port)
         heart = frozenset(process for process in ray_processes if process.name in _RAY_HEART)
         return RunningCluster(router, control, supervisor.pid, stack.pop_all(), heart, run_dir)
     raise AssertionError("unreachable")

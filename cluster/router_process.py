@@ -6,6 +6,7 @@ vain, and whoever starts it is told what it said. Once it has served, every end 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -21,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.errors import ConfigError, UnavailableError
 from baton.grpc_options import DIRECT
 from cluster.rank import free_port
+from router.config import RouterConfig
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,14 @@ _CHANNEL_OPTIONS = (
     *((f"grpc.{which}_reconnect_backoff_ms", _ASK_AGAIN_MS) for which in ("initial", "min", "max")),
     *DIRECT,
 )
+
+
+def with_health_port(config: RouterConfig) -> RouterConfig:
+    """Whoever starts a router asks for its health in plain text: one that serves TLS tells it at a
+    port of its own."""
+    if config.tls is None or config.health_port:
+        return config
+    return dataclasses.replace(config, health_port=free_port(config.host))
 
 
 class RouterError(UnavailableError):
@@ -79,14 +89,17 @@ class RouterProcess:
         """Of the router that runs now."""
         return None if self._process is None else self._process.pid
 
-    def start(self, timeout_s: float) -> None:
-        """Start it and wait until it serves.
+    def start(self, timeout_s: float, health_port: int | None = None) -> None:
+        """Start it and wait until it serves. `health_port`: where it tells so in plain text; None:
+        where it listens.
 
         Raises ConfigError in its own words, RouterError with the end of its log.
         """
         self._keeper.start()
         give_up_at = time.monotonic() + timeout_s
-        with grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
+        host, _, port = self.address.rpartition(":")
+        asked = f"{host}:{health_port or port}"
+        with grpc.insecure_channel(asked, options=_CHANNEL_OPTIONS) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while not self._closing.is_set():
                 if self._misconfigured.wait(_LOOK_S):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from baton.errors import ConfigError
 from deploy.api.naming import API_VERSION, camel
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
+from router.config import RouterConfig
 
 _SHARED = ("engine", "transfer", "worker", "decode", "registry", "supervisor", "planner")
-_MACHINES_OWN = ("host", "port", "metrics_port", "reuse_port")
-"""Of the router's settings: where it listens on one machine; in a pod the operator says that."""
+_MACHINES_OWN = ("host", "port", "metrics_port", "health_port", "reuse_port", "tls", "auth")
+"""Of the router's settings: where it listens on one machine, and files there; in a pod the operator
+says that."""
 
 
 def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> dict[str, Any]:
@@ -38,10 +41,8 @@ def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> 
     if config.log_level != usual.log_level:
         spec["logLevel"] = config.log_level
     spec["pools"] = {name: _pool(pool) for name, pool in config.pools.items()}
-    own = {key: getattr(usual.router, key) for key in _MACHINES_OWN}
-    router = dataclasses.replace(config.router, **own)
-    if changed := settings.dump(router, base=usual.router):
-        spec["router"] = {"settings": camel_keys(changed)}
+    if router := _router(config.router, name):
+        spec["router"] = router
     for section in _SHARED:
         changed = settings.dump(getattr(config, section), base=getattr(usual, section))
         if changed:
@@ -55,6 +56,50 @@ def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> 
     }
     read_spec(ServingClusterSpec, made | {"metadata": {"name": name, "namespace": namespace or ""}})
     return made
+
+
+def _router(config: RouterConfig, name: str) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    usual = RouterConfig()
+    own = {key: getattr(usual, key) for key in _MACHINES_OWN}
+    if changed := settings.dump(dataclasses.replace(config, **own), base=usual):
+        made["settings"] = camel_keys(changed)
+    if config.tls is not None:
+        made["tls"] = {"secretName": _tls_secret(name)}
+        if config.tls.client_ca_file is not None:
+            made["tls"]["requireClientCertificate"] = True
+    if config.auth is not None:
+        made["auth"] = {"tokenSecretName": _tokens_secret(name)}
+    return made
+
+
+def _tls_secret(name: str) -> str:
+    return f"{name}-router-tls"
+
+
+def _tokens_secret(name: str) -> str:
+    return f"{name}-router-tokens"
+
+
+def secrets_to_make(config: ClusterConfig, name: str) -> list[str]:
+    """Commands that put this machine's files where the ServingCluster of that name looks."""
+    commands = []
+    if (tls := config.router.tls) is not None:
+        files = {"tls.crt": tls.certificate_file, "tls.key": tls.key_file}
+        if tls.client_ca_file is not None:
+            files["ca.crt"] = tls.client_ca_file
+        commands.append(
+            _create(_tls_secret(name), [f"{key}={file}" for key, file in files.items()])
+        )
+    if (auth := config.router.auth) is not None:
+        folder = auth.tokens if Path(auth.tokens).is_dir() else "FOLDER_WITH_A_FILE_FOR_EACH_TENANT"
+        commands.append(_create(_tokens_secret(name), [folder]))
+    return commands
+
+
+def _create(secret: str, files: Sequence[str]) -> str:
+    sources = [f"--from-file={file}" for file in files]
+    return shlex.join(["kubectl", "create", "secret", "generic", secret, *sources])
 
 
 def camel_keys(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ Capture = pytest.CaptureFixture[str]
         ("control.port", {}),
         ("router.port", {"reuse_port": True}),
         ("router.metrics_port", {}),
+        ("router.health_port", {}),
         ("worker.metrics_port", {}),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -13,7 +14,9 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.process_tree import descendants, wait_until_gone
-from cluster.router_process import RouterError, RouterProcess
+from cluster.router_process import RouterError, RouterProcess, with_health_port
+from router.config import TlsConfig
+from tests.certificates import Authority
 from tests.cluster.whole_cluster import fake_cluster
 
 pytestmark = pytest.mark.timeout(60)
@@ -55,6 +58,22 @@ def test_a_router_that_has_served_is_started_again_however_it_ends_until_it_is_c
         time.sleep(0.05)
     router.close()
     assert wait_until_gone(descendants() - before, 0.0) == set()
+
+
+def test_a_router_that_serves_tls_is_waited_for_at_its_port_for_health(tmp_path: Path) -> None:
+    made = Authority(tmp_path).issue("router")
+    tls = TlsConfig(str(made.certificate), str(made.key), str(tmp_path / "root.crt"))
+    config = fake_cluster(tmp_path)
+    routing = with_health_port(dataclasses.replace(config.router, tls=tls))
+    file = tmp_path / "cluster.yaml"
+    file.write_text(dataclasses.replace(config, router=routing).to_yaml())
+    router = RouterProcess("127.0.0.1:1", file, "127.0.0.1:0", tmp_path / "router.log", 30.0, {})
+    try:
+        router.start(30.0, routing.health_port)
+        host, _, port = router.address.rpartition(":")
+        assert serves(host, int(port))
+    finally:
+        router.close()
 
 
 def test_a_router_that_cannot_be_launched_is_told_and_tried_again(

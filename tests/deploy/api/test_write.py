@@ -60,3 +60,26 @@ def test_a_folder_of_this_machine_is_refused_with_where_to_put_it(tmp_path: Path
     path.write_text(f"model: {tmp_path}\n")
     with pytest.raises(ConfigError, match="PersistentVolumeClaim"):
         serving_cluster(load_config(path), "chat", None)
+
+
+def test_certificates_and_tokens_are_named_as_secrets_with_how_to_make_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "model: org/name\nrouter:\n  auth: {tokens: tokens}\n"
+        "  tls: {certificate_file: a.crt, key_file: a.key, client_ca_file: ca.crt}\n"
+    )
+    (tmp_path / "tokens").mkdir()
+    assert main(["deploy", "-f", str(path), "--name", "chat", "-n", "models"]) == 0
+    said = capsys.readouterr().out
+    spec = read_spec(ServingClusterSpec, yaml.safe_load(said))
+    assert spec.router.tls is not None
+    assert spec.router.auth is not None
+    assert spec.router.tls.require_client_certificate
+    create = "# first: kubectl create secret generic"
+    tls, tokens = [line for line in said.splitlines() if line.startswith(create)]
+    assert f" {spec.router.tls.secret_name} --from-file=tls.crt={tmp_path}/a.crt " in tls
+    assert (
+        f" {spec.router.auth.token_secret_name} --from-file={tmp_path}/tokens -n models" in tokens
+    )
