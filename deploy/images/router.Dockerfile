@@ -4,7 +4,7 @@ FROM python:${PYTHON} AS build
 WORKDIR /src
 RUN python -m venv /opt/baton
 COPY . .
-RUN /opt/baton/bin/pip install --no-cache-dir '.[router]'
+RUN /opt/baton/bin/pip install --no-cache-dir '.[router,s3]'
 
 FROM python:${PYTHON}
 RUN useradd --uid 1000 --user-group --no-create-home --shell /usr/sbin/nologin baton

@@ -4,15 +4,15 @@ FROM python:${PYTHON} AS build
 # https://download.pytorch.org/whl/cpu: without CUDA, several gigabytes less.
 ARG TORCH_INDEX=https://pypi.org/simple
 ARG TORCH_VERSION=2.13.0
-# The chart's images.rayVersion. [default] brings the agent that answers KubeRay's probes.
+# The chart's images.rayVersion.
 ARG RAY_VERSION=2.60.0
 WORKDIR /src
 RUN python -m venv /opt/baton \
     && /opt/baton/bin/pip install --no-cache-dir \
         --index-url "${TORCH_INDEX}" "torch==${TORCH_VERSION}" \
-    && /opt/baton/bin/pip install --no-cache-dir "ray[default]==${RAY_VERSION}"
+    && echo "ray==${RAY_VERSION}" > /opt/constraints.txt
 COPY . .
-RUN /opt/baton/bin/pip install --no-cache-dir '.[worker]'
+RUN /opt/baton/bin/pip install --no-cache-dir --constraint /opt/constraints.txt '.[pods]'
 
 FROM python:${PYTHON}
 # A compiler: native code is built for the machine that it runs on. UCX with RDMA, which the wheel

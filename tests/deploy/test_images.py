@@ -16,7 +16,8 @@ import yaml
 from deploy.api.chart import CHART, DEPLOY
 
 ROOT = DEPLOY.parent
-ROLES = ("worker", "router", "controller")
+EXTRAS = {"worker": "pods", "router": "router,s3", "controller": "controller"}
+ROLES = tuple(EXTRAS)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 WITHOUT = """\
@@ -41,7 +42,7 @@ def test_an_image_is_built_in_one_stage_and_runs_as_nobody_in_another(role: str)
     assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == ["python:${PYTHON}"] * 2
     assert re.findall(r"^ARG PYTHON=\d+\.\d+-slim-\w+$", text, re.MULTILINE)
     assert re.findall(r"^USER (\S+)", text, re.MULTILINE) == ["1000:1000"]
-    assert f"'.[{role}]'" in text
+    assert f"'.[{EXTRAS[role]}]'" in text
     assert not re.search(r"(?i)token|password|secret", text)
 
 
@@ -77,6 +78,13 @@ def test_the_context_holds_each_package_of_the_wheel_and_little_else() -> None:
         "pyproject.toml",
     }
     assert lines[1] == "*"
+
+
+def test_what_a_workers_pod_has_more_is_named_once() -> None:
+    extras = PROJECT["optional-dependencies"]
+    assert any(each.startswith("ray[default]") for each in extras["pods"])
+    assert "baton-serve[worker,s3]" in extras["pods"]
+    assert "ray[" not in dockerfile("worker")
 
 
 def test_chart_and_images_are_of_one_version() -> None:

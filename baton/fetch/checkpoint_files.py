@@ -1,0 +1,111 @@
+"""Which files of a folder a checkpoint consists of: what routers read, and the weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton.fetch.errors import FetchError, ForbiddenError, NotThereError
+from baton.fetch.source import Source
+
+CONFIG = "config.json"
+TEXT_FILES = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SUMS = "SHA256SUMS"
+"""As sha256sum writes it; where it is there it also lists the folder."""
+
+_SMALL_BYTES = 64 << 20
+_FILE_NAME = re.compile(r"[\w][\w.+-]*")
+
+
+@dataclass(frozen=True)
+class WantedFile:
+    name: str
+    is_needed: bool = True
+    """False: it is fetched where it is there."""
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    files: tuple[WantedFile, ...]
+    weights_bytes: int | None = None
+    """As the index says; None: it does not, or no weights are wanted."""
+
+
+def wanted_files(source: Source, text_only: bool) -> Wanted:
+    """What to fetch of a checkpoint. Raises FetchError."""
+    sums = read_sums(source)
+    names = frozenset(sums) if sums else source.names()
+    if names is not None and CONFIG not in names:
+        raise NotThereError(
+            f"{source.where(CONFIG)} is not among its files: the URI is the folder that holds it"
+        )
+    text = [
+        WantedFile(name, name == CONFIG or names is not None, sums.get(name))
+        for name in TEXT_FILES
+        if names is None or name in names
+    ]
+    if text_only:
+        return Wanted(tuple(text))
+    weights, weights_bytes = _weights(source, names)
+    return Wanted((*text, *(WantedFile(n, sha256=sums.get(n)) for n in weights)), weights_bytes)
+
+
+def read_sums(source: Source) -> Mapping[str, str]:
+    """The digest of each file of the folder, where it holds them."""
+    text = _small(source, SUMS)
+    if text is None:
+        return {}
+    found = {}
+    for line in text.decode(errors="replace").splitlines():
+        if match := re.fullmatch(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)", line.strip()):
+            found[match.group(2)] = match.group(1).lower()
+    if not found:
+        raise FetchError(f"{source.where(SUMS)}: not what sha256sum writes")
+    return found
+
+
+def _weights(source: Source, names: frozenset[str] | None) -> tuple[list[str], int | None]:
+    """As the engine chooses where the folder's files are known: a single file is all of it."""
+    if names is not None and SINGLE in names:
+        return [SINGLE], None
+    text = _small(source, INDEX) if names is None or INDEX in names else None
+    if text is None:
+        if names is None:
+            return [SINGLE], None
+        raise NotThereError(f"{source.where(SINGLE)} is not there, nor is {INDEX}")
+    try:
+        index = json.loads(text)
+        shards = sorted(set(index["weight_map"].values()))
+        total = index.get("metadata", {}).get("total_size")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise FetchError(f"{source.where(INDEX)}: no index of weights: {error!r}") from error
+    for name in shards:
+        if not isinstance(name, str) or _FILE_NAME.fullmatch(name) is None:
+            raise FetchError(f"{source.where(INDEX)}: {name!r} is no name of a file beside it")
+    return [INDEX, *shards], total if isinstance(total, int) else None
+
+
+def _small(source: Source, name: str) -> bytes | None:
+    """All of a file that is not large; None where it is not there."""
+    found = b""
+    try:
+        with source.read(name) as content:
+            for chunk in content.chunks:
+                found += chunk
+                if len(found) > _SMALL_BYTES:
+                    raise FetchError(f"{source.where(name)}: larger than any such file")
+    except (NotThereError, ForbiddenError):
+        return None
+    return found

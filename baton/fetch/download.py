@@ -1,0 +1,159 @@
+"""One file, fetched piece by piece: gone on with after a cut, in this process or the next one.
+
+While it comes it is called `<name>.part`, beside `<name>.whole`, which tells what it is part of. A
+file under its own name is whole, and what its checksum says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from baton.fetch.checkpoint_files import WantedFile
+from baton.fetch.errors import CutOffError, FetchError, ForbiddenError, NotThereError
+from baton.fetch.source import Content, Source
+from baton.render import num_bytes
+
+Tell = Callable[[str], None]
+
+_TRIES = 6
+"""In a row, in which nothing came."""
+_TELL_EVERY_S = 10.0
+
+
+class Progress:
+    """What has come of all files, told now and then. Any thread may call it."""
+
+    def __init__(self, tell: Tell, total_bytes: int | None) -> None:
+        self.tell = tell
+        self.is_over = threading.Event()
+        """Set when another file cannot be fetched: nobody needs the rest."""
+        self._total_bytes = total_bytes
+        self._came_bytes = 0
+        self._told_at = time.monotonic()
+        self._lock = threading.Lock()
+
+    def came(self, count: int) -> None:
+        with self._lock:
+            self._came_bytes += count
+            now = time.monotonic()
+            if now - self._told_at < _TELL_EVERY_S:
+                return
+            self._told_at = now
+            of = f" of {num_bytes(self._total_bytes)}" if self._total_bytes else ""
+            self.tell(f"{num_bytes(self._came_bytes)}{of}")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a part is part of, as the source told it."""
+
+    version: str
+    size: int | None
+    sha256: str | None
+
+
+class Download:
+    """`pause_s`: between tries in which nothing came; doubled each time."""
+
+    def __init__(self, source: Source, folder: Path, progress: Progress, pause_s: float) -> None:
+        self._source, self._folder, self._progress = source, folder, progress
+        self._pause_s = pause_s
+
+    def fetch(self, file: WantedFile) -> None:
+        """Raises FetchError, with what came kept for the next time, and OSError."""
+        whole = self._folder / file.name
+        if whole.exists():
+            return
+        try:
+            sha256 = self._all_of(file.name)
+        except (NotThereError, ForbiddenError):
+            if file.is_needed:
+                raise
+            return
+        part = self._part(file.name)
+        self._check(part, file.name, file.sha256 or sha256)
+        with part.open("rb") as content:
+            os.fsync(content.fileno())
+        part.rename(whole)
+        self._kept(file.name).unlink(missing_ok=True)
+        self._progress.tell(f"{file.name}: {num_bytes(whole.stat().st_size)}")
+
+    def _all_of(self, name: str) -> str | None:
+        """The file's digest, where the source says it."""
+        part, tries = self._part(name), 0
+        while True:
+            before = part.stat().st_size if part.exists() else 0
+            try:
+                return self._go_on(name)
+            except CutOffError as error:
+                came = part.stat().st_size if part.exists() else 0
+                tries = 0 if came > before else tries + 1
+                if tries == _TRIES:
+                    raise FetchError(
+                        f"{error.message}: given up after {_TRIES} tries; the next start goes on "
+                        f"at {num_bytes(came)}"
+                    ) from error
+                self._progress.tell(f"{error.message}; going on at {num_bytes(came)}")
+                if self._progress.is_over.wait(self._pause_s * 2**tries if tries else 0):
+                    raise
+
+    def _go_on(self, name: str) -> str | None:
+        part, whole = self._part(name), self._whole(name)
+        start = part.stat().st_size if part.exists() and whole is not None else 0
+        if whole is not None and start == whole.size:
+            return whole.sha256
+        with self._source.read(name, start, whole.version if whole else None) as content:
+            if content.start == 0:
+                self._begin(name, content)
+            with part.open("ab") as file:
+                for chunk in content.chunks:
+                    if self._progress.is_over.is_set():
+                        raise FetchError(f"{name}: left, since another file cannot be fetched")
+                    file.write(chunk)
+                    self._progress.came(len(chunk))
+                size = file.tell()
+            if content.size is not None and size < content.size:
+                raise CutOffError(f"{self._source.where(name)}: ended at byte {size}")
+            if content.size is not None and size > content.size:
+                part.unlink()
+                raise CutOffError(f"{self._source.where(name)}: more than it said to be")
+        return content.sha256 or (whole.sha256 if whole and content.start else None)
+
+    def _begin(self, name: str, content: Content) -> None:
+        self._part(name).unlink(missing_ok=True)
+        self._kept(name).unlink(missing_ok=True)
+        if content.version is not None:
+            whole = Whole(content.version, content.size, content.sha256)
+            self._kept(name).write_text(json.dumps(asdict(whole)))
+
+    def _whole(self, name: str) -> Whole | None:
+        try:
+            return Whole(**json.loads(self._kept(name).read_text()))
+        except (OSError, ValueError, TypeError):  # none, or one that was not written to its end
+            return None
+
+    def _check(self, part: Path, name: str, sha256: str | None) -> None:
+        if sha256 is None:
+            return
+        with part.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != sha256:
+            part.unlink()
+            raise FetchError(
+                f"{self._source.where(name)}: its SHA-256 is {found}, it should be {sha256}: it is "
+                "fetched anew at the next start; if that ends like this too, the file there is "
+                "damaged, or what says its checksum is older"
+            )
+
+    def _part(self, name: str) -> Path:
+        return self._folder / f"{name}.part"
+
+    def _kept(self, name: str) -> Path:
+        return self._folder / f"{name}.whole"
