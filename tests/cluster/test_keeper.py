@@ -136,6 +136,30 @@ async def test_a_place_that_waits_for_a_pod_and_is_let_go_is_asked_for_no_more()
         assert pool_of(ground).pending_replicas == 0
 
 
+def pods_told(ground: Ground) -> list[str | None]:
+    return [place.pod_name for place in pool_of(ground).places]
+
+
+async def test_a_place_tells_its_pod_before_its_worker_registers_and_none_once_that_is_over() -> (
+    None
+):
+    replicas, found = WrittenDown(), dataclasses.replace(ADOPTED, pod_name="former pod")
+    with ground_over(replicas) as ground:
+        keeper = Keeper("decode", 1, ground, found)
+        running = asyncio.create_task(keeper.run())
+        await until(lambda: pods_told(ground) == ["former pod"])
+        replicas.has_room = False
+        keeper.ended(RankEnd(ADOPTED.name, 0, "killed"))
+        await until(lambda: pool_of(ground).pending_replicas)
+        assert pods_told(ground) == [None]
+        replicas.has_room = True
+        await until(lambda: pods_told(ground) == ["pod"])
+        assert ground.registry.snapshot().workers == ()
+        keeper.end_now()
+        await asyncio.wait_for(running, 10)
+        assert pods_told(ground) == [None]
+
+
 class LostPods(WrittenDown):
     """The first pod goes as soon as it has come."""
 

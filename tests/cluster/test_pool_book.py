@@ -1,0 +1,255 @@
+"""The book of pools by itself, and what is kept of it for a supervisor that starts again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton.config import ClusterConfig, PoolConfig, parse_config
+from baton.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    InUseError,
+    InvalidRequestError,
+    NotFoundError,
+)
+from cluster.pool_book import FIRST_WEIGHTS, PoolBook
+from cluster.pool_settings import PoolSettings, num_gpus_wanted, num_ranks, told_settings
+from cluster.role_plan import Role, RolePlan
+from cluster.supervisor_state import SupervisorState, state_file
+from tests.cluster.pool_settings import settings_of
+
+TOLD = """
+pools:
+  decode-1b2c3:
+    role: mixed
+    max_replicas: 4
+    tensor_parallel: 2
+"""
+
+
+def told(cohort: str = "new", text: str = TOLD) -> PoolSettings:
+    return told_settings("decode-1b2c3", text, cohort)
+
+
+def book_of(*pools: PoolSettings, replicas: int = 0) -> PoolBook:
+    book = PoolBook()
+    for settings in pools:
+        book.add(settings, replicas)
+    return book
+
+
+# --- settings that are told -----------------------------------------------------------------------
+
+
+def test_a_told_pool_is_made_of_its_own_file_and_known_by_its_text() -> None:
+    settings = told()
+    assert (settings.role, settings.shape.max_replicas, settings.cohort) == (Role.MIXED, 4, "new")
+    assert settings.digest == told("other").digest
+    assert settings.digest != told(text=TOLD + "\n").digest
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "message"),
+    [
+        ("pools: {decode: {role: mixed}}", "pools", "it is not there; there are: decode"),
+        ("pools: {decode-1b2c3: {role: mixed, engin: {}}}", "pools.decode-1b2c3.engin", "engine"),
+        (TOLD + "engine: {num_blocks: -1}", "engine.num_blocks", "not -1"),
+        (TOLD + "pools: {}", "pools", "pools"),
+        ("pools: [", None, "not valid YAML: line"),
+    ],
+)
+def test_a_told_file_that_is_wrong_is_refused_by_the_key_at_fault(
+    text: str, field: str | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        told(text=text)
+    assert caught.value.field == field
+    assert caught.value.message.startswith("pool decode-1b2c3: ")
+
+
+def test_on_pods_a_file_may_hold_a_prefill_pool_alone_or_none() -> None:
+    for pools in ({}, {"prefill": {"role": "prefill"}}):
+        config = parse_config({"runs_on": "pods", "pools": pools})
+        assert parse_config(yaml.safe_load(config.to_yaml())) == config
+    with pytest.raises(ConfigError, match="pools: need at least one of role decode"):
+        parse_config({"pools": {"prefill": {"role": "prefill"}}})
+
+
+# --- pools ----------------------------------------------------------------------------------------
+
+
+def test_a_pool_that_is_told_again_stays_as_it_is_and_other_settings_are_refused() -> None:
+    book = book_of(told(), replicas=2)
+    version = book.version
+    book.add(told(), 3)
+    assert (book.desired_replicas(), book.version) == ({"decode-1b2c3": 2}, version)
+    for other in (told(text=TOLD + "log_level: debug"), told("another cohort")):
+        with pytest.raises(AlreadyExistsError) as caught:
+            book.add(other, 2)
+        assert caught.value.field == "pool"
+    own = book_of(settings_of("decode-1b2c3"))
+    with pytest.raises(AlreadyExistsError):
+        own.add(told(), 2)
+
+
+def test_a_new_pool_beyond_its_own_bound_is_refused_and_not_there() -> None:
+    book = PoolBook()
+    with pytest.raises(InvalidRequestError, match=r"between 0 and 4.* not 5") as caught:
+        book.add(told(), 5)
+    assert caught.value.field == "replicas"
+    with pytest.raises(NotFoundError, match="there are: none"):
+        book.settings("decode-1b2c3")
+
+
+def test_a_pool_is_removed_only_without_a_size_a_place_or_a_worker() -> None:
+    book, name, worker = book_of(told(), replicas=1), "decode-1b2c3", "decode-1b2c3-0"
+    book.open_place(name, worker)
+    with pytest.raises(InUseError, match="has 1 replicas"):
+        book.remove(name)
+    book.set_replicas(name, 0)
+    with pytest.raises(InUseError, match=f"still has places: {worker}"):
+        book.remove(name)
+    book.close_place(worker)
+    with pytest.raises(InUseError, match="places: left-0"):
+        book.remove(name, workers=["left-0"])
+    book.failed(name, worker, "bad luck", served=False)
+    version = book.version
+    book.remove(name)
+    assert (book.shown({}), book.version) == ((), version + 1)
+    with pytest.raises(NotFoundError):
+        book.remove(name)
+    book.add(told(), 1)
+    assert [(pool.last_error, pool.places) for pool in book.shown({})] == [("", ())]
+
+
+def test_weights_of_cohorts_without_a_pool_are_kept_until_it_comes() -> None:
+    book = book_of(settings_of("decode"))
+    assert [pool.cohort_weight for pool in book.shown({})] == [FIRST_WEIGHTS[""]]
+    book.set_cohort_weights({"": 90, "new": 10})
+    book.add(told(), 0)
+    assert {pool.cohort: pool.cohort_weight for pool in book.shown({})} == {"": 90, "new": 10}
+    book.set_cohort_weights({"new": 1})
+    assert {pool.cohort: pool.cohort_weight for pool in book.shown({})} == {"": 0, "new": 1}
+
+
+def test_ranks_and_gpus_are_counted_by_every_pools_own_settings() -> None:
+    on_gpus = told(text=TOLD + "engine: {device: cuda}")
+    pools = {"decode": settings_of("decode"), on_gpus.name: on_gpus}
+    assert num_ranks(pools, {"decode": 3, on_gpus.name: 2}) == 3 + 2 * 2
+    assert num_gpus_wanted(pools, {"decode": 3, on_gpus.name: 2}) == 2 * 2
+    assert num_ranks(pools, {on_gpus.name: 1}) == 2
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+def test_a_place_is_told_from_its_opening_with_its_pod_as_soon_as_it_has_one() -> None:
+    book = book_of(settings_of("decode"), replicas=2)
+    versions = [book.version]
+
+    def shown() -> list[tuple[str, str | None, bool]]:
+        versions.append(book.version)
+        (pool,) = book.shown({})
+        return [(each.worker_id, each.pod_name, each.is_pending) for each in pool.places]
+
+    book.open_place("decode", "decode-0")
+    assert shown() == [("decode-0", None, False)]
+    assert book.waits("decode-0")
+    assert not book.waits("decode-0")
+    assert shown() == [("decode-0", None, True)]
+    assert book.placed("decode-0", "pod-a")
+    assert not book.placed("decode-0", "pod-a")
+    assert shown() == [("decode-0", "pod-a", False)]
+    book.close_place("decode-0")
+    assert shown() == []
+    assert len(set(versions)) == len(versions)  # each is news
+
+
+# --- what a restart finds -------------------------------------------------------------------------
+
+
+CLUSTER = ClusterConfig(
+    pools={"prefill": PoolConfig("prefill", 2), "both": PoolConfig("mixed", 3, max_replicas=3)}
+)
+
+
+def restored(run_dir: Path, cluster: ClusterConfig = CLUSTER) -> PoolBook:
+    SupervisorState(run_dir, cluster).restore(book := PoolBook())
+    return book
+
+
+def kept(book: PoolBook, run_dir: Path) -> None:
+    SupervisorState(run_dir, CLUSTER).keep("127.0.0.1:7", book)
+
+
+def test_a_first_supervisor_begins_with_what_the_cluster_file_says(tmp_path: Path) -> None:
+    book = restored(tmp_path)
+    assert book.desired_replicas() == {"prefill": 2, "both": 3}
+    assert book.cohort_weights() == FIRST_WEIGHTS
+    assert not state_file(tmp_path).exists()
+
+
+def test_all_that_was_told_of_pools_survives_a_restart(tmp_path: Path) -> None:
+    book = restored(tmp_path)
+    book.add(told(), 2)
+    book.set_replicas("prefill", 0)
+    book.remove("prefill")
+    book.set_role_plan("both", RolePlan(1, 2))
+    book.set_cohort_weights({"new": 7, "yet to come": 3})
+    kept(book, tmp_path)
+    again = restored(tmp_path)
+    assert again.shown({}) == book.shown({})
+    assert again.all_settings() == book.all_settings()
+    assert again.cohort_weights() == book.cohort_weights()
+    assert SupervisorState(tmp_path, CLUSTER).listen == "127.0.0.1:7"
+
+
+def test_a_pool_of_the_file_that_was_removed_and_told_anew_is_the_one_that_was_told(
+    tmp_path: Path,
+) -> None:
+    book = restored(tmp_path)
+    book.set_replicas("both", 0)
+    book.remove("both")
+    book.add(told_settings("both", "pools: {both: {role: decode}}", "new"), 1)
+    kept(book, tmp_path)
+    again = restored(tmp_path)
+    assert (again.settings("both").role, again.settings("both").cohort) == (Role.DECODE, "new")
+    again.set_replicas("both", 0)
+    again.remove("both")
+    kept(again, tmp_path)
+    assert list(restored(tmp_path).all_settings()) == ["prefill"]
+
+
+def test_a_file_of_an_older_supervisor_which_knew_sizes_alone_is_read(tmp_path: Path) -> None:
+    older = {"listen": "127.0.0.1:9", "desired": {"prefill": 1, "both": 9, "gone": 4}}
+    state_file(tmp_path).write_text(json.dumps(older))
+    book = restored(tmp_path)
+    assert book.desired_replicas() == {"prefill": 1, "both": 3}  # its bound is 3 by now
+    assert book.cohort_weights() == FIRST_WEIGHTS
+    assert [pool.cohort for pool in book.shown({})] == ["", ""]
+
+
+def test_a_role_plan_that_suits_the_pool_no_more_is_given_up_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = {"listen": "x:1", "desired": {}, "role_plans": {"prefill": {"prefill": 1, "decode": 1}}}
+    state_file(tmp_path).write_text(json.dumps(older))
+    assert restored(tmp_path).role_plans()["prefill"] == RolePlan()
+    assert "prefill: its role plan is given up" in caplog.text
+
+
+def test_a_told_pool_whose_text_is_read_no_more_is_given_up_and_the_others_are_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    book = restored(tmp_path)
+    book.add(told(), 1)
+    kept(book, tmp_path)
+    found = json.loads(state_file(tmp_path).read_text())
+    found["told_pools"]["decode-1b2c3"]["config"] = "no_such_key: 1"
+    state_file(tmp_path).write_text(json.dumps(found))
+    assert restored(tmp_path).desired_replicas() == {"prefill": 2, "both": 3}
+    assert "decode-1b2c3: the pool is given up" in caplog.text

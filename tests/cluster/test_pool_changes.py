@@ -1,0 +1,159 @@
+"""What is asked of pools over the control service, and whom that involves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.config import ClusterConfig
+from baton.control_client import ControlClient
+from baton.errors import (
+    AlreadyExistsError,
+    BatonError,
+    ConfigError,
+    InUseError,
+    InvalidRequestError,
+    NoCapacityError,
+    NotFoundError,
+)
+from baton.v1 import control_pb2
+from cluster.config import RegistryConfig
+from cluster.control_service import Changes, serve
+from cluster.pool_changes import PoolChanges, Unbacked
+from cluster.pool_settings import PoolSettings, told_settings
+from cluster.registry import Registration, Registry
+from tests.cluster.pool_settings import settings_of
+
+TEXT = "pools: {decode-2: {role: mixed, max_replicas: 4}}"
+
+
+def registry_of() -> Registry:
+    registry = Registry(RegistryConfig(), time.monotonic)
+    registry.pools.add(settings_of("decode"), 1)
+    return registry
+
+
+@asynccontextmanager
+async def served(registry: Registry) -> AsyncIterator[ControlClient]:
+    """Its methods block, and so belong on threads."""
+    async with serve(registry, Changes(), "127.0.0.1:0") as address:
+        with ControlClient(address) as control:
+            yield control
+
+
+async def pools_told(control: ControlClient) -> dict[str, control_pb2.PoolStatus]:
+    return {pool.name: pool for pool in (await asyncio.to_thread(control.fleet)).pools}
+
+
+async def test_a_pool_is_added_weighed_shrunk_and_removed_while_the_registry_serves() -> None:
+    async with served(registry_of()) as control:
+        await asyncio.to_thread(control.set_cohort_weights, {"": 99, "new": 1})
+        for _ in range(2):  # the second changes nothing
+            await asyncio.to_thread(control.add_pool, "decode-2", TEXT, 2, "new")
+        told = (await pools_told(control))["decode-2"]
+        assert (told.desired_replicas, told.cohort, told.cohort_weight) == (2, "new", 1)
+        assert told.settings_digest == told_settings("decode-2", TEXT, "new").digest
+        assert await asyncio.to_thread(control.set_replicas, "decode-2", 0) == 2
+        await asyncio.to_thread(control.remove_pool, "decode-2")
+        assert list(await pools_told(control)) == ["decode"]
+
+
+@pytest.mark.parametrize(
+    ("ask", "kind", "field"),
+    [
+        (lambda c: c.add_pool("decode", TEXT, 1), ConfigError, "pools"),
+        (lambda c: c.add_pool("decode-2", "engine: {block_size: 0}", 1), ConfigError, None),
+        (lambda c: c.add_pool("decode", TEXT.replace("-2", ""), 1), AlreadyExistsError, "pool"),
+        (lambda c: c.add_pool("decode-2", TEXT, 5), InvalidRequestError, "replicas"),
+        (lambda c: c.remove_pool("decode"), InUseError, "pool"),
+        (lambda c: c.remove_pool("nobody"), NotFoundError, "pool"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_its_field_and_changes_nothing(
+    ask: Callable[[ControlClient], None], kind: type[BatonError], field: str | None
+) -> None:
+    registry = registry_of()
+    async with served(registry) as control:
+        with pytest.raises(kind) as caught:
+            await asyncio.to_thread(ask, control)
+    assert type(caught.value) is kind
+    assert field is None or caught.value.field == field
+    assert registry.pools.desired_replicas() == {"decode": 1}
+
+
+async def test_a_pool_whose_workers_have_not_gone_is_not_removed() -> None:
+    registry = registry_of()
+    registry.register(Registration("decode-0", 1, "decode", b""))
+    async with served(registry) as control:
+        await asyncio.to_thread(control.set_replicas, "decode", 0)
+        with pytest.raises(InUseError, match="decode-0"):
+            await asyncio.to_thread(control.remove_pool, "decode")
+        registry.gone("decode-0", 1)
+        await asyncio.to_thread(control.remove_pool, "decode")
+
+
+# --- whoever starts the workers -------------------------------------------------------------------
+
+
+class Backing(Unbacked):
+    """Has room for so many replicas; books what it is told of the pools."""
+
+    def __init__(self, registry: Registry, room: int = 8) -> None:
+        self.kept: list[dict[str, int]] = []
+        self.opened = asyncio.Event()
+        self._registry = registry
+        self._room = room
+
+    async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
+        if sum(replicas.values()) > self._room:
+            raise NoCapacityError(f"no room for {pool.name}", field="replicas")
+
+    async def settled(self, config: ClusterConfig) -> ClusterConfig:
+        if config.runs_on == "pods":
+            raise ConfigError("runs_on: must be machine", field="runs_on")
+        return config
+
+    async def places_known(self) -> None:
+        await self.opened.wait()
+
+    def booked(self) -> None:
+        self.kept.append(self._registry.pools.desired_replicas())
+
+
+async def test_a_change_is_kept_when_it_is_made_and_what_is_refused_is_not() -> None:
+    registry = registry_of()
+    backing = Backing(registry, room=3)
+    changes = PoolChanges(registry, backing)
+    with pytest.raises(NoCapacityError):
+        await changes.add("decode-2", TEXT, "new", 3)
+    with pytest.raises(ConfigError):
+        await changes.add("decode-2", TEXT + "\nruns_on: pods", "new", 1)
+    await changes.add("decode-2", TEXT, "new", 2)
+    await changes.add("decode-2", TEXT, "new", 2)  # said again, and so kept already
+    with pytest.raises(NoCapacityError):
+        await changes.set_replicas("decode", 2)
+    await changes.set_replicas("decode-2", 1)
+    assert backing.kept == [{"decode": 1, "decode-2": 2}, {"decode": 1, "decode-2": 1}]
+
+
+async def test_of_two_calls_at_once_that_add_a_pool_one_adds_it() -> None:
+    registry = registry_of()
+    changes = PoolChanges(registry, backing := Backing(registry))
+    await asyncio.gather(*(changes.add("decode-2", TEXT, "new", 2) for _ in range(2)))
+    assert backing.kept == [{"decode": 1, "decode-2": 2}]
+
+
+async def test_no_pool_is_removed_before_it_is_known_what_a_former_supervisor_left_in_it() -> None:
+    registry = registry_of()
+    changes = PoolChanges(registry, backing := Backing(registry))
+    await changes.set_replicas("decode", 0)
+    removing = asyncio.create_task(changes.remove("decode"))
+    await asyncio.wait({removing}, timeout=0.05)
+    registry.pools.open_place("decode", "decode-0")  # found, and drains
+    backing.opened.set()
+    with pytest.raises(InUseError, match="decode-0"):
+        await removing
