@@ -15,10 +15,17 @@ from pathlib import Path
 from deploy.controller.connection import Connection
 from deploy.controller.controller import Controller, ControllerSettings
 from deploy.controller.kube import Kube
-from deploy.controller.manifests.common import Release
+from deploy.controller.manifests.common import PodMonitors, Release
 from deploy.controller.objects import Key
 
 FIELD_MANAGER = "baton-controller"
+
+
+def _label(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text}: NAME=VALUE")
+    return name, value
 
 
 def _arguments() -> argparse.Namespace:
@@ -34,6 +41,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--worker-image", required=True, metavar="IMAGE")
     parser.add_argument("--router-image", required=True, metavar="IMAGE")
     parser.add_argument("--ray-version", required=True, metavar="VERSION")
+    parser.add_argument("--pod-monitor-interval", metavar="TIME", help="make PodMonitors, too")
+    parser.add_argument(
+        "--pod-monitor-label", action="append", default=[], metavar="NAME=VALUE", type=_label
+    )
     parser.add_argument("--health-port", type=int, default=8081, metavar="PORT")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
@@ -67,7 +78,14 @@ def main() -> None:
         if options.kubeconfig
         else Connection.in_cluster()
     )
-    release = Release(options.worker_image, options.router_image, options.ray_version)
+    interval = options.pod_monitor_interval
+    release = Release(
+        options.worker_image,
+        options.router_image,
+        options.ray_version,
+        os.environ.get("POD_NAMESPACE"),
+        PodMonitors(interval, dict(options.pod_monitor_label)) if interval else None,
+    )
     settings = ControllerSettings(
         lease=Key(options.lease_namespace, "baton-controller"),
         identity=f"{os.environ.get('POD_NAME') or socket.gethostname()}-{os.getpid()}",

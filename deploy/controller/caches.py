@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from deploy.controller.informer import Informer, InformerSettings
 from deploy.controller.kube import Kube
 from deploy.controller.manifests.common import CLUSTER_LABEL
-from deploy.controller.objects import Key, Object, Selection, key_of
+from deploy.controller.objects import Key, Object, Resource, Selection, key_of
 from deploy.controller.resources import (
     DEPLOYMENTS,
     PODS,
@@ -75,6 +75,15 @@ class Caches:
         """Of one ServingCluster, by name."""
         found = informer.snapshot()
         return [found[key] for key in sorted(found) if cluster in cluster_keys(found[key])]
+
+    @property
+    def of_written(self) -> Mapping[Resource, Informer]:
+        """Those of kinds that the operator writes, too."""
+        return {
+            WORKER_POOLS: self.pools,
+            RAY_CLUSTERS: self.ray_clusters,
+            DEPLOYMENTS: self.deployments,
+        }
 
     @property
     def _dependents(self) -> tuple[Informer, ...]:

@@ -5,7 +5,7 @@ any line, by another one goes on.
 2. WorkerPools: made with `initialReplicas`; what the spec says is applied, but never a size.
 3. Configuration, Ray's token and account, then the RayCluster, whose groups have the pools' sizes.
 4. The supervisor is told sizes and role plans; it drains what is too much (see `group_size`).
-5. Routers.
+5. Routers, and what stands beside all of it (see `companions`).
 6. Status.
 
 A deleted ServingCluster keeps its finalizer until its pools have drained; a deleted WorkerPool too.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import hashlib
 import logging
 import secrets
@@ -31,9 +30,12 @@ from deploy.api.naming import GROUP
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.caches import Caches
+from deploy.controller.applied import Applied
+from deploy.controller.caches import Caches, cluster_keys
 from deploy.controller.cluster_status import cluster_status, cluster_verdicts
+from deploy.controller.companions import Companions
 from deploy.controller.conditions import DEGRADED, PROGRESSING, Verdict, conditions
+from deploy.controller.discovery import Discovery
 from deploy.controller.errors import AlreadyExistsError, KubeError, NotFoundError
 from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.kube import Kube
@@ -86,6 +88,9 @@ class ClusterReconciler:
         self._kube, self._caches, self._fleets = kube, caches, fleets
         self._release, self._now = release, now
         self._planning = Planning()
+        self._applied = Applied(kube, caches.of_written)
+        self._discovery = Discovery(kube)
+        self._companions = Companions(self._applied, self._discovery, release)
 
     def reconcile(self, key: Key) -> float | None:
         """In how many seconds to look again without being told; raises KubeError."""
@@ -124,6 +129,7 @@ class ClusterReconciler:
     def _forget(self, key: Key) -> None:
         self._fleets.forget(key)
         self._planning.forget(key)
+        self._applied.forget(key)
 
     def _bring_nearer(
         self, view: ClusterView, config: ClusterConfig, failed: list[KubeError]
@@ -134,7 +140,7 @@ class ClusterReconciler:
             self._release,
             _hash_of(config),
             _routers_hash_of(config),
-            self._has_grpc_probes,
+            self._discovery.version >= _GRPC_PROBES_SINCE,
         )
         failed += self._each(
             lambda: self._apply(CONFIG_MAPS, config_map(view.owner, config)),
@@ -144,19 +150,18 @@ class ClusterReconciler:
             lambda: self._apply(SERVICES, router_service(view.owner, view.spec.router)),
             lambda: self._release_pools(view),
         )
+        kept = self._companions.keep(view)
+        failed += kept.refused
         plans = self._plans(view)
         failed += self._each(lambda: self._scale(view, plans))
-        failed += self._tell_status(view, context.config_hash, plans, failed)
+        refused = [*map(str, failed), *kept.unserved]
+        failed += self._tell_status(view, context.config_hash, plans, refused)
         if failed:
             raise failed[0]
         return _LOOK_AGAIN_S
 
-    @functools.cached_property
-    def _has_grpc_probes(self) -> bool:
-        return self._kube.version() >= _GRPC_PROBES_SINCE
-
     @staticmethod
-    def _each(*parts: Callable[[], None]) -> list[KubeError]:
+    def _each(*parts: Callable[[], object]) -> list[KubeError]:
         """What failed: a part that the API server refuses keeps no other from being done."""
         failed = []
         for part in parts:
@@ -211,7 +216,7 @@ class ClusterReconciler:
         if seen is None:
             with contextlib.suppress(AlreadyExistsError):  # the cache has yet to hear of it
                 self._kube.create(WORKER_POOLS, first)
-        return self._kube.apply(WORKER_POOLS, wanted, force=True)
+        return self._apply(WORKER_POOLS, wanted)
 
     def _release_pools(self, view: ClusterView) -> None:
         """Deleted pools go when their last worker and pod have: those of a cluster that is deleted
@@ -234,8 +239,7 @@ class ClusterReconciler:
     def _make_token(self, owner: Owner) -> None:
         """Once: another token would lock out the pods that run."""
         secret = ray_token(owner, secrets.token_hex(32))
-        with contextlib.suppress(AlreadyExistsError):
-            self._kube.create(SECRETS, secret)
+        self._applied.make(Key(owner.namespace, owner.name), SECRETS, secret)
 
     def _tell_sizes(self, view: ClusterView) -> None:
         """The supervisor drains what is too much, and fills what is missing."""
@@ -285,7 +289,7 @@ class ClusterReconciler:
         view: ClusterView,
         config_hash: str,
         plans: Mapping[str, PoolPlan],
-        failed: Sequence[KubeError],
+        refused: Sequence[str],
     ) -> list[KubeError]:
         """What failed of it."""
         tells: list[Callable[[], None]] = []
@@ -298,7 +302,7 @@ class ClusterReconciler:
             verdicts = pool_verdicts(pool.spec, pool.fleet)
             tells.append(partial(self._tell, WORKER_POOLS, pool.obj, status, verdicts))
         deployment = self._caches.deployments.get(Key(view.key.namespace, view.owner.router_name))
-        verdicts = cluster_verdicts(view, deployment, [str(error) for error in failed])
+        verdicts = cluster_verdicts(view, deployment, refused)
         status = cluster_status(view, config_hash)
         tells.append(partial(self._tell, SERVING_CLUSTERS, view.obj, status, verdicts))
         return self._each(*tells)
@@ -331,8 +335,9 @@ class ClusterReconciler:
 
     # --- objects ----------------------------------------------------------------------------------
 
-    def _apply(self, resource: Resource, obj: Manifest) -> None:
-        self._kube.apply(resource, obj, force=True)
+    def _apply(self, resource: Resource, obj: Manifest) -> Object:
+        (cluster,) = cluster_keys(obj)
+        return self._applied.apply(cluster, resource, obj)
 
     def _keep_finalizer(self, resource: Resource, obj: Object) -> None:
         metadata = obj["metadata"]

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from deploy.controller.connection import USUAL, Call, Connection, Timeouts
-from deploy.controller.errors import GoneError, WriteRefusedError
+from deploy.controller.errors import GoneError, NotFoundError, WriteRefusedError
 from deploy.controller.objects import (
     EVERYTHING,
     Key,
@@ -89,6 +89,15 @@ class Kube:
         """The API server's, such as (1, 31)."""
         told = self._answer(Call("GET", "/version"))
         return int(told["major"]), int(re.match(r"\d+", told["minor"])[0])  # type: ignore[index]
+
+    def served_plurals(self, resource: Resource) -> frozenset[str]:
+        """All kinds that are served in the resource's group and version; none where it is not."""
+        path = resource.path_of_all(None).removesuffix(f"/{resource.plural}")
+        try:
+            told = self._answer(Call("GET", path))
+        except NotFoundError:
+            return frozenset()
+        return frozenset(each["name"] for each in told["resources"])
 
     def list(self, resource: Resource, selection: Selection = EVERYTHING) -> Listing:
         """As etcd has it now, never an older state out of a cache. In pages; where they expire on

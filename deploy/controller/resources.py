@@ -14,3 +14,11 @@ SECRETS = Resource("", "v1", "secrets")
 SERVICES = Resource("", "v1", "services")
 SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts")
 DEPLOYMENTS = Resource("apps", "v1", "deployments")
+NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies")
+INGRESSES = Resource("networking.k8s.io", "v1", "ingresses")
+GRPC_ROUTES = Resource("gateway.networking.k8s.io", "v1", "grpcroutes")
+POD_MONITORS = Resource("monitoring.coreos.com", "v1", "podmonitors")
+BUDGETS = tuple(
+    Resource("policy", version, "poddisruptionbudgets") for version in ("v1", "v1beta1")
+)
+"""The newest first; the latter before 1.21."""

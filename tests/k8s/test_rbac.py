@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,14 @@ from deploy.controller.connection import Call, Connection, Timeouts
 from deploy.controller.controller import Controller, ControllerSettings
 from deploy.controller.errors import ForbiddenError, StatusError
 from deploy.controller.kube import Kube
-from deploy.controller.manifests.common import Release
+from deploy.controller.manifests.common import PodMonitors, Release
 from deploy.controller.objects import EVERYTHING, Key, Resource, Selection
 from deploy.controller.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
+    GRPC_ROUTES,
+    INGRESSES,
+    POD_MONITORS,
     PODS,
     SECRETS,
     SERVING_CLUSTERS,
@@ -31,6 +36,7 @@ from tests.deploy.chart.chart import NO_HELM
 from tests.deploy.chart.permissions import LEASE_NAME, PERMISSIONS, Where
 from tests.k8s.api_clients import fresh_namespace, kube_of
 from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.open_crd import open_crd, served
 from tests.k8s.operating import eventually
 from tests.k8s.test_crds import cluster
 
@@ -113,48 +119,87 @@ def account(control_plane: ControlPlane, installed: str) -> Path:
     return control_plane.service_account_kubeconfig(installed, "baton")
 
 
+@pytest.fixture(scope="module")
+def further_kinds(control_plane: ControlPlane) -> Iterator[None]:
+    """What the operator writes of others' kinds."""
+    crds = (open_crd(GRPC_ROUTES, "GRPCRoute"), open_crd(POD_MONITORS, "PodMonitor"))
+    with served(control_plane, *crds):
+        yield
+
+
 def test_the_operators_life_takes_every_permission_and_no_other(
-    control_plane: ControlPlane, installed: str, account: Path
+    control_plane: ControlPlane, installed: str, account: Path, further_kinds: None
 ) -> None:
     connection = RecordingConnection.from_kubeconfig(account)
     connection.used, connection.refused = set(), set()
-    administrator = kube_of(control_plane)
-    settings = ControllerSettings(
-        Key(installed, LEASE_NAME), "one", Release("worker", "router", "2.60.0"), installed
-    )
-    controller = Controller(Kube(connection, "baton-controller"), settings)
-    controller.start()
-    try:
-        _live_through_everything(control_plane, administrator, installed)
-    finally:
-        controller.stop()
+    life = Life(control_plane, kube_of(control_plane), installed)
+    monitored = Release("worker", "router", "2.60.0", pod_monitors=PodMonitors("15s", {}))
+    with running(connection, installed, monitored):
+        life.begin()
+    with running(connection, installed, Release("worker", "router", "2.60.0")):
+        life.end()
     assert not connection.refused
     called = {(each.group, each.resource, verb) for each in PERMISSIONS for verb in each.verbs}
     assert connection.used == called - NEVER_CALLED
 
 
-def _live_through_everything(
-    control_plane: ControlPlane, administrator: Kube, namespace: str
-) -> None:
-    """A cluster that comes, loses a pool, and goes."""
+@contextlib.contextmanager
+def running(connection: Connection, namespace: str, release: Release) -> Iterator[None]:
+    settings = ControllerSettings(Key(namespace, LEASE_NAME), "one", release, namespace)
+    controller = Controller(Kube(connection, "baton-controller"), settings)
+    controller.start()
+    try:
+        yield
+    finally:
+        controller.stop()
 
-    def pools() -> set[str]:
-        listing = administrator.list(WORKER_POOLS, Selection(namespace=namespace))
-        return {each["metadata"]["name"] for each in listing.items}
 
-    def conditions() -> Any:
-        found = administrator.get(SERVING_CLUSTERS, Key(namespace, "main"))
+@dataclass(frozen=True)
+class Life:
+    """A cluster that comes, is reached from outside by one way and by another, loses a pool, and
+    goes."""
+
+    control_plane: ControlPlane
+    administrator: Kube
+    namespace: str
+
+    def begin(self) -> None:
+        router = {"hostname": "llm.example.com"}
+        self.control_plane.apply(cluster(self.namespace, router=router))
+        self._until(WORKER_POOLS, {"main-prefill", "main-decode"})
+        self._until(INGRESSES, {"main-router"})
+        self._until(POD_MONITORS, {"main"})
+        eventually(self._conditions, "conditions")
+        self._change({"router": {"gateway": "edge"}})
+        self._until(GRPC_ROUTES, {"main-router"})
+        self._until(INGRESSES, set())
+
+    def end(self) -> None:
+        self._until(POD_MONITORS, set())
+        self._change({"router": {"gateway": None, "hostname": None}})
+        self._until(GRPC_ROUTES, set())
+        self._change({"pools": {"prefill": None}})
+        self._until(WORKER_POOLS, {"main-decode"})
+        self.administrator.delete(SERVING_CLUSTERS, self._main)
+        self._until(SERVING_CLUSTERS, set())
+
+    @property
+    def _main(self) -> Key:
+        return Key(self.namespace, "main")
+
+    def _change(self, spec: dict[str, Any]) -> None:
+        self.administrator.merge_patch(SERVING_CLUSTERS, self._main, {"spec": spec})
+
+    def _conditions(self) -> Any:
+        found = self.administrator.get(SERVING_CLUSTERS, self._main)
         return found.get("status", {}).get("conditions")
 
-    control_plane.apply(cluster(namespace))
-    eventually(lambda: pools() == {"main-prefill", "main-decode"}, "two pools")
-    eventually(conditions, "conditions")
-    left = {"spec": {"pools": {"prefill": None}}}
-    administrator.merge_patch(SERVING_CLUSTERS, Key(namespace, "main"), left)
-    eventually(lambda: pools() == {"main-decode"}, "one pool")
-    administrator.delete(SERVING_CLUSTERS, Key(namespace, "main"))
-    clusters = Selection(namespace=namespace)
-    eventually(lambda: not administrator.list(SERVING_CLUSTERS, clusters).items, "no cluster")
+    def _until(self, resource: Resource, names: set[str]) -> None:
+        def found() -> set[str]:
+            listing = self.administrator.list(resource, Selection(namespace=self.namespace))
+            return {each["metadata"]["name"] for each in listing.items}
+
+        eventually(lambda: found() == names, f"{resource}: {names}")
 
 
 def test_in_its_namespace_the_account_may_do_what_the_operator_does(
@@ -226,7 +271,7 @@ def test_what_would_open_more_doors_is_refused(installed: str, account: Path) ->
 
 @pytest.mark.full
 def test_every_verb_on_every_kind_is_granted_or_refused_as_listed(
-    control_plane: ControlPlane, installed: str
+    control_plane: ControlPlane, installed: str, further_kinds: None
 ) -> None:
     administrator = kube_of(control_plane)
     user = f"system:serviceaccount:{installed}:baton"

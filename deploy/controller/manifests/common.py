@@ -24,15 +24,32 @@ CLUSTER_LABEL = f"{GROUP}/cluster"
 POOL_LABEL = f"{GROUP}/pool"
 ROLE_LABEL = f"{GROUP}/role"
 COMPONENT_LABEL = "app.kubernetes.io/component"
+OPERATOR_LABEL = f"{GROUP}/operator"
+"""The operator's own pods carry it."""
+
+
+@dataclass(frozen=True)
+class PodMonitors:
+    """What the Prometheus operator is asked to do with each cluster."""
+
+    interval: str
+    """Of its scrapes, such as 15s."""
+    labels: Mapping[str, str]
+    """What a Prometheus selects PodMonitors by."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """What the operator was installed with: where a ServingCluster names no image of its own."""
+    """What the operator was installed with."""
 
     worker_image: str
     router_image: str
     ray_version: str
+    """All three: where a ServingCluster names none of its own."""
+    namespace: str | None = None
+    """Where the operator's pods are; None: not in the cluster, or not known."""
+    pod_monitors: PodMonitors | None = None
+    """None: somebody else has the clusters scraped."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,11 @@ class Owner:
             "controller": True,
             "blockOwnerDeletion": True,
         }
+
+    def pool_reference(self, pool: str, uid: str) -> Object:
+        """To a pool's WorkerPool, for what goes with it."""
+        name = self.pool_name(pool)
+        return {"apiVersion": API_VERSION, "kind": "WorkerPool", "name": name, "uid": uid}
 
     def labels(self, component: str) -> dict[str, str]:
         return {

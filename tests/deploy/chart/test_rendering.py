@@ -19,7 +19,7 @@ from tests.deploy.chart.golden import COMBINATIONS, FOLDER, text_of
 from tests.deploy.chart.matrix import ON, Values, each_once, pairwise
 
 KUBERNETES = "1.37.0"
-NOT_KUBERNETES = ("ServingCluster", "PodMonitor")
+NOT_KUBERNETES = ("ServingCluster",)
 
 
 def check(objects: list[Object]) -> None:

@@ -22,6 +22,7 @@ class Exchange(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server: _Server
+    body: bytes
 
     @property
     def query(self) -> dict[str, str]:
@@ -61,7 +62,7 @@ class Exchange(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def do_GET(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.requests.append(f"{self.command} {self.path}")
         self.server.script(self)
 

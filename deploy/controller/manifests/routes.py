@@ -1,0 +1,53 @@
+"""The way in from outside, for a name: a GRPCRoute on somebody's Gateway, or an Ingress.
+
+A Gateway speaks to the routers as the Service's appProtocol says; where these serve TLS, it needs a
+BackendTLSPolicy, which only those can write who know its authority.
+"""
+
+from __future__ import annotations
+
+from deploy.api.serving_cluster import RouterSpec
+from deploy.controller.manifests.common import ROUTER_PORT, Object, Owner
+
+
+def grpc_route(owner: Owner, router: RouterSpec) -> Object:
+    assert router.hostname is not None
+    assert router.gateway is not None
+    namespace, _, name = router.gateway.rpartition("/")
+    gateway = {"name": name} | ({"namespace": namespace} if namespace else {})
+    backend = {"name": owner.router_name, "port": ROUTER_PORT}
+    return {
+        "apiVersion": "gateway.networking.k8s.io/v1",
+        "kind": "GRPCRoute",
+        "metadata": owner.metadata(owner.router_name, "router"),
+        "spec": {
+            "parentRefs": [gateway],
+            "hostnames": [router.hostname],
+            "rules": [{"backendRefs": [backend]}],
+        },
+    }
+
+
+def ingress(owner: Owner, router: RouterSpec) -> Object:
+    """Of the default class. gRPC is no part of the kind: the annotations are ingress-nginx's, which
+    others ignore; it gives a stream up that says nothing for its read timeout."""
+    assert router.hostname is not None
+    longest_s = str(int(router.settings.max_timeout_s))
+    metadata = owner.metadata(owner.router_name, "router")
+    metadata["annotations"] = {
+        "nginx.ingress.kubernetes.io/backend-protocol": "GRPC" if router.tls is None else "GRPCS",
+        "nginx.ingress.kubernetes.io/proxy-read-timeout": longest_s,
+        "nginx.ingress.kubernetes.io/proxy-send-timeout": longest_s,
+    }
+    service = {"name": owner.router_name, "port": {"number": ROUTER_PORT}}
+    path = {"path": "/", "pathType": "Prefix", "backend": {"service": service}}
+    spec: Object = {"rules": [{"host": router.hostname, "http": {"paths": [path]}}]}
+    if router.tls is not None:
+        secret = router.tls.secret_name or f"{owner.router_name}-tls"
+        spec["tls"] = [{"hosts": [router.hostname], "secretName": secret}]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "Ingress",
+        "metadata": metadata,
+        "spec": spec,
+    }

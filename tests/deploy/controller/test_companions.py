@@ -1,0 +1,294 @@
+"""What stands beside a cluster: read as Kubernetes reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from deploy.controller.companions import companions
+from deploy.controller.manifests.common import (
+    CONTROL_PORT,
+    METRICS_PORT,
+    POOL_LABEL,
+    RAY_PORT,
+    ROUTER_PORT,
+    PodMonitors,
+    Release,
+)
+from deploy.controller.manifests.pods import PodContext
+from deploy.controller.manifests.routers import router_deployment, router_service
+from deploy.controller.objects import Key
+from deploy.controller.observed import Pod
+from deploy.controller.resources import BUDGETS
+from deploy.controller.view import ClusterView, PoolView
+from tests.deploy.controller.test_manifests import (
+    OWNER,
+    RELEASE,
+    group_of,
+    pools_of,
+    ray_of,
+    spec_of,
+)
+
+KUBERNETES = "1.37.0"
+NAMESPACE_NAME = "kubernetes.io/metadata.name"
+
+
+def view_of(pods: Sequence[Pod] = (), **spec: Any) -> ClusterView:
+    """Two pools of two, the decode one with `pods`."""
+    parsed = spec_of(**spec)
+    pools = {
+        name: PoolView(
+            {"metadata": {"name": f"main-{name}", "uid": f"uid-of-{name}"}},
+            pool,
+            list(pods) if name == "decode" else [],
+            None,
+        )
+        for name, pool in pools_of(parsed, replicas=2).items()
+    }
+    key = Key(OWNER.namespace, OWNER.name)
+    return ClusterView(key, {"metadata": {}}, OWNER, parsed, pools, None, False)
+
+
+def made(
+    view: ClusterView, release: Release = RELEASE, namespace: str | None = "baton"
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """By kind and name."""
+    wanted = companions(view, release, BUDGETS[0], namespace)
+    manifests = [each.manifest for each in wanted if each.manifest is not None]
+    return {(each["kind"], each["metadata"]["name"]): each for each in manifests}
+
+
+def pod(name: str, is_ready: bool = True, is_going: bool = False) -> Pod:
+    metadata = {"name": name, "labels": {POOL_LABEL: "decode"}}
+    if is_going:
+        metadata["deletionTimestamp"] = "2030-01-01T00:00:00Z"
+    conditions = [{"type": "Ready", "status": str(is_ready)}]
+    return Pod.of({"metadata": metadata, "status": {"conditions": conditions}})
+
+
+def test_kubernetes_takes_what_is_its_own() -> None:
+    router = {"hostname": "llm.example.com", "tls": {"secretName": "edge"}}
+    by_kind = {kind: each for (kind, _), each in made(view_of(router=router)).items()}
+    assert set(by_kind) == {"PodDisruptionBudget", "NetworkPolicy", "Ingress"}
+    head = made(view_of())["NetworkPolicy", "main-head-ports"]
+    for manifest in (*by_kind.values(), head):
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+def test_all_of_it_belongs_to_the_cluster_and_a_pools_budget_to_its_pool() -> None:
+    release = Release("w", "r", "2.60.0", pod_monitors=PodMonitors("15s", {}))
+    for (kind, name), manifest in made(view_of(), release).items():
+        (owner,) = manifest["metadata"]["ownerReferences"]
+        wanted = ("ServingCluster", "main", OWNER.uid)
+        if name == "main-decode-workers" and kind == "PodDisruptionBudget":
+            wanted = ("WorkerPool", "main-decode", "uid-of-decode")
+        elif name == "main-prefill-workers":
+            wanted = ("WorkerPool", "main-prefill", "uid-of-prefill")
+        assert (owner["kind"], owner["name"], owner["uid"]) == wanted
+
+
+# --- budgets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pods", "num_staying"),
+    [
+        ([], 1),
+        ([pod("a"), pod("b")], 1),
+        ([pod("a"), pod("b", is_going=True)], 1),  # one leaves: no other may
+        ([pod("a"), pod("b"), pod("c"), pod("d")], 3),  # scaled in: all of them still serve
+        ([pod("a"), pod("b"), pod("c", is_ready=False)], 1),  # one more that never gets ready
+    ],
+)
+def test_pods_of_a_pool_are_evicted_one_by_one(pods: list[Pod], num_staying: int) -> None:
+    budget = made(view_of(pods))["PodDisruptionBudget", "main-decode-workers"]
+    assert budget["spec"]["minAvailable"] == num_staying
+
+
+def test_the_only_pod_of_a_pool_may_be_evicted_or_its_node_could_never_be_drained() -> None:
+    view = view_of()
+    pools = pools_of(view.spec, replicas=1)
+    one = PoolView({"metadata": {"uid": "u"}}, pools["decode"], [pod("a")], None)
+    small = ClusterView(view.key, view.obj, OWNER, view.spec, {"decode": one}, None, False)
+    budget = made(small)["PodDisruptionBudget", "main-decode-workers"]
+    assert budget["spec"]["minAvailable"] == 0
+
+
+def test_a_budget_selects_the_pods_that_it_is_of() -> None:
+    view = view_of()
+    routers = router_deployment(PodContext(OWNER, view.spec, RELEASE, "v1", "r1"))
+    pods = {
+        "main-router": routers["spec"]["template"],
+        "main-decode-workers": group_of(ray_of(view.spec), "decode")["template"],
+        "main-prefill-workers": group_of(ray_of(view.spec), "prefill")["template"],
+    }
+    for name in pods:
+        selector = made(view)["PodDisruptionBudget", name]["spec"]["selector"]
+        selected = {other for other, template in pods.items()
+                    if _selects(selector, template["metadata"]["labels"])}  # fmt: skip
+        assert selected == {name}
+
+
+# --- who may connect ------------------------------------------------------------------------------
+
+Labels = Mapping[str, str]
+
+
+def _selects(selector: Mapping[str, Any], labels: Labels) -> bool:
+    wanted = selector.get("matchLabels", {})
+    exist = [each["key"] for each in selector.get("matchExpressions", ())]
+    return wanted.items() <= labels.items() and all(key in labels for key in exist)
+
+
+def _is_let_in(peer: Mapping[str, Any], namespace: Labels, pod: Labels) -> bool:
+    if "namespaceSelector" in peer:
+        is_there = _selects(peer["namespaceSelector"], namespace)
+    else:
+        is_there = namespace[NAMESPACE_NAME] == OWNER.namespace
+    return is_there and _selects(peer["podSelector"], pod)
+
+
+def _may(view: ClusterView, pod: Labels, namespace: str, to: Labels, port: int) -> bool:
+    """As a network plugin reads the policies: nothing comes in but what one of those that select a
+    pod lets in."""
+    policies = [each for (kind, _), each in made(view).items() if kind == "NetworkPolicy"]
+    selecting = [each["spec"] for each in policies if _selects(each["spec"]["podSelector"], to)]
+    assert selecting, "no policy: everything is open"
+    return any(
+        ("ports" not in rule or port in [each["port"] for each in rule["ports"]])
+        and (
+            "from" not in rule
+            or any(_is_let_in(peer, {NAMESPACE_NAME: namespace}, pod) for peer in rule["from"])
+        )
+        for spec in selecting
+        for rule in spec["ingress"]
+    )
+
+
+HEAD, WORKER, ROUTER = (OWNER.labels(each) for each in ("head", "worker", "router"))
+STRANGER = {"app": "shop"}
+OPERATOR = {"baton.dev/operator": "baton"}
+KUBERAY = {"app.kubernetes.io/component": "kuberay-operator"}
+UCX_PORT = 41234
+MODELS = OWNER.namespace
+
+
+@pytest.mark.parametrize(
+    ("pod", "namespace", "to", "port", "may"),
+    [
+        (WORKER, MODELS, WORKER, UCX_PORT, True),
+        (WORKER, MODELS, HEAD, RAY_PORT, True),
+        (HEAD, MODELS, WORKER, UCX_PORT, True),
+        (ROUTER, MODELS, WORKER, UCX_PORT, True),
+        (ROUTER, MODELS, HEAD, CONTROL_PORT, True),
+        (WORKER, "other", WORKER, UCX_PORT, False),  # its labels can be anyone's there
+        (STRANGER, MODELS, WORKER, UCX_PORT, False),
+        (STRANGER, MODELS, HEAD, RAY_PORT, False),
+        (STRANGER, MODELS, HEAD, CONTROL_PORT, False),
+        (STRANGER, MODELS, HEAD, 8265, False),
+        (OPERATOR, "baton", HEAD, CONTROL_PORT, True),
+        (OPERATOR, "baton", HEAD, RAY_PORT, False),
+        (OPERATOR, "other", HEAD, CONTROL_PORT, False),
+        (KUBERAY, "kuberay", HEAD, 8265, True),
+        (KUBERAY, "kuberay", HEAD, RAY_PORT, False),
+        (STRANGER, "shop", ROUTER, ROUTER_PORT, True),
+        (STRANGER, "monitoring", ROUTER, METRICS_PORT, True),
+        (STRANGER, "monitoring", WORKER, METRICS_PORT, True),
+        (STRANGER, "shop", ROUTER, UCX_PORT, False),
+    ],
+)
+def test_a_port_is_open_to_whom_it_is_meant_for(
+    pod: Labels, namespace: str, to: Labels, port: int, may: bool
+) -> None:
+    assert _may(view_of(), pod, namespace, to, port) is may
+
+
+def test_where_namespaces_do_not_carry_their_names_the_operator_is_still_let_in() -> None:
+    policy = made(view_of(), namespace=None)["NetworkPolicy", "main-head-ports"]
+    (peer,) = policy["spec"]["ingress"][1]["from"]
+    assert _is_let_in(peer, {}, OPERATOR)
+    assert not _is_let_in(peer, {}, STRANGER)
+
+
+def test_the_policies_select_the_pods_that_are_made() -> None:
+    view = view_of()
+    routers = router_deployment(PodContext(OWNER, view.spec, RELEASE, "v1", "r1"))
+    ray = ray_of(view.spec)
+    pods = {
+        "main-router-ports": routers["spec"]["template"],
+        "main-worker-ports": group_of(ray, "decode")["template"],
+        "main-head-ports": ray["spec"]["headGroupSpec"]["template"],
+    }
+    for name, template in pods.items():
+        selector = made(view)["NetworkPolicy", name]["spec"]["podSelector"]
+        assert _selects(selector, template["metadata"]["labels"])
+
+
+# --- the way in, and metrics ----------------------------------------------------------------------
+
+
+def routes(**router: Any) -> dict[str, dict[str, Any]]:
+    found = made(view_of(router=router))
+    return {kind: each for (kind, _), each in found.items() if kind in ("GRPCRoute", "Ingress")}
+
+
+def test_without_a_name_there_is_no_way_in_from_outside() -> None:
+    assert routes() == {}
+
+
+def test_a_name_alone_is_an_ingress_that_speaks_grpc_to_the_routers() -> None:
+    (ingress,) = routes(hostname="llm.example.com").values()
+    (rule,) = ingress["spec"]["rules"]
+    (path,) = rule["http"]["paths"]
+    service = router_service(OWNER, spec_of().router)
+    backend = path["backend"]["service"]
+    assert rule["host"] == "llm.example.com"
+    assert backend["name"] == service["metadata"]["name"]
+    assert backend["port"]["number"] in [port["port"] for port in service["spec"]["ports"]]
+    protocol = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/backend-protocol"]
+    assert protocol == "GRPC"
+    assert "tls" not in ingress["spec"]
+
+
+def test_where_routers_serve_tls_the_ingress_has_their_certificate_and_speaks_it_to_them() -> None:
+    (ingress,) = routes(hostname="llm.example.com", tls={"secretName": "edge"}).values()
+    assert ingress["spec"]["tls"] == [{"hosts": ["llm.example.com"], "secretName": "edge"}]
+    protocol = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/backend-protocol"]
+    assert protocol == "GRPCS"
+
+
+@pytest.mark.parametrize(
+    ("gateway", "parent"),
+    [("edge", {"name": "edge"}), ("infra/edge", {"name": "edge", "namespace": "infra"})],
+)
+def test_a_gateway_has_a_grpc_route_instead(gateway: str, parent: dict[str, str]) -> None:
+    found = routes(hostname="llm.example.com", gateway=gateway)
+    assert set(found) == {"GRPCRoute"}
+    assert found["GRPCRoute"]["spec"] == {
+        "parentRefs": [parent],
+        "hostnames": ["llm.example.com"],
+        "rules": [{"backendRefs": [{"name": "main-router", "port": ROUTER_PORT}]}],
+    }
+
+
+def test_a_monitor_scrapes_routers_and_workers_by_a_port_that_they_have() -> None:
+    assert not [kind for kind, _ in made(view_of()) if kind == "PodMonitor"]
+    monitors = PodMonitors("30s", {"release": "prometheus"})
+    view = view_of()
+    monitor = made(view, Release("w", "r", "2.60.0", pod_monitors=monitors))["PodMonitor", "main"]
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["interval"] == "30s"
+    routers = router_deployment(PodContext(OWNER, view.spec, RELEASE, "v1", "r1"))
+    for template in (
+        routers["spec"]["template"],
+        group_of(ray_of(view.spec), "decode")["template"],
+    ):
+        assert _selects(monitor["spec"]["selector"], template["metadata"]["labels"])
+        ports = {port["name"]: port["containerPort"]
+                 for port in template["spec"]["containers"][0]["ports"]}  # fmt: skip
+        assert ports[endpoint["port"]] == METRICS_PORT
