@@ -4,7 +4,7 @@ output: `Client` and `AsyncClient` share it.
 1. `request()`: the message to send, to the router at `address`.
 2. `absorb(response)`: what is new in a response; what was seen before a reconnect is dropped.
 3. `lost(failure)`: how long to pause before step 1 is taken again, at the next address, with the
-   seed the router told and the first index not seen; or the error that ends the request.
+   seed and cohort the router told and the first index not seen; or the error that ends the request.
 """
 
 from __future__ import annotations
@@ -190,6 +190,9 @@ class RequestStream:
         match event:
             case Routed():
                 self._request.seed = event.seed
+                self._request.ClearField("cohort")
+                if response.routed.HasField("cohort"):
+                    self._request.cohort = event.cohort
             case Tokens():
                 return self._new_tokens(event)
             case Finished():

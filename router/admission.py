@@ -18,7 +18,8 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,17 +27,8 @@ from baton.errors import NoCapacityError, OverloadedError
 from router.config import RouterConfig
 from router.fair_share import FairShare
 from router.fleet import Fleet
-from router.placement import (
-    Bools,
-    Placement,
-    PlacementQuery,
-    Reach,
-    choose,
-    longest_open,
-    ranked,
-    reach,
-)
-from router.prediction import earliest_first_token_s
+from router.placement import Bools, Placement, Reach, longest_open
+from router.placing import Kinds, Placing
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
 from router.refusals import stranded, too_large
@@ -45,6 +37,20 @@ from router.ticket import Placed, Ticket
 SCAN_AHEAD = 32  # requests tried per round, of those that fit some open worker and can run at all
 POLL_S = 0.25  # longest time between rounds while requests wait
 ROUND_PAUSE = 4.0  # times what a round spent in vain: the event loop is left to the streams
+
+
+@dataclass
+class _Tally:
+    """Of one round."""
+
+    next_s: float
+    """After how many seconds trying again may help."""
+    num_tries: int = 0
+    num_in_vain: int = 0
+
+    @property
+    def share_in_vain(self) -> float:
+        return self.num_in_vain / self.num_tries if self.num_tries else 1.0
 
 
 class Admission:
@@ -58,16 +64,17 @@ class Admission:
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
-        self._config, self._fleet, self._index = config, fleet, index
+        self._config, self._fleet = config, fleet
         self._clock, self._rng = clock, rng
+        self._placing = Placing(config, fleet, index, rng)
         self._arrivals = itertools.count()
         self._shares = FairShare()
         self._owed: Counter[str] = Counter()  # tokens that requests in line do not account for yet
         self._waiting: list[Ticket] = []
         self._round: asyncio.TimerHandle | asyncio.Handle | None = None
         self._round_at_s = self._pause_until_s = 0.0
-        self._kinds: set[tuple[float, float]] = set()  # of workers, when last looked
-        self._looked_at_s = -math.inf  # for who is stranded
+        self._seen: tuple[Kinds, int] = ({}, 0)  # workers' kinds and cohorts' weights
+        self._looked_at_s = -math.inf  # at them, for who is stranded
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -149,6 +156,9 @@ class Admission:
     async def _wait_in_line(self, ticket: Ticket) -> Placed:
         if error := self._too_large(ticket):
             raise error
+        if not ticket.is_bound:
+            ticket.cohort = None
+            self._placing.draw_at_once(ticket)
         if not ticket.was_placed and (self._waiting or ticket.deadline_s is not None):
             self._refuse_too_late(ticket)
         ticket.since_s, ticket.stranded_since_s = self._clock(), None
@@ -177,16 +187,11 @@ class Admission:
         if self._waiting:
             self._schedule(0.0)
 
-    def candidates(
-        self, prompt: PromptBlocks, max_new_tokens: int, least_new_tokens: int, limit: int
-    ) -> list[Placement]:
-        """Every placement of a prompt, cheapest first. Books nothing."""
-        ticket = Ticket((0, 0.0, 0), prompt, max_new_tokens, least_new_tokens)
-        now = self._clock()
-        found: list[Placement] = []
-        for query in self._queries(ticket, now):
-            found.extend(ranked(query, self._fleet.arrays, self._config, now, limit))
-        return sorted(found, key=lambda p: p.cost_s)[:limit]
+    def candidates(self, ticket: Ticket, limit: int) -> list[Placement]:
+        """Every placement of a request that is not in line, cheapest first; those of the cohort
+        that it draws come before all others. Books nothing."""
+        self._placing.draw_at_once(ticket)
+        return self._placing.candidates(ticket, self._clock(), limit)
 
     # --- rounds --------------------------------------------------------------------------------
 
@@ -213,29 +218,47 @@ class Admission:
     def _run_round(self) -> None:
         self._round = None
         now = self._clock()
-        within_reach = reach(self._fleet.arrays, self._config)
-        kinds = within_reach.kinds()
-        if kinds != self._kinds or now - self._looked_at_s >= POLL_S:
-            self._kinds, self._looked_at_s = kinds, now
-            self._refuse_stranded(within_reach, now)
-        next_s = self._try_in_order(within_reach, now)
+        within_reach = self._placing.reach()
+        seen = (self._placing.kinds(within_reach), self._fleet.cohorts.version)
+        is_new = seen != self._seen
+        if is_new or now - self._looked_at_s >= POLL_S:
+            self._seen, self._looked_at_s = seen, now
+            self._refuse_stranded(within_reach, is_new, now)
+        tally = _Tally(self._next_release_s(now))
+        for waiting, reserved in self._by_cohort():
+            self._try_in_order(waiting, reserved, within_reach, tally)
+        ended_s = self._clock()
+        self._pause_until_s = ended_s + ROUND_PAUSE * (ended_s - now) * tally.share_in_vain
         self._waiting = [t for t in self._waiting if t.placed is not None and not t.placed.done()]
         if self._waiting:
-            self._schedule(max(next_s, 0.002))
+            self._schedule(max(tally.next_s, 0.002))
         else:
             self._owed.clear()
             self._shares.idle()
             self._unschedule()
 
-    def _try_in_order(self, within_reach: Reach, now: float) -> float:
-        """Place who can start; return after how many seconds trying again may help."""
-        config, arrays = self._config, self._fleet.arrays
-        next_s, tries, in_vain = self._next_release_s(now), 0, 0
-        reserved = np.zeros(self._fleet.num_slots, dtype=np.bool_)
+    def _by_cohort(self) -> Iterator[tuple[list[Ticket], Bools]]:
+        """Who waits for each, and the workers that they cannot have: one cohort's requests do not
+        hold up another's."""
+        cohorts = self._seen[0]
+        if len(cohorts) == 1:
+            yield self._waiting, np.zeros(self._fleet.num_slots, dtype=np.bool_)
+            return
+        self._settle()
+        for cohort in cohorts:
+            waiting = [ticket for ticket in self._waiting if ticket.cohort == cohort]
+            if waiting:
+                yield waiting, ~self._fleet.slots_in(cohort)
+
+    def _try_in_order(
+        self, waiting: Sequence[Ticket], reserved: Bools, within_reach: Reach, tally: _Tally
+    ) -> None:
+        """Place who can start, on decode workers that are not reserved."""
+        config, arrays, now, tries = self._config, self._fleet.arrays, self._clock(), 0
         longest = longest_open(arrays, reserved, now)
         if longest:
             self._settle()
-        for ticket in self._waiting:
+        for ticket in waiting:
             if not longest or tries == SCAN_AHEAD:
                 break
             assert ticket.placed is not None
@@ -244,29 +267,18 @@ class Admission:
             if ticket.stranded_since_s is not None:
                 continue  # and no worker's reach has changed since that was seen
             tries += 1
-            best = self._best(ticket, reserved, now)
+            tally.num_tries += 1
+            best = self._placing.best(ticket, reserved, now)
             if best is not None and best.queue_s <= config.lease_lead_s:
                 ticket.placed.set_result(self._book(ticket, best, now))
             else:
-                in_vain += 1
+                tally.num_in_vain += 1
                 if best is not None:
-                    next_s = min(next_s, best.queue_s - config.lease_lead_s)
+                    tally.next_s = min(tally.next_s, best.queue_s - config.lease_lead_s)
                 if now - ticket.since_s <= config.max_bypass_s:
                     continue
                 self._reserve(reserved, ticket, best, within_reach)
             longest = longest_open(arrays, reserved, now)
-        ended_s = self._clock()
-        spent_s = (ended_s - now) * (in_vain / tries if tries else 1.0)
-        self._pause_until_s = ended_s + ROUND_PAUSE * spent_s
-        return next_s
-
-    def _best(self, ticket: Ticket, reserved: Bools, now: float) -> Placement | None:
-        """The cheapest placement where there is room, over all classes of workers."""
-        found = (
-            choose(query, self._fleet.arrays, self._config, now, self._rng)
-            for query in self._queries(ticket, now, reserved)
-        )
-        return min((p for p in found if p is not None), key=lambda p: p.cost_s, default=None)
 
     @staticmethod
     def _reserve(reserved: Bools, ticket: Ticket, best: Placement | None, limits: Reach) -> None:
@@ -285,43 +297,7 @@ class Admission:
     def _book(self, ticket: Ticket, placement: Placement, now: float) -> Placed:
         ticket.was_placed = True
         self._shares.served(ticket.rank[1])
-        growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
-        booking = self._fleet.book(placement, growth)
-        facts = booking.decode.facts
-        hashes = ticket.prompt.hashes(*facts.kv_class)
-        expires_s = now + self._config.prediction_ttl_s
-        slots = {booking.prefill.slot, booking.decode.slot}
-        self._index.predict(slots, hashes, now, expires_s)
-        return Placed(placement, booking, facts.kv_fingerprint)
-
-    def _queries(
-        self, ticket: Ticket, now: float, reserved: Bools | None = None
-    ) -> Sequence[PlacementQuery]:
-        """One per class of workers that exchange KV."""
-        prompt, num_slots = ticket.prompt, self._fleet.num_slots
-        growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
-        failed = self._fleet.slots_of(ticket.failed)
-        queries = []
-        for fingerprint, block_size, kv_class in self._fleet.classes():
-            hashes = prompt.hashes(fingerprint, block_size)
-            blocks = self._index.lookup_predicted(hashes, num_slots, now)
-            cached = np.minimum(blocks * block_size, max(0, len(prompt) - 1))
-            queries.append(
-                PlacementQuery(
-                    num_tokens=len(prompt),
-                    max_new_tokens=growth,
-                    kv_class=kv_class,
-                    cached_tokens=cached,
-                    least_new_tokens=ticket.least_new_tokens,
-                    failed=failed,
-                    reserved=reserved,
-                    explores=ticket.explores,
-                )
-            )
-        if queries:
-            most_cached = max(int(query.cached_tokens.max(initial=0)) for query in queries)
-            ticket.uncached_tokens = len(prompt) - most_cached
-        return queries
+        return self._placing.book(ticket, placement, now)
 
     # --- refusals ------------------------------------------------------------------------------
 
@@ -330,37 +306,39 @@ class Admission:
         return too_large(num_tokens, least, self._fleet, self._config)
 
     def _refuse_too_late(self, ticket: Ticket) -> None:
-        now, queries = self._clock(), self._queries(ticket, self._clock())
-        if not queries or ticket.deadline_s is None:
+        now = self._clock()
+        if ticket.deadline_s is None:
+            self._placing.queries(
+                ticket, now
+            )  # those behind it are told how much it has to compute
             return
-        ahead = sum(other.uncached_tokens for other in self._waiting if other.rank < ticket.rank)
-        expected = [
-            earliest_first_token_s(query, self._fleet.arrays, self._config, ahead, now)
-            for query in queries
-        ]
-        known = [seconds for seconds in expected if seconds is not None]
-        left_s = ticket.deadline_s - now
-        if len(known) == len(expected) and min(known) > left_s:
+        ahead = sum(
+            other.uncached_tokens
+            for other in self._waiting
+            if other.rank < ticket.rank and other.cohort == ticket.cohort
+        )
+        expected_s, left_s = self._placing.earliest_s(ticket, ahead, now), ticket.deadline_s - now
+        if expected_s is not None and expected_s > left_s:
             raise OverloadedError(
-                f"the first token is expected in {min(known):.2f} s at the earliest, the request's"
+                f"the first token is expected in {expected_s:.2f} s at the earliest, the request's"
                 f" deadline is in {left_s:.2f} s",
-                retry_after_s=max(self._config.overload_retry_s, min(known) - left_s),
+                retry_after_s=max(self._config.overload_retry_s, expected_s - left_s),
             )
 
-    def _refuse_stranded(self, within_reach: Reach, now: float) -> None:
+    def _refuse_stranded(self, within_reach: Reach, draw_anew: bool, now: float) -> None:
         """What counts is for how long nobody took the request, not for how long it has waited: a
-        worker that is away for a moment costs nobody a place in line."""
+        worker that is away for a moment costs nobody a place in line. One that is bound to its
+        cohort is not held: what a rollout stops does not come back."""
         are_held = self._fleet.stopped.holds(self._config.local_prefill)
         for ticket in self._waiting:
             assert ticket.placed is not None
-            total, num_tokens = ticket.num_tokens, len(ticket.prompt)
             if ticket.placed.done():
                 continue
-            if any(total <= longest and num_tokens <= prompt for longest, prompt in self._kinds):
+            if self._placing.draw(ticket, self._seen[0], draw_anew):
                 ticket.stranded_since_s = None
             elif error := self._too_large(ticket):  # those that could take it have left
                 ticket.placed.set_exception(error)
-            elif ticket.stranded_since_s is None or are_held:
+            elif ticket.stranded_since_s is None or (are_held and not ticket.is_bound):
                 ticket.stranded_since_s = now
             elif now - ticket.stranded_since_s >= self._config.fleet_wait_s:
-                ticket.placed.set_exception(stranded(total, num_tokens, within_reach))
+                ticket.placed.set_exception(stranded(ticket, within_reach))

@@ -10,20 +10,21 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NewType, TypeVar
+from typing import NewType
 
 import numpy as np
 
+from router.cohorts import Cohort, Cohorts
 from router.config import RouterConfig
-from router.placement import FleetArrays, Placement
+from router.placement import Bools, FleetArrays, Placement
 from router.recent_peak import RecentPeak
-from router.stopped_pools import StoppedPools
+from router.stopped_pools import PoolReport, StoppedPools
 from router.worker_facts import WorkerFacts
+from router.worker_kinds import WorkerKinds
 
 Slot = NewType("Slot", int)
-T = TypeVar("T")
 Clock = Callable[[], float]
 
 LEARNING_RATE = 0.2  # weight of the newest observation
@@ -106,14 +107,11 @@ class Fleet:
         self._on_change = on_change
         self._entries: dict[str, WorkerEntry] = {}
         self._by_slot: dict[Slot, WorkerEntry] = {}
-        self._classes: dict[tuple[bytes, int], int] = {}  # numbers, also of those that left
-        self._num_of_class: Counter[tuple[bytes, int]] = Counter()
-        self._longest_requests: Counter[int] = Counter()  # of decode workers, in tokens
-        self._longest_prompts: Counter[int] = Counter()  # of prefill workers, in tokens
+        self.kinds = WorkerKinds()
         self._booking_ids = itertools.count(1)
         self._bookings: dict[int, Booking] = {}
         self.arrays = FleetArrays.empty(8)
-        self.stopped = StoppedPools()
+        self.stopped, self.cohorts = StoppedPools(), Cohorts()
 
     # --- membership ----------------------------------------------------------------------------
 
@@ -138,19 +136,32 @@ class Fleet:
     def num_slots(self) -> int:
         return len(self.arrays.names)
 
-    def classes(self) -> list[tuple[bytes, int, int]]:
-        """(kv_fingerprint, block_size, class number) of the workers that are here."""
-        return [(*kv_class, self._classes[kv_class]) for kv_class in self._num_of_class]
-
     @property
     def longest_request(self) -> int | None:
         """Prompt plus output tokens that some decode worker accepts; None without one."""
-        return max(self._longest_requests, default=None)
+        return self.kinds.longest_request
 
     @property
     def longest_prompt(self) -> int | None:
         """Prompt tokens that some prefill worker accepts; None without one."""
-        return max(self._longest_prompts, default=None)
+        return self.kinds.longest_prompt
+
+    def known_cohorts(self) -> set[Cohort]:
+        """Of workers that are here, and of pools that may have some."""
+        return self.kinds.cohorts().union(self.cohorts.told)
+
+    def slots_in(self, cohort: Cohort) -> Bools:
+        """[slots] Its workers."""
+        numbers = [number for kv_class, number in self.kinds.classes() if kv_class.cohort == cohort]
+        return np.isin(self.arrays.kv_class, numbers)
+
+    def set_pools(self, pools: Sequence[PoolReport]) -> None:
+        """Take in all pools as the registry sees them now; one that has just started, and knows of
+        none yet, changes no weights."""
+        self.stopped.update(pools)
+        weights = {pool.cohort: pool.cohort_weight for pool in pools}
+        if weights and self.cohorts.update(weights):
+            self._on_change()
 
     def add(self, facts: WorkerFacts) -> WorkerEntry:
         """Give a new worker a row. The caller removes an older incarnation first."""
@@ -158,17 +169,11 @@ class Fleet:
         slot = next(Slot(n) for n in itertools.count() if Slot(n) not in self._by_slot)
         if slot >= self.num_slots:
             self.arrays = self.arrays.grown()
-        self._num_of_class[facts.kv_class] += 1
-        if facts.can_decode:
-            self._longest_requests[facts.longest_request] += 1
-        if facts.can_prefill:
-            self._longest_prompts[facts.longest_request - 1] += 1
         entry = WorkerEntry(slot, facts)
         self._entries[facts.worker_id] = self._by_slot[slot] = entry
-        kv_class = self._classes.setdefault(facts.kv_class, len(self._classes))
         a, config = self.arrays, self._config
         a.names[slot] = facts.worker_id
-        a.kv_class[slot] = kv_class
+        a.kv_class[slot] = self.kinds.add(facts)
         a.can_prefill[slot] = facts.can_prefill
         a.can_decode[slot] = facts.can_decode
         a.kv_bytes_per_token[slot] = facts.kv_bytes_per_token
@@ -189,12 +194,7 @@ class Fleet:
             return
         del self._entries[entry.facts.worker_id]
         del self._by_slot[entry.slot]
-        facts = entry.facts
-        _uncount(self._num_of_class, facts.kv_class)
-        if facts.can_decode:
-            _uncount(self._longest_requests, facts.longest_request)
-        if facts.can_prefill:
-            _uncount(self._longest_prompts, facts.longest_request - 1)
+        self.kinds.remove(entry.facts)
         entry.connected = False
         self.arrays.kv_class[entry.slot] = -1
         self.arrays.usable[entry.slot] = False
@@ -236,7 +236,9 @@ class Fleet:
         pool = [
             peer
             for peer in self._entries.values()
-            if peer.usable and peer.facts.can_decode == entry.facts.can_decode
+            if peer.usable
+            and peer.facts.can_decode == entry.facts.can_decode
+            and peer.facts.cohort == entry.facts.cohort
         ]
         others = [peer for peer in pool if peer is not entry]
         held = [peer for peer in others if holds[peer.slot] > now]
@@ -372,8 +374,7 @@ class Fleet:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when rows and bookings disagree."""
-        classes = Counter(entry.facts.kv_class for entry in self._entries.values())
-        assert classes == self._num_of_class, (classes, self._num_of_class)
+        self.kinds.check_integrity(Counter(e.facts.kv_class for e in self._entries.values()))
         for entry in self._entries.values():
             slot = entry.slot
             assert self._by_slot[slot] is entry, f"slot {slot} is not {entry.facts.worker_id}'s"
@@ -389,9 +390,3 @@ class Fleet:
             assert queued == set(entry.prefills), (entry.facts.worker_id, queued, entry.prefills)
             expected = entry.booked_queued_tokens + entry.others_queued_tokens
             assert self.arrays.queued_tokens[slot] == expected, (slot, expected)
-
-
-def _uncount(counts: Counter[T], key: T) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]

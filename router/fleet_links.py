@@ -35,6 +35,7 @@ class WorkerReport:
     """Whether it is to get new prompts to prefill for others, if it can."""
     decodes: bool = True
     """Whether it is to get new requests to decode, if it can."""
+    is_cohort_known: bool = True
 
 
 class FleetLinks:
@@ -95,7 +96,7 @@ class FleetLinks:
 
     def update(self, reports: Sequence[WorkerReport], pools: Sequence[PoolReport] = ()) -> None:
         """Take in the whole fleet as the registry sees it now."""
-        self._fleet.stopped.update(pools)
+        self._fleet.set_pools(pools)
         listed = set()
         self._refused &= {report.facts.worker_id for report in reports}
         for report in reports:
@@ -129,6 +130,8 @@ class FleetLinks:
                 self._drop(link)
             return
         if link is None:
+            if not report.is_cohort_known:
+                return  # its pool is yet to be told of, by a registry that has just started
             link = self._connect(facts)
         if link.entry.state is not report.state:
             self._fleet.set_state(link.entry, report.state)

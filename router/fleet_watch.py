@@ -11,6 +11,7 @@ import grpc.aio
 
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from router.backoff import Backoff
+from router.cohorts import Cohort
 from router.config import RouterConfig
 from router.fleet import ReportedLoad, WorkerState
 from router.fleet_links import WorkerReport
@@ -32,7 +33,7 @@ _PREFILLS = (common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_MIXED)
 _DECODES = (common_pb2.WORKER_ROLE_DECODE, common_pb2.WORKER_ROLE_MIXED)
 
 
-def read_facts(info: control_pb2.WorkerInfo) -> WorkerFacts:
+def read_facts(info: control_pb2.WorkerInfo, cohort: Cohort) -> WorkerFacts:
     return WorkerFacts(
         worker_id=info.ref.worker_id,
         incarnation=info.ref.incarnation,
@@ -50,6 +51,7 @@ def read_facts(info: control_pb2.WorkerInfo) -> WorkerFacts:
         vocab_size=info.vocab_size,
         kv_bytes_per_token=info.kv_bytes_per_token,
         ref=info.ref,
+        cohort=cohort,
     )
 
 
@@ -65,13 +67,16 @@ def read_load(load: worker_pb2.WorkerLoad) -> ReportedLoad:
 
 
 def read_fleet(message: control_pb2.WatchFleetResponse) -> list[WorkerReport]:
+    """A worker's cohort is its pool's. A registry that tells of no pools has one cohort only."""
+    cohorts = {pool.name: pool.cohort for pool in message.pools}
     return [
         WorkerReport(
-            read_facts(worker.info),
+            read_facts(worker.info, cohorts.get(worker.info.pool, "")),
             _STATES.get(worker.state, WorkerState.STARTING),
             read_load(worker.load),
             prefills=worker.active_role in (_ANY, *_PREFILLS),
             decodes=worker.active_role in (_ANY, *_DECODES),
+            is_cohort_known=not cohorts or worker.info.pool in cohorts,
         )
         for worker in message.workers
     ]
@@ -86,6 +91,8 @@ def read_pools(message: control_pb2.WatchFleetResponse) -> list[PoolReport]:
             desired_replicas=pool.desired_replicas,
             live_replicas=pool.live_replicas,
             num_failed_starts=pool.num_failed_starts,
+            cohort=pool.cohort,
+            cohort_weight=pool.cohort_weight,
         )
         for pool in message.pools
     ]

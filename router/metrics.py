@@ -17,6 +17,12 @@ class RouterMetrics:
     def __init__(self) -> None:
         r = self.registry = CollectorRegistry()
         self.requests = Counter("baton_requests", "Requests by how they ended", ["end"], registry=r)
+        self.cohort_requests = Counter(
+            "baton_cohort_requests",
+            "Requests by where they ran, and whether they failed there by no fault of their client",
+            ["cohort", "end"],
+            registry=r,
+        )
         self.failures = Counter(
             "baton_attempt_failures", "Failed attempts by cause", ["failure"], registry=r
         )

@@ -15,6 +15,7 @@ from typing import Protocol
 from baton.errors import BatonError
 from baton.session_wire import DEADLINE
 from baton.v1 import common_pb2, worker_pb2
+from router.cohorts import Cohort
 
 TokenLogprobs = common_pb2.Logprobs  # carried from worker to client unread
 
@@ -52,6 +53,7 @@ class Routed:
     num_cached_tokens_prefill: int
     num_cached_tokens_decode: int
     attempt: int
+    cohort: Cohort
 
 
 @dataclass(frozen=True)

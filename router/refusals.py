@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from baton.errors import NoCapacityError, UnavailableError
+from baton.errors import NoCapacityError, NotResumableError, UnavailableError
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.placement import Reach
+from router.ticket import Ticket
 
 
 def too_large(
@@ -26,8 +27,15 @@ def too_large(
     return None
 
 
-def stranded(total_tokens: int, num_tokens: int, within_reach: Reach) -> UnavailableError:
-    """Of a request, with `num_tokens` of prompt, that no usable worker took for long enough."""
+def stranded(ticket: Ticket, within_reach: Reach) -> UnavailableError | NotResumableError:
+    """Of a request that no usable worker, of its cohort if it is bound, took for long enough."""
+    if ticket.is_bound:
+        return NotResumableError(
+            f"no worker that can go on with the request is left of its cohort, {ticket.cohort!r},"
+            " and another cohort's tokens would be another model's; ask anew under a new id",
+            field="cohort",
+        )
+    total_tokens, num_tokens = ticket.num_tokens, len(ticket.prompt)
     longest = int(within_reach.request_tokens.max(initial=0.0))
     if not longest:
         message = "no decode worker is live"

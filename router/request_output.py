@@ -5,8 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from baton.errors import BatonError
+from baton.errors import (
+    BatonError,
+    KvTransferError,
+    NotResumableError,
+    PoisonError,
+    WorkerLostError,
+)
 from baton.v1 import worker_pb2
+from router.cohort_figures import CohortMeter
 from router.fleet import Booking
 from router.output import (
     Finished,
@@ -20,6 +27,8 @@ from router.output import (
 )
 from router.run_parts import Arrival, RunParts
 from router.text import Detokenizer
+
+_NOT_OF_CLIENT = (BatonError, KvTransferError, WorkerLostError, PoisonError, NotResumableError)
 
 
 class RequestOutput:
@@ -40,6 +49,9 @@ class RequestOutput:
         self._booking: Booking | None = None
         self._routed: Routed | None = None
         self._on_taken_in: Callable[[], None] = lambda: None
+        self._meter: CohortMeter | None = None
+        self.has_failed = False
+        """In its cohort, by no fault of the client's."""
         self._attempt_at_s = 0.0
         self._first_at_s = self._last_at_s = 0.0  # of the tokens, once there are any
         self._gaps_s: list[float] = []  # one per token after those that came first
@@ -57,6 +69,10 @@ class RequestOutput:
         one may be asked many times; so is who wants to know."""
         self._booking, self._attempt_at_s = booking, self._parts.clock()
         self._routed, self._on_taken_in = routed, on_taken_in
+        meter = self._parts.cohort_figures.meter(booking.decode.facts.cohort)
+        if self.has_failed and self._meter not in (None, meter):
+            self._end_in_cohort(failed=True)
+        self._meter = meter
 
     @property
     def num_emitted(self) -> int:
@@ -145,6 +161,8 @@ class RequestOutput:
             gap_s = now - self._last_at_s
             if not self._gaps_s:
                 self._second_token_s = gap_s
+            elif self._meter is not None:
+                self._meter.saw_gap(gap_s / num_new, now)
             self._gaps_s += [gap_s / num_new] * num_new
         self._last_at_s = now
 
@@ -173,11 +191,20 @@ class RequestOutput:
 
     def fail(self, error: BatonError) -> None:
         self._parts.metrics.requests.labels(error.reason).inc()
+        self._end_in_cohort(failed=self.has_failed or type(error) in _NOT_OF_CLIENT)
         self.log.close(error)
+
+    def _end_in_cohort(self, failed: bool) -> None:
+        if self._meter is not None:
+            self._meter.ended(failed)
+            end = "failed" if failed else "served"
+            self._parts.metrics.cohort_requests.labels(self._meter.cohort, end).inc()
+        self.has_failed = False
 
     def _close(self, reason: FinishReason, stop: str) -> None:
         metrics, timings = self._parts.metrics, self._timings()
         metrics.requests.labels(reason.value).inc()
+        self._end_in_cohort(failed=False)
         metrics.e2e.observe(timings.e2e_s)
         metrics.queue_wait.observe(timings.queue_s)
         if timings.itl_s:

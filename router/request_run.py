@@ -24,17 +24,17 @@ from baton.errors import (
     AlreadyExistsError,
     BatonError,
     DeadlineError,
-    NotResumableError,
     UnavailableError,
 )
 from baton.v1 import common_pb2, worker_pb2
 from router.attempt import Attempt
+from router.cohorts import Cohort
 from router.failure import AttemptError, Failure
 from router.fleet import Booking, WorkerEntry
 from router.output import OutputLog, Routed
 from router.prompt import PromptBlocks
 from router.request_output import RequestOutput
-from router.resume import find_running
+from router.resume import cohort_to_run_in, find_running
 from router.retrying import OUT_OF_TIME, Retrying
 from router.run_parts import Arrival, RunParts
 from router.ticket import Placed, Ticket
@@ -53,6 +53,7 @@ class RequestRun:
         self._prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
         self._deadline_s = arrival.arrived_s + config.timeout_s(parsed.timeout_s)
         self._retrying = Retrying(arrival, parts, self.log)
+        self._cohort: Cohort | None = None  # of the newest attempt, or as the client was told
         self._aborted = self._orphaned = False
         self._attempt: Attempt | None = None  # under way
         self._is_sought = parsed.resume_from_index is not None  # at the decode workers
@@ -140,6 +141,7 @@ class RequestRun:
             self._prompt.extend_to(self.log.ids)
             ticket.max_new_tokens = max(1, parsed.sampling.max_tokens - len(self.log.ids))
             ticket.least_new_tokens = max(1, parsed.least_tokens - len(self.log.ids))
+            ticket.cohort, ticket.is_bound = self._cohort, self._is_bound
             queued_at_s = parts.clock()
             placed = await parts.admission.place(ticket)
             self._output.queue_s += parts.clock() - queued_at_s
@@ -156,8 +158,14 @@ class RequestRun:
         ticket = self._parts.admission.ticket(
             self._prompt, parsed.sampling.max_tokens, parsed.priority, parsed.tenant, deadline_s
         )
-        ticket.failed = self._retrying.failed
+        ticket.failed, ticket.wire_id = self._retrying.failed, self.arrival.wire_id
         return ticket
+
+    @property
+    def _is_bound(self) -> bool:
+        """To its cohort: its client has seen tokens of it, or is about to."""
+        has_begun = bool(self.log.ids or self.arrival.parsed.resume_from_index)
+        return has_begun and self._cohort is not None
 
     async def _ends_well(self, trying: Coroutine[None, None, None]) -> bool:
         """Whether an attempt finished the request; raises BatonError when no other may follow."""
@@ -165,7 +173,9 @@ class RequestRun:
             await trying
             return True
         except AttemptError as error:
+            num_failures = self._retrying.num_failures
             wait_s = self._retrying.judge(error)
+            self._output.has_failed |= self._retrying.num_failures > num_failures
         if wait_s:
             await asyncio.sleep(wait_s)
         return False
@@ -201,7 +211,7 @@ class RequestRun:
         """See an attempt through to its end, and leave nothing of it behind on its workers."""
         taken_in = partial(self._retrying.taken_in, booking.decode)
         self._output.new_attempt(booking, routed, taken_in)
-        self._attempt = attempt
+        self._attempt, self._cohort = attempt, booking.decode.facts.cohort
         try:
             await running
         except AttemptError as error:
@@ -231,7 +241,7 @@ class RequestRun:
     async def _resume(self) -> bool:
         """Attach to the request where it runs; True when it finished there.
 
-        Raises NotResumableError when it runs nowhere and its seed is not known.
+        Raises NotResumableError when it runs nowhere and it is not known how it would go on.
         """
         parsed, parts = self.arrival.parsed, self._parts
         num_tokens = len(parsed.token_ids)  # what is cached of it where it runs is not known here
@@ -245,12 +255,7 @@ class RequestRun:
         )
         self._is_sought = False
         if found is None:
-            if parsed.seed is None and parsed.resume_from_index:
-                raise NotResumableError(
-                    "no decode worker keeps the request, and without its seed it cannot be run"
-                    " again; send the seed that Routed told",
-                    field="seed",
-                )
+            self._cohort = cohort_to_run_in(parsed, parts.fleet.known_cohorts())
             return False
         spec = found.response.spec
         if parsed.seed is not None and parsed.seed != spec.seed:
@@ -279,6 +284,7 @@ class RequestRun:
             num_cached_tokens_prefill=0,
             num_cached_tokens_decode=0,
             attempt=self._retrying.attempt_number,
+            cohort=link.entry.facts.cohort,
         )
 
     # --- values for workers and clients --------------------------------------------------------
@@ -326,4 +332,5 @@ class RequestRun:
             num_cached_tokens_prefill=placement.num_cached_tokens_prefill,
             num_cached_tokens_decode=placement.num_cached_tokens_decode,
             attempt=self._retrying.attempt_number,
+            cohort=placement.cohort,
         )

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 
-from baton.errors import AlreadyExistsError
+from baton.errors import AlreadyExistsError, NotResumableError
 from baton.v1 import worker_pb2
 from router.attempt import Attempt
+from router.cohorts import Cohort
 from router.fleet_links import FleetLinks
 from router.run_parts import Arrival
 from router.session import SessionLostError
+from router.validate import ParsedRequest
 from router.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
@@ -28,13 +30,31 @@ class Found:
     response: worker_pb2.AttachResponse
 
 
+def cohort_to_run_in(parsed: ParsedRequest, known: Collection[Cohort]) -> Cohort | None:
+    """Of a request that no decode worker keeps, and that is run again; None: of any.
+
+    Raises NotResumableError when its client has seen tokens, and seed or cohort are not known.
+    """
+    if not parsed.resume_from_index:
+        return None
+    missing = "seed" if parsed.seed is None else "cohort"
+    if missing == "seed" or (parsed.cohort is None and len(known) > 1):
+        raise NotResumableError(
+            f"no decode worker keeps the request, and without its {missing} it cannot be run"
+            f" again; send the {missing} that Routed told",
+            field=missing,
+        )
+    return parsed.cohort if parsed.cohort is not None else next(iter(known), None)
+
+
 async def find_running(
     arrival: Arrival,
     links: FleetLinks,
     make_attempt: Callable[[WorkerLink], Attempt],
     timeout_s: float,
 ) -> Found | None:
-    """Ask every decode worker; of several attempts the newest is taken, the others are cancelled.
+    """Ask every decode worker of the cohort whose tokens the client has, or every one; of several
+    attempts the newest is taken, the others are cancelled.
 
     Raises AlreadyExistsError when the id runs with another body or seed only: it is left where it
     is. Where the request itself runs too, that one is followed: asking has moved it here.
@@ -43,6 +63,7 @@ async def find_running(
     asked = [
         asyncio.create_task(_ask(link, make_attempt(link), arrival, timeout_s))
         for link in links.with_open_session()
+        if arrival.parsed.cohort in (None, link.entry.facts.cohort)
     ]
     try:
         answers = await asyncio.gather(*asked, return_exceptions=True)

@@ -51,7 +51,7 @@ class Retrying:
         """(worker id, incarnation) of whom the request is kept from."""
         self._lost: list[tuple[str, int]] = []  # the same, lost while it ran there
         self._rejected_by: set[tuple[str, int]] = set()
-        self._num_failures = self._num_stale = 0
+        self.num_failures = self._num_stale = 0
 
     def begin_attempt(self) -> None:
         self.attempt_number += 1
@@ -90,10 +90,10 @@ class Retrying:
         if failure is Failure.STALE:
             self._outnumber(error)
             return 0.0
-        self._num_failures += 1
+        self.num_failures += 1
         self._give_up_if_hopeless(error)
         self._blame(error)
-        return parts.config.retry_backoff_s if self._num_failures > 1 else 0.0
+        return parts.config.retry_backoff_s if self.num_failures > 1 else 0.0
 
     def _was_not_begun(self, error: AttemptError) -> bool:
         """Whether the worker had nothing to do with it, and is not asked again for now."""
@@ -131,8 +131,8 @@ class Retrying:
             raise PoisonError(f"{len(dead)} workers died while they ran this request: {names}")
         if error.failure is Failure.REJECTED and self._rejected_by - {error.worker.facts.identity}:
             raise BatonError(f"{error.message} (a second worker could not take it in)")
-        if self._num_failures >= config.max_attempts:
-            raise _final(error, f"after {self._num_failures} attempts")
+        if self.num_failures >= config.max_attempts:
+            raise _final(error, f"after {self.num_failures} attempts")
         if not self._parts.retries.take(self._tenant):
             raise _final(error, "and the retry budget is used up")
 

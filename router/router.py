@@ -20,6 +20,8 @@ from contextlib import AsyncExitStack
 from baton.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from baton.v1 import control_pb2
 from router.admission import Admission
+from router.cohort_figures import CohortFigures
+from router.cohorts import Cohort
 from router.config import RouterConfig
 from router.figures import Figures
 from router.fleet import Fleet
@@ -36,6 +38,7 @@ from router.retry_budget import RetryBudget
 from router.run_parts import Arrival, RunParts, wire_id
 from router.session import RouterIdentity
 from router.text import TextModel
+from router.ticket import Ticket
 from router.validate import ParsedRequest, RequestLimits
 from router.worker_facts import NO_BOUND, WorkerFacts
 
@@ -79,6 +82,7 @@ class Router:
             admission=self.admission,
             retries=RetryBudget(config, clock),
             metrics=self.metrics,
+            cohort_figures=CohortFigures(clock),
             clock=clock,
             rng=self._rng,
         )
@@ -185,11 +189,17 @@ class Router:
             self.abort(tenant, request_id)
 
     def candidates(self, parsed: ParsedRequest, limit: int) -> list[Placement]:
-        """Where a request could go, cheapest first. Books nothing."""
+        """Where a request could go, cheapest first; its own cohort comes before all others. Books
+        nothing."""
         prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
-        return self.admission.candidates(
-            prompt, parsed.sampling.max_tokens, parsed.least_tokens, limit
-        )
+        ticket = Ticket((0, 0.0, 0), prompt, parsed.sampling.max_tokens, parsed.least_tokens)
+        ticket.wire_id = wire_id(parsed.tenant, parsed.request_id)
+        return self.admission.candidates(ticket, limit)
+
+    def cohort_shares(self) -> dict[Cohort, float]:
+        """Of new requests, each cohort's part; empty where there is one cohort only."""
+        here = self.fleet.kinds.cohorts()
+        return self.fleet.cohorts.shares(here) if len(self.fleet.known_cohorts()) > 1 else {}
 
     def _ended(self, run: RequestRun) -> None:
         """A finished request that its client may ask for again is remembered for a while."""
@@ -248,7 +258,8 @@ class Router:
 
     def _report(self) -> control_pb2.ReportRouterRequest:
         waiting = waiting_requests(self.admission.waiting, self.fleet, self.config, self.clock())
-        return self._figures.report(self.metrics.counts(), waiting)
+        cohorts = self._parts.cohort_figures.report()
+        return self._figures.report(self.metrics.counts(), waiting, cohorts)
 
     async def _measure(self) -> None:
         """Bring the gauges up to date, once a second."""

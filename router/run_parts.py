@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from router.admission import Admission
+from router.cohort_figures import CohortFigures
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.fleet_links import FleetLinks
@@ -26,6 +27,7 @@ class RunParts:
     admission: Admission
     retries: RetryBudget
     metrics: RouterMetrics
+    cohort_figures: CohortFigures
     clock: Callable[[], float]
     rng: random.Random
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
 
 import grpc.aio
@@ -19,6 +19,7 @@ from baton.errors import BatonError, NotFoundError
 from baton.status import abort
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.arriving import Arriving
+from router.cohorts import Cohort
 from router.output import (
     Event,
     Finished,
@@ -165,8 +166,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             parsed = await self._parse(request.request)
         except BatonError as error:
             await abort(context, error)
-        candidates = self._router.candidates(parsed, MAX_CANDIDATES)
-        return router_pb2.ExplainRouteResponse(candidates=[_candidate(c) for c in candidates])
+        found = self._router.candidates(parsed, MAX_CANDIDATES)
+        shares = self._router.cohort_shares()
+        candidates = [_candidate(one, shares) for one in found]
+        return router_pb2.ExplainRouteResponse(candidates=candidates)
 
     async def WatchFleet(  # noqa: N802
         self, request: router_pb2.RouterServiceWatchFleetRequest, context: Context
@@ -225,8 +228,8 @@ def _finished(event: Finished) -> router_pb2.Finished:
     )
 
 
-def _candidate(placement: Placement) -> router_pb2.RouteCandidate:
-    return router_pb2.RouteCandidate(
+def _candidate(placement: Placement, shares: Mapping[Cohort, float]) -> router_pb2.RouteCandidate:
+    candidate = router_pb2.RouteCandidate(
         prefill_worker=placement.prefill_worker,
         decode_worker=placement.decode_worker,
         cost_ms=placement.cost_s * 1e3,
@@ -237,3 +240,6 @@ def _candidate(placement: Placement) -> router_pb2.RouteCandidate:
         num_cached_tokens_prefill=placement.num_cached_tokens_prefill,
         num_cached_tokens_decode=placement.num_cached_tokens_decode,
     )
+    if placement.cohort in shares:
+        candidate.cohort, candidate.cohort_share = placement.cohort, shares[placement.cohort]
+    return candidate

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from router.cohorts import Cohort
 from router.config import LocalPrefill
 
 
@@ -24,6 +25,8 @@ class PoolReport:
     desired_replicas: int
     live_replicas: int = 0
     num_failed_starts: int = 0
+    cohort: Cohort = ""
+    cohort_weight: int = 0
 
 
 class StoppedPools:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from router.cohorts import Cohort
 from router.fleet import Booking
 from router.placement import Placement
 from router.prompt import PromptBlocks
@@ -36,6 +37,11 @@ class Ticket:
     stranded_since_s: float | None = field(compare=False, default=None)
     """Since when no usable worker takes it; None while one does."""
     placed: asyncio.Future[Placed] | None = field(compare=False, default=None)
+    wire_id: str = field(compare=False, default="")
+    cohort: Cohort | None = field(compare=False, default=None)
+    """Where it goes; None: not drawn, for there is one cohort only or none that takes it."""
+    is_bound: bool = field(compare=False, default=False)
+    """To its cohort, whose tokens it has put out."""
     explores: bool = field(compare=False, default=False)
     """Its next placement does not trust old measures of the workers' speed."""
 

@@ -17,12 +17,14 @@ import numpy as np
 from baton.errors import InvalidRequestError, NoCapacityError, NotFoundError
 from baton.v1 import common_pb2, router_pb2
 from kv_transfer.block_hash import TokenIds
+from router.cohorts import Cohort
 from router.text import Message, SamplingDefaults
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 _ROLES = ("system", "user", "assistant")
 # What a client may change when it comes back for a request that runs.
 _NOT_IN_DIGEST = (
+    "cohort",
     "request_id",
     "resume_from_index",
     "seed",
@@ -89,6 +91,8 @@ class ParsedRequest:
     cache_salt: str
     priority: int
     resume_from_index: int | None
+    cohort: Cohort | None
+    """Of the tokens that the client has seen, as it was told; None: it was not, or saw none."""
     is_chat: bool
     body_digest: bytes
     """Of all that makes two requests of one id the same, but the seed (see `is_same_as`)."""
@@ -136,6 +140,9 @@ def parse_generate(
         priority=request.priority,
         resume_from_index=(
             request.resume_from_index if request.HasField("resume_from_index") else None
+        ),
+        cohort=(
+            request.cohort if request.resume_from_index and request.HasField("cohort") else None
         ),
         is_chat=request.WhichOneof("prompt") == "chat",
         body_digest=body_digest(request),
@@ -227,7 +234,7 @@ def check_names(request: router_pb2.GenerateRequest, limits: RequestLimits) -> N
             "request_id: 1 to 128 characters, letters, digits and . _ : @ / + = - only",
             field="request_id",
         )
-    for name in ("tenant", "session_id", "cache_salt", "traceparent"):
+    for name in ("tenant", "session_id", "cache_salt", "traceparent", "cohort"):
         value = getattr(request, name)
         if len(value) > limits.max_name_chars:
             raise InvalidRequestError(

@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.v1 import common_pb2
+from router.cohorts import Cohort
 
 NO_BOUND = 1 << 30  # tokens; of a length that nothing has told of
+
+
+@dataclass(frozen=True)
+class KvClass:
+    """What workers must share for KV to be handed over between them."""
+
+    kv_fingerprint: bytes
+    block_size: int
+    cohort: Cohort
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,7 @@ class WorkerFacts:
     kv_bytes_per_token: int
     ref: common_pb2.WorkerRef = field(compare=False)
     """Passed on unread: it names the writer of a lease."""
+    cohort: Cohort = ""
 
     @property
     def identity(self) -> tuple[str, int]:
@@ -61,5 +72,5 @@ class WorkerFacts:
         return min(num_tokens, self.max_held_tokens or num_tokens)
 
     @property
-    def kv_class(self) -> tuple[bytes, int]:
-        return (self.kv_fingerprint, self.block_size)
+    def kv_class(self) -> KvClass:
+        return KvClass(self.kv_fingerprint, self.block_size, self.cohort)

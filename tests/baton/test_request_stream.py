@@ -7,7 +7,7 @@ import pytest
 from baton.errors import BatonError, InvalidRequestError
 from baton.events import Tokens
 from baton.request_stream import RequestStream, build_request
-from baton.v1.router_pb2 import GenerateResponse
+from baton.v1.router_pb2 import GenerateResponse, Routed
 from baton.v1.router_pb2 import Tokens as TokensMessage
 
 
@@ -62,3 +62,17 @@ def test_a_gap_in_the_stream_is_an_error_and_what_was_seen_is_dropped() -> None:
     assert stream.absorb(tokens(2, [], "tail")) is None
     with pytest.raises(BatonError, match="tokens 2 to 2 "):
         stream.absorb(tokens(3, [7], "c"))
+
+
+def test_a_reconnect_brings_back_the_seed_and_the_cohort_that_the_last_router_told() -> None:
+    stream = RequestStream(build_request("a"), ["nowhere"])
+    assert not stream.request().HasField("cohort")
+    stream.absorb(
+        GenerateResponse(routed=Routed(seed=5, cohort=""))
+    )  # the first cohort has no name
+    again = stream.request()
+    assert (again.seed, again.HasField("cohort"), again.cohort) == (5, True, "")
+    stream.absorb(GenerateResponse(routed=Routed(seed=5, cohort="new")))
+    assert stream.request().cohort == "new"
+    stream.absorb(GenerateResponse(routed=Routed(seed=5)))  # of a release that knows none
+    assert not stream.request().HasField("cohort")

@@ -46,6 +46,7 @@ class Running:
     router: str = ""  # whose session had it last
     was_attached: bool = False  # before its first token, which its writer tells to another router
     finished: int = 0
+    weights: int = 0  # others give other tokens
 
     @property
     def num_prompt(self) -> int:
@@ -57,7 +58,7 @@ class Running:
 
     def next(self) -> int:
         """Sample; returns the finish reason, 0 while it goes on."""
-        token = next_token(self.spec.seed, self.tokens)
+        token = next_token(self.spec.seed ^ self.weights, self.tokens)
         self.tokens.append(token)
         if token in self.spec.stop_token_ids and not self.spec.sampling.ignore_eos:
             return STOP

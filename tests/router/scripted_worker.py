@@ -43,9 +43,11 @@ class ScriptedWorker(
     def __init__(self, worker_id: str, role: int, fabric: Fabric, incarnation: int = 1) -> None:
         self.worker_id, self.role, self.fabric = worker_id, role, fabric
         self.incarnation = incarnation
+        self.pool = common_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()  # type: ignore[arg-type]
         self.faults = Faults()
         self.address = ""
         self.step_s = 0.001
+        self.weights = 0
         self.kv_bytes_per_token = 64 << 10
         self.max_num_seqs = 16
         self.num_blocks = 1000
@@ -121,7 +123,7 @@ class ScriptedWorker(
         ref = common_pb2.WorkerRef(worker_id=self.worker_id, incarnation=self.incarnation)
         info = control_pb2.WorkerInfo(
             ref=ref,
-            pool="pool",
+            pool=self.pool,
             role=self.role,
             address=self.address,
             model=MODEL,
@@ -179,7 +181,7 @@ class ScriptedWorker(
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
         spec = request.spec
         assert request.lease.writer.worker_id == self.worker_id
-        run = Running(spec, None, known_tokens(spec))
+        run = Running(spec, None, known_tokens(spec), weights=self.weights)
         finished = run.next()
         first = worker_pb2.FirstToken(id=run.tokens[-1], prefill_ms=1.0, finished=finished)
         is_late = not self.may_tell_first.is_set()
@@ -268,7 +270,9 @@ class ScriptedWorker(
         former = self.runs.pop(spec.request_id, None)
         if former is not None and former.task is not None:
             former.task.cancel()
-        running = self.runs[spec.request_id] = Running(spec, router_id, known_tokens(spec))
+        running = self.runs[spec.request_id] = Running(
+            spec, router_id, known_tokens(spec), weights=self.weights
+        )
         running.router = router_id.rsplit("/", 1)[0]
         reserved = worker_pb2.Reserved(request_id=spec.request_id, attempt=spec.attempt)
         if reserve.HasField("writer"):

@@ -1,0 +1,138 @@
+"""From a request in line to where it runs: what of its prompt is cached where, which cohorts can
+serve it, the cheapest placement, its booking.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from router.cohorts import Cohort
+from router.config import RouterConfig
+from router.fleet import Fleet
+from router.placement import Bools, Placement, PlacementQuery, Reach, choose, ranked, reach
+from router.prediction import earliest_first_token_s
+from router.prefix_index import PrefixIndex
+from router.ticket import Placed, Ticket
+
+Kinds = Mapping[Cohort, set[tuple[float, float]]]
+"""Per cohort, (request tokens, prompt tokens) of its decode workers (`Reach.kinds`)."""
+
+
+class Placing:
+    """Look up, choose and book; the line is `Admission`'s."""
+
+    def __init__(
+        self, config: RouterConfig, fleet: Fleet, index: PrefixIndex, rng: random.Random
+    ) -> None:
+        self._config, self._fleet, self._index, self._rng = config, fleet, index, rng
+
+    # --- who can serve -------------------------------------------------------------------------
+
+    def reach(self) -> Reach:
+        return reach(self._fleet.arrays, self._config)
+
+    def kinds(self, within_reach: Reach) -> Kinds:
+        cohorts = self._fleet.kinds.cohorts()
+        if len(cohorts) == 1:
+            return {cohorts.pop(): within_reach.kinds()}
+        return {c: within_reach.of(self._fleet.slots_in(c)).kinds() for c in cohorts}
+
+    def _able(self, ticket: Ticket, kinds: Kinds) -> list[Cohort]:
+        """The cohorts that can serve the request, once they have room."""
+        total, num_tokens = ticket.num_tokens, len(ticket.prompt)
+        return [
+            cohort
+            for cohort, taken in kinds.items()
+            if any(total <= longest and num_tokens <= prompt for longest, prompt in taken)
+        ]
+
+    def draw(self, ticket: Ticket, kinds: Kinds, anew: bool) -> bool:
+        """Give the request its cohort, unless it is bound to one, or has one that can serve it and
+        nothing has changed (`anew`); whether it can be served."""
+        able = self._able(ticket, kinds)
+        if ticket.is_bound or (ticket.cohort in able and not anew):
+            return ticket.cohort in able
+        ticket.cohort = self._fleet.cohorts.draw(ticket.wire_id, able) if able else None
+        return bool(able)
+
+    def draw_at_once(self, ticket: Ticket) -> None:
+        """Before it is in line: with one cohort there is nothing to draw."""
+        if len(self._fleet.kinds.cohorts()) > 1:
+            self.draw(ticket, self.kinds(self.reach()), anew=True)
+
+    # --- where it goes -------------------------------------------------------------------------
+
+    def best(self, ticket: Ticket, reserved: Bools, now: float) -> Placement | None:
+        """The cheapest placement where there is room, over all classes of workers."""
+        found = (
+            choose(query, self._fleet.arrays, self._config, now, self._rng)
+            for query in self.queries(ticket, now, reserved)
+        )
+        return min((p for p in found if p is not None), key=lambda p: p.cost_s, default=None)
+
+    def candidates(self, ticket: Ticket, now: float, limit: int) -> list[Placement]:
+        """Every placement, cheapest first, those of the ticket's cohort before all others."""
+        found: list[Placement] = []
+        for query in self.queries(ticket, now, everywhere=True):
+            found.extend(ranked(query, self._fleet.arrays, self._config, now, limit))
+        return sorted(found, key=lambda p: (p.cohort != ticket.cohort, p.cost_s))[:limit]
+
+    def earliest_s(self, ticket: Ticket, ahead_tokens: int, now: float) -> float | None:
+        """Seconds until the first token at the earliest, with so many prompt tokens before it in
+        line; None when it cannot be told."""
+        expected = [
+            earliest_first_token_s(query, self._fleet.arrays, self._config, ahead_tokens, now)
+            for query in self.queries(ticket, now)
+        ]
+        known = [seconds for seconds in expected if seconds is not None]
+        return min(known) if known and len(known) == len(expected) else None
+
+    def book(self, ticket: Ticket, placement: Placement, now: float) -> Placed:
+        growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
+        booking = self._fleet.book(placement, growth)
+        facts = booking.decode.facts
+        hashes = ticket.prompt.hashes(facts.kv_fingerprint, facts.block_size)
+        expires_s = now + self._config.prediction_ttl_s
+        slots = {booking.prefill.slot, booking.decode.slot}
+        self._index.predict(slots, hashes, now, expires_s)
+        return Placed(placement, booking, facts.kv_fingerprint)
+
+    def queries(
+        self,
+        ticket: Ticket,
+        now: float,
+        reserved: Bools | None = None,
+        everywhere: bool = False,
+    ) -> Sequence[PlacementQuery]:
+        """One per class of workers that exchange KV, of the ticket's cohort if it has one; notes on
+        the ticket what of its prompt is left to compute."""
+        prompt, num_slots = ticket.prompt, self._fleet.num_slots
+        growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
+        failed = self._fleet.slots_of(ticket.failed)
+        queries = []
+        for kv_class, number in self._fleet.kinds.classes():
+            if not (everywhere or ticket.cohort in (None, kv_class.cohort)):
+                continue
+            hashes = prompt.hashes(kv_class.kv_fingerprint, kv_class.block_size)
+            blocks = self._index.lookup_predicted(hashes, num_slots, now)
+            cached = np.minimum(blocks * kv_class.block_size, max(0, len(prompt) - 1))
+            queries.append(
+                PlacementQuery(
+                    num_tokens=len(prompt),
+                    max_new_tokens=growth,
+                    kv_class=number,
+                    cached_tokens=cached,
+                    least_new_tokens=ticket.least_new_tokens,
+                    failed=failed,
+                    reserved=reserved,
+                    explores=ticket.explores,
+                    cohort=kv_class.cohort,
+                )
+            )
+        if queries:
+            most_cached = max(int(query.cached_tokens.max(initial=0)) for query in queries)
+            ticket.uncached_tokens = len(prompt) - most_cached
+        return queries

@@ -1,0 +1,65 @@
+"""What kinds of workers a fleet has: who hands KV over to whom, and how long a request is taken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypeVar
+
+from router.cohorts import Cohort
+from router.worker_facts import KvClass, WorkerFacts
+
+T = TypeVar("T")
+
+
+class WorkerKinds:
+    """Own how many workers of each kind are here."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[KvClass, int] = {}  # also of classes that left
+        self._num_of_class: Counter[KvClass] = Counter()
+        self._longest_requests: Counter[int] = Counter()  # of decode workers, in tokens
+        self._longest_prompts: Counter[int] = Counter()  # of prefill workers, in tokens
+
+    def add(self, facts: WorkerFacts) -> int:
+        """The number of the worker's class, which is its class's for good."""
+        self._num_of_class[facts.kv_class] += 1
+        if facts.can_decode:
+            self._longest_requests[facts.longest_request] += 1
+        if facts.can_prefill:
+            self._longest_prompts[facts.longest_request - 1] += 1
+        return self._numbers.setdefault(facts.kv_class, len(self._numbers))
+
+    def remove(self, facts: WorkerFacts) -> None:
+        _uncount(self._num_of_class, facts.kv_class)
+        if facts.can_decode:
+            _uncount(self._longest_requests, facts.longest_request)
+        if facts.can_prefill:
+            _uncount(self._longest_prompts, facts.longest_request - 1)
+
+    def classes(self) -> list[tuple[KvClass, int]]:
+        """Of the workers that are here, each with its number."""
+        return [(kv_class, self._numbers[kv_class]) for kv_class in self._num_of_class]
+
+    def cohorts(self) -> set[Cohort]:
+        """Of the workers that are here."""
+        return {kv_class.cohort for kv_class in self._num_of_class}
+
+    @property
+    def longest_request(self) -> int | None:
+        """Prompt plus output tokens that some decode worker accepts; None without one."""
+        return max(self._longest_requests, default=None)
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Prompt tokens that some prefill worker accepts; None without one."""
+        return max(self._longest_prompts, default=None)
+
+    def check_integrity(self, classes: Counter[KvClass]) -> None:
+        """Raise AssertionError when these are not the workers that are here."""
+        assert classes == self._num_of_class, (classes, self._num_of_class)
+
+
+def _uncount(counts: Counter[T], key: T) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

@@ -1,0 +1,233 @@
+"""Workers of two models behind one router: every stream is one model's, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.v1 import control_pb2, router_pb2
+from router.cohorts import draw
+from router.text import TextModel
+from tests.router.deployment import (
+    DECODE,
+    PREFILL,
+    PROMPT,
+    Answer,
+    Deployment,
+    ask_for,
+    deployment,
+    error_reason,
+)
+from tests.router.test_chaos import PATIENT
+from tests.router.test_requests import expected
+
+WEIGHTS = {"old": 0, "new": 1 << 40}  # of the model; the KV would fit together
+ROLES = {"p0": PREFILL, "d0": DECODE, "d1": DECODE}
+EVEN = {"old": 50, "new": 50}
+
+
+async def tell_weights(d: Deployment, **weights: int) -> None:
+    d.registry.pools = [
+        control_pb2.PoolStatus(
+            name=f"{kind}-{cohort}",
+            role=role,
+            desired_replicas=1,
+            live_replicas=1,
+            cohort=cohort,
+            cohort_weight=weight,
+        )
+        for cohort, weight in weights.items()
+        for kind, role in (("p", PREFILL), ("d", DECODE))
+    ]
+    await d.registry.publish()
+    for server in d.servers:
+        cohorts = server.router.fleet.cohorts
+        await d.until(lambda cohorts=cohorts: cohorts._weights == weights)
+
+
+async def add(d: Deployment, cohort: str, name: str, incarnation: int = 1) -> None:
+    pool, weights = f"{name[0]}-{cohort}", WEIGHTS[cohort]
+    worker_id = f"{cohort}-{name}"
+    await d.add_worker(worker_id, ROLES[name], incarnation, pool=pool, weights=weights)
+
+
+@asynccontextmanager
+async def two_cohorts(text_model: TextModel, **changes: Any) -> AsyncIterator[Deployment]:
+    """A prefill and two decode workers each."""
+    async with deployment(text_model, prefill=0, decode=0, **changes) as d:
+        await tell_weights(d, **EVEN)
+        for cohort in WEIGHTS:
+            for name in ROLES:
+                await add(d, cohort, name)
+        await d.connected(6)
+        yield d
+
+
+def name_drawn(cohort: str, number: int = 0) -> str:
+    return [n for n in (f"r{k}" for k in range(99)) if draw(n, EVEN) == cohort][number]
+
+
+def assert_of_one_cohort(answer: Answer, prompt: str, num_tokens: int = 12) -> str:
+    """Its stream is that of the cohort where it ended, from the first token on."""
+    cohort = answer.routed[-1].cohort
+    whole = expected(prompt, num_tokens, 7 ^ WEIGHTS[cohort])
+    assert answer.ids == whole[answer.from_index :]
+    return cohort
+
+
+async def die(d: Deployment, worker_id: str) -> None:
+    """For good."""
+    d.registry.workers = [w for w in d.registry.workers if w.worker_id != worker_id]
+    worker = d.fabric.workers[worker_id]
+    worker.state = control_pb2.WORKER_STATE_GONE
+    await worker.die()
+    await d.registry.publish()
+    await d.until(lambda: all(server.router.fleet.get(worker_id) is None for server in d.servers))
+
+
+async def run_chaos(text_model: TextModel, seed: int, num_requests: int) -> None:
+    async with two_cohorts(text_model, **PATIENT) as d:
+        rng, over = random.Random(seed), asyncio.Event()
+        found: list[str] = []
+
+        async def one(number: int) -> None:
+            prompt, num_tokens = f"story {number % 7}, told to listener {number}", 5 + number % 40
+            await asyncio.sleep(0.01 * number)  # arrivals over time, not for order
+            request = ask_for(prompt, num_tokens, request_id=f"request-{seed}-{number}")
+            answer = await d.client.ask(request)
+            found.append(assert_of_one_cohort(answer, prompt, num_tokens))
+
+        async def chaos() -> None:
+            incarnation = 1
+            while not over.is_set():
+                await asyncio.sleep(rng.uniform(0.03, 0.08))
+                worker = d.fabric.workers[rng.choice(sorted(d.fabric.workers))]
+                incarnation += 1
+                await worker.die()
+                await add(d, *worker.worker_id.split("-"), incarnation)
+
+        breaking = asyncio.create_task(chaos())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(num_requests):
+                    group.create_task(one(number))
+        finally:
+            over.set()
+            await breaking
+        assert set(found) == {"old", "new"}
+        await d.check_empty()
+
+
+async def test_no_stream_ever_mixes_two_models_while_workers_of_both_keep_dying(
+    text_model: TextModel,
+) -> None:
+    await run_chaos(text_model, 5, 24)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6))
+async def test_no_stream_mixes_two_models_in_any_broken_fleet(
+    text_model: TextModel, seed: int
+) -> None:
+    await run_chaos(text_model, seed, 150)
+
+
+async def test_a_stream_whose_cohort_has_gone_ends_with_an_error_that_says_so(
+    text_model: TextModel,
+) -> None:
+    async with two_cohorts(text_model, fleet_wait_s=0.2) as d:
+        for name in ("d0", "d1"):
+            d.worker(f"new-{name}").on_token = lambda running: stop(running.spec.request_id)
+        stopped = asyncio.Event()
+
+        def stop(request_id: str) -> None:
+            for name in ("d0", "d1"):
+                d.worker(f"new-{name}").may_decode.clear()
+            stopped.set()
+
+        asking = {
+            cohort: asyncio.create_task(
+                d.client.ask(ask_for(PROMPT, request_id=name_drawn(cohort)))
+            )
+            for cohort in WEIGHTS
+        }
+        await stopped.wait()
+        await die(d, "new-d0")
+        await die(d, "new-d1")
+        assert assert_of_one_cohort(await asking["old"], PROMPT) == "old"
+        with pytest.raises(grpc.aio.AioRpcError, match="its cohort, 'new'") as refused:
+            await asking["new"]
+        assert error_reason(refused.value) == "NOT_RESUMABLE"
+        told = {one.cohort: one for one in d.router._report().cohorts}
+        assert told["new"].failures_per_s == told["new"].requests_per_s > 0
+        assert told["old"].failures_per_s == 0 < told["old"].requests_per_s
+        assert told["old"].itl_s > 0
+        await d.check_empty()
+
+
+async def test_a_request_without_tokens_goes_to_the_other_cohort_when_its_own_fails(
+    text_model: TextModel,
+) -> None:
+    async with two_cohorts(text_model) as d:
+        d.worker("new-p0").may_prefill.clear()
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id=name_drawn("new"))))
+        await d.until(lambda: d.worker("new-p0").num_prefilling == 1)
+        await die(d, "new-p0")
+        answer = await asking
+        assert assert_of_one_cohort(answer, PROMPT) == "old"
+        assert [routed.cohort for routed in answer.routed] == ["new", "old"]
+        told = {one.cohort: one for one in d.router._report().cohorts}
+        assert told["new"].failures_per_s == told["new"].requests_per_s > 0
+        assert told["old"].failures_per_s == 0
+        await d.check_empty()
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["attached", "run again"])
+async def test_another_router_goes_on_in_the_cohort_of_the_tokens_whatever_the_weights(
+    text_model: TextModel, keeps: bool
+) -> None:
+    async with two_cohorts(text_model) as d:
+        second = await d.add_router()
+        await d.connected(6, d.servers[1].router)
+        request = ask_for(PROMPT, 40, request_id=name_drawn("new"))
+        seen = await d.client.ask(request, until=lambda answer: len(answer.ids) >= 3)
+        assert seen.routed[0].cohort == "new"
+        await d.servers.pop(0).stop(0.0)
+        await tell_weights(d, old=100, new=0)
+        if not keeps:
+            await die(d, seen.routed[0].decode_worker)
+        request.resume_from_index = len(seen.ids)
+        if not keeps:
+            with pytest.raises(grpc.aio.AioRpcError, match="cohort") as refused:
+                await second.ask(request)
+            assert error_reason(refused.value) == "NOT_RESUMABLE"
+        request.cohort = seen.routed[0].cohort
+        assert assert_of_one_cohort(await second.ask(request), PROMPT, 40) == "new"
+
+
+async def test_an_explanation_tells_cohorts_where_there_are_several(
+    text_model: TextModel,
+) -> None:
+    async with two_cohorts(text_model) as d:
+        await tell_weights(d, old=75, new=25)
+        for cohort in WEIGHTS:
+            request = ask_for(PROMPT)
+            name = next(
+                n for n in (f"r{k}" for k in range(99)) if draw(n, {"old": 75, "new": 25}) == cohort
+            )
+            request.request_id = name
+            explained = await d.client.stub.ExplainRoute(
+                router_pb2.ExplainRouteRequest(request=request)
+            )
+            assert [one.cohort for one in explained.candidates[:2]] == [cohort] * 2
+            shares = {one.cohort: one.cohort_share for one in explained.candidates}
+            assert shares == {"old": 0.75, "new": 0.25}
+            answer = await d.client.ask(request)
+            assert answer.routed[0].cohort == cohort
