@@ -36,11 +36,12 @@ def test_its_make_targets_exist() -> None:
     assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
 
 
-def test_its_cluster_file_is_valid() -> None:
-    (text,) = blocks("yaml")
-    config = parse_config(yaml.safe_load(text))
+def test_its_cluster_files_are_valid() -> None:
+    config, secured = [parse_config(yaml.safe_load(text)) for text in blocks("yaml")]
     assert (ROOT / config.model).is_dir()
     assert config.pools["decode"].replicas == 2
+    assert secured.router.tls is not None
+    assert secured.router.auth is not None
 
 
 def test_its_files_exist() -> None:
