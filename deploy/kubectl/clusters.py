@@ -8,14 +8,17 @@ from typing import Any
 
 from deploy.kubectl.errors import ChoiceError
 
+_BY_TLS = "grpcs://"
+
 
 @dataclass(frozen=True)
 class Target:
-    """A port of a Service."""
+    """A port of a Service. `tls_name`: whom its certificate names; None: plain text."""
 
     namespace: str
     service: str
     port: int
+    tls_name: str | None = None
 
 
 def chosen(clusters: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str, Any]:
@@ -35,11 +38,11 @@ def chosen(clusters: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[s
 
 
 def target(cluster: Mapping[str, Any], endpoint: str) -> Target:
-    """Where the cluster serves `endpoint`, control or grpc: HOST.NAMESPACE.svc:PORT in its status.
-    Raises ChoiceError while it does not tell."""
+    """Where the cluster serves `endpoint`, control or grpc: HOST.NAMESPACE.svc:PORT in its status,
+    after grpcs:// where that is asked by TLS. Raises ChoiceError while it does not tell."""
     metadata = cluster["metadata"]
     address = (cluster.get("status") or {}).get("endpoints", {}).get(endpoint, "")
-    host, _, port = address.rpartition(":")
+    host, _, port = address.removeprefix(_BY_TLS).rpartition(":")
     service, _, rest = host.partition(".")
     if not port.isdecimal() or not service or not rest:
         raise ChoiceError(
@@ -47,4 +50,5 @@ def target(cluster: Mapping[str, Any], endpoint: str) -> Target:
             f"`kubectl -n {metadata['namespace']} describe servingcluster {metadata['name']}` "
             "says what it waits for",
         )
-    return Target(rest.partition(".")[0], service, int(port))
+    tls_name = host if address.startswith(_BY_TLS) else None
+    return Target(rest.partition(".")[0], service, int(port), tls_name)

@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli.main([options.command, "--help"], prog=_PROGRAM)
     endpoint, _ = _COMMANDS[options.command]
     try:
-        with _ending_what_was_started(), _reached(options, endpoint) as address:
-            command = [options.command, *rest, _OPTIONS[endpoint], address]
+        with _ending_what_was_started(), _reached(options, endpoint) as where:
+            command = [options.command, *where, *rest]
             return cli.main(command, prog=_PROGRAM, unreachable=_hint(options))
     except PluginError as error:
         print(f"{_PROGRAM}: {error.message}\n  {error.hint}", file=sys.stderr)
@@ -66,15 +66,16 @@ def _ending_what_was_started() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reached(options: argparse.Namespace, endpoint: str) -> Iterator[str]:
-    """The address at which this machine reaches an endpoint of the cluster. Raises PluginError."""
+def _reached(options: argparse.Namespace, endpoint: str) -> Iterator[list[str]]:
+    """The options by which `baton` reaches an endpoint of the cluster. Raises PluginError."""
     if options.address:
-        yield options.address
+        yield [_OPTIONS[endpoint], options.address]
         return
     kubectl = Kubectl(_kubectl_flags(options))
-    cluster = chosen(kubectl.serving_clusters(), options.cluster)
-    with kubectl.forwarded(target(cluster, endpoint)) as address:
-        yield address
+    there = target(chosen(kubectl.serving_clusters(), options.cluster), endpoint)
+    by_tls = ["--tls", "--tls-server-name", there.tls_name] if there.tls_name else []
+    with kubectl.forwarded(there) as address:
+        yield [_OPTIONS[endpoint], address, *by_tls]
 
 
 def _kubectl_flags(options: argparse.Namespace) -> list[str]:

@@ -61,6 +61,9 @@ def test_an_endpoint_is_a_port_of_a_service() -> None:
     told = cluster("default", ENDPOINTS)
     assert target(told, "control") == Target("serving", "default-head-svc", 7101)
     assert target(told, "grpc") == Target("serving", "default-router", 7100)
+    by_tls = cluster("default", {"grpc": f"grpcs://{ENDPOINTS['grpc']}"})
+    name = "default-router.serving.svc"
+    assert target(by_tls, "grpc") == Target("serving", "default-router", 7100, name)
 
 
 @pytest.mark.parametrize("endpoints", [None, {"grpc": ENDPOINTS["grpc"]}, {"control": "nowhere"}])
@@ -139,6 +142,19 @@ def test_a_port_that_cannot_be_forwarded_is_told_in_kubectls_words(
         "kubectl baton: service/default-head-svc: unable to forward port because pod is not running"
     )
     assert "get pods,service" in second
+    assert has_ended(folder)
+
+
+def test_routers_that_serve_by_tls_are_asked_by_tls(folder: Path, capsys: Capture) -> None:
+    by_tls = cluster("default", {"grpc": f"grpcs://{ENDPOINTS['grpc']}"})
+    (folder / "clusters.json").write_text(json.dumps({"items": [by_tls]}))
+    router = SmallRouter(Book())  # in plain text: a handshake with it fails
+    (folder / "upstream").write_text(router.address)
+    try:
+        assert main(["explain", "--raw", "who?"]) == 3
+    finally:
+        router.stop()
+    assert "--tls-ca" in capsys.readouterr().err
     assert has_ended(folder)
 
 
