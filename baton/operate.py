@@ -26,12 +26,13 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def print_fleet(fleet: Fleet) -> None:
-    pools = [
-        [pool.name, role_name(pool.role), f"{pool.live_replicas} of {pool.desired_replicas}"]
-        for pool in fleet.pools
-    ]
-    render.print_table("Pools", ("pool", "role", ">live"), pools)
+    _print_pools(fleet)
+    registered = {worker.info.ref.worker_id for worker in fleet.workers}
     for pool in fleet.pools:
+        for place in pool.places:
+            if place.pod_name and place.worker_id not in registered:
+                starting = f"{place.worker_id} starts on pod {place.pod_name}"
+                render.out().print(starting, style="dim", markup=False)
         if pool.pending_replicas:
             pending = f"{pool.name}: {pool.pending_replicas} wait for a pod with room"
             render.out().print(pending, style="yellow", markup=False)
@@ -51,6 +52,25 @@ def print_fleet(fleet: Fleet) -> None:
         render.print_table("Workers", columns, [_worker_row(worker) for worker in workers])
     else:
         render.out().print("no worker has registered yet", style="dim")
+
+
+def _print_pools(fleet: Fleet) -> None:
+    """With the cohort and its share of new requests, where there are several."""
+    weights = {pool.cohort: pool.cohort_weight for pool in fleet.pools}
+    total = sum(weights.values())
+    columns, rows = ["pool", "role", ">live"], []
+    if len(weights) > 1:
+        columns += ["cohort", ">new requests"]
+    for pool in fleet.pools:
+        row = [
+            pool.name,
+            role_name(pool.role),
+            f"{pool.live_replicas} of {pool.desired_replicas}",
+            pool.cohort or "first",
+            f"{pool.cohort_weight / total:.0%}" if total else "-",
+        ]
+        rows.append(row[: len(columns)])
+    render.print_table("Pools", columns, rows)
 
 
 def _worker_row(worker: control_pb2.FleetWorker) -> list[str]:
