@@ -24,12 +24,16 @@ class ModelSource(Checked):
     """Exactly one of `name`, `claim` and `uri`."""
 
     name: str | None = bounded(None, max_size=1024)
-    """A name on the Hugging Face hub, or a folder that the worker's image holds."""
+    """A name on the Hugging Face hub, or a folder that the images of workers and routers hold."""
     claim: ClaimSource | None = None
-    uri: str | None = bounded(None, max_size=2048, pattern=r"^(s3|https)://[^/]+/.+$")
-    """An s3:// or https:// folder; fetched once to each node's weights cache."""
-    revision: str | None = bounded(None, max_size=256)
-    """Of a model on the hub: a branch, tag or commit. Not built yet: must not be given."""
+    uri: str | None = bounded(None, max_size=2048, pattern=r"^(s3|https)://[^/?#@]+/[^?#]+$")
+    """An s3:// or https:// folder that holds config.json, or a tar file of one; fetched once to
+    each node's weights cache. What is there is taken to stay: another version, another URI."""
+    credentials_secret_name: str | None = bounded(None, max_size=253)
+    """For `uri`: a Secret whose keys are environment variables: AWS_ACCESS_KEY_ID,
+    AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL and what else boto3 reads, BEARER_TOKEN for https."""
+    revision: str | None = bounded(None, max_size=256, pattern=r"^[^/\s][^\s]*$")
+    """Of a model on the hub: a branch, tag or commit; None: its main branch."""
 
     rules = (
         Rule(
@@ -38,8 +42,26 @@ class ModelSource(Checked):
             lambda model: sum(x is not None for x in (model.name, model.claim, model.uri)) == 1,
         ),
         Rule(
-            "!has(self.revision)",
-            "revision is not built yet: the hub's main branch is served",
-            lambda model: model.revision is None,
+            "!has(self.revision) || has(self.name)",
+            "revision is of a model on the hub: it must not be given without name",
+            lambda model: model.revision is None or model.name is not None,
+        ),
+        Rule(
+            "!has(self.credentialsSecretName) || has(self.uri)",
+            "credentialsSecretName is for uri: it must not be given without",
+            lambda model: model.credentials_secret_name is None or model.uri is not None,
         ),
     )
+
+
+@dataclass(frozen=True)
+class HubSettings(Checked):
+    """The Hugging Face hub, for all pods that read a model or a tokenizer."""
+
+    offline: bool = False
+    """Never asked: models and tokenizers that are named are in the weights cache, which heads and
+    routers mount, too."""
+    endpoint: str | None = bounded(None, max_size=2048, pattern=r"^https?://[^/?#@]+(/[^?#]*)?$")
+    """A mirror instead of https://huggingface.co."""
+    token_secret_name: str | None = bounded(None, max_size=253)
+    """A Secret whose key `token` opens private models."""

@@ -11,7 +11,7 @@ from cluster.config import RegistryConfig, SupervisorConfig, WorkerSettings
 from cluster.planner.config import PlannerConfig
 from decode_worker.config import DecodeConfig
 from deploy.api.checked import Checked, Rule, bounded
-from deploy.api.model_source import ModelSource
+from deploy.api.model_source import HubSettings, ModelSource
 from deploy.api.worker_pool import DURATION, PoolTemplate
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
@@ -170,7 +170,9 @@ class ServingClusterSpec(Checked):
     pools: Mapping[str, PoolTemplate] = bounded(max_size=32)
     """By name. A WorkerPool is made of each, called `<cluster>-<pool>`."""
     tokenizer: str | None = bounded(None, max_size=1024)
-    """A folder or a name on the hub, where the model's own files hold no tokenizer."""
+    """A folder of the router's image or of the model's claim, or a name on the hub, where the
+    model's own files hold no tokenizer."""
+    hub: HubSettings = field(default_factory=HubSettings)
     served_model_name: str | None = bounded(None, max_size=256)
     """What clients call the model; None: the last part of its source."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -25,17 +25,23 @@ says that."""
 def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> dict[str, Any]:
     """The object for `kubectl apply`; what is at its default is left out.
 
-    Raises ConfigError where the model is a folder of this machine, which no pod has.
+    Raises ConfigError where model or tokenizer is a folder of this machine, which no pod has.
     """
-    if Path(config.model).is_dir():
-        raise ConfigError(
-            f"model: {config.model} is a folder of this machine: put it into a "
-            "PersistentVolumeClaim or a bucket (spec.model.claim, spec.model.uri), or name it as "
-            "on the Hugging Face hub",
-            field="model",
-        )
+    for field in ("model", "tokenizer"):
+        named = getattr(config, field)
+        if named is not None and Path(named).is_dir():
+            raise ConfigError(
+                f"{field}: {named} is a folder of this machine: put it into a "
+                "PersistentVolumeClaim or a bucket (spec.model.claim, spec.model.uri), or name it "
+                "as on the Hugging Face hub",
+                field=field,
+            )
     usual = ClusterConfig()
     spec: dict[str, Any] = {"model": {"name": config.model}}
+    if config.model_revision is not None:
+        spec["model"]["revision"] = config.model_revision
+    if config.tokenizer is not None:
+        spec["tokenizer"] = config.tokenizer
     if config.served_model_name is not None:
         spec["servedModelName"] = config.served_model_name
     if config.log_level != usual.log_level:

@@ -29,6 +29,8 @@ _OF_WORKERS = (
     ("fabric", "nodeLabel"),
     ("fabric", "required"),
     ("ray", "version"),
+    ("model", "credentialsSecretName"),
+    ("hub",),
 )
 """Of a ServingCluster's spec: what its worker pods or their processes are told."""
 _OF_MODEL = (

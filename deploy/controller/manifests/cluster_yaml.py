@@ -62,6 +62,8 @@ def cluster_config(
     longest_s = max([spec.worker.drain_timeout_s, *drains_s])
     config = ClusterConfig(
         model=model_path(spec.model),
+        model_revision=spec.model.revision,
+        tokenizer=spec.tokenizer,
         served_model_name=model_name(spec),
         log_level=spec.log_level,
         runs_on="pods",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.config import POD_LABEL
-from deploy.api.model_source import MODEL_MOUNT, ModelSource
+from deploy.api.model_source import ModelSource
 from deploy.api.serving_cluster import Images, ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import seconds
@@ -23,7 +23,6 @@ from deploy.controller.manifests.common import (
     RAY_PORT,
     ROLE_LABEL,
     RUN_FOLDER,
-    WEIGHTS_FOLDER,
     Object,
     Owner,
     Release,
@@ -31,6 +30,12 @@ from deploy.controller.manifests.common import (
     env,
 )
 from deploy.controller.manifests.merge import merged
+from deploy.controller.manifests.model_files import (
+    fetching,
+    model_env,
+    model_mounts,
+    model_volumes,
+)
 
 OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
 """KubeRay leaves our command as it is, and gives it its own in KUBERAY_GEN_RAY_START_CMD."""
@@ -62,6 +67,10 @@ class PodContext:
     @property
     def image(self) -> str:
         return self.spec.images.worker or self.release.worker_image
+
+    @property
+    def router_image(self) -> str:
+        return self.spec.images.router or self.release.router_image
 
 
 def head_template(context: PodContext) -> Object:
@@ -114,7 +123,7 @@ def _template(context: PodContext, component: str, container: Object, grace_s: i
     shared = {
         "image": context.image,
         "imagePullPolicy": context.spec.images.pull_policy,
-        "env": [*POD_ENV, env("RAY_USAGE_STATS_ENABLED", "0"), env("HOME", "/tmp")],
+        "env": [*POD_ENV, env("RAY_USAGE_STATS_ENABLED", "0"), *model_env(context.spec)],
         "volumeMounts": [CONFIG_MOUNT, *_mounts(context.spec.model)],
         "securityContext": dict(CONTAINER_SECURITY),
     }
@@ -128,6 +137,7 @@ def _template(context: PodContext, component: str, container: Object, grace_s: i
             "automountServiceAccountToken": False,
             "terminationGracePeriodSeconds": grace_s,
             "securityContext": {"fsGroup": 1000, "runAsUser": 1000, "runAsNonRoot": True},
+            **fetching(context.spec, context.image, text_only=component == "head"),
             "containers": [container | shared],
             "volumes": [config_volume(context.owner), *_volumes(context.spec.model)],
             **pull_secrets(context.spec.images),
@@ -182,23 +192,8 @@ def _mounts(model: ModelSource) -> Sequence[Object]:
         {"name": "run", "mountPath": RUN_FOLDER},
         {"name": "tmp", "mountPath": "/tmp"},
         {"name": "shm", "mountPath": "/dev/shm"},
-        {"name": "weights", "mountPath": WEIGHTS_FOLDER},
     ]
     return [*mounts, *model_mounts(model)]
-
-
-def model_mounts(model: ModelSource) -> list[Object]:
-    """Where the model's files lie, for who reads only its tokenizer, too."""
-    if model.claim is None:
-        return []
-    return [{"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True}]
-
-
-def model_volumes(model: ModelSource) -> list[Object]:
-    if model.claim is None:
-        return []
-    claim = {"claimName": model.claim.claim_name, "readOnly": True}
-    return [{"name": "model", "persistentVolumeClaim": claim}]
 
 
 def _volumes(model: ModelSource) -> Sequence[Object]:
@@ -206,6 +201,5 @@ def _volumes(model: ModelSource) -> Sequence[Object]:
         {"name": "run", "emptyDir": {}},
         {"name": "tmp", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        {"name": "weights", "emptyDir": {}},
     ]
     return [*volumes, *model_volumes(model)]

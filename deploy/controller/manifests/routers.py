@@ -15,11 +15,15 @@ from deploy.controller.manifests.common import (
     config_volume,
 )
 from deploy.controller.manifests.merge import merged
+from deploy.controller.manifests.model_files import (
+    fetching,
+    model_env,
+    model_mounts,
+    model_volumes,
+)
 from deploy.controller.manifests.pods import (
     CONFIG_HASH,
     PodContext,
-    model_mounts,
-    model_volumes,
     pull_secrets,
 )
 from deploy.controller.manifests.router_access import HEALTH_PORT, access_mounts, access_volumes
@@ -58,7 +62,7 @@ def _router_pod(context: PodContext) -> Object:
     probe = context.probe(HEALTH_PORT if has_tls else ROUTER_PORT)
     container = {
         "name": "router",
-        "image": spec.images.router or context.release.router_image,
+        "image": context.router_image,
         "imagePullPolicy": spec.images.pull_policy,
         "command": ["python", "-m", "router"],
         "args": [
@@ -66,7 +70,7 @@ def _router_pod(context: PodContext) -> Object:
             *("--config", CONFIG_FILE),
             *("--listen", f"0.0.0.0:{ROUTER_PORT}"),
         ],
-        "env": list(POD_ENV),
+        "env": [*POD_ENV, *model_env(spec)],
         "ports": [
             {"name": "grpc", "containerPort": ROUTER_PORT, "protocol": "TCP"},
             {"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"},
@@ -84,6 +88,7 @@ def _router_pod(context: PodContext) -> Object:
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": drain_s + _DRAIN_MARGIN_S,
         "securityContext": {"fsGroup": 1000, "runAsUser": 1000, "runAsNonRoot": True},
+        **fetching(spec, context.router_image, text_only=True),
         "containers": [container],
         "volumes": [
             config_volume(owner),

@@ -47,7 +47,12 @@ BAD_CLUSTERS = [
     ("model.name", None, "spec.model.name"),
     ("model.claim", {"claimName": "weights"}, "spec.model.name"),
     ("model.uri", "ftp://host/model", "spec.model.uri"),
-    ("model.revision", "v2", "spec.model.revision"),
+    ("model.uri", "https://host/model?signature=1", "spec.model.uri"),
+    ("model.uri", "https://user@host/model", "spec.model.uri"),
+    ("model", {"uri": "s3://bucket/model", "revision": "v2"}, "spec.model.revision"),
+    ("model.revision", "two words", "spec.model.revision"),
+    ("model.credentialsSecretName", "keys", "spec.model.credentialsSecretName"),
+    ("hub", {"endpoint": "hub.example.com"}, "spec.hub.endpoint"),
     ("model.claim", {"claimName": "weights", "path": "../etc"}, "spec.model.claim.path"),
     ("pools", {"prefill": {"role": "prefill"}}, "spec.pools"),
     ("pools", {"Decode_1": {"role": "decode"}}, "spec.pools"),
@@ -162,6 +167,9 @@ CASES = [
     (ServingClusterSpec, CLUSTER_KIND, CLUSTER, "router.settings", {"localPrefill": "never"}),
     (ServingClusterSpec, CLUSTER_KIND, ONE_POOL, "router.settings", {"localPrefill": "never"}),
     (ServingClusterSpec, CLUSTER_KIND, CLUSTER, "router.tls", {"secretName": "cert"}),
+    (ServingClusterSpec, CLUSTER_KIND, CLUSTER, "model.revision", "v2"),
+    (ServingClusterSpec, CLUSTER_KIND, CLUSTER, "model",
+     {"uri": "https://host/model", "credentialsSecretName": "keys"}),
     (WorkerPoolSpec, "WorkerPool", POOL, "replicas", 64),
 ]  # fmt: skip
 

@@ -16,6 +16,8 @@ from deploy.api.write import serving_cluster
 
 FILE = """
 model: Qwen/Qwen3-0.6B
+model_revision: v2
+tokenizer: Qwen/Qwen3-8B
 engine:
   max_num_seqs: 32
   fake: {vocab_size: 9}
@@ -36,6 +38,8 @@ def test_a_cluster_file_is_printed_as_the_resource_that_means_the_same(
     assert made["metadata"] == {"name": "chat", "namespace": "models"}
     spec, config = read_spec(ServingClusterSpec, made), load_config(path)
     assert spec.model.name == config.model
+    assert spec.model.revision == config.model_revision == "v2"
+    assert spec.tokenizer == config.tokenizer == "Qwen/Qwen3-8B"
     assert spec.engine == config.engine
     assert spec.router.settings.max_queue == 7
     assert spec.router.settings.port == 7100, "where one machine listens is no setting of pods"
@@ -57,9 +61,11 @@ def test_what_is_at_its_default_is_left_out(tmp_path: Path) -> None:
 
 def test_a_folder_of_this_machine_is_refused_with_where_to_put_it(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text(f"model: {tmp_path}\n")
-    with pytest.raises(ConfigError, match="PersistentVolumeClaim"):
-        serving_cluster(load_config(path), "chat", None)
+    for field, others in (("model", ""), ("tokenizer", "model: org/name\n")):
+        path.write_text(f"{others}{field}: {tmp_path}\n")
+        with pytest.raises(ConfigError, match="PersistentVolumeClaim") as caught:
+            serving_cluster(load_config(path), "chat", None)
+        assert caught.value.field == field
 
 
 def test_certificates_and_tokens_are_named_as_secrets_with_how_to_make_them(

@@ -21,7 +21,7 @@ COMBINATIONS: dict[str, Any] = {
     "gpu_rdma_cluster": first_cluster(spec=ON, nodes={"preset": "gpu-rdma"}),
     "air_gapped": first_cluster(
         spec={"model": {"name": "Qwen/Qwen3-8B"}},
-        nodes={"weightsCache": {"hostPath": "/mnt/weights"}},
+        nodes={"weightsCache": {"claimName": "weights"}},
     )
     | {
         "images": {"registry": "registry.example.com/mirror", "pullSecrets": ["mirror"]},

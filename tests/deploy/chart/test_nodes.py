@@ -141,10 +141,12 @@ def test_a_pools_own_template_comes_before_what_all_pools_have(helm: Helm) -> No
 def test_a_weights_cache_outlives_the_pod(
     helm: Helm, cache: dict[str, str], source: dict[str, Any]
 ) -> None:
-    pod = pods_of(helm, first_cluster(nodes={"weightsCache": cache}))["decode"]
-    assert volume_of(pod, "weights") == source
-    (mount,) = [each for each in container_of(pod)["volumeMounts"] if each["name"] == "weights"]
-    assert env_of(pod)["HF_HOME"].startswith(mount["mountPath"] + "/")
+    pods = pods_of(helm, first_cluster(nodes={"weightsCache": cache}))
+    for name, pod in pods.items():
+        is_there = "claimName" in cache or name in ("prefill", "decode")
+        assert volume_of(pod, "weights") == (source if is_there else {"emptyDir": {}})
+        (mount,) = [each for each in container_of(pod)["volumeMounts"] if each["name"] == "weights"]
+        assert env_of(pod)["HF_HOME"].startswith(mount["mountPath"] + "/")
 
 
 def test_an_air_gapped_site_asks_nobody_outside(helm: Helm) -> None:

@@ -12,27 +12,16 @@
 {{- $nodes | toJson -}}
 {{- end -}}
 
-{{- /* Environment of whatever reads a model or a tokenizer. */ -}}
-{{- define "baton.hubEnv" -}}
-{{- $env := list -}}
-{{- if .Values.hub.offline -}}
-{{- $env = append $env (dict "name" "HF_HUB_OFFLINE" "value" "1") -}}
+{{- /* The volume `weights` of the pods; {} for what the operator makes it: gone with its pod. */ -}}
+{{- define "baton.weights" -}}
+{{- $cache := (include "baton.nodes" . | fromJson).weightsCache -}}
+{{- if and $cache.hostPath $cache.claimName -}}
+{{- fail "cluster.nodes.weightsCache: hostPath or claimName, not both" -}}
 {{- end -}}
-{{- with .Values.hub.endpoint -}}
-{{- $env = append $env (dict "name" "HF_ENDPOINT" "value" .) -}}
-{{- end -}}
-{{- with .Values.hub.tokenSecretName -}}
-{{- $from := dict "secretKeyRef" (dict "name" . "key" "token") -}}
-{{- $env = append $env (dict "name" "HF_TOKEN" "valueFrom" $from) -}}
-{{- end -}}
-{{- $env | toJson -}}
-{{- end -}}
-
-{{- /* A PodTemplateSpec with the hub's environment in one container: `root`, `container`; {} for none. */ -}}
-{{- define "baton.hubTemplate" -}}
-{{- $env := include "baton.hubEnv" .root | fromJsonArray -}}
-{{- if $env -}}
-{{- dict "spec" (dict "containers" (list (dict "name" .container "env" $env))) | toJson -}}
+{{- if $cache.hostPath -}}
+{{- dict "name" "weights" "emptyDir" nil "hostPath" (dict "path" $cache.hostPath "type" "Directory") | toJson -}}
+{{- else if $cache.claimName -}}
+{{- dict "name" "weights" "emptyDir" nil "persistentVolumeClaim" (dict "claimName" $cache.claimName) | toJson -}}
 {{- else -}}
 {}
 {{- end -}}
@@ -41,7 +30,7 @@
 {{- /* What every pool's pods have of cluster.nodes: a PodTemplateSpec over the operator's own. */ -}}
 {{- define "baton.workerTemplate" -}}
 {{- $nodes := include "baton.nodes" . | fromJson -}}
-{{- $env := include "baton.hubEnv" . | fromJsonArray -}}
+{{- $env := list -}}
 {{- range $name, $value := default dict $nodes.env -}}
 {{- $env = append $env (dict "name" $name "value" (toString $value)) -}}
 {{- end -}}
@@ -49,18 +38,8 @@
 {{- with $nodes.shmSize -}}
 {{- $volumes = append $volumes (dict "name" "shm" "emptyDir" (dict "medium" "Memory" "sizeLimit" .)) -}}
 {{- end -}}
-{{- $cache := $nodes.weightsCache -}}
-{{- if and $cache.hostPath $cache.claimName -}}
-{{- fail "cluster.nodes.weightsCache: hostPath or claimName, not both" -}}
-{{- end -}}
-{{- with $cache.hostPath -}}
-{{- $volumes = append $volumes (dict "name" "weights" "hostPath" (dict "path" . "type" "Directory")) -}}
-{{- end -}}
-{{- with $cache.claimName -}}
-{{- $volumes = append $volumes (dict "name" "weights" "persistentVolumeClaim" (dict "claimName" .)) -}}
-{{- end -}}
-{{- if or $cache.hostPath $cache.claimName -}}
-{{- $env = append $env (dict "name" "HF_HOME" "value" "/var/cache/baton/weights/hub") -}}
+{{- with include "baton.weights" . | fromJson -}}
+{{- $volumes = append $volumes . -}}
 {{- end -}}
 {{- $container := dict "name" "ray-worker" -}}
 {{- with $env -}}{{- $_ := set $container "env" . -}}{{- end -}}
@@ -98,11 +77,16 @@
 {{- $_ := set $own.pools $name (dict "template" $worker) -}}
 {{- end -}}
 {{- end -}}
-{{- with include "baton.hubTemplate" (dict "root" . "container" "router") | fromJson -}}
-{{- $_ := set $own "router" (dict "template" .) -}}
+{{- $hub := dict -}}
+{{- range $name, $value := .Values.hub -}}
+{{- with $value -}}{{- $_ := set $hub $name . -}}{{- end -}}
 {{- end -}}
-{{- with include "baton.hubTemplate" (dict "root" . "container" "ray-head") | fromJson -}}
-{{- $_ := set $own "ray" (dict "headTemplate" .) -}}
+{{- with $hub -}}{{- $_ := set $own "hub" . -}}{{- end -}}
+{{- /* A claim may be mounted anywhere; a node's folder is of the workers' nodes. */ -}}
+{{- with (include "baton.nodes" . | fromJson).weightsCache.claimName -}}
+{{- $template := dict "spec" (dict "volumes" (list (include "baton.weights" $ | fromJson))) -}}
+{{- $_ := set $own "router" (dict "template" $template) -}}
+{{- $_ := set $own "ray" (dict "headTemplate" $template) -}}
 {{- end -}}
 {{- (include "baton.merged" (dict "own" $own "over" .Values.cluster.spec "key" "") | fromJson).value | toJson -}}
 {{- end -}}

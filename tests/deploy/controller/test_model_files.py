@@ -1,0 +1,92 @@
+"""Each source of a model, in the pods that read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.manifests.cluster_yaml import cluster_config
+from deploy.controller.manifests.common import WEIGHTS_FOLDER
+from deploy.controller.manifests.pods import PodContext, head_template, worker_template
+from deploy.controller.manifests.routers import router_deployment
+from tests.deploy.controller.test_manifests import OWNER, RELEASE, pools_of, spec_of
+
+URI = "s3://bucket/models/qwen"
+
+
+def pods(**spec: Any) -> dict[str, dict[str, Any]]:
+    """Each kind's pod spec."""
+    context = PodContext(OWNER, spec_of(**spec), RELEASE, "v1", "r1")
+    pool = WorkerPoolSpec(role="decode", cluster="main", pool="decode")
+    return {
+        "head": head_template(context)["spec"],
+        "worker": worker_template(context, "decode", pool)["spec"],
+        "router": router_deployment(context)["spec"]["template"]["spec"],
+    }
+
+
+def environment_of(pod: dict[str, Any]) -> dict[str, Any]:
+    (container,) = pod["containers"]
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
+
+
+def test_a_uri_is_fetched_before_each_pod_to_where_its_processes_read_the_model() -> None:
+    spec = spec_of(model={"uri": URI, "credentialsSecretName": "keys"})
+    model = cluster_config(OWNER, spec, pools_of(spec)).model
+    assert model.startswith(f"{WEIGHTS_FOLDER}/")
+    for name, pod in pods(model={"uri": URI, "credentialsSecretName": "keys"}).items():
+        (init,) = pod["initContainers"]
+        assert init["command"] == ["python", "-m", "baton.fetch"]
+        args = ["--uri", URI, "--folder", model]
+        assert init["args"] == (args if name == "worker" else [*args, "--text-only"])
+        assert init["image"] == pod["containers"][0]["image"]
+        assert init["envFrom"] == [{"secretRef": {"name": "keys"}}]
+        assert init["securityContext"] == pod["containers"][0]["securityContext"]
+        (mount,) = init["volumeMounts"]
+        assert mount in pod["containers"][0]["volumeMounts"]
+        assert mount["name"] in [volume["name"] for volume in pod["volumes"]]
+
+
+def test_two_uris_never_share_a_folder() -> None:
+    specs = [spec_of(model={"uri": uri}) for uri in (URI, f"{URI}2")]
+    first, second = (cluster_config(OWNER, spec, pools_of(spec)).model for spec in specs)
+    assert first != second
+
+
+@pytest.mark.parametrize("model", [{"name": "org/name"}, {"claim": {"claimName": "weights"}}])
+def test_nothing_is_fetched_of_other_sources(model: dict[str, Any]) -> None:
+    assert not any("initContainers" in pod for pod in pods(model=model).values())
+
+
+def test_a_template_may_add_to_what_fetches() -> None:
+    proxy = {"name": "HTTPS_PROXY", "value": "http://proxy:3128"}
+    template = {"spec": {"initContainers": [{"name": "fetch-model", "env": [proxy]}]}}
+    made = pods(model={"uri": URI}, router={"template": template})["router"]
+    (init,) = made["initContainers"]
+    assert proxy in init["env"]
+    assert init["command"] == ["python", "-m", "baton.fetch"]
+
+
+def test_every_pod_asks_the_hub_alike() -> None:
+    hub = {"offline": True, "endpoint": "https://hub.example.com", "tokenSecretName": "hub"}
+    for pod in pods(model={"name": "org/name"}, hub=hub).values():
+        environment = environment_of(pod)
+        assert environment["HF_HUB_OFFLINE"] == "1"
+        assert environment["HF_ENDPOINT"] == "https://hub.example.com"
+        assert environment["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+        assert environment["HF_HOME"].startswith(WEIGHTS_FOLDER)
+        assert environment["HOME"] == "/tmp", "which this user may write"
+
+
+def test_without_settings_the_hub_is_asked_as_usual() -> None:
+    for pod in pods(model={"name": "org/name"}).values():
+        assert not {"HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN"} & set(environment_of(pod))
+
+
+def test_revision_and_tokenizer_are_what_the_processes_read() -> None:
+    spec = spec_of(model={"name": "org/name", "revision": "v2"}, tokenizer="org/other")
+    config = cluster_config(OWNER, spec, pools_of(spec))
+    assert (config.model, config.model_revision) == ("org/name", "v2")
+    assert config.tokenizer == "org/other"
