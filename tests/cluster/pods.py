@@ -120,7 +120,7 @@ class PodCluster:
             "NODE_NAME": pod.node_name,
         }
         offers = {pod_resource(pool): num_ranks}
-        command = start_worker(self.ray_address, offers, self.folder / str(number))
+        command = start_worker(self.ray_address, offers, self.folder / str(number), pod.name)
         node = NodeProcess([*run_by, *command], environment, self.run_dir / f"{pod.name}.log")
         joined = PodProcess(pool, pod, node, environment)
         self.stack.callback(shutil.rmtree, pod.folder, ignore_errors=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from baton.process_tree import Process, descendants, still_alive, wait_until_gone
+from cluster.config import POD_LABEL
 from cluster.rank import free_port
 
 _UP_WITHIN_S = 60.0
@@ -35,12 +36,16 @@ def start_head(port: int, folder: Path) -> list[str]:
     ]
 
 
-def start_worker(address: str, resources: Mapping[str, float], folder: Path) -> list[str]:
-    """The command of a node that joins the GCS at `address`, and offers `resources`."""
+def start_worker(
+    address: str, resources: Mapping[str, float], folder: Path, pod_name: str
+) -> list[str]:
+    """The command of a node that joins the GCS at `address`, offers `resources` and tells which pod
+    it is."""
     return [
         *_ray_start(folder),
         f"--address={address}",
         f"--resources={json.dumps(resources)}",
+        f"--labels={POD_LABEL}={pod_name}",
     ]
 
 

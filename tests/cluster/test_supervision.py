@@ -10,13 +10,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from baton.config import ClusterConfig, parse_config
+from baton.control_client import ControlClient
+from baton.errors import ConfigError, InUseError
+from cluster.places import Spot
 from cluster.replica import Replica, ReplicaName, Replicas
 from cluster.supervisor import Supervision
 from cluster.worker_config import WorkerConfig
@@ -42,11 +45,11 @@ class SlowStarts:
         self.num_begun = 0
         self.told: list[str] = []
 
-    def find(self) -> list[Replica]:
+    def find(self, tp_sizes: Mapping[str, int]) -> list[Replica]:
         return []
 
-    def place(self, name: ReplicaName, config: object) -> bool:
-        return True
+    def place(self, name: ReplicaName, config: object) -> Spot | None:
+        return Spot("node")
 
     def start(self, name: ReplicaName, config: object) -> Replica:
         self.num_begun += 1
@@ -67,7 +70,7 @@ class Found:
         self.looking, self.go_on = threading.Event(), threading.Event()
         self.destroyed: list[str] = []
 
-    def find(self) -> list[Replica]:
+    def find(self, tp_sizes: Mapping[str, int]) -> list[Replica]:
         self.looking.set()
         assert self.go_on.wait(30)
         return [Replica(ReplicaName("all", index, 1), {}, (), serves=True) for index in (0, 1)]
@@ -138,6 +141,59 @@ async def test_workers_are_told_the_announced_host_of_the_registry_where_there_i
     assert keeps.told == []  # nobody divides the cores of pods
     supervision.stop()
     await asyncio.wait_for(running, 10)
+
+
+class Adopts(Keeps):
+    """Finds one replica of each pool that it is told of."""
+
+    def find(self, tp_sizes: Mapping[str, int]) -> list[Replica]:
+        self.looked_for = dict(tp_sizes)
+        return [Replica(ReplicaName(name, 0, 1), {}, (), serves=True) for name in tp_sizes]
+
+
+TOLD = """
+model: other
+supervisor: {fence_after_s: 4}
+pools: {more: {role: mixed, tensor_parallel: 2, engine: {num_blocks: 77, dtype: float32}}}
+"""
+
+
+async def test_a_pool_that_was_told_is_started_by_its_own_file_and_adopted_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    keeps, told = Keeps(), asyncio.get_running_loop().create_future()
+    supervision = supervision_over(keeps, cluster_of(), tmp_path)
+    running = asyncio.create_task(supervision.run(told.set_result))
+    with ControlClient(await told) as control:
+        with pytest.raises(ConfigError, match=r"runs_on: must be machine, .* not pods"):
+            await asyncio.to_thread(control.add_pool, "more", TOLD + "runs_on: pods", 1)
+        await asyncio.to_thread(control.add_pool, "more", TOLD, 1)
+        await until(lambda: len(keeps.configs) == 2)
+        config = keeps.configs[1]
+        assert (config.worker_id, config.model_path, config.tp_size) == ("more-0", "other", 2)
+        assert (config.engine.num_blocks, keeps.configs[0].engine.num_blocks) != (77, 77)
+        limits = [keeper._limits.fence_after_s for keeper in supervision._keepers.values()]
+        assert limits == [10.0, 4.0]
+        with pytest.raises(InUseError):
+            await asyncio.to_thread(control.remove_pool, "more")
+        running.cancel()  # as a supervisor that is killed ends no replica
+        await asyncio.wait({running})
+
+    adopts, again = Adopts(), asyncio.get_running_loop().create_future()
+    supervision = supervision_over(adopts, cluster_of(), tmp_path)
+    running = asyncio.create_task(supervision.run(again.set_result))
+    with ControlClient(await again) as control:
+        assert adopts.looked_for == {"all": 1, "more": 2}
+        await until(lambda: len(supervision._keepers) == 2)
+        assert adopts.configs == []
+        await asyncio.to_thread(control.set_replicas, "more", 0)
+        supervision._keepers[("more", 0)].end_now()
+        await until(lambda: len(supervision._keepers) == 1)
+        await asyncio.to_thread(control.remove_pool, "more")
+    supervision.stop()
+    await asyncio.wait_for(running, 10)
+    supervision = supervision_over(adopts, cluster_of(), tmp_path)
+    assert list(supervision._registry.pools.all_settings()) == ["all"]
 
 
 SUPERVISOR = """
