@@ -35,7 +35,6 @@ def cluster_verdicts(
     Degraded: something has failed. `routers`: their Deployment; `refused`: what the API server did
     not take."""
     num_ready = 0 if routers is None else routers.get("status", {}).get("readyReplicas", 0)
-    missing = _missing(view, num_ready)
     errors = [f"{name}: {p.fleet.last_error}" for name, p in view.pools.items()
               if p.fleet is not None and p.fleet.last_error]  # fmt: skip
     late = [f"{name} {num_live(pool)}/{pool.replicas}" for name, pool in view.pools.items()
@@ -43,7 +42,7 @@ def cluster_verdicts(
     if num_ready < view.spec.router.replicas:
         late.append(f"routers {num_ready}/{view.spec.router.replicas}")
     return [
-        _available(view, missing),
+        availability(view, num_ready),
         Verdict(PROGRESSING, True, "Changing", ", ".join(late))
         if late
         else Verdict(PROGRESSING, False, "AsWanted", "all workers and routers are there"),
@@ -51,7 +50,9 @@ def cluster_verdicts(
     ]
 
 
-def _available(view: ClusterView, missing: str) -> Verdict:
+def availability(view: ClusterView, num_routers_ready: int) -> Verdict:
+    """Whether a prompt would be answered."""
+    missing = _missing(view, num_routers_ready)
     if missing:
         return Verdict(AVAILABLE, False, "Missing", missing)
     if any(map(_is_stopped, view.pools.values())):
