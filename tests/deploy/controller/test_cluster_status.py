@@ -8,13 +8,11 @@ from deploy.api.model_source import ModelSource
 from deploy.api.naming import API_VERSION
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import PoolTemplate, Scaling, WorkerPoolSpec
-from deploy.controller.cluster_status import cluster_verdicts
+from deploy.controller.cluster_status import availability
 from deploy.controller.manifests.common import Owner
 from deploy.controller.objects import Key
 from deploy.controller.observed import Fleet, FleetPool
 from deploy.controller.view import ClusterView, PoolView
-
-ROUTERS = {"status": {"readyReplicas": 2}}
 
 
 def at(replicas: int, mode: str) -> ClusterView:
@@ -52,5 +50,5 @@ def at(replicas: int, mode: str) -> ClusterView:
 def test_pools_that_the_planner_stopped_are_available_for_the_next_request_starts_them(
     replicas: int, mode: str, status: bool, reason: str
 ) -> None:
-    available, *_ = cluster_verdicts(at(replicas, mode), ROUTERS, [])
+    available = availability(at(replicas, mode), num_routers_ready=2)
     assert (available.type, available.is_true, available.reason) == ("Available", status, reason)
