@@ -85,6 +85,7 @@ def _router_pod(context: PodContext) -> Object:
     }
     drain_s = int(spec.router.settings.drain_timeout_s)
     return {
+        "serviceAccountName": f"{owner.name}-pods",
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": drain_s + _DRAIN_MARGIN_S,
         "securityContext": {"fsGroup": 1000, "runAsUser": 1000, "runAsNonRoot": True},

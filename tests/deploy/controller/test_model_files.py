@@ -42,6 +42,7 @@ def test_a_uri_is_fetched_before_each_pod_to_where_its_processes_read_the_model(
         args = ["--uri", URI, "--folder", model]
         assert init["args"] == (args if name == "worker" else [*args, "--text-only"])
         assert init["image"] == pod["containers"][0]["image"]
+        assert pod["serviceAccountName"] == "main-pods", "to which a cloud may give an identity"
         assert init["envFrom"] == [{"secretRef": {"name": "keys"}}]
         assert init["securityContext"] == pod["containers"][0]["securityContext"]
         (mount,) = init["volumeMounts"]
