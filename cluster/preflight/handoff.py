@@ -39,7 +39,12 @@ _NUM_ROUNDS = 3
 _SENT = 7
 _SLOW_GB_PER_S = 0.5
 _BETWEEN_PROCESSES = SHARED_MEMORY - {"self"}
-_NO_LIBRARY = "cannot load libucp"
+_WITH_CUDA = "a libucx built with CUDA: spec.transfer.ucxLibrary names it (wheel has CUDA, no RDMA)"
+_FIXES = {
+    "cannot load libucp": "an image that holds this libucp, or spec.transfer.ucxLibrary: wheel",
+    "cannot reach cuda memory": _WITH_CUDA,
+}
+"""By what a transport says."""
 _RDMA = ("rc_", "dc_", "ud_", "srd")
 """How UCX's names of RDMA transports begin."""
 
@@ -80,11 +85,7 @@ def check_transports(report: Report, wanted: Wanted) -> Check:
     if wanted.rdma and not any(name.startswith(_RDMA) for name in report.transports):
         return failure("UCX", f"{found}; none with RDMA", _rdma_fix(wanted))
     if wanted.num_gpus and not CUDA_COPIES & {*report.transports}:
-        return failure(
-            "UCX",
-            f"{found}; none that knows a GPU's memory",
-            "a libucx built with CUDA: spec.transfer.ucxLibrary names it (wheel has CUDA, no RDMA)",
-        )
+        return failure("UCX", f"{found}; none that knows a GPU's memory", _WITH_CUDA)
     if not _BETWEEN_PROCESSES & {*report.transports}:
         fix = "leave sysv and posix in UCX_TLS: pods of one node, and ranks, copy through them"
         return warning("UCX", f"{found}; none with shared memory", fix)
@@ -114,10 +115,9 @@ def check_lanes(report: Report, device: str) -> Check:
 
 
 def _broken(found: str, wanted: Wanted) -> Check:
-    fix = f"python -m {__name__} --library {wanted.ucx_library} tells more"
-    if _NO_LIBRARY in found:
-        fix = "an image that holds this libucp, or spec.transfer.ucxLibrary: wheel"
-    return failure("handoff", found, fix)
+    usual = f"python -m {__name__} --library {wanted.ucx_library} tells more"
+    fixes = [fix for words, fix in _FIXES.items() if words in found]
+    return failure("handoff", found, fixes[0] if fixes else usual)
 
 
 # --- the two processes ----------------------------------------------------------------------------
@@ -137,7 +137,7 @@ async def _receive(pipe: Connection, device: str, config: TransferConfig) -> Non
     pipe.send(rank.identity)
     while (blocks := await asyncio.to_thread(pipe.recv)) is not None:
         pipe.send(rank.table.grant("preflight", writer, [blocks], 0, _LEASE_S))
-    pipe.send(int((rank.memory.buffer == _SENT).sum()))
+    pipe.send(rank.count(_SENT))
     rank.close()
 
 
@@ -145,6 +145,7 @@ async def _send(pipe: Connection, device: str, config: TransferConfig) -> Report
     """Raises TransferError, EOFError where the receiver ended, ValueError for bytes gone astray."""
     rank = LoneRank("sender", _shape(device), config)
     rank.memory.buffer[:] = _SENT
+    rank.count(_SENT)  # which waits for the GPU: a put would not
     pipe.send(rank.identity)
     await asyncio.to_thread(pipe.recv)
     shape = _shape(device)
@@ -200,7 +201,7 @@ def main() -> None:
     there.close()  # so that a receiver that ends is told
     try:
         report = uvloop.run(_send(pipe, options.device, config))
-    except (TransferError, EOFError) as error:
+    except (TransferError, EOFError, OSError) as error:
         sys.exit(str(error) or "the receiving process ended")
     process.join(_TIMEOUT_S)
     print(json.dumps(asdict(report)))

@@ -73,6 +73,10 @@ class LoneRank:
         for layer in layers:
             self.rank.layer_done(layer, [push])
 
+    def count(self, value: int) -> int:
+        """Bytes of the memory that hold it."""
+        return int((self.memory.buffer == value).sum())
+
     def admitted(self, request_id: str, first: FirstToken) -> None:
         pass
 

@@ -24,7 +24,7 @@ from cluster.preflight.check import (
     ok,
     warning,
 )
-from cluster.preflight.gpus import check_driver, check_number, driver_version
+from cluster.preflight.gpus import check_driver, check_number, driver_version, torch_cuda
 from cluster.preflight.handoff import Report, check_lanes, check_transports
 from cluster.preflight.memory import check_memory, huge_pages, locked_memory, shared_memory
 from tests.cluster.preflight import made_up
@@ -249,6 +249,14 @@ def test_a_library_that_is_not_there_is_told_in_a_line() -> None:
     assert "cannot load libucp (/no/libucp.so)" in check.found
     assert "Traceback" not in check.found
     assert "ucxLibrary" in check.fix
+
+
+@pytest.mark.skipif(torch_cuda() is None, reason="this torch knows no CUDA memory")
+@pytest.mark.gpu
+def test_a_libucx_without_cuda_is_named_as_what_is_missing() -> None:
+    (check,) = handoff.check_handoff(Wanted(num_gpus=1, ucx_library="system"), "cuda")
+    assert "cannot reach cuda memory" in check.found
+    assert "built with CUDA" in check.fix
 
 
 @pytest.mark.gpu
