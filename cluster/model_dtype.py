@@ -79,7 +79,7 @@ class DtypeDecision:
         if "error" in told:
             raise ConfigError(told["error"], field="model")
         dtype = told["dtype"]
-        config = _with_dtype(self._config, dtype)
+        config = with_dtype(self._config, dtype)
         _check_pairs(config, self._config)
         return config, f"computing in {dtype}: {told['reason']}"
 
@@ -117,7 +117,9 @@ def _check_pairs(config: ClusterConfig, written: ClusterConfig) -> None:
             raise ConfigError(f"{said}: KV is exchanged within one dtype only", field="pools")
 
 
-def _with_dtype(config: ClusterConfig, dtype: str) -> ClusterConfig:
+def with_dtype(config: ClusterConfig, dtype: str) -> ClusterConfig:
+    """Wherever it says `auto`."""
+
     def decided(engine: Mapping[str, Any]) -> dict[str, Any]:
         return {**engine, "dtype": dtype} if engine.get("dtype") == _AUTO else dict(engine)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Mapping
 from typing import Protocol
 
-from baton.config import ClusterConfig
 from cluster.pool_settings import PoolSettings, told_settings
 from cluster.registry import Registry
 from cluster.role_plan import RolePlan
@@ -19,8 +17,8 @@ class PoolBacking(Protocol):
     async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
         """`pool` is to grow: `replicas` is every pool's size then. Raises BatonError."""
 
-    async def settled(self, config: ClusterConfig) -> ClusterConfig:
-        """With what is decided once for all workers of a pool, which may run here.
+    async def settled(self, told: PoolSettings) -> PoolSettings:
+        """With what is decided once for all workers of the pool, which may run here.
 
         Raises BatonError."""
 
@@ -37,8 +35,8 @@ class Unbacked:
     async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
         """There is any."""
 
-    async def settled(self, config: ClusterConfig) -> ClusterConfig:
-        return config
+    async def settled(self, told: PoolSettings) -> PoolSettings:
+        return told
 
     async def places_known(self) -> None:
         """None is opened."""
@@ -75,8 +73,7 @@ class PoolChanges:
         async with self._adding:
             if book.knows(told):
                 return
-            config = await self._backing.settled(told.config)
-            settings = dataclasses.replace(told, config=config)
+            settings = await self._backing.settled(told)
             if replicas:
                 sizes = book.desired_replicas() | {name: replicas}
                 await self._backing.check_room(settings, sizes)

@@ -6,7 +6,7 @@ It never changes while the pool is known: workers of other settings are another 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from baton.config import ClusterConfig, PoolConfig, read_config
@@ -54,6 +54,15 @@ def told_settings(name: str, text: str, cohort: str) -> PoolSettings:
             f"{source}: pools: it is not there; there are: {there_are}", field="pools"
         )
     return PoolSettings(name, config, cohort, hashlib.sha256(text.encode()).digest())
+
+
+def cohort_dtype(cohort: str, pools: Iterable[PoolSettings]) -> str | None:
+    """What a cohort computes in, whose pools exchange KV in one dtype only; None: not decided."""
+    for settings in pools:
+        engine = settings.config.pool_engine(settings.name)
+        if settings.cohort == cohort and engine.backend == "torch" and engine.dtype != "auto":
+            return engine.dtype
+    return None
 
 
 def num_ranks(pools: Mapping[str, PoolSettings], replicas: Mapping[str, int]) -> int:

@@ -31,8 +31,8 @@ from baton.errors import ConfigError
 from cluster.control_service import Changes, serve
 from cluster.keeper import LOOK_S, Ground, Keeper
 from cluster.loop_door import LoopDoor
-from cluster.model_dtype import decided_dtype
-from cluster.pool_settings import PoolSettings, num_ranks
+from cluster.model_dtype import decided_dtype, with_dtype
+from cluster.pool_settings import PoolSettings, cohort_dtype, num_ranks
 from cluster.rank_ends import EndWatch
 from cluster.registry import Registry
 from cluster.replica import Replica, ReplicaName, Replicas
@@ -106,18 +106,20 @@ class Supervision:
         pools = self._registry.pools.all_settings() | {pool.name: pool}
         await self._ray_soon(partial(check_room, pool.name, pools, replicas))
 
-    async def settled(self, config: ClusterConfig) -> ClusterConfig:
+    async def settled(self, told: PoolSettings) -> PoolSettings:
         """Raises ConfigError, UnavailableError."""
-        here = self._cluster.runs_on
+        config, here = told.config, self._cluster.runs_on
         if config.runs_on != here:
             raise ConfigError(
                 f"runs_on: must be {here}, as the cluster's own, not {config.runs_on}",
                 field="runs_on",
             )
-        decided, dtype = await asyncio.to_thread(decided_dtype, config)
-        if dtype is not None:
-            log.info("%s: %s", ", ".join(config.pools), dtype)
-        return decided
+        if dtype := cohort_dtype(told.cohort, self._registry.pools.all_settings().values()):
+            config = with_dtype(config, dtype)
+        config, chosen = await asyncio.to_thread(decided_dtype, config)
+        if chosen is not None:
+            log.info("%s: %s", told.name, chosen)
+        return dataclasses.replace(told, config=config)
 
     async def places_known(self) -> None:
         await self._places_opened.wait()

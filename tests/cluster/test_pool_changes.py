@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from baton.config import ClusterConfig
 from baton.control_client import ControlClient
 from baton.errors import (
     AlreadyExistsError,
@@ -112,10 +111,10 @@ class Backing(Unbacked):
         if sum(replicas.values()) > self._room:
             raise NoCapacityError(f"no room for {pool.name}", field="replicas")
 
-    async def settled(self, config: ClusterConfig) -> ClusterConfig:
-        if config.runs_on == "pods":
+    async def settled(self, told: PoolSettings) -> PoolSettings:
+        if told.config.runs_on == "pods":
             raise ConfigError("runs_on: must be machine", field="runs_on")
-        return config
+        return told
 
     async def places_known(self) -> None:
         await self.opened.wait()

@@ -143,6 +143,23 @@ async def test_workers_are_told_the_announced_host_of_the_registry_where_there_i
     await asyncio.wait_for(running, 10)
 
 
+async def test_a_told_pool_that_leaves_its_dtype_open_computes_in_its_cohorts(
+    tmp_path: Path,
+) -> None:
+    keeps, told = Keeps(), asyncio.get_running_loop().create_future()
+    supervision = supervision_over(keeps, cluster_of(), tmp_path)
+    running = asyncio.create_task(supervision.run(told.set_result))
+    with ControlClient(await told) as control:
+        for name, dtype in (("first", "float16"), ("second", "auto")):
+            text = f"pools: {{{name}: {{role: mixed, engine: {{dtype: {dtype}}}}}}}"
+            await asyncio.to_thread(control.add_pool, name, text, 1, "new")
+    await until(lambda: len(keeps.configs) == 3)
+    dtypes = {config.pool: config.engine.dtype for config in keeps.configs}
+    assert dtypes == {"all": "auto", "first": "float16", "second": "float16"}
+    supervision.stop()
+    await asyncio.wait_for(running, 10)
+
+
 class Adopts(Keeps):
     """Finds one replica of each pool that it is told of."""
 
