@@ -35,12 +35,55 @@ class Draining(Checked):
 
 
 @dataclass(frozen=True)
+class PoolRevision(Checked):
+    """One version of a pool."""
+
+    name: str = bounded(max_size=63)
+    """As pods carry it in the label baton.dev/revision."""
+    cohort: str = bounded("", max_size=63)
+    """Versions of other weights, quantisation or block size are of another cohort."""
+    replicas: int = bounded(0, minimum=0)
+    ready_replicas: int = bounded(0, minimum=0)
+
+
+@dataclass(frozen=True)
+class PoolRollout(Checked):
+    """How long the newest version has kept others waiting; what an operator goes on from."""
+
+    revision: str = bounded(max_size=63)
+    ready_replicas: int = bounded(0, minimum=0)
+    """Most that were ready at once."""
+    waiting_since: str = bounded("", max_size=64)
+    """Empty: all that were asked for are ready."""
+
+
+@dataclass(frozen=True)
+class CohortStatus(Checked):
+    """How far a change of weights, quantisation or block size is; what an operator goes on from."""
+
+    serving: str = bounded(max_size=63)
+    """The cohort that has the requests which the next one has not."""
+    next: str = bounded("", max_size=63)
+    phase: Literal["Serving", "Growing", "Watching", "Returning", "Returned"] = "Serving"
+    weight: int = bounded(0, minimum=0, maximum=100)
+    """Percent of new requests that go to the next one."""
+    since: str = bounded("", max_size=64)
+    """When this share began to be watched."""
+    reason: str = bounded("", max_size=4096)
+    """Why it is taken back."""
+    is_fault: bool = False
+    """The next one served worse than `spec.rollout` allows."""
+
+
+@dataclass(frozen=True)
 class WorkerPoolStatus(Checked):
     replicas: int = bounded(0, minimum=0)
     """Workers that there are, those that start or drain included."""
     ready_replicas: int = bounded(0, minimum=0)
     updated_replicas: int = bounded(0, minimum=0)
-    """Workers of the newest version."""
+    """Workers of the newest version that are ready."""
+    revisions: tuple[PoolRevision, ...] = bounded((), max_size=64)
+    rollout: PoolRollout | None = None
     draining: tuple[Draining, ...] = bounded((), max_size=1024)
     selector: str = bounded("", max_size=1024)
     """Labels of the pool's pods, for HorizontalPodAutoscalers."""
@@ -63,7 +106,9 @@ class ServingClusterStatus(Checked):
     endpoints: Mapping[str, str] = field(default_factory=dict)
     """Where what is served: `grpc` (grpcs:// before it: by TLS alone), `control`."""
     revision: str = bounded("", max_size=64)
-    """Of weights, quantisation and block size, which pools must share to exchange KV."""
+    """What the spec asks for of weights, quantisation and block size, which pools must share to
+    exchange KV: a cohort."""
+    cohort: CohortStatus | None = None
     pools: Mapping[str, str] = field(default_factory=dict)
     """Ready and wanted replicas of each pool, as `2/3`."""
     observed_generation: int = bounded(0, minimum=0)

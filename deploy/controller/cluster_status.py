@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from deploy.controller.cohort_rollout import Phase, Progress
 from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
 from deploy.controller.manifests.common import ROUTER_PORT, Object
 from deploy.controller.objects import Object as Seen
 from deploy.controller.observed import PlaceState
+from deploy.controller.revisions import cohort_of
+from deploy.controller.rolling import Rolling
+from deploy.controller.rolling_status import progress_status
 from deploy.controller.view import ClusterView, PoolView
 
+_DOES = {
+    Phase.GROWING: "gets workers for more",
+    Phase.WATCHING: "is watched",
+    Phase.RETURNING: "is taken back",
+}
 
-def cluster_status(view: ClusterView, revision: str) -> Object:
+
+def cluster_status(view: ClusterView, progress: Progress) -> Object:
     """Without conditions."""
     router = f"{view.owner.router_name}.{view.owner.namespace}.svc:{ROUTER_PORT}"
     if view.spec.router.tls is not None:
         router = f"grpcs://{router}"
     return {
         "endpoints": {"grpc": router, "control": view.owner.control_address},
-        "revision": revision,
+        "revision": cohort_of(view.obj["spec"]),
+        "cohort": progress_status(progress),
         "pools": {name: f"{num_live(pool)}/{pool.replicas}" for name, pool in view.pools.items()},
     }
 
@@ -29,11 +40,11 @@ def num_live(pool: PoolView) -> int:
 
 
 def cluster_verdicts(
-    view: ClusterView, routers: Seen | None, refused: Sequence[str]
+    view: ClusterView, rolling: Rolling, routers: Seen | None, refused: Sequence[str]
 ) -> list[Verdict]:
     """Available: a prompt would be answered; Progressing: something is still to become as wanted;
-    Degraded: something has failed. `routers`: their Deployment; `refused`: what the API server did
-    not take."""
+    Degraded: something has failed. `routers`: their Deployment; `refused`: what the API server or
+    the supervisor did not take."""
     num_ready = 0 if routers is None else routers.get("status", {}).get("readyReplicas", 0)
     errors = [f"{name}: {p.fleet.last_error}" for name, p in view.pools.items()
               if p.fleet is not None and p.fleet.last_error]  # fmt: skip
@@ -43,10 +54,8 @@ def cluster_verdicts(
         late.append(f"routers {num_ready}/{view.spec.router.replicas}")
     return [
         availability(view, num_ready),
-        Verdict(PROGRESSING, True, "Changing", ", ".join(late))
-        if late
-        else Verdict(PROGRESSING, False, "AsWanted", "all workers and routers are there"),
-        _degraded(refused, errors),
+        _progressing(view, rolling, late),
+        _degraded(rolling.progress, refused, errors),
     ]
 
 
@@ -61,9 +70,36 @@ def availability(view: ClusterView, num_routers_ready: int) -> Verdict:
     return Verdict(AVAILABLE, True, "Serving", "requests are served")
 
 
-def _degraded(refused: Sequence[str], errors: Sequence[str]) -> Verdict:
+def _progressing(view: ClusterView, rolling: Rolling, late: Sequence[str]) -> Verdict:
+    """What is rolled out comes first: it explains the rest."""
+    progress = rolling.progress
+    if progress.phase in _DOES:
+        told = (
+            f"{progress.weight}% of requests go to {progress.next}, which {_DOES[progress.phase]}"
+        )
+        return Verdict(PROGRESSING, True, f"Cohort{progress.phase.value}", told)
+    stopped = [name for name, pool in rolling.pools.items() if pool.is_stopped]
+    if stopped:
+        told = f"{', '.join(stopped)}: the new version does not get ready, older workers serve on"
+        return Verdict(PROGRESSING, False, "RolloutStopped", told)
+    rolled = [
+        f"{name} {pool.updated.num_live} of {pool.replicas} updated"
+        for name, pool in view.pools.items()
+        if pool.others and pool.updated.num_live != pool.replicas
+    ]
+    if rolled:
+        return Verdict(PROGRESSING, True, "RollingOut", ", ".join(rolled))
+    if late:
+        return Verdict(PROGRESSING, True, "Changing", ", ".join(late))
+    return Verdict(PROGRESSING, False, "AsWanted", "all workers and routers are there")
+
+
+def _degraded(progress: Progress, refused: Sequence[str], errors: Sequence[str]) -> Verdict:
     if refused:
         return Verdict(DEGRADED, True, "Refused", "; ".join(refused))
+    if progress.is_fault:
+        told = f"{progress.next} was taken back, {progress.serving} serves: {progress.reason}"
+        return Verdict(DEGRADED, True, "CohortTakenBack", told)
     if errors:
         return Verdict(DEGRADED, True, "StartFailed", "; ".join(errors))
     return Verdict(DEGRADED, False, "Sound", "nothing has failed")

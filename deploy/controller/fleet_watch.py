@@ -36,15 +36,19 @@ def fleet_of(told: control_pb2.WatchFleetResponse) -> Fleet:
     pools = {}
     for pool in told.pools:
         workers = [w for w in told.workers if w.info.pool == pool.name and w.state in _STATES]
-        places = [_place(worker) for worker in workers]
-        wanted = {f"{pool.name}-{index}" for index in range(pool.desired_replicas)}
-        for worker_id in sorted(wanted - {place.worker_id for place in places}):
-            places.append(Place(worker_id, "", PlaceState.PENDING))
+        places = {worker.info.ref.worker_id: _place(worker) for worker in workers}
+        starting = {place.worker_id: place.pod_name for place in pool.places}
+        wanted = {f"{pool.name}-{index}": "" for index in range(pool.desired_replicas)}
+        for worker_id, pod in sorted((wanted | starting).items()):
+            state = PlaceState.STARTING if pod else PlaceState.PENDING
+            places.setdefault(worker_id, Place(worker_id, pod, state))
         pools[pool.name] = FleetPool(
             pool.desired_replicas,
-            tuple(places),
+            tuple(places.values()),
             pool.last_error,
             (pool.role_plan.prefill, pool.role_plan.decode),
+            pool.cohort,
+            pool.cohort_weight,
         )
     return Fleet(pools, any(router.num_held for router in told.routers))
 
@@ -190,6 +194,7 @@ def _decisive(fleet: Fleet | None) -> object:
             pool.desired_replicas,
             pool.role_plan,
             pool.last_error,
+            (pool.cohort, pool.cohort_weight),
             [(place.worker_id, place.pod, place.state) for place in pool.places],
         )
         for name, pool in fleet.pools.items()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from deploy.controller.manifests.common import POOL_LABEL
-from deploy.controller.manifests.pods import CONFIG_HASH
+from deploy.controller.manifests.pods import REVISION_LABEL
 from deploy.controller.objects import Object
 
 
@@ -28,19 +28,21 @@ class Pod:
     is_ready: bool
     is_going: bool
     """Its deletion has begun."""
-    config_hash: str
+    revision: str
+    """By its name; a pool of its own to the supervisor."""
     created_at: str
 
     @classmethod
     def of(cls, obj: Object) -> Pod:
         metadata, status = obj["metadata"], obj.get("status", {})
+        labels = metadata.get("labels", {})
         conditions = {each["type"]: each["status"] for each in status.get("conditions", ())}
         return cls(
             name=metadata["name"],
-            pool=metadata.get("labels", {}).get(POOL_LABEL, ""),
+            pool=labels.get(POOL_LABEL, ""),
             is_ready=conditions.get("Ready") == "True",
             is_going="deletionTimestamp" in metadata,
-            config_hash=metadata.get("annotations", {}).get(CONFIG_HASH, ""),
+            revision=labels.get(REVISION_LABEL, ""),
             created_at=metadata.get("creationTimestamp", ""),
         )
 
@@ -59,21 +61,29 @@ class Place:
     """Share of its KV blocks that are in use."""
     decode_step_s: float = 0.0
 
+    @property
+    def index(self) -> int:
+        """Among its pool's places, from 0."""
+        return int(self.worker_id.rpartition("-")[2])
+
 
 @dataclass(frozen=True)
 class FleetPool:
-    """A pool in the supervisor's eyes."""
+    """A pool in the supervisor's eyes: one revision of a WorkerPool."""
 
     desired_replicas: int
     places: Sequence[Place]
     last_error: str = ""
     role_plan: tuple[int, int] = (0, 0)
     """Workers that act as prefill alone and as decode alone."""
+    cohort: str = ""
+    cohort_weight: int = 0
+    """Of new requests; the cohort's share is this by the sum over all."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """All pools of a cluster, by their names in it."""
+    """All pools that the supervisor knows, by the names of their revisions."""
 
     pools: Mapping[str, FleetPool]
     holds_requests: bool = False

@@ -12,6 +12,7 @@ from baton.v1 import control_pb2
 from cluster.planner.config import PlannerConfig
 from cluster.planner.planner import PoolPlan, decide
 from cluster.planner.state import PlannerState
+from cluster.role_plan import RolePlan
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.objects import Key
 
@@ -34,18 +35,25 @@ class Planning:
         told: tuple[control_pb2.WatchFleetResponse, float],
         pools: Mapping[str, WorkerPoolSpec],
         config: PlannerConfig,
+        pool_of: Mapping[str, str],
     ) -> Mapping[str, PoolPlan]:
-        """By pool. `told`: the supervisor's answer, and when it came, in seconds of any one clock.
-        A pool that somebody else scales is planned for, too, and stays as it is."""
+        """By pool. `told`: the supervisor's answer, and when it came, in seconds of any one clock;
+        `pool_of`: the pool of each revision. A pool that somebody else scales is planned for, too,
+        and stays as it is."""
         memory = self._memories.setdefault(cluster, _Memory())
         bounds = {name: _bounds(pool) for name, pool in pools.items()}
         answer, heard_at_s = told
-        signals = memory.signals.take(answer, bounds, heard_at_s)
-        # The one truth about a size is the scale subresource: the supervisor may lag behind it.
+        signals = memory.signals.take(by_pool(answer, pool_of), bounds, heard_at_s)
+        # The one truth about sizes and roles is the WorkerPool: the supervisor may lag behind it.
         signals = replace(
             signals,
             pools=tuple(
-                replace(pool, desired_replicas=pools[pool.name].replicas) for pool in signals.pools
+                replace(
+                    pool,
+                    desired_replicas=pools[pool.name].replicas,
+                    role_plan=_role_plan(pools[pool.name]),
+                )
+                for pool in signals.pools
             ),
         )
         memory.state, plan = decide(memory.state, signals, config)
@@ -53,6 +61,35 @@ class Planning:
 
     def forget(self, cluster: Key) -> None:
         self._memories.pop(cluster, None)
+
+
+def by_pool(
+    answer: control_pb2.WatchFleetResponse, pool_of: Mapping[str, str]
+) -> control_pb2.WatchFleetResponse:
+    """With each pool's revisions as one: a load does not ask which of them it meets."""
+    told = control_pb2.WatchFleetResponse()
+    told.CopyFrom(answer)
+    for worker in told.workers:
+        worker.info.pool = pool_of.get(worker.info.pool, worker.info.pool)
+    del told.pools[:]
+    pools: dict[str, control_pb2.PoolStatus] = {}
+    for revision in answer.pools:
+        name = pool_of.get(revision.name, revision.name)
+        pool = pools.setdefault(name, control_pb2.PoolStatus(name=name, role=revision.role))
+        pool.desired_replicas += revision.desired_replicas
+        pool.live_replicas += revision.live_replicas
+        pool.pending_replicas += revision.pending_replicas
+        pool.num_failed_starts = max(pool.num_failed_starts, revision.num_failed_starts)
+        pool.last_error = pool.last_error or revision.last_error
+        pool.role_plan.prefill += revision.role_plan.prefill
+        pool.role_plan.decode += revision.role_plan.decode
+    told.pools.extend(pools.values())
+    return told
+
+
+def _role_plan(pool: WorkerPoolSpec) -> RolePlan:
+    plan = pool.role_plan
+    return RolePlan() if plan is None else RolePlan(plan.prefill, plan.decode)
 
 
 def _bounds(pool: WorkerPoolSpec) -> PoolBounds:

@@ -1,28 +1,29 @@
-"""A WorkerPool's status from what is seen of it. Pure."""
+"""A WorkerPool's status from what is seen and decided of it. Pure."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, Object
-from deploy.controller.observed import FleetPool, Place, PlaceState, Pod
+from deploy.controller.observed import FleetPool, Place, PlaceState
+from deploy.controller.rolling import PoolRolling
+from deploy.controller.rolling_status import watch_status
+from deploy.controller.view import PoolView
 
 
-def pool_status(
-    spec: WorkerPoolSpec, pods: Sequence[Pod], pool: FleetPool | None, config_hash: str
-) -> Object:
-    """Without conditions, None for what is not known; no `pool` while the supervisor is silent."""
+def pool_status(view: PoolView, rolling: PoolRolling) -> Object:
+    """Without conditions, None for what is not known; no places while the supervisor is silent."""
+    spec, pool = view.spec, view.fleet
     places = pool.places if pool is not None else ()
     ready = [place for place in places if place.state is PlaceState.LIVE]
     draining = [place for place in places if place.state is PlaceState.DRAINING]
-    updated = {pod.name for pod in pods if pod.config_hash == config_hash}
     steps = [place.decode_step_s for place in ready if place.decode_step_s > 0]
     return {
-        "replicas": len([pod for pod in pods if not pod.is_going]),
+        "replicas": len([pod for pod in view.pods if not pod.is_going]),
         "readyReplicas": len(ready),
-        "updatedReplicas": len([place for place in ready if place.pod in updated]),
+        "updatedReplicas": view.updated.num_live,
+        "revisions": _revisions(view),
+        "rollout": watch_status(rolling.watch),
         "draining": [_draining(place) for place in draining],
         "selector": f"{CLUSTER_LABEL}={spec.cluster},{POOL_LABEL}={spec.pool}",
         "queue": sum(place.num_waiting for place in places),
@@ -32,19 +33,35 @@ def pool_status(
     }
 
 
+def _revisions(view: PoolView) -> list[Object]:
+    """Those of which there is anything, and the one that is wanted."""
+    return [
+        {
+            "name": name,
+            "cohort": each.revision.cohort,
+            "replicas": each.size,
+            "readyReplicas": each.num_live,
+        }
+        for name, each in view.revisions.items()
+        if name == view.target or each.size or not each.is_empty
+    ]
+
+
 def _draining(place: Place) -> Object:
     where = {"pod": place.pod} if place.pod else {}
     return {"worker": place.worker_id, "numRunning": place.num_running} | where
 
 
-def pool_verdicts(spec: WorkerPoolSpec, pool: FleetPool | None) -> list[Verdict]:
-    """Available, Progressing and Degraded, each with a reason."""
+def pool_verdicts(view: PoolView, rolling: PoolRolling, refused: str) -> list[Verdict]:
+    """Available, Progressing and Degraded, each with a reason. `refused`: what the supervisor did
+    not take of the pool; empty: nothing."""
+    spec, pool = view.spec, view.fleet
     if pool is None:
         silent = "the supervisor does not answer; workers that run go on"
         return [
             Verdict(AVAILABLE, False, "SupervisorSilent", silent),
             Verdict(PROGRESSING, True, "SupervisorSilent", silent),
-            Verdict(DEGRADED, False, "SupervisorSilent", silent),
+            _degraded(pool, refused),
         ]
     num_live = sum(place.state is PlaceState.LIVE for place in pool.places)
     num_draining = sum(place.state is PlaceState.DRAINING for place in pool.places)
@@ -52,11 +69,35 @@ def pool_verdicts(spec: WorkerPoolSpec, pool: FleetPool | None) -> list[Verdict]
     has_enough = num_live >= min(spec.replicas, max(1, spec.min_replicas))
     return [
         Verdict(AVAILABLE, has_enough, "Live" if has_enough else "TooFewLive", told),
-        _progressing(spec, num_live, num_draining, told),
-        Verdict(DEGRADED, bool(pool.last_error), "StartFailed", pool.last_error)
-        if pool.last_error
-        else Verdict(DEGRADED, False, "Sound", "nothing has failed"),
+        _rolled(view, rolling) or _progressing(spec, num_live, num_draining, told),
+        _degraded(pool, refused),
     ]
+
+
+def _rolled(view: PoolView, rolling: PoolRolling) -> Verdict | None:
+    """None: every worker is of the newest version, or kept at an older one by the partition."""
+    num_updated, num_old = view.updated.num_live, sum(each.size for each in view.others)
+    if not num_old:
+        return None
+    told = f"{num_updated} of {view.replicas} updated to {view.target}"
+    if rolling.is_stopped:
+        why = f"{told}, and no more in {view.spec.rollout.ready_timeout}: older workers serve on"
+        error = view.updated.fleet.last_error if view.updated.fleet is not None else ""
+        return Verdict(PROGRESSING, False, "RolloutStopped", f"{why}; {error}" if error else why)
+    kept = min(view.spec.rollout.partition, view.replicas)
+    if num_old == kept and num_updated == view.replicas - kept:
+        return Verdict(PROGRESSING, False, "Partitioned", f"{told}, the partition keeps {kept}")
+    return Verdict(PROGRESSING, True, "RollingOut", told)
+
+
+def _degraded(pool: FleetPool | None, refused: str) -> Verdict:
+    if refused:
+        return Verdict(DEGRADED, True, "Refused", f"the supervisor: {refused}")
+    if pool is None:
+        return Verdict(DEGRADED, False, "SupervisorSilent", "the supervisor does not answer")
+    if pool.last_error:
+        return Verdict(DEGRADED, True, "StartFailed", pool.last_error)
+    return Verdict(DEGRADED, False, "Sound", "nothing has failed")
 
 
 def _progressing(spec: WorkerPoolSpec, num_live: int, num_draining: int, told: str) -> Verdict:

@@ -33,6 +33,13 @@ _OF_WORKERS = (
     ("hub",),
 )
 """Of a ServingCluster's spec: what its worker pods or their processes are told."""
+_OF_HEAD = (
+    *_OF_WORKERS,
+    ("supervisor",),
+    ("ray", "tokenSecretName"),
+    ("ray", "gcsFaultTolerance"),
+    ("ray", "headTemplate"),
+)
 _OF_MODEL = (
     ("model", "name"),
     ("model", "claim", "claimName"),
@@ -62,7 +69,9 @@ def revision_of(cluster: Mapping[str, Any], name: str, pool: WorkerPoolSpec) -> 
     """What a pool is to be. `cluster`: the ServingCluster's spec as its object spells it; `name`:
     the pool's in it."""
     cohort = cohort_of(cluster)
+    is_offline = bool(_at(cluster, ("hub", "offline")))
     said = {
+        "offline": is_offline or None,
         "cohort": cohort,
         "cluster": _picked(cluster, _OF_WORKERS),
         "role": pool.role,
@@ -72,6 +81,11 @@ def revision_of(cluster: Mapping[str, Any], name: str, pool: WorkerPoolSpec) -> 
         "drainTimeout": pool.drain_timeout,
     }
     return Revision(f"{name}-{_code(said)}", name, cohort)
+
+
+def head_code(cluster: Mapping[str, Any]) -> str:
+    """Of all that the head's pod is made of; `cluster` as in `revision_of`."""
+    return _code(_picked(cluster, _OF_HEAD) | _picked(cluster, _OF_MODEL))
 
 
 def cohort_of(cluster: Mapping[str, Any]) -> str:

@@ -2,26 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.group_size import group_size
 from deploy.controller.manifests.common import Owner
-from deploy.controller.manifests.ray_cluster import GroupSize
+from deploy.controller.manifests.ray_cluster import revision_in
 from deploy.controller.objects import Key, Object
-from deploy.controller.observed import Fleet, FleetPool, Pod
+from deploy.controller.observed import Fleet, FleetPool, PlaceState, Pod
+from deploy.controller.revisions import Revision, revision_of
+from deploy.controller.rollout import RevisionState
+
+
+@dataclass(frozen=True)
+class RevisionView:
+    """One version of a pool, as far as there is anything of it."""
+
+    revision: Revision
+    group: Object | None = None
+    """Its worker group in the RayCluster; None: it has none yet."""
+    pods: Sequence[Pod] = ()
+    fleet: FleetPool | None = None
+    """None: the supervisor is silent, or does not know it."""
+
+    @property
+    def size(self) -> int:
+        """Workers that it is to have so far. A supervisor that has lost everything is told what
+        the group says."""
+        if self.fleet is not None:
+            return self.fleet.desired_replicas
+        return 0 if self.group is None else int(self.group["replicas"])
+
+    @property
+    def live(self) -> frozenset[int]:
+        """Places whose workers serve."""
+        places = () if self.fleet is None else self.fleet.places
+        return frozenset(place.index for place in places if place.state is PlaceState.LIVE)
+
+    @property
+    def num_live(self) -> int:
+        return len(self.live)
+
+    @property
+    def is_empty(self) -> bool:
+        """No worker and no pod is left of it."""
+        return not self.pods and not (self.fleet is not None and self.fleet.places)
+
+    @property
+    def state(self) -> RevisionState:
+        places = () if self.fleet is None else self.fleet.places
+        num_there = sum(place.state is not PlaceState.PENDING for place in places)
+        return RevisionState(
+            self.revision.name, self.size, self.live, max(len(self.pods), num_there)
+        )
 
 
 @dataclass(frozen=True)
 class PoolView:
-    """One pool: its WorkerPool, what it asks for, and what there is."""
+    """One pool: its WorkerPool, what it asks for, and what there is of all its revisions."""
 
     obj: Object
     spec: WorkerPoolSpec
     pods: Sequence[Pod]
     fleet: FleetPool | None
+    """All revisions together."""
+    revisions: Mapping[str, RevisionView] = field(default_factory=dict)
+    """By name; that of the spec always among them."""
+    target: str = ""
+    """The revision that the spec asks for."""
 
     @property
     def is_going(self) -> bool:
@@ -38,6 +87,19 @@ class PoolView:
         plan = self.spec.role_plan
         return (0, 0) if plan is None else (plan.prefill, plan.decode)
 
+    @property
+    def is_empty(self) -> bool:
+        return all(revision.is_empty for revision in self.revisions.values())
+
+    @property
+    def updated(self) -> RevisionView:
+        return self.revisions[self.target]
+
+    @property
+    def others(self) -> list[RevisionView]:
+        """Older revisions that are to have workers still."""
+        return [r for name, r in self.revisions.items() if name != self.target and r.size]
+
 
 @dataclass(frozen=True)
 class ClusterView:
@@ -51,17 +113,66 @@ class ClusterView:
     fleet: Fleet | None
     is_settled: bool
     """Whether the supervisor has spoken for long enough that all of its workers have registered."""
+    ray_cluster: Object | None = None
+
+    @property
+    def groups(self) -> dict[str, Object]:
+        """The RayCluster's worker groups, by name."""
+        return groups_in(self.ray_cluster)
 
     @property
     def is_going(self) -> bool:
         return "deletionTimestamp" in self.obj["metadata"]
 
-    def group_size(self, pool: PoolView) -> GroupSize:
-        """A pool that is being deleted waits for no supervisor: its pods drain by themselves."""
-        if pool.is_going and pool.fleet is None:
-            return GroupSize(0, tuple(sorted(pod.name for pod in pool.pods)))
-        return group_size(pool.replicas, pool.pods, pool.fleet if self.is_settled else None)
-
     @property
     def pool_specs(self) -> dict[str, WorkerPoolSpec]:
         return {name: pool.spec for name, pool in self.pools.items()}
+
+    @property
+    def revisions(self) -> dict[str, RevisionView]:
+        """Of all pools, by name."""
+        return {name: each for pool in self.pools.values() for name, each in pool.revisions.items()}
+
+
+def groups_in(ray_cluster: Object | None) -> dict[str, Object]:
+    if ray_cluster is None:
+        return {}
+    return {group["groupName"]: group for group in ray_cluster["spec"]["workerGroupSpecs"]}
+
+
+def pool_view(
+    cluster: Object,
+    pool: Object,
+    spec: WorkerPoolSpec,
+    groups: Mapping[str, Object],
+    pods: Sequence[Pod],
+    fleet: Fleet | None,
+) -> PoolView:
+    """`cluster`: the ServingCluster's object; `groups`: the RayCluster's, by name; `pods`: of all
+    pools."""
+    target = revision_of(cluster["spec"], spec.pool, spec)
+    found = [revision_in(group) for group in groups.values()]
+    known = {each.name: each for each in found if each.pool == spec.pool} | {target.name: target}
+    revisions = {
+        name: RevisionView(
+            revision,
+            groups.get(name),
+            [pod for pod in pods if pod.revision == name],
+            None if fleet is None else fleet.pools.get(name),
+        )
+        for name, revision in sorted(known.items())
+    }
+    own_pods = [pod for pod in pods if pod.pool == spec.pool]
+    return PoolView(pool, spec, own_pods, _together(revisions.values()), revisions, target.name)
+
+
+def _together(revisions: Iterable[RevisionView]) -> FleetPool | None:
+    """None where the supervisor knows none of them."""
+    known = [each.fleet for each in revisions if each.fleet is not None]
+    if not known:
+        return None
+    return FleetPool(
+        sum(pool.desired_replicas for pool in known),
+        [place for pool in known for place in pool.places],
+        "; ".join(pool.last_error for pool in known if pool.last_error),
+    )

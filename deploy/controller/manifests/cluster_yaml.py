@@ -54,7 +54,8 @@ def model_name(spec: ServingClusterSpec) -> str:
 def cluster_config(
     owner: Owner, spec: ServingClusterSpec, pools: Mapping[str, WorkerPoolSpec]
 ) -> ClusterConfig:
-    """The configuration of all processes; `pools` by their names in the cluster.
+    """The configuration of a cluster's processes. `pools`: those whose workers read it, by the
+    names of their revisions; head and routers read one without any, since pools come and go.
 
     Raises ValueError or ConfigError where one section does not suit another.
     """
@@ -67,7 +68,7 @@ def cluster_config(
         served_model_name=model_name(spec),
         log_level=spec.log_level,
         runs_on="pods",
-        pools={name: _pool_config(pool, pool.replicas) for name, pool in pools.items()},
+        pools={name: _pool_config(pool) for name, pool in pools.items()},
         engine=spec.engine,
         transfer=spec.transfer,
         router=router_settings(spec.router),
@@ -84,10 +85,10 @@ def cluster_config(
     return config
 
 
-def _pool_config(pool: PoolShape, replicas: int) -> PoolConfig:
+def _pool_config(pool: PoolShape) -> PoolConfig:
+    """Without its size, which the supervisor is told with it."""
     return PoolConfig(
         role=pool.role,
-        replicas=replicas,
         max_replicas=MAX_REPLICAS,  # the API server and the operator keep the pool's own
         tensor_parallel=pool.parallelism.tensor,
         drain_timeout_s=seconds(pool.drain_timeout),

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.config import POD_LABEL
+from cluster.config import POD_LABEL, pod_resource
 from deploy.api.model_source import ModelSource
+from deploy.api.naming import GROUP
 from deploy.api.serving_cluster import Images, ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import seconds
@@ -42,6 +43,8 @@ OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
 GRACE_MARGIN_S = 60
 """Kubernetes' patience beyond a drain: what is left then is killed."""
 CONFIG_HASH = "baton.dev/config-hash"
+REVISION_LABEL = f"{GROUP}/revision"
+"""Which version of its pool a pod is of."""
 
 _OWN_LABEL = f"--labels={POD_LABEL}=$POD_NAME"
 """KubeRay writes one command for all pods of a group; each tells Ray its own name."""
@@ -54,8 +57,8 @@ class PodContext:
     owner: Owner
     spec: ServingClusterSpec
     release: Release
-    config_hash: str
-    """Of all that workers must be restarted for."""
+    head_hash: str
+    """Of all that the head must be made anew for."""
     routers_hash: str
     has_grpc_probes: bool = True
     """Whether the API server knows them: since 1.24."""
@@ -89,11 +92,15 @@ def head_template(context: PodContext) -> Object:
         "resources": {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "8Gi"}},
     }
     own = _template(context, "head", container, grace_s=GRACE_MARGIN_S)
+    own["metadata"]["annotations"] = {CONFIG_HASH: context.head_hash}
+    own["spec"]["containers"][0]["volumeMounts"].insert(0, CONFIG_MOUNT)
+    own["spec"]["volumes"].insert(0, config_volume(context.owner))
     return _over(own, context.spec.ray.head_template)
 
 
-def worker_template(context: PodContext, name: str, pool: WorkerPoolSpec) -> Object:
-    """One replica's pod: all of its ranks, each with its GPU."""
+def worker_template(context: PodContext, revision: str, pool: WorkerPoolSpec) -> Object:
+    """One replica's pod: all of its ranks, each with its GPU. What they are to do the supervisor
+    tells them; no file of the pod does."""
     drain_s = int(seconds(pool.drain_timeout))
     container = {
         "name": "ray-worker",
@@ -104,7 +111,8 @@ def worker_template(context: PodContext, name: str, pool: WorkerPoolSpec) -> Obj
         "resources": _worker_resources(context.spec, pool),
     }
     own = _template(context, "worker", container, grace_s=drain_s + GRACE_MARGIN_S)
-    own["metadata"]["labels"] |= {POOL_LABEL: name, ROLE_LABEL: pool.role}
+    mine = {POOL_LABEL: pool.pool, REVISION_LABEL: revision, ROLE_LABEL: pool.role}
+    own["metadata"]["labels"] |= mine
     own["spec"]["affinity"] = _same_fabric(context)
     return _over(own, pool.template)
 
@@ -114,9 +122,9 @@ def _drain_command(timeout_s: int) -> str:
     return f"exec python -m cluster.pod_drain --timeout {timeout_s} >/proc/1/fd/1 2>&1"
 
 
-def ray_resources(name: str, pool: WorkerPoolSpec) -> str:
+def ray_resources(revision: str, pool: WorkerPoolSpec) -> str:
     """What a pool's node tells Ray it has, as KubeRay writes it into a shell's command line."""
-    return json.dumps(json.dumps({f"baton-pool/{name}": pool.parallelism.tensor}))
+    return json.dumps(json.dumps({pod_resource(revision): pool.parallelism.tensor}))
 
 
 def _template(context: PodContext, component: str, container: Object, grace_s: int) -> Object:
@@ -124,14 +132,11 @@ def _template(context: PodContext, component: str, container: Object, grace_s: i
         "image": context.image,
         "imagePullPolicy": context.spec.images.pull_policy,
         "env": [*POD_ENV, env("RAY_USAGE_STATS_ENABLED", "0"), *model_env(context.spec)],
-        "volumeMounts": [CONFIG_MOUNT, *_mounts(context.spec.model)],
+        "volumeMounts": list(_mounts(context.spec.model)),
         "securityContext": dict(CONTAINER_SECURITY),
     }
     return {
-        "metadata": {
-            "labels": context.owner.labels(component),
-            "annotations": {CONFIG_HASH: context.config_hash},
-        },
+        "metadata": {"labels": context.owner.labels(component)},
         "spec": {
             "serviceAccountName": f"{context.owner.name}-pods",
             "automountServiceAccountToken": False,
@@ -139,7 +144,7 @@ def _template(context: PodContext, component: str, container: Object, grace_s: i
             "securityContext": {"fsGroup": 1000, "runAsUser": 1000, "runAsNonRoot": True},
             **fetching(context.spec, context.image, text_only=component == "head"),
             "containers": [container | shared],
-            "volumes": [config_volume(context.owner), *_volumes(context.spec.model)],
+            "volumes": list(_volumes(context.spec.model)),
             **pull_secrets(context.spec.images),
         },
     }

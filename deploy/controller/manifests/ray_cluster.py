@@ -1,14 +1,17 @@
-"""KubeRay's RayCluster: a head, and one worker group for each pool."""
+"""KubeRay's RayCluster: a head, and one worker group for each revision of each pool."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deploy.api.naming import GROUP
 from deploy.api.serving_cluster import GcsFaultTolerance
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.manifests.common import Object
+from deploy.controller.manifests.cluster_yaml import cluster_config
+from deploy.controller.manifests.common import POOL_LABEL, Object
 from deploy.controller.manifests.pods import (
+    CONFIG_HASH,
     OWN_COMMAND,
     PodContext,
     head_template,
@@ -16,6 +19,11 @@ from deploy.controller.manifests.pods import (
     ray_resources,
     worker_template,
 )
+from deploy.controller.objects import Object as Seen
+from deploy.controller.revisions import Revision
+
+_COHORT = f"{GROUP}/cohort"
+_SETTINGS = f"{GROUP}/cluster-yaml"
 
 
 @dataclass(frozen=True)
@@ -27,10 +35,10 @@ class GroupSize:
     to_delete: tuple[str, ...] = ()
 
 
-def ray_cluster(
-    context: PodContext, pools: Mapping[str, WorkerPoolSpec], sizes: Mapping[str, GroupSize]
-) -> Object:
-    """`pools` and `sizes` by the pools' names in the cluster."""
+def ray_cluster(context: PodContext, groups: Sequence[Seen], seen: Seen | None = None) -> Object:
+    """`groups`: of every revision; `seen`: how the RayCluster is, None where there is none yet. The
+    head stays as it was made until the spec says something else of it: an operator of another
+    release would start another Ray under workers that run."""
     owner, ray = context.owner, context.spec.ray
     metadata = owner.metadata(owner.name, "ray")
     metadata["annotations"] = dict(OWN_COMMAND)
@@ -43,31 +51,65 @@ def ray_cluster(
             "rayStartParams": {"num-cpus": "0", "include-dashboard": "false"},
             "template": head_template(context),
         },
-        "workerGroupSpecs": [
-            _group(context, name, pool, sizes[name]) for name, pool in sorted(pools.items())
-        ],
     }
     if ray.gcs_fault_tolerance is not None:
         spec["gcsFaultToleranceOptions"] = _fault_tolerance(ray.gcs_fault_tolerance)
+    if seen is not None and _head_hash(seen["spec"]) == context.head_hash:
+        spec = {name: value for name, value in seen["spec"].items() if name in spec}
+    spec["workerGroupSpecs"] = list(groups)
     return {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata, "spec": spec}
 
 
-def _group(context: PodContext, name: str, pool: WorkerPoolSpec, size: GroupSize) -> Object:
+def _head_hash(spec: Seen) -> str | None:
+    metadata = spec["headGroupSpec"]["template"].get("metadata", {})
+    found: str | None = metadata.get("annotations", {}).get(CONFIG_HASH)
+    return found
+
+
+def worker_group(context: PodContext, revision: Revision, pool: WorkerPoolSpec) -> Object:
+    """A revision's pods, none of them yet. It says all that there is to know of the revision, and
+    never changes but for its size."""
     start = {
         "num-cpus": "1",
         "num-gpus": str(num_gpus(context.spec, pool)),  # a template may take shared ones instead
-        "resources": ray_resources(name, pool),
+        "resources": ray_resources(revision.name, pool),
     }
+    template = worker_template(context, revision.name, pool)
+    config = cluster_config(context.owner, context.spec, {revision.name: pool})
+    said = {_COHORT: revision.cohort, _SETTINGS: config.to_yaml()}
+    template["metadata"]["annotations"] = template["metadata"].get("annotations", {}) | said
     return {
-        "groupName": name,
-        "replicas": size.replicas,
+        "groupName": revision.name,
+        "replicas": 0,
         "minReplicas": 0,
-        "maxReplicas": max(pool.max_replicas + pool.rollout.max_surge, size.replicas),
+        "maxReplicas": pool.max_replicas + pool.rollout.max_surge,
         "numOfHosts": 1,
         "rayStartParams": start,
-        "scaleStrategy": {"workersToDelete": list(size.to_delete)},
-        "template": worker_template(context, name, pool),
+        "scaleStrategy": {"workersToDelete": []},
+        "template": template,
     }
+
+
+def sized(group: Seen, size: GroupSize) -> Object:
+    return {
+        **group,
+        "replicas": size.replicas,
+        "maxReplicas": max(group["maxReplicas"], size.replicas),
+        "scaleStrategy": {"workersToDelete": list(size.to_delete)},
+    }
+
+
+def revision_in(group: Seen) -> Revision:
+    """What `worker_group` made the group of."""
+    metadata = group["template"]["metadata"]
+    cohort = metadata["annotations"][_COHORT]
+    return Revision(group["groupName"], metadata["labels"][POOL_LABEL], cohort)
+
+
+def settings_in(group: Seen) -> str:
+    """The cluster file that the supervisor makes the revision's workers from."""
+    settings: str = group["template"]["metadata"]["annotations"][_SETTINGS]
+    return settings
 
 
 def _fault_tolerance(wanted: GcsFaultTolerance) -> Object:

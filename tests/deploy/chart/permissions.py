@@ -38,7 +38,7 @@ PERMISSIONS = (
            "own what holds up a cluster's deletion, where OwnerReferencesPermissionEnforcement is"),
     _needs("baton.dev", "workerpools", "list watch create patch delete", "one for each pool"),
     _needs("baton.dev", "workerpools/status", "patch", "tell"),
-    _needs("ray.io", "rayclusters", "list watch create patch", "apply: the pods"),
+    _needs("ray.io", "rayclusters", "get list watch create patch", "the pods, by revisions"),
     _needs("apps", "deployments", "list watch create patch", "apply: the routers"),
     _needs("", "pods", "list watch", "see which are there; KubeRay makes them"),
     _needs("", "configmaps", "create patch", "apply: cluster.yaml"),

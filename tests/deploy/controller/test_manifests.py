@@ -18,9 +18,17 @@ from deploy.controller.manifests.cluster_yaml import cluster_config, config_map,
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.merge import merged
 from deploy.controller.manifests.pods import PodContext
-from deploy.controller.manifests.ray_cluster import GroupSize, ray_cluster
+from deploy.controller.manifests.ray_cluster import (
+    GroupSize,
+    ray_cluster,
+    revision_in,
+    settings_in,
+    sized,
+    worker_group,
+)
 from deploy.controller.manifests.routers import router_deployment, router_service
 from deploy.controller.manifests.worker_pool import worker_pool
+from deploy.controller.revisions import Revision
 from tests.deploy.ray_schema import NOT_AT_HAND, REAL_CRD, check_ray_cluster
 
 OWNER = Owner("main", "models", "0b5e1d0e-0000-4000-8000-000000000000")
@@ -55,12 +63,18 @@ def pools_of(spec: ServingClusterSpec, **changes: Any) -> dict[str, WorkerPoolSp
 
 def ray_of(spec: ServingClusterSpec, **sizes: GroupSize) -> dict[str, Any]:
     context = PodContext(OWNER, spec, RELEASE, "v1", "r1")
-    usual = {name: GroupSize(1) for name in spec.pools}
-    return ray_cluster(context, pools_of(spec), usual | sizes)
+    groups = [
+        sized(
+            worker_group(context, Revision(f"{name}-2x4bz", name, "c1"), pool),
+            sizes.get(name, GroupSize(1)),
+        )
+        for name, pool in pools_of(spec).items()
+    ]
+    return ray_cluster(context, groups)
 
 
-def group_of(ray: dict[str, Any], name: str) -> dict[str, Any]:
-    (group,) = [g for g in ray["spec"]["workerGroupSpecs"] if g["groupName"] == name]
+def group_of(ray: dict[str, Any], pool: str) -> dict[str, Any]:
+    (group,) = [g for g in ray["spec"]["workerGroupSpecs"] if revision_in(g).pool == pool]
     return group
 
 
@@ -70,7 +84,7 @@ def group_of(ray: dict[str, Any], name: str) -> dict[str, Any]:
 def test_a_pools_pods_tell_ray_room_for_one_replica_of_that_pool() -> None:
     params = group_of(ray_of(spec_of()), "decode")["rayStartParams"]
     (told,) = shlex.split(params["resources"])
-    assert json.loads(told) == {"baton-pool/decode": 2}
+    assert json.loads(told) == {"baton-pool/decode-2x4bz": 2}
 
 
 def test_the_size_and_the_pods_that_go_stand_in_one_object() -> None:
@@ -134,6 +148,34 @@ def test_kuberays_own_schema_takes_what_the_operator_writes() -> None:
     check_ray_cluster(made)
 
 
+def test_a_group_says_what_its_revision_is_and_what_the_supervisor_makes_workers_from() -> None:
+    group = group_of(ray_of(spec_of(engine={"maxNumSeqs": 8})), "decode")
+    assert revision_in(group) == Revision("decode-2x4bz", "decode", "c1")
+    labels = group["template"]["metadata"]["labels"]
+    assert (labels["baton.dev/pool"], labels["baton.dev/revision"]) == ("decode", "decode-2x4bz")
+    config = parse_config(yaml.safe_load(settings_in(group)))
+    assert set(config.pools) == {"decode-2x4bz"}
+    assert config.pool_engine("decode-2x4bz").max_num_seqs == 8
+    assert config.pools["decode-2x4bz"].drain_timeout_s == 90.0
+    assert config.supervisor.drain_timeout_s > 90.0
+
+
+def test_a_group_has_room_for_what_it_is_to_have() -> None:
+    ray = ray_of(spec_of(), decode=GroupSize(90))
+    assert group_of(ray, "decode")["maxReplicas"] == 90
+
+
+def test_another_release_of_the_operator_leaves_head_and_groups_as_they_are() -> None:
+    spec = spec_of()
+    before = ray_of(spec)
+    later = PodContext(OWNER, spec, Release("baton-worker:2", "r:2", "2.99.0"), "v1", "r2")
+    groups = before["spec"]["workerGroupSpecs"]
+    assert ray_cluster(later, groups, before) == before
+    changed = PodContext(OWNER, spec, later.release, "v2", "r2")
+    head = ray_cluster(changed, groups, before)["spec"]["headGroupSpec"]["template"]["spec"]
+    assert head["containers"][0]["image"] == "baton-worker:2"
+
+
 # --- configuration --------------------------------------------------------------------------------
 
 
@@ -141,13 +183,16 @@ def test_the_processes_read_the_configuration_that_the_spec_means() -> None:
     spec = spec_of(
         engine={"maxNumSeqs": 8, "backend": "fake"}, router={"settings": {"maxQueue": 9}}
     )
-    config = cluster_config(OWNER, spec, pools_of(spec, replicas=3))
-    read = parse_config(yaml.safe_load(config_map(OWNER, config)["data"]["cluster.yaml"]))
-    assert read == config
+    config = cluster_config(OWNER, spec, pools_of(spec))
+    assert parse_config(yaml.safe_load(config.to_yaml())) == config
+    without = cluster_config(OWNER, spec, {})
+    read = parse_config(yaml.safe_load(config_map(OWNER, without)["data"]["cluster.yaml"]))
+    assert read == without
+    assert not read.pools, "they come and go, the file is read once"
+    read = config
     assert read.engine.max_num_seqs == 8
     assert read.router.max_queue == 9
     assert read.pools["decode"].tensor_parallel == 2
-    assert read.pools["decode"].replicas == 3
     assert read.control.announced_host == "main-head-svc.models.svc"
     assert read.pools["prefill"].drain_timeout_s == 600.0
     assert read.pools["decode"].drain_timeout_s == 90.0

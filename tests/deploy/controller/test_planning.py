@@ -7,9 +7,10 @@ from cluster.planner.config import PlannerConfig
 from cluster.planner.planner import PoolPlan
 from deploy.api.worker_pool import Scaling, ScalingMode, WorkerPoolSpec
 from deploy.controller.objects import Key
-from deploy.controller.planning import Planning
+from deploy.controller.planning import Planning, by_pool
 
 MAIN = Key("models", "main")
+POOL_OF = {"prefill-old": "prefill", "prefill-new": "prefill"}
 CONFIG = PlannerConfig(panic_window_s=10.0, stable_window_s=20.0, warm_up_s=0.0)
 
 
@@ -23,14 +24,15 @@ def told(replicas: int) -> control_pb2.WatchFleetResponse:
         ],
         pools=[
             control_pb2.PoolStatus(
-                name="prefill", role=common_pb2.WORKER_ROLE_PREFILL, desired_replicas=replicas
+                name=name, role=common_pb2.WORKER_ROLE_PREFILL, desired_replicas=size
             )
+            for name, size in (("prefill-old", replicas), ("prefill-new", 0))
         ],
     )
     worker = answer.workers.add(state=control_pb2.WORKER_STATE_LIVE)
     worker.info.ref.worker_id, worker.info.pool, worker.info.max_num_seqs = (
-        "prefill-0",
-        "prefill",
+        "prefill-old-0",
+        "prefill-old",
         8,
     )
     worker.load.num_blocks = worker.load.num_free_blocks = 100
@@ -45,7 +47,7 @@ def planned(mode: ScalingMode) -> PoolPlan:
     )
     plans = {}
     for second in range(0, 12, 2):
-        plans = planning.plan(MAIN, (told(1), float(second)), {"prefill": pool}, CONFIG)
+        plans = planning.plan(MAIN, (told(1), float(second)), {"prefill": pool}, CONFIG, POOL_OF)
     return plans["prefill"]
 
 
@@ -58,3 +60,13 @@ def test_a_pool_of_the_planners_grows_with_what_arrives_and_says_why() -> None:
 def test_a_pool_that_a_person_scales_stays_as_it_is() -> None:
     assert planned("manual").desired_replicas == 1
     assert planned("hpa").desired_replicas == 1
+
+
+def test_the_revisions_of_a_pool_are_one_pool_to_the_planner() -> None:
+    answer = told(3)
+    answer.pools[1].desired_replicas = 1
+    seen = by_pool(answer, POOL_OF)
+    ((name, size),) = [(pool.name, pool.desired_replicas) for pool in seen.pools]
+    assert (name, size) == ("prefill", 4)
+    assert [worker.info.pool for worker in seen.workers] == ["prefill"]
+    assert answer.pools[0].name == "prefill-old", "the answer itself stays as it was"

@@ -15,8 +15,14 @@ from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.common import Object, Owner, Release
 from deploy.controller.manifests.pods import PodContext
-from deploy.controller.manifests.ray_cluster import GroupSize, ray_cluster
+from deploy.controller.manifests.ray_cluster import (
+    GroupSize,
+    ray_cluster,
+    sized,
+    worker_group,
+)
 from deploy.controller.manifests.worker_pool import worker_pool
+from deploy.controller.revisions import head_code, revision_of
 
 FOLDER = Path(__file__).parent
 MACHINES = ("h100_infiniband", "a100_roce", "one_gpu", "cpu")
@@ -37,12 +43,14 @@ def ray_cluster_of(cluster: Object) -> Object:
     metadata = cluster["metadata"]
     owner = Owner(metadata["name"], metadata["namespace"], "0b5e1d0e-0000-4000-8000-000000000000")
     spec = read_spec(ServingClusterSpec, cluster)
-    pools = {
-        name: read_spec(WorkerPoolSpec, worker_pool(owner, name, template, "baton.dev/drain"))
-        for name, template in cluster["spec"]["pools"].items()
-    }
-    sizes = {name: GroupSize(pool.initial_replicas) for name, pool in spec.pools.items()}
-    return ray_cluster(PodContext(owner, spec, RELEASE, "workers", "routers"), pools, sizes)
+    context = PodContext(owner, spec, RELEASE, head_code(cluster["spec"]), "routers")
+    groups = []
+    for name, template in sorted(cluster["spec"]["pools"].items()):
+        made = worker_pool(owner, name, template, "baton.dev/drain")
+        pool = read_spec(WorkerPoolSpec, made)
+        group = worker_group(context, revision_of(cluster["spec"], name, pool), pool)
+        groups.append(sized(group, GroupSize(spec.pools[name].initial_replicas)))
+    return ray_cluster(context, groups)
 
 
 def text_of(ray: Object) -> str:

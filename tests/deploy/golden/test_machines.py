@@ -10,6 +10,7 @@ import kubernetes_validate
 import pytest
 
 from deploy.controller.manifests.common import Object
+from deploy.controller.manifests.ray_cluster import revision_in
 from tests.deploy.chart.test_rendering import KUBERNETES
 from tests.deploy.golden.machines import (
     MACHINES,
@@ -33,7 +34,7 @@ with_gpus = pytest.mark.parametrize(
 
 def groups(machine: str) -> dict[str, Object]:
     made = ray_cluster_of(serving_cluster(machine))
-    return {group["groupName"]: group for group in made["spec"]["workerGroupSpecs"]}
+    return {revision_in(group).pool: group for group in made["spec"]["workerGroupSpecs"]}
 
 
 def pods(machine: str) -> dict[str, Object]:
@@ -123,7 +124,7 @@ def test_a_pod_has_a_gpu_for_each_rank_and_tells_ray_of_as_many(
         assert resources["requests"]["nvidia.com/gpu"] == str(wanted)
         assert group["rayStartParams"]["num-gpus"] == str(wanted)
         (told,) = shlex.split(group["rayStartParams"]["resources"])
-        assert json.loads(told) == {f"baton-pool/{name}": wanted}
+        assert json.loads(told) == {f"baton-pool/{group['groupName']}": wanted}
 
 
 @with_gpus

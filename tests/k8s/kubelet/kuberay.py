@@ -25,6 +25,7 @@ from deploy.controller.connection import Connection
 from deploy.controller.errors import AlreadyExistsError, NotFoundError
 from deploy.controller.informer import Informer, InformerSettings
 from deploy.controller.kube import Kube
+from deploy.controller.manifests.common import POOL_LABEL
 from deploy.controller.objects import Key, Object, Selection
 from deploy.controller.resources import PODS, RAY_CLUSTERS, SERVICES
 from deploy.controller.workers import Workers
@@ -98,13 +99,14 @@ class KubeRay:
         with self._specs_lock:
             return list(self._specs.get(cluster, ()))
 
-    def changes(self, cluster: str, group: str) -> list[GroupChange]:
-        """What its specs said of a group, as often as that has changed."""
+    def changes(self, cluster: str, pool: str) -> list[GroupChange]:
+        """What its specs said of a pool's group, as often as that has changed."""
         changes: list[GroupChange] = []
         for spec in self.specs(cluster):
             for each in spec.get("workerGroupSpecs") or ():
                 change = GroupChange(int(each.get("replicas") or 0), _to_delete(each))
-                if each["groupName"] == group and changes[-1:] != [change]:
+                labels = each["template"].get("metadata", {}).get("labels", {})
+                if labels.get(POOL_LABEL, each["groupName"]) == pool and changes[-1:] != [change]:
                     changes.append(change)
         return changes
 

@@ -1,0 +1,72 @@
+"""What became of each cohort's requests since a step of its rollout began. It dies with the
+process: a successor judges the rest of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from baton.v1 import control_pb2
+from deploy.controller.cohort_rollout import Figures, Progress
+from deploy.controller.objects import Key
+
+_LONGEST_S = 10.0
+"""Routers tell of their last seconds: a longer gap between two answers is not filled in."""
+
+Told = tuple[control_pb2.WatchFleetResponse, float]
+
+
+@dataclass
+class _Tally:
+    """Sums over time; `itl_weight`: requests behind `itl_sum`."""
+
+    num_requests: float = 0.0
+    num_failures: float = 0.0
+    itl_sum: float = 0.0
+    itl_weight: float = 0.0
+
+    def add(self, told: control_pb2.CohortFigures, duration_s: float) -> None:
+        num_requests = told.requests_per_s * duration_s
+        self.num_requests += num_requests
+        self.num_failures += told.failures_per_s * duration_s
+        if told.HasField("itl_s"):
+            self.itl_sum += told.itl_s * max(num_requests, 1e-9)
+            self.itl_weight += max(num_requests, 1e-9)
+
+    @property
+    def figures(self) -> Figures:
+        itl_s = self.itl_sum / self.itl_weight if self.itl_weight else None
+        return Figures(self.num_requests, self.num_failures, itl_s)
+
+
+@dataclass
+class _Step:
+    progress: Progress
+    heard_at_s: float
+    tallies: dict[str, _Tally] = field(default_factory=dict)
+
+
+class CohortFigures:
+    """Own the sums of each ServingCluster; one cluster's are used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._steps: dict[Key, _Step] = {}
+
+    def take(self, cluster: Key, progress: Progress, told: Told) -> Mapping[str, Figures]:
+        """With what the routers told since the last call. `told`: the supervisor's answer and when
+        it came, in seconds of any one clock."""
+        answer, heard_at_s = told
+        step = self._steps.get(cluster)
+        if step is None or step.progress != progress:
+            step = self._steps[cluster] = _Step(progress, heard_at_s)
+            return {}
+        duration_s = min(heard_at_s - step.heard_at_s, _LONGEST_S)
+        step.heard_at_s = heard_at_s
+        for router in answer.routers:
+            for each in router.cohorts:
+                step.tallies.setdefault(each.cohort, _Tally()).add(each, duration_s)
+        return {cohort: tally.figures for cohort, tally in step.tallies.items()}
+
+    def forget(self, cluster: Key) -> None:
+        self._steps.pop(cluster, None)

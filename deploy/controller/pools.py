@@ -1,0 +1,95 @@
+"""The WorkerPools of a ServingCluster: there is one for each pool of its spec; others go when they
+have drained. What the spec says of a pool is applied, but never its size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from functools import partial
+
+from cluster.planner.planner import PoolPlan
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.controller.applied import Applied
+from deploy.controller.caches import Caches
+from deploy.controller.each import each
+from deploy.controller.errors import AlreadyExistsError, KubeError
+from deploy.controller.finalizers import FINALIZER, Finalizers
+from deploy.controller.kube import Kube
+from deploy.controller.manifests.common import Object as Manifest
+from deploy.controller.manifests.common import Owner
+from deploy.controller.manifests.worker_pool import worker_pool
+from deploy.controller.objects import Key, Object, key_of
+from deploy.controller.resources import WORKER_POOLS
+from deploy.controller.view import ClusterView
+
+log = logging.getLogger(__name__)
+
+
+class Pools:
+    def __init__(
+        self, kube: Kube, caches: Caches, applied: Applied, finalizers: Finalizers
+    ) -> None:
+        self._kube, self._caches, self._applied = kube, caches, applied
+        self._finalizers = finalizers
+
+    def keep(
+        self, cluster: Object, owner: Owner, spec: ServingClusterSpec
+    ) -> tuple[dict[str, Object], list[KubeError]]:
+        """All that there are, by name, and what failed. A deleted cluster's are deleted."""
+        pools = {pool["spec"].get("pool"): pool for pool in self._of(key_of(cluster))}
+        wanted = {} if "deletionTimestamp" in cluster["metadata"] else cluster["spec"]["pools"]
+
+        def keep(name: str) -> None:
+            made = worker_pool(owner, name, wanted[name], FINALIZER)
+            pools[name] = self._keep(key_of(cluster), made, spec.pools[name].initial_replicas)
+
+        failed = each(partial(keep, name) for name in wanted)  # as it was, if it was
+        for name in pools.keys() - wanted.keys():
+            if "deletionTimestamp" not in pools[name]["metadata"]:
+                self._kube.delete(WORKER_POOLS, key_of(pools[name]))
+        return pools, failed
+
+    def _keep(self, cluster: Key, wanted: Manifest, initial_replicas: int) -> Object:
+        """Made with its first size; afterwards whoever scales it says what it is."""
+        first = wanted | {"spec": wanted["spec"] | {"replicas": initial_replicas}}
+        seen = self._caches.pools.get(key_of(wanted))
+        if seen is not None and "deletionTimestamp" in seen["metadata"]:
+            return seen
+        if seen is None:
+            with contextlib.suppress(AlreadyExistsError):  # the cache has yet to hear of it
+                self._kube.create(WORKER_POOLS, first)
+        return self._applied.apply(cluster, WORKER_POOLS, wanted)
+
+    def release(self, view: ClusterView) -> None:
+        """Deleted pools go when their last worker and pod have: those of a cluster that is deleted
+        all together, for what is left of it needs its routers while streams run."""
+        over = [pool for pool in view.pools.values() if pool.is_going and pool.is_empty]
+        if not view.is_going or len(over) == len(view.pools):
+            for pool in over:
+                self._finalizers.drop(WORKER_POOLS, pool.obj)
+
+    def release_orphans(self, cluster: Key) -> None:
+        """Pools whose ServingCluster is gone: what serves them goes with it, and so may they."""
+        for pool in self._of(cluster):
+            self._finalizers.drop(WORKER_POOLS, pool)
+
+    def scale(self, view: ClusterView, plans: Mapping[str, PoolPlan]) -> None:
+        """The sizes and roles of pools whose `scaling.mode` is planner: nobody else writes them."""
+        for name, plan in plans.items():
+            pool = view.pools[name]
+            if pool.spec.scaling.mode != "planner" or pool.is_going:
+                continue
+            spec: Manifest = {}
+            if plan.desired_replicas != pool.spec.replicas:
+                spec["replicas"] = plan.desired_replicas
+            roles = plan.role_plan
+            if roles is not None and (roles.prefill, roles.decode) != pool.role_plan:
+                spec["rolePlan"] = {"prefill": roles.prefill, "decode": roles.decode}
+            if spec:
+                log.info("%s: %s", view.key, plan.reason)
+                self._kube.merge_patch(WORKER_POOLS, key_of(pool.obj), {"spec": spec})
+
+    def _of(self, cluster: Key) -> list[Object]:
+        return self._caches.of_cluster(self._caches.pools, cluster)

@@ -1,0 +1,157 @@
+"""How many workers each revision of each pool is to have now, and which share of requests each
+cohort. Pure: `rollout` and `cohort_rollout` say it, here they are asked for one ServingCluster.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from deploy.api.serving_cluster import CohortRollout
+from deploy.controller.cohort_rollout import (
+    CohortPool,
+    Figures,
+    Progress,
+    Seen,
+    advance,
+    cohort_size,
+    weights,
+)
+from deploy.controller.group_size import group_size
+from deploy.controller.manifests.cluster_yaml import seconds
+from deploy.controller.manifests.ray_cluster import GroupSize
+from deploy.controller.observed import FleetPool
+from deploy.controller.revisions import cohort_of
+from deploy.controller.rollout import ReadyWatch, RevisionState, next_sizes
+from deploy.controller.view import ClusterView, PoolView
+
+
+@dataclass(frozen=True)
+class PoolRolling:
+    """What is decided of one pool; `kept`: revisions that stay known though they have no size."""
+
+    sizes: Mapping[str, int]
+    kept: frozenset[str]
+    watch: ReadyWatch
+    is_stopped: bool = False
+    """The newest revision does not get ready: what is older serves on."""
+
+
+@dataclass(frozen=True)
+class Rolling:
+    pools: Mapping[str, PoolRolling]
+    progress: Progress
+    weights: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By revision, of all pools."""
+        return {name: size for pool in self.pools.values() for name, size in pool.sizes.items()}
+
+    @property
+    def kept(self) -> frozenset[str]:
+        return frozenset(name for pool in self.pools.values() for name in pool.kept)
+
+
+def decide(
+    view: ClusterView,
+    progress: Progress | None,
+    watches: Mapping[str, ReadyWatch],
+    figures: Mapping[str, Figures],
+    now: datetime.datetime,
+) -> Rolling:
+    """`progress` and `watches`, by pool, as they were decided last; `figures` by cohort."""
+    wanted = cohort_of(view.obj["spec"])
+    seen = _seen(view, figures, progress)
+    progress = progress or Progress(_serving_most(view, wanted))
+    if view.fleet is not None and view.is_settled and not view.is_going:
+        step_s = seconds(view.spec.rollout.step)
+        progress = advance(progress, view.spec.rollout, wanted, seen, step_s, now)
+    is_alone = not seen.has_live(progress.serving)
+    pools = {}
+    for name, pool in view.pools.items():
+        watch = watches.get(name, ReadyWatch(pool.target))
+        if view.fleet is not None and view.is_settled:
+            watch = watch.look(pool.updated.state, now)
+        share = _Share(progress, view.spec.rollout, is_alone)
+        pools[name] = _pool(view, pool, share, watch, now)
+    return Rolling(pools, progress, weights(progress))
+
+
+def group_size_of(view: ClusterView, pool: PoolView, name: str, size: int) -> GroupSize:
+    """Of a revision's worker group. A pool that is being deleted waits for no supervisor: its pods
+    drain by themselves."""
+    revision = pool.revisions[name]
+    if pool.is_going and pool.fleet is None:
+        return GroupSize(0, tuple(sorted(pod.name for pod in revision.pods)))
+    if view.fleet is None or not view.is_settled:
+        return group_size(size, revision.pods, None)
+    unknown = FleetPool(size, ())  # it runs nothing that it does not know
+    return group_size(size, revision.pods, revision.fleet or unknown)
+
+
+@dataclass(frozen=True)
+class _Share:
+    progress: Progress
+    rollout: CohortRollout
+    is_alone: bool
+
+    def of(self, cohort: str, replicas: int) -> int:
+        return cohort_size(self.progress, self.rollout, cohort, replicas, is_alone=self.is_alone)
+
+
+def _pool(
+    view: ClusterView, pool: PoolView, share: _Share, watch: ReadyWatch, now: datetime.datetime
+) -> PoolRolling:
+    states = {name: revision.state for name, revision in pool.revisions.items()}
+    cohorts = {name: each.revision.cohort for name, each in pool.revisions.items()}
+    is_stopped = bool(pool.others) and watch.is_late(seconds(pool.spec.rollout.ready_timeout), now)
+    sizes: dict[str, int] = {}
+    kept = {pool.target}
+    for cohort in sorted(set(cohorts.values())):
+        own = [state for name, state in states.items() if cohorts[name] == cohort]
+        replicas = share.of(cohort, pool.replicas)
+        target = pool.target if cohorts[pool.target] == cohort else _biggest(own)
+        if cohort in (share.progress.serving, share.progress.next):
+            kept.add(target)
+        holds = is_stopped and target == pool.target
+        sizes |= next_sizes(replicas, pool.spec.rollout, target, own, is_stopped=holds)
+    if (pool.fleet is None or not view.is_settled) and _is_rolled(states, pool.target):
+        # Nothing tells what runs where: all stays. A pool that goes drains by itself.
+        sizes = {name: 0 if pool.is_going else state.size for name, state in states.items()}
+    return PoolRolling(sizes, frozenset(kept), watch, is_stopped)
+
+
+def _is_rolled(states: Mapping[str, RevisionState], target: str) -> bool:
+    """Whether there is anything of another revision."""
+    return any(name != target and (s.size or s.present) for name, s in states.items())
+
+
+def _biggest(states: list[RevisionState]) -> str:
+    """Of a cohort that the spec does not name any more: which of its revisions it goes on with."""
+    return max(states, key=lambda state: (state.num_live, state.size, state.name)).name
+
+
+def _serving_most(view: ClusterView, wanted: str) -> str:
+    """The cohort of what runs, where nothing tells how far it was."""
+    found: dict[str, tuple[int, int]] = {}
+    for each in view.revisions.values():
+        live, size = found.get(each.revision.cohort, (0, 0))
+        found[each.revision.cohort] = (live + each.num_live, size + each.size)
+    best = max(found, key=lambda cohort: (found[cohort], cohort == wanted), default=wanted)
+    return best if any(found.get(best, ())) else wanted
+
+
+def _seen(view: ClusterView, figures: Mapping[str, Figures], progress: Progress | None) -> Seen:
+    pools = []
+    for pool in view.pools.values():
+        if pool.is_going:
+            continue
+        live: dict[str, int] = {}
+        for each in pool.revisions.values():
+            live[each.revision.cohort] = live.get(each.revision.cohort, 0) + each.num_live
+        if progress is not None and progress.serving not in live:
+            live[progress.serving] = pool.replicas  # it is newer than that cohort: none is missed
+        pools.append(CohortPool(pool.replicas, live))
+    return Seen(pools, figures)

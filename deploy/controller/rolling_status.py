@@ -1,0 +1,79 @@
+"""What is decided of rollouts, as statuses hold it: written, and read back after an operator's
+restart. Pure. What is not said is None, which a merge patch takes away.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+
+from deploy.controller.cohort_rollout import Phase, Progress
+from deploy.controller.manifests.common import Object
+from deploy.controller.objects import Object as Seen
+from deploy.controller.rollout import ReadyWatch
+
+_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+
+
+def timestamp(moment: datetime.datetime) -> str:
+    """As Kubernetes writes one; whole seconds."""
+    return moment.astimezone(datetime.UTC).strftime(_FORMAT)
+
+
+def progress_in(cluster: Seen) -> Progress | None:
+    """Of a ServingCluster; None: nobody has told."""
+    told = cluster.get("status", {}).get("cohort")
+    if not told:
+        return None
+    return Progress(
+        serving=told["serving"],
+        next=told.get("next", ""),
+        phase=Phase(told.get("phase", Phase.SERVING)),
+        weight=told.get("weight", 0),
+        since=_moment(told.get("since", "")),
+        reason=told.get("reason", ""),
+        is_fault=told.get("isFault", False),
+    )
+
+
+def progress_status(progress: Progress) -> Object:
+    return {
+        "serving": progress.serving,
+        "next": progress.next or None,
+        "phase": progress.phase.value,
+        "weight": progress.weight,
+        "since": None if progress.since is None else timestamp(progress.since),
+        "reason": progress.reason or None,
+        "isFault": progress.is_fault,
+    }
+
+
+def watch_in(pool: Seen) -> ReadyWatch | None:
+    """Of a WorkerPool."""
+    told = pool.get("status", {}).get("rollout")
+    if not told:
+        return None
+    since = _moment(told.get("waitingSince", ""))
+    return ReadyWatch(told["revision"], told.get("readyReplicas", 0), since)
+
+
+def watch_status(watch: ReadyWatch) -> Object:
+    since = None if watch.waiting_since is None else timestamp(watch.waiting_since)
+    return {
+        "revision": watch.revision,
+        "readyReplicas": watch.num_live,
+        "waitingSince": since,
+    }
+
+
+def watches_in(pools: Mapping[str, Seen]) -> dict[str, ReadyWatch]:
+    """Of WorkerPools by name."""
+    found = {name: watch_in(pool) for name, pool in pools.items()}
+    return {name: watch for name, watch in found.items() if watch is not None}
+
+
+def _moment(text: str) -> datetime.datetime | None:
+    """None: no such time."""
+    if not text:
+        return None
+    return datetime.datetime.strptime(text, _FORMAT).replace(tzinfo=datetime.UTC)

@@ -1,0 +1,87 @@
+"""The statuses of ServingClusters and WorkerPools, which nobody else writes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from cluster.planner.planner import PoolPlan
+from deploy.controller.cluster_status import cluster_status, cluster_verdicts
+from deploy.controller.conditions import DEGRADED, PROGRESSING, Verdict, conditions
+from deploy.controller.each import each
+from deploy.controller.errors import KubeError, NotFoundError
+from deploy.controller.kube import Kube
+from deploy.controller.manifests.common import Object as Manifest
+from deploy.controller.objects import Object, Resource, key_of
+from deploy.controller.pool_status import pool_status, pool_verdicts
+from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
+from deploy.controller.rolling import Rolling
+from deploy.controller.view import ClusterView
+
+
+class Statuses:
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+
+    def tell_pools(
+        self,
+        view: ClusterView,
+        rolling: Rolling,
+        plans: Mapping[str, PoolPlan],
+        refused: Mapping[str, str],
+        now: str,
+    ) -> list[KubeError]:
+        """What failed of it. `refused`: by the supervisor, by pool."""
+
+        def tell(name: str) -> None:
+            pool, plan, decided = view.pools[name], plans.get(name), rolling.pools[name]
+            status = pool_status(pool, decided) | {
+                "desiredReplicas": None if plan is None else plan.desired_replicas,
+                "desiredReason": None if plan is None else plan.reason,
+            }
+            verdicts = pool_verdicts(pool, decided, refused.get(name, ""))
+            self._tell(WORKER_POOLS, pool.obj, status, verdicts, now)
+
+        return each(partial(tell, name) for name in view.pools)
+
+    def tell_cluster(
+        self,
+        view: ClusterView,
+        rolling: Rolling,
+        routers: Object | None,
+        refused: Sequence[str],
+        now: str,
+    ) -> None:
+        """`routers`: their Deployment."""
+        verdicts = cluster_verdicts(view, rolling, routers, refused)
+        status = cluster_status(view, rolling.progress)
+        self._tell(SERVING_CLUSTERS, view.obj, status, verdicts, now)
+
+    def tell_invalid(self, cluster: Object, problem: str, now: str) -> None:
+        verdicts = [
+            Verdict(DEGRADED, True, "InvalidSpec", problem),
+            Verdict(PROGRESSING, False, "InvalidSpec", "waits for a spec that can be read"),
+        ]
+        self._tell(SERVING_CLUSTERS, cluster, {}, verdicts, now)
+
+    def _tell(
+        self, resource: Resource, obj: Object, status: Manifest, verdicts: list[Verdict], now: str
+    ) -> None:
+        """Unless it says so already; None takes a field away."""
+        told = status | {
+            "observedGeneration": obj["metadata"].get("generation", 0),
+            "conditions": conditions(verdicts, obj, now),
+        }
+        if _says(obj.get("status", {}), told):
+            return
+        with contextlib.suppress(NotFoundError):  # it was deleted just now
+            self._kube.merge_patch(resource, key_of(obj), {"status": told}, "status")
+
+
+def _says(before: Any, told: Any) -> bool:
+    """Whether a merge patch would change nothing."""
+    if isinstance(before, Mapping) and isinstance(told, Mapping):
+        return all(_says(before.get(name), value) for name, value in told.items())
+    return bool(before == told)

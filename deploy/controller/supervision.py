@@ -1,0 +1,90 @@
+"""What the supervisor is told of pools: each revision is a pool of its own to it. Of levels: it is
+told what it does not have as it is wanted, so one that has lost everything is told all of it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from baton.control_client import ControlClient
+from baton.errors import BatonError
+from deploy.controller.manifests.ray_cluster import settings_in
+from deploy.controller.observed import FleetPool
+from deploy.controller.rolling import PoolRolling, Rolling
+from deploy.controller.view import ClusterView, PoolView, RevisionView
+
+
+class Supervision:
+    """One look's calls; `refused` has what the supervisor did not take, by the WorkerPool's name in
+    the cluster, or empty for what is of no one pool."""
+
+    def __init__(self, client: ControlClient) -> None:
+        self._client = client
+        self.refused: dict[str, str] = {}
+
+    def tell(self, view: ClusterView, rolling: Rolling) -> None:
+        """Shares go over before workers leave. Pools whose supervisor is silent are left alone."""
+        if view.fleet is None:
+            return
+        for name, pool in view.pools.items():
+            sizes = rolling.pools[name].sizes
+            for revision in pool.revisions.values():
+                if revision.fleet is None and revision.group is not None:
+                    self._add(name, revision, sizes[revision.revision.name])
+        self._weigh(view, rolling.weights)
+        for name, pool in view.pools.items():
+            self._size(name, pool, rolling.pools[name])
+        known = view.revisions.keys() | view.groups.keys()
+        for name in sorted(view.fleet.pools.keys() - known):
+            self._give_up(name, view.fleet.pools[name])
+
+    def _add(self, pool: str, revision: RevisionView, size: int) -> None:
+        assert revision.group is not None
+        wanted, config = revision.revision, settings_in(revision.group)
+        self._try(pool, partial(self._client.add_pool, wanted.name, config, size, wanted.cohort))
+
+    def _weigh(self, view: ClusterView, weights: Mapping[str, int]) -> None:
+        assert view.fleet is not None
+        told = {pool.cohort: pool.cohort_weight for pool in view.fleet.pools.values()}
+        added = {each.revision.cohort: 0 for each in view.revisions.values() if each.group}
+        if any(weights.get(cohort, 0) != weight for cohort, weight in (added | told).items()):
+            self._try("", partial(self._client.set_cohort_weights, weights))
+
+    def _size(self, name: str, pool: PoolView, rolling: PoolRolling) -> None:
+        for revision in pool.revisions.values():
+            own, known = revision.revision.name, revision.fleet
+            if known is None:
+                continue
+            size = rolling.sizes[own]
+            if known.desired_replicas != size:
+                self._try(name, partial(self._client.set_replicas, own, size))
+            plan = role_plan(pool, size)
+            if known.role_plan != plan:
+                self._try(name, partial(self._client.set_role_plan, own, *plan))
+            is_over = not size and not known.desired_replicas and revision.is_empty
+            if is_over and own not in rolling.kept:
+                self._try(name, partial(self._client.remove_pool, own))
+
+    def _give_up(self, name: str, pool: FleetPool) -> None:
+        """Nothing speaks for it any more."""
+        if pool.desired_replicas:
+            self._try("", partial(self._client.set_replicas, name, 0))
+        elif not pool.places:
+            self._try("", partial(self._client.remove_pool, name))
+
+    def _try(self, pool: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BatonError as error:
+            before = f"{self.refused[pool]}; " if pool in self.refused else ""
+            self.refused[pool] = f"{before}{error.message}"
+
+
+def role_plan(pool: PoolView, size: int) -> tuple[int, int]:
+    """A revision's part of its pool's plan, by how many of the workers it is to have: those that
+    the division leaves over act in both roles."""
+    prefill, decode = pool.role_plan
+    if not pool.replicas or size >= pool.replicas:
+        return prefill, decode
+    return prefill * size // pool.replicas, decode * size // pool.replicas
