@@ -1,5 +1,6 @@
 """What stands beside a cluster's RayCluster, routers and Service: budgets for evictions, who may
-connect, the way in from outside, what is scraped. Of levels: what is not wanted any more goes.
+connect, the way in from outside and its certificate, what is scraped. Of levels: what is not wanted
+any more goes.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.monitors import pod_monitor
 from deploy.controller.manifests.network_policy import head_policy, router_policy, worker_policy
 from deploy.controller.manifests.pod_disruption_budgets import pool_budget, router_budget
+from deploy.controller.manifests.router_access import router_certificate
 from deploy.controller.manifests.routes import grpc_route, ingress
 from deploy.controller.objects import Key, Resource, key_of
 from deploy.controller.resources import (
     BUDGETS,
+    CERTIFICATES,
     GRPC_ROUTES,
     INGRESSES,
     NETWORK_POLICIES,
@@ -59,6 +62,7 @@ def companions(
         *(_wanted(NETWORK_POLICIES, policy) for policy in policies),
         *(_wanted(budgets, budget) for budget in (router_budget(owner, budgets), *pools)),
         *_ways_in(owner, view.spec.router),
+        _certificate(owner, view.spec.router),
         _monitor(owner, release),
     ]
 
@@ -82,6 +86,11 @@ def _ways_in(owner: Owner, router: RouterSpec) -> list[Companion]:
         Companion(GRPC_ROUTES, key, route),
         Companion(INGRESSES, key, ingress(owner, router) if has_ingress else None),
     ]
+
+
+def _certificate(owner: Owner, router: RouterSpec) -> Companion:
+    key = Key(owner.namespace, owner.router_name)
+    return Companion(CERTIFICATES, key, router_certificate(owner, router))
 
 
 def _monitor(owner: Owner, release: Release) -> Companion:

@@ -22,6 +22,7 @@ from deploy.controller.kube import Kube
 from deploy.controller.manifests.common import PodMonitors, Release
 from deploy.controller.objects import EVERYTHING, Key, Resource, Selection
 from deploy.controller.resources import (
+    CERTIFICATES,
     CONFIG_MAPS,
     DEPLOYMENTS,
     GRPC_ROUTES,
@@ -122,7 +123,8 @@ def account(control_plane: ControlPlane, installed: str) -> Path:
 @pytest.fixture(scope="module")
 def further_kinds(control_plane: ControlPlane) -> Iterator[None]:
     """What the operator writes of others' kinds."""
-    crds = (open_crd(GRPC_ROUTES, "GRPCRoute"), open_crd(POD_MONITORS, "PodMonitor"))
+    crds = (open_crd(GRPC_ROUTES, "GRPCRoute"), open_crd(POD_MONITORS, "PodMonitor"),
+            open_crd(CERTIFICATES, "Certificate"))  # fmt: skip
     with served(control_plane, *crds):
         yield
 
@@ -164,10 +166,11 @@ class Life:
     namespace: str
 
     def begin(self) -> None:
-        router = {"hostname": "llm.example.com"}
+        router = {"hostname": "llm.example.com", "tls": {"issuerRef": {"name": "internal"}}}
         self.control_plane.apply(cluster(self.namespace, router=router))
         self._until(WORKER_POOLS, {"main-prefill", "main-decode"})
         self._until(INGRESSES, {"main-router"})
+        self._until(CERTIFICATES, {"main-router"})
         self._until(POD_MONITORS, {"main"})
         eventually(self._conditions, "conditions")
         self._change({"router": {"gateway": "edge"}})
@@ -176,8 +179,9 @@ class Life:
 
     def end(self) -> None:
         self._until(POD_MONITORS, set())
-        self._change({"router": {"gateway": None, "hostname": None}})
+        self._change({"router": {"gateway": None, "hostname": None, "tls": None}})
         self._until(GRPC_ROUTES, set())
+        self._until(CERTIFICATES, set())
         self._change({"pools": {"prefill": None}})
         self._until(WORKER_POOLS, {"main-decode"})
         self.administrator.delete(SERVING_CLUSTERS, self._main)

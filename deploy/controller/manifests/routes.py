@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from deploy.api.serving_cluster import RouterSpec
 from deploy.controller.manifests.common import ROUTER_PORT, Object, Owner
+from deploy.controller.manifests.router_access import tls_secret
 
 
 def grpc_route(owner: Owner, router: RouterSpec) -> Object:
@@ -43,7 +44,7 @@ def ingress(owner: Owner, router: RouterSpec) -> Object:
     path = {"path": "/", "pathType": "Prefix", "backend": {"service": service}}
     spec: Object = {"rules": [{"host": router.hostname, "http": {"paths": [path]}}]}
     if router.tls is not None:
-        secret = router.tls.secret_name or f"{owner.router_name}-tls"
+        secret = tls_secret(owner, router.tls)
         spec["tls"] = [{"hosts": [router.hostname], "secretName": secret}]
     return {
         "apiVersion": "networking.k8s.io/v1",

@@ -275,6 +275,12 @@ def test_a_gateway_has_a_grpc_route_instead(gateway: str, parent: dict[str, str]
     }
 
 
+def test_where_an_issuer_is_named_the_certificate_is_kept_beside_the_cluster() -> None:
+    issued = made(view_of(router={"tls": {"issuerRef": {"name": "internal"}}}))
+    assert ("Certificate", "main-router") in issued
+    assert not [kind for kind, _ in made(view_of()) if kind == "Certificate"]
+
+
 def test_a_monitor_scrapes_routers_and_workers_by_a_port_that_they_have() -> None:
     assert not [kind for kind, _ in made(view_of()) if kind == "PodMonitor"]
     monitors = PodMonitors("30s", {"release": "prometheus"})
