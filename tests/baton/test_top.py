@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,7 @@ from baton.render import out
 from baton.top import busy_of, expected_ttft_s, screen
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from tests.baton.small_router import SmallControl
+from tests.baton.terminal import CTRL_C, Terminal
 
 LIVE = control_pb2.WORKER_STATE_LIVE
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
@@ -156,3 +159,13 @@ def test_a_watch_goes_on_until_its_service_ends(capsys: pytest.CaptureFixture[st
     told = capsys.readouterr()
     assert told.out.count("Workers") == 2
     assert "the control service ended the watch" in told.err
+
+
+@pytest.mark.full
+def test_on_a_terminal_a_watch_draws_anew_and_ctrl_c_ends_it(control: str) -> None:
+    command = [sys.executable, "-m", "baton.cli", "top", "--watch", "--control", control]
+    with Terminal(command, os.environ) as terminal:
+        for _ in range(3):
+            terminal.wait_for(r"decode-0 +decode +live +50%")
+        terminal.type(CTRL_C)
+        assert terminal.exit_status() == 0
