@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -85,7 +86,11 @@ class DtypeDecision:
 
 
 def decided_dtype(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
-    """What `DtypeDecision.result` says, waited for."""
+    """What `DtypeDecision.result` says, waited for. A pod that was made before this model was named
+    may have no folder of it: then it is left open to the workers, whose pods have."""
+    model = Path(config.model)
+    if config.runs_on == "pods" and model.is_absolute() and not model.is_dir():
+        return config, None
     with DtypeDecision(config, {}) as decision:
         return decision.result()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from baton.config import ClusterConfig, parse_config
 from baton.errors import ConfigError
-from cluster.model_dtype import DtypeDecision
+from cluster.model_dtype import DtypeDecision, decided_dtype
 
 
 def cluster(model: Path, engine: dict[str, Any], prefill: dict[str, Any]) -> ClusterConfig:
@@ -42,6 +43,12 @@ def test_what_is_wrong_with_the_model_is_told(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=r"config\.json is missing"),
     ):
         decision.result()
+
+
+def test_a_model_whose_folder_is_on_the_workers_pods_alone_is_left_to_them(tmp_path: Path) -> None:
+    named = dataclasses.replace(cluster(tmp_path / "none", {}, {}), runs_on="pods")
+    config, told = decided_dtype(named)
+    assert (dtypes(config), told) == (["auto", "auto"], None)
 
 
 @pytest.mark.parametrize(
