@@ -1,0 +1,72 @@
+"""Routers behind TLS and tokens on pods. They need no worker to say who may call."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from baton.client import Client
+from baton.credentials import Tls
+from baton.errors import PermissionDeniedError, UnauthenticatedError
+from tests.certificates import Authority
+from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.kubelet.kubelet import Kubelet
+from tests.k8s.kubelet.objects import secret
+from tests.k8s.operating import eventually
+from tests.k8s.test_serving import MODEL, Installed, installed, router_address
+
+__all__ = ["installed"]  # a fixture
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.cluster,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
+]
+
+READY_WITHIN_S = 150.0
+
+
+def ready_router(kubelet: Kubelet) -> str | None:
+    """Its address, once its probes find it ready."""
+    with contextlib.suppress(AssertionError):
+        return router_address(kubelet)
+    return None
+
+
+def test_routers_serve_what_their_secrets_say_and_probes_find_them_ready(
+    control_plane: ControlPlane,
+    namespace: str,
+    installed: Installed,
+    kubelet: Kubelet,
+    tmp_path: Path,
+) -> None:
+    name = f"default-router.{namespace}.svc"
+    authority = Authority(tmp_path)
+    made = authority.issue("front-door", host=name)
+    pair = {"tls.crt": made.certificate.read_text(), "tls.key": made.key.read_text()}
+    control_plane.apply(secret(namespace, "front-door", pair))
+    tokens = {"red": "red-token-1", "blue": "blue-token-1\nblue-token-2\n"}
+    control_plane.apply(secret(namespace, "tenants", tokens))
+    installed.install(
+        model={"name": str(MODEL)},
+        pools={"both": {"role": "mixed", "initialReplicas": 0}},
+        router={
+            "replicas": 1,
+            "tls": {"secretName": "front-door"},
+            "auth": {"tokenSecretName": "tenants"},
+        },
+    )
+    address = eventually(lambda: ready_router(kubelet), "a router is ready", READY_WITHIN_S)
+    tls = Tls(str(authority.ca), server_name=name)
+    for token in ("red-token-1", "blue-token-2"):
+        with Client(address, tls=tls, token=token) as client:
+            assert [model.name for model in client.models()] == ["demo"]
+            with pytest.raises(PermissionDeniedError):
+                client.text("Who is Hugo?", tenant="green")
+    with Client(address, tls=tls) as nobody, pytest.raises(UnauthenticatedError):
+        nobody.models()
+    endpoints = installed.read("servingcluster/default")["status"]["endpoints"]
+    assert endpoints["grpc"] == f"grpcs://{name}:7100"
