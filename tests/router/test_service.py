@@ -85,6 +85,7 @@ async def test_an_unreadable_message_is_the_caller_s_mistake_and_harms_no_one(
                     pass
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "unreadable message" in (caught.value.details() or "")
+            assert error_reason(caught.value) == "INVALID_PROMPT"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await tokenize(bytes([1 << 3 | 2, 1, 0xFF]))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
