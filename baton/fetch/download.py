@@ -110,6 +110,8 @@ class Download:
         if whole is not None and start == whole.size:
             return whole.sha256
         with self._source.read(name, start, whole.version if whole else None) as content:
+            if content.start not in (0, start):
+                raise FetchError(f"{self._source.where(name)}: another part came than was asked")
             if content.start == 0:
                 self._begin(name, content)
             with part.open("ab") as file:

@@ -37,6 +37,8 @@ class CheckpointServer:
         """After how many bytes each of a path's next answers ends; -1: it stops there, and waits
         for `goes_on`, half-way."""
         self.has_versions = True
+        self.part_offset = 0
+        """How far from what was asked a part is said to begin."""
         self.goes_on = threading.Event()
         self.stopped = threading.Event()
         """Set when an answer waits half-way."""
@@ -117,7 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(206 if start else 200)
         if start:
             last = len(content) - 1
-            self.send_header("Content-Range", f"bytes {start}-{last}/{len(content)}")
+            first = start + self.server_.part_offset
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
         self.send_header("Content-Length", str(len(content) - start))
         if self.server_.has_versions:
             self.send_header("ETag", etag)

@@ -141,6 +141,14 @@ def test_what_came_before_a_cut_is_thrown_away_where_it_may_be_of_another_file(
     assert node.files() == CHECKPOINT | {LARGE: b"n" * 2_000_000}
 
 
+def test_another_part_than_was_asked_for_is_never_taken(
+    server: CheckpointServer, node: Node
+) -> None:
+    server.cuts[f"m/{LARGE}"] = [1_000_000]
+    server.part_offset = 1
+    assert f"{LARGE}: another part came than was asked" in node.refused()
+
+
 def test_a_try_that_failed_leaves_what_came_to_the_next_start(
     server: CheckpointServer, node: Node
 ) -> None:
