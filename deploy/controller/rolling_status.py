@@ -27,11 +27,11 @@ def progress_in(cluster: Seen) -> Progress | None:
         return None
     return Progress(
         serving=told["serving"],
-        next=told.get("next", ""),
+        next=told.get("next") or "",
         phase=Phase(told.get("phase", Phase.SERVING)),
         weight=told.get("weight", 0),
-        since=_moment(told.get("since", "")),
-        reason=told.get("reason", ""),
+        since=_moment(told.get("since")),
+        reason=told.get("reason") or "",
         is_fault=told.get("isFault", False),
     )
 
@@ -53,7 +53,7 @@ def watch_in(pool: Seen) -> ReadyWatch | None:
     told = pool.get("status", {}).get("rollout")
     if not told:
         return None
-    since = _moment(told.get("waitingSince", ""))
+    since = _moment(told.get("waitingSince"))
     return ReadyWatch(told["revision"], told.get("readyReplicas", 0), since)
 
 
@@ -72,7 +72,7 @@ def watches_in(pools: Mapping[str, Seen]) -> dict[str, ReadyWatch]:
     return {name: watch for name, watch in found.items() if watch is not None}
 
 
-def _moment(text: str) -> datetime.datetime | None:
+def _moment(text: str | None) -> datetime.datetime | None:
     """None: no such time."""
     if not text:
         return None

@@ -1,0 +1,188 @@
+"""One ServingCluster's revisions, as its supervisor and its RayCluster tell of them."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from deploy.api.read import read_spec
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.cohort_rollout import Phase, Progress
+from deploy.controller.manifests.common import Owner
+from deploy.controller.objects import Key
+from deploy.controller.observed import Fleet, FleetPool, Place, PlaceState, Pod
+from deploy.controller.pool_status import pool_verdicts
+from deploy.controller.revisions import revision_of
+from deploy.controller.rolling import Rolling, decide, group_size_of
+from deploy.controller.rolling_status import (
+    progress_in,
+    progress_status,
+    watch_in,
+    watch_status,
+)
+from deploy.controller.rollout import ReadyWatch
+from deploy.controller.view import ClusterView, pool_view
+
+NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+LATER = NOW + datetime.timedelta(hours=1)
+OWNER = Owner("main", "models", "uid")
+SPEC: dict[str, Any] = {
+    "model": {"name": "models/demo"},
+    "pools": {"decode": {"role": "decode"}},
+}
+BEFORE = SPEC | {"logLevel": "debug"}
+"""Another revision of the same cohort."""
+OLD = SPEC | {"model": {"name": "models/old"}}
+"""Another cohort."""
+
+
+def pool_spec(**changes: Any) -> WorkerPoolSpec:
+    return WorkerPoolSpec(role="decode", cluster="main", pool="decode", **{"replicas": 2} | changes)
+
+
+def name_of(spec: dict[str, Any]) -> str:
+    return revision_of(spec, "decode", pool_spec()).name
+
+
+def group(spec: dict[str, Any], replicas: int) -> dict[str, Any]:
+    revision = revision_of(spec, "decode", pool_spec())
+    metadata = {
+        "labels": {"baton.dev/pool": "decode"},
+        "annotations": {"baton.dev/cohort": revision.cohort, "baton.dev/cluster-yaml": "{}"},
+    }
+    template = {"metadata": metadata}
+    return {"groupName": revision.name, "replicas": replicas, "template": template}
+
+
+def pods(spec: dict[str, Any], count: int) -> list[Pod]:
+    name = name_of(spec)
+    return [Pod(f"{name}-pod-{n}", "decode", True, False, name, "2026") for n in range(count)]
+
+
+def served(spec: dict[str, Any], size: int, num_live: int | None = None) -> FleetPool:
+    name = name_of(spec)
+    num_live = size if num_live is None else num_live
+    places = [
+        Place(
+            f"{name}-{n}",
+            f"{name}-pod-{n}",
+            PlaceState.LIVE if n < num_live else PlaceState.STARTING,
+        )
+        for n in range(size)
+    ]
+    return FleetPool(size, places)
+
+
+def view(
+    fleet: dict[str, FleetPool] | None,
+    groups: list[dict[str, Any]],
+    there: list[Pod],
+    *,
+    is_settled: bool = True,
+    **pool: Any,
+) -> ClusterView:
+    """The spec asks for `SPEC`."""
+    metadata = {"name": "main", "namespace": "models"}
+    obj = {"kind": "ServingCluster", "metadata": metadata, "spec": SPEC}
+    known = None if fleet is None else Fleet(fleet)
+    by_name = {each["groupName"]: each for each in groups}
+    made = pool_view(obj, {"metadata": {}}, pool_spec(**pool), by_name, there, known)
+    spec = read_spec(ServingClusterSpec, obj)
+    key = Key("models", "main")
+    ray = {"spec": {"workerGroupSpecs": groups}}
+    return ClusterView(key, obj, OWNER, spec, {"decode": made}, known, is_settled, ray)
+
+
+def decided(seen: ClusterView, progress: Progress | None = None) -> Rolling:
+    return decide(seen, progress, {}, {}, NOW)
+
+
+def test_what_is_new_is_made_whole_at_once_with_no_supervisor_yet() -> None:
+    assert decided(view(None, [], [])).sizes == {name_of(SPEC): 2}
+
+
+def test_a_change_surges_while_the_supervisor_speaks_and_waits_while_it_does_not() -> None:
+    there, groups = pods(BEFORE, 2), [group(BEFORE, 2)]
+    fleet = {name_of(BEFORE): served(BEFORE, 2)}
+    assert decided(view(fleet, groups, there)).sizes == {name_of(BEFORE): 2, name_of(SPEC): 1}
+    for seen in (view(None, groups, there), view(fleet, groups, there, is_settled=False)):
+        assert decided(seen).sizes == {name_of(BEFORE): 2, name_of(SPEC): 0}
+
+
+def test_a_supervisor_that_lost_everything_is_told_the_sizes_of_the_groups() -> None:
+    groups = [group(BEFORE, 2), group(SPEC, 1)]
+    seen = view({}, groups, [*pods(BEFORE, 2), *pods(SPEC, 1)])
+    assert decided(seen).sizes == {name_of(BEFORE): 2, name_of(SPEC): 1}
+
+
+def test_no_pod_of_an_old_revision_goes_before_its_worker_has_left() -> None:
+    groups, there = [group(BEFORE, 2), group(SPEC, 1)], [*pods(BEFORE, 2), *pods(SPEC, 1)]
+    fleet = {name_of(BEFORE): served(BEFORE, 2), name_of(SPEC): served(SPEC, 1)}
+    seen = view(fleet, groups, there)
+    rolling = decided(seen)
+    assert rolling.sizes == {name_of(BEFORE): 1, name_of(SPEC): 1}
+    size = group_size_of(seen, seen.pools["decode"], name_of(BEFORE), 1)
+    assert (size.replicas, size.to_delete) == (2, ())
+    fleet[name_of(BEFORE)] = served(BEFORE, 1)
+    seen = view(fleet, groups, there)
+    size = group_size_of(seen, seen.pools["decode"], name_of(BEFORE), 1)
+    assert (size.replicas, size.to_delete) == (1, (f"{name_of(BEFORE)}-pod-1",))
+
+
+def test_a_late_revision_stops_its_rollout_and_the_pool_says_why() -> None:
+    groups, there = [group(BEFORE, 2), group(SPEC, 1)], [*pods(BEFORE, 2), *pods(SPEC, 1)]
+    fleet = {name_of(BEFORE): served(BEFORE, 2), name_of(SPEC): served(SPEC, 1, num_live=0)}
+    seen = view(fleet, groups, there)
+    watches = {"decode": ReadyWatch(name_of(SPEC), 0, NOW)}
+    rolling = decide(seen, None, watches, {}, LATER)
+    assert rolling.pools["decode"].is_stopped
+    assert rolling.sizes == {name_of(BEFORE): 2, name_of(SPEC): 1}
+    told = pool_verdicts(seen.pools["decode"], rolling.pools["decode"], "")
+    assert [verdict.reason for verdict in told] == ["Live", "RolloutStopped", "Sound"]
+    assert told[1].message.startswith(f"0 of 2 updated to {name_of(SPEC)}, and no more in 15m")
+
+
+def test_another_cohort_grows_beside_the_old_one_and_gets_no_request_before_it_is_live() -> None:
+    old = revision_of(OLD, "decode", pool_spec()).cohort
+    new = revision_of(SPEC, "decode", pool_spec()).cohort
+    groups, there = [group(OLD, 2)], pods(OLD, 2)
+    fleet = {name_of(OLD): served(OLD, 2)}
+    rolling = decided(view(fleet, groups, there))
+    assert rolling.progress == Progress(old, new, Phase.GROWING)
+    assert rolling.sizes == {name_of(OLD): 2, name_of(SPEC): 1}
+    assert rolling.weights == {old: 100, new: 0}
+    fleet[name_of(SPEC)] = served(SPEC, 1)
+    seen = view(fleet, [*groups, group(SPEC, 1)], [*there, *pods(SPEC, 1)])
+    rolling = decided(seen, rolling.progress)
+    assert rolling.weights == {old: 99, new: 1}
+    assert rolling.kept == {name_of(OLD), name_of(SPEC)}
+
+
+def test_an_old_cohort_that_goes_on_serving_keeps_its_revision_also_at_zero() -> None:
+    old = revision_of(OLD, "decode", pool_spec()).cohort
+    new = revision_of(SPEC, "decode", pool_spec()).cohort
+    back = Progress(old, new, Phase.RETURNED, reason="it failed", is_fault=True)
+    fleet = {name_of(OLD): served(OLD, 0), name_of(SPEC): served(SPEC, 0)}
+    seen = view(fleet, [group(OLD, 0), group(SPEC, 0)], [], replicas=0)
+    assert name_of(OLD) in decided(seen, back).kept
+    seen = view(fleet, [group(OLD, 0), group(SPEC, 0)], [], replicas=2)
+    assert decided(seen, back).sizes == {name_of(OLD): 2, name_of(SPEC): 0}
+
+
+def test_what_the_supervisor_refuses_degrades_the_pool() -> None:
+    seen = view({name_of(SPEC): served(SPEC, 2)}, [group(SPEC, 2)], pods(SPEC, 2))
+    rolling = decided(seen)
+    degraded = pool_verdicts(seen.pools["decode"], rolling.pools["decode"], "no such model")[-1]
+    assert (degraded.is_true, degraded.reason) == (True, "Refused")
+    assert degraded.message == "the supervisor: no such model"
+
+
+def test_statuses_hold_all_that_an_operator_goes_on_from() -> None:
+    progress = Progress("old", "new", Phase.WATCHING, 10, NOW, "slow", True)
+    assert progress_in({"status": {"cohort": progress_status(progress)}}) == progress
+    assert progress_in({"status": {"cohort": progress_status(Progress("a"))}}) == Progress("a")
+    watch = ReadyWatch("decode-2x4bz", 1, NOW)
+    assert watch_in({"status": {"rollout": watch_status(watch)}}) == watch
+    assert progress_in({}) is None
+    assert watch_in({"status": {}}) is None
