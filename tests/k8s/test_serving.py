@@ -28,14 +28,18 @@ AVAILABLE_WITHIN_S = 150.0
 class Installed:
     """A release of the chart with one ServingCluster called `default`."""
 
-    def __init__(self, control_plane: ControlPlane, namespace: str, folder: Path) -> None:
+    def __init__(
+        self, control_plane: ControlPlane, namespace: str, folder: Path, **nodes: Any
+    ) -> None:
+        """`nodes`: more of the chart's cluster.nodes."""
         self._control_plane, self.namespace, self._folder = control_plane, namespace, folder
+        self._nodes = {"preset": "cpu", **nodes}
 
     def install(self, **spec: Any) -> None:
         values = {
             "watchNamespaces": [self.namespace],
             "crds": {"upgrade": False},
-            "cluster": {"enabled": True, "nodes": {"preset": "cpu"}, "spec": spec},
+            "cluster": {"enabled": True, "nodes": self._nodes, "spec": spec},
         }
         path = self._folder / "values.json"
         path.write_text(json.dumps(values))

@@ -24,9 +24,12 @@ class Asked:
 
 
 class CheckpointServer:
-    """Serves `files` (path to content); a context manager. With a `certificate`, over TLS."""
+    """Serves `files` (path to content) at an address of this machine; a context manager. With a
+    `certificate`, over TLS."""
 
-    def __init__(self, files: dict[str, bytes], certificate: Path | None = None) -> None:
+    def __init__(
+        self, files: dict[str, bytes], certificate: Path | None = None, host: str = "127.0.0.1"
+    ) -> None:
         self.files = files
         self.headers: dict[str, dict[str, str]] = {}
         """More headers, by path."""
@@ -44,14 +47,14 @@ class CheckpointServer:
         """Set when an answer waits half-way."""
         self.asked: list[Asked] = []
         handler = type("Handler", (_Handler,), {"server_": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = ThreadingHTTPServer((host, 0), handler)
         scheme = "http"
         if certificate is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(certificate)
             self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
             scheme = "https"
-        self.address = f"{scheme}://127.0.0.1:{self._server.server_port}"
+        self.address = f"{scheme}://{host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever)
 
     def __enter__(self) -> CheckpointServer:
@@ -69,14 +72,14 @@ class CheckpointServer:
         return [asked.path for asked in self.asked]
 
 
-def write_certificate(folder: Path) -> Path:
-    """A key and a certificate for 127.0.0.1, in one file; it vouches for itself."""
+def write_certificate(folder: Path, host: str = "127.0.0.1") -> Path:
+    """A key and a certificate for an address, in one file; it vouches for itself."""
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-nodes", "-newkey", "ec"),
             *("-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-addext", f"subjectAltName=IP:{host}"),
             *("-keyout", str(key), "-out", str(certificate)),
         ],
         check=True,

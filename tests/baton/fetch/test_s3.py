@@ -66,6 +66,7 @@ def test_a_bucket_that_may_not_be_listed_is_asked_for_a_checkpoints_usual_files(
     assert node.files() == CHECKPOINT
 
 
+@pytest.mark.full
 def test_an_object_that_may_not_be_read_asks_for_credentials(
     server: CheckpointServer, node: Node
 ) -> None:
