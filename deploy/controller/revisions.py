@@ -30,7 +30,8 @@ _OF_WORKERS = (
     ("fabric", "required"),
     ("ray", "version"),
     ("model", "credentialsSecretName"),
-    ("hub",),
+    ("hub", "endpoint"),
+    ("hub", "tokenSecretName"),
 )
 """Of a ServingCluster's spec: what its worker pods or their processes are told."""
 _OF_HEAD = (
