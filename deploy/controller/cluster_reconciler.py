@@ -32,6 +32,7 @@ from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches, cluster_keys
 from deploy.controller.cohort_figures import CohortFigures
+from deploy.controller.cluster_events import ClusterEvents
 from deploy.controller.companions import Companions
 from deploy.controller.discovery import Discovery
 from deploy.controller.each import each
@@ -85,11 +86,12 @@ class ClusterReconciler:
         kube: Kube,
         caches: Caches,
         fleets: FleetWatch,
+        events: ClusterEvents,
         release: Release,
         now: Callable[[], datetime.datetime] = utc_now,
     ) -> None:
         self._kube, self._caches, self._fleets = kube, caches, fleets
-        self._release, self._now = release, now
+        self._events, self._release, self._now = events, release, now
         self._planning = Planning()
         self._figures = CohortFigures()
         self._applied = Applied(kube, caches.of_written)
@@ -106,6 +108,7 @@ class ClusterReconciler:
             self._forget(key)
             self._pools.release_orphans(key)
             return None
+        self._events.look_at(obj)
         owner = Owner(key.name, key.namespace, obj["metadata"]["uid"])
         try:
             spec = read_spec(ServingClusterSpec, obj)
@@ -133,6 +136,7 @@ class ClusterReconciler:
         self._planning.forget(key)
         self._figures.forget(key)
         self._applied.forget(key)
+        self._events.forget(key)
 
     def _tell_invalid(self, obj: Object, problem: str) -> None:
         key = key_of(obj)
@@ -210,6 +214,7 @@ class ClusterReconciler:
         rolling = self._decide(view)
         refused: dict[str, str] = {}
         plans = self._plans(view)
+        self._events.look(view, plans)
         parts: list[Callable[[], object]] = [
             lambda: self._apply(
                 CONFIG_MAPS, config_map(view.owner, cluster_config(view.owner, view.spec, {}))

@@ -2,7 +2,8 @@
 
 1. Caches follow the API server from the start, so that a successor knows everything at once.
 2. Who holds the Lease works on the queue; every key is told to it when it begins.
-3. Who loses the Lease begins nothing any more and writes nothing: each write asks first.
+3. Who loses the Lease begins nothing any more and writes nothing: each write asks first. But for
+   events: what has happened is told.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import threading
 from dataclasses import dataclass, field
 
 from deploy.controller.caches import Caches
+from deploy.controller.cluster_events import ClusterEvents
 from deploy.controller.cluster_reconciler import ClusterReconciler
 from deploy.controller.election import Elector
 from deploy.controller.errors import UnreachableError
+from deploy.controller.events import EventRecorder
 from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.informer import InformerSettings
 from deploy.controller.kube import Kube
@@ -26,6 +29,7 @@ from deploy.controller.workqueue import WorkQueue
 log = logging.getLogger(__name__)
 
 _STOP_S = 20.0
+_EVENTS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,13 @@ class Controller:
         self._caches = Caches.of(kube, settings.namespace, settings.informers)
         self._caches.add_handler(self._tell)
         self._fleets = FleetWatch(self._tell)
+        self._recorder = EventRecorder(kube, kube.field_manager)
         self._reconciler = ClusterReconciler(
-            kube.guarded(self._elector.is_leading), self._caches, self._fleets, settings.release
+            kube.guarded(self._elector.is_leading),
+            self._caches,
+            self._fleets,
+            ClusterEvents(self._recorder.record, kube.field_manager),
+            settings.release,
         )
         self._lock = threading.Lock()
         self._queue: WorkQueue[Key] | None = None
@@ -59,12 +68,14 @@ class Controller:
 
     def start(self) -> None:
         self._caches.start()
+        self._recorder.start()
         self._elector.start(self._begin, self._end)
 
     def stop(self) -> bool:
         """Give the Lease back when nothing is under way any more; False where something is."""
         ended = self._elector.stop()
         self._fleets.stop()
+        ended &= self._recorder.stop(_EVENTS_S)
         return self._caches.stop() and ended
 
     def is_ready(self) -> bool:

@@ -70,6 +70,11 @@ class Kube:
         self._timeouts = timeouts
         self._may_write: Callable[[], bool] = lambda: True
 
+    @property
+    def field_manager(self) -> str:
+        """Whom the API server names as the writer of what is written here."""
+        return self._field_manager
+
     def within(self, timeouts: Timeouts) -> Kube:
         """The same client with other timeouts."""
         other = copy.copy(self)

@@ -18,6 +18,7 @@ from deploy.api.chart import CHART
 from deploy.controller.connection import Call, Connection, Timeouts
 from deploy.controller.controller import Controller, ControllerSettings
 from deploy.controller.errors import ForbiddenError, StatusError
+from deploy.controller.events import EVENTS
 from deploy.controller.kube import Kube
 from deploy.controller.manifests.common import PodMonitors, Release
 from deploy.controller.objects import EVERYTHING, Key, Resource, Selection
@@ -173,6 +174,14 @@ class Life:
         self._until(CERTIFICATES, {"main-router"})
         self._until(POD_MONITORS, {"main"})
         eventually(self._conditions, "conditions")
+        for replicas, reason, count in (
+            (2, "ScaledOut", 1),
+            (1, "ScaledIn", 1),
+            (2, "ScaledOut", 2),
+        ):
+            scaled = {"spec": {"replicas": replicas}}
+            self.administrator.merge_patch(WORKER_POOLS, Key(self.namespace, "main-decode"), scaled)
+            eventually(lambda: (reason, count) in self._events(), f"{reason} x{count}")  # noqa: B023
         self._change({"router": {"gateway": "edge"}})
         self._until(GRPC_ROUTES, {"main-router"})
         self._until(INGRESSES, set())
@@ -197,6 +206,10 @@ class Life:
     def _conditions(self) -> Any:
         found = self.administrator.get(SERVING_CLUSTERS, self._main)
         return found.get("status", {}).get("conditions")
+
+    def _events(self) -> set[tuple[str, int]]:
+        listing = self.administrator.list(EVENTS, Selection(namespace=self.namespace))
+        return {(each["reason"], each["count"]) for each in listing.items}
 
     def _until(self, resource: Resource, names: set[str]) -> None:
         def found() -> set[str]:

@@ -45,6 +45,7 @@ PERMISSIONS = (
     _needs("", "serviceaccounts", "create patch", "apply: the pods' own, which may do nothing"),
     _needs("", "services", "create patch", "apply: the routers'"),
     _needs("", "secrets", "create", "Ray's token, once; to read one is never needed"),
+    _needs("", "events", "create patch", "what people read in kubectl describe"),
     _needs("policy", "poddisruptionbudgets", "create patch", "apply: one by one"),
     _needs("networking.k8s.io", "networkpolicies", "create patch", "apply: who may connect"),
     _needs("networking.k8s.io", "ingresses", "get create patch delete",
