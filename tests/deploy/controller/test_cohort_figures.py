@@ -1,0 +1,48 @@
+"""What routers tell of cohorts, summed over a step of a rollout."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from baton.v1 import control_pb2
+from deploy.controller.cohort_figures import CohortFigures
+from deploy.controller.cohort_rollout import Phase, Progress
+from deploy.controller.objects import Key
+
+MAIN = Key("models", "main")
+STEP = Progress("old", "new", Phase.WATCHING, 10)
+
+
+def told(
+    *routers: tuple[float, float, float | None],
+) -> control_pb2.WatchFleetResponse:
+    """Each router's requests/s, failures/s and gap between tokens of the new cohort."""
+    answer = control_pb2.WatchFleetResponse()
+    for requests_per_s, failures_per_s, itl_s in routers:
+        figures = control_pb2.CohortFigures(
+            cohort="new", requests_per_s=requests_per_s, failures_per_s=failures_per_s, itl_s=itl_s
+        )
+        answer.routers.add(cohorts=[figures])
+    return answer
+
+
+def test_requests_of_all_routers_are_counted_over_the_time_since_the_step_began() -> None:
+    figures = CohortFigures()
+    assert figures.take(MAIN, STEP, (told((99.0, 9.0, None)), 100.0)) == {}
+    for heard_at_s in (102.0, 104.0):
+        found = figures.take(MAIN, STEP, (told((3.0, 0.0, 0.01), (1.0, 0.5, 0.03)), heard_at_s))
+    assert found["new"].num_requests == pytest.approx(16.0)
+    assert found["new"].num_failures == pytest.approx(2.0)
+    assert found["new"].itl_s == pytest.approx(0.015)
+
+
+def test_another_step_begins_anew_and_a_silence_is_not_filled_in() -> None:
+    figures = CohortFigures()
+    figures.take(MAIN, STEP, (told(), 0.0))
+    found = figures.take(MAIN, STEP, (told((1.0, 0.0, None)), 1000.0))
+    assert found["new"].num_requests == pytest.approx(10.0)
+    assert found["new"].itl_s is None
+    later = dataclasses.replace(STEP, weight=50)
+    assert figures.take(MAIN, later, (told((1.0, 0.0, None)), 1001.0)) == {}
