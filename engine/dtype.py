@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from engine.models.errors import ModelError, UnsupportedModelError
+from engine.models.errors import CheckpointError, ModelError, UnsupportedModelError
 from engine.models.folder import resolve
 from engine.models.hub import CONFIG
 from engine.weights import Checkpoint, read_json
@@ -73,8 +73,13 @@ def own_dtype(model_path: str, revision: str | None = None) -> str:
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
     named = config.get(key)
     if named is None:
-        with Checkpoint(resolve(model_path, revision)) as checkpoint:
-            named = checkpoint.dtype()
+        try:
+            with Checkpoint(resolve(model_path, revision)) as checkpoint:
+                named = checkpoint.dtype()
+        except CheckpointError as error:  # whoever decides for others may have no weights
+            raise CheckpointError(
+                f"{error}, and config.json names no dtype: set engine.dtype"
+            ) from error
     if named not in _INSTEAD_OF:
         raise UnsupportedModelError(
             f"{folder / 'config.json'}: {key}: no dtype that the engine computes in: {named!r}; "

@@ -104,6 +104,12 @@ def test_the_own_dtype_is_what_the_config_names_or_else_most_weights_have(
         own({"torch_dtype": "float64"})
 
 
+def test_without_weights_a_config_that_names_no_dtype_leaves_it_to_people(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"safetensors is missing, and .*: set engine\.dtype"):
+        choose_dtype(str(tmp_path), ["cpu"])
+
+
 def test_what_is_chosen_or_wrong_is_printed_for_those_without_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
