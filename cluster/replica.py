@@ -13,7 +13,7 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,13 +145,15 @@ class Replicas:
     # --- what a former supervisor left ----------------------------------------------------------
 
     def find(self, tp_sizes: Mapping[str, int]) -> list[Replica]:
-        """Adopt whole replicas, one of a place: the newest. All else that is left of any replica,
-        listed by Ray or not, is ended. `tp_sizes`: ranks of one replica of each pool.
+        """Adopt whole replicas, one of a place: the newest. All else that is left of replicas of
+        these pools, listed by Ray or not, is ended; other pools' may be adopted yet. `tp_sizes`:
+        ranks of one replica of each pool.
         """
         newest: dict[str, Replica] = {}
         remains: list[Replica] = []
-        for replica in sorted(self._left(), key=lambda replica: replica.name.generation):
-            if len(replica.actors) != tp_sizes.get(replica.name.pool):
+        left = self._left(tp_sizes.keys())
+        for replica in sorted(left, key=lambda replica: replica.name.generation):
+            if len(replica.actors) != tp_sizes[replica.name.pool]:
                 log.warning("%s is not whole: clearing it away", replica.name)
                 remains.append(replica)
                 continue
@@ -160,25 +162,40 @@ class Replicas:
                 log.warning("%s is not the newest of its place: ending it", older.name)
                 remains.append(older)
             newest[replica.name.worker_id] = replica
-        with ThreadPoolExecutor(MAX_CALLS) as threads:
-            for replica, gone in zip(remains, threads.map(self.destroy, remains)):
-                if not gone:
-                    log.error("%s: not every process is known to be over", replica.name)
-        _remove_groups_but({str(replica.name) for replica in newest.values()})
+        self._end(remains)
+        kept = {str(replica.name) for replica in newest.values()}
+        for name in _names_of_groups() - kept:
+            if _name_of(name).pool in tp_sizes:
+                places.free(name)
         pods = places.pods_by_node()
         return [
             dataclasses.replace(replica, pod_name=pods.get(replica.node_id or ""))
             for replica in newest.values()
         ]
 
-    def _left(self) -> list[Replica]:
-        """Every replica of which anything is left, with the ranks that answer and were launched."""
-        booked, actors = self._book.read(), _listed_actors()
+    def clear(self) -> None:
+        """End all that is left of any replica of any pool."""
+        names = {*_listed_actors(), *self._book.read()}
+        self._end(self._left({_name_of(name).pool for name in names}))
+        for name in _names_of_groups():
+            places.free(name)
+
+    def _end(self, remains: Sequence[Replica]) -> None:
+        with ThreadPoolExecutor(MAX_CALLS) as threads:
+            for replica, gone in zip(remains, threads.map(self.destroy, remains)):
+                if not gone:
+                    log.error("%s: not every process is known to be over", replica.name)
+
+    def _left(self, pools: Collection[str]) -> list[Replica]:
+        """Every replica of these pools of which anything is left, with the ranks that answer and
+        were launched."""
+        booked, listed = self._book.read(), _listed_actors()
+        names = {text for text in {*listed, *booked} if _name_of(text).pool in pools}
+        actors = {text: listed[text] for text in names}
         answers = self._answers(actors)
         left = []
-        for text in {*actors, *booked}:
-            name, told = ReplicaName.parse(text), answers[text]
-            assert name is not None, text
+        for text in names:
+            name, told = _name_of(text), answers[text]
             entry = booked.get(text) or (_entry_of(list(told.values())) if told else None)
             ranks = {r: a for r, a in actors[text].items() if r in told and told[r].launched}
             for rank in actors[text].keys() - ranks.keys():
@@ -315,9 +332,15 @@ def _let_leave(replica: Replica) -> None:
             time.sleep(0.02)
 
 
-def _remove_groups_but(kept: set[str]) -> None:
-    """A start that was cut off may have left a placement group without an actor in it."""
-    for group in ray.util.placement_group_table().values():
-        name = group["name"]
-        if group["state"] != "REMOVED" and ReplicaName.parse(name) and name not in kept:
-            places.free(name)
+def _names_of_groups() -> set[str]:
+    """Of replicas: a start that was cut off may have left one without an actor in it."""
+    groups = ray.util.placement_group_table().values()
+    names = {group["name"] for group in groups if group["state"] != "REMOVED"}
+    return {name for name in names if ReplicaName.parse(name)}
+
+
+def _name_of(text: str) -> ReplicaName:
+    """Of a replica, as it was written."""
+    name = ReplicaName.parse(text)
+    assert name is not None, text
+    return name

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -82,7 +82,7 @@ class Supervision:
         async with serve(self._registry, self._changes, self._state.listen, self) as address:
             self._control = self._announced(address)
             self._state.keep(address, self._registry.pools)
-            await self._adopt()
+            await self._adopt(self._registry.pools.all_settings().values())
             on_address(self._control)
             async with asyncio.TaskGroup() as group:
                 watcher = group.create_task(self._watch_ends())
@@ -119,7 +119,9 @@ class Supervision:
         config, chosen = await asyncio.to_thread(decided_dtype, config)
         if chosen is not None:
             log.info("%s: %s", told.name, chosen)
-        return dataclasses.replace(told, config=config)
+        settings = dataclasses.replace(told, config=config)
+        await self._adopt([settings])  # a supervisor that lost its state is told of pools that run
+        return settings
 
     async def places_known(self) -> None:
         await self._places_opened.wait()
@@ -160,9 +162,9 @@ class Supervision:
                 await self._ray_soon(tell)
         self._num_threads = {replica.name: share[replica.name.pool] for replica in running}
 
-    async def _adopt(self) -> None:
-        pools = self._registry.pools.all_settings()
-        tp_sizes = {name: settings.shape.tensor_parallel for name, settings in pools.items()}
+    async def _adopt(self, pools: Iterable[PoolSettings]) -> None:
+        """Find what a former supervisor left in them."""
+        tp_sizes = {settings.name: settings.shape.tensor_parallel for settings in pools}
         for found in await self._ground.ray(partial(self._ground.replicas.find, tp_sizes)):
             self._adopted[(found.name.pool, found.name.index)] = found
             log.info("adopted %s", found.name)
@@ -172,7 +174,8 @@ class Supervision:
         while not self._stop.is_set():
             desired = self._registry.pools.desired_replicas()
             wanted = {(pool, index) for pool, count in desired.items() for index in range(count)}
-            for key in (wanted | set(self._adopted)) - set(self._keepers):
+            adopted = {key for key in self._adopted if key[0] in desired}
+            for key in (wanted | adopted) - set(self._keepers):
                 self._keep(key)
             self._places_opened.set()
             for key in sorted(set(self._keepers) - wanted):
@@ -226,6 +229,7 @@ class Supervision:
         await asyncio.gather(
             *(self._ground.ray(partial(destroy, replica)) for replica in (*failed_over, *unkept))
         )
+        await self._ground.ray(self._ground.replicas.clear)  # of pools that nobody told of again
 
 
 class SupervisorActor:

@@ -11,9 +11,11 @@ from typing import Any, cast
 
 import pytest
 
-from baton.config import ClusterConfig, PoolConfig
+from baton.config import ClusterConfig, ControlConfig, PoolConfig
 from baton.control_client import ControlClient
 from baton.errors import AlreadyExistsError, ConfigError, InUseError
+from cluster.rank import free_port
+from cluster.supervisor_state import state_file
 from tests.cluster.pods import PodCluster, running_head
 from tests.cluster.whole_cluster import Fleet, Site, fake_cluster, live_workers, running_site
 
@@ -95,15 +97,16 @@ def test_on_pods_a_cluster_begins_without_pools_and_tells_where_each_replica_sta
 ) -> None:
     (model := tmp_path / "model").mkdir()
     (run_dir := tmp_path / "run").mkdir()
-    whole = dataclasses.replace(fake_cluster(model, replicas=1), runs_on="pods")
+    whole = dataclasses.replace(
+        fake_cluster(model, replicas=1),
+        runs_on="pods",
+        control=ControlConfig(port=free_port("127.0.0.1")),
+    )
     with running_head(dataclasses.replace(whole, pools={}), run_dir) as pods:
         pods.serve()
         site = Site(cast(Any, pods), whole)
         assert sizes(site.wait_for(lambda seen: True)) == {}
-        with ControlClient(pods.control_address) as control:
-            only = dataclasses.replace(whole, pools={"prefill": whole.pools["prefill"]})
-            control.add_pool("prefill", only.to_yaml(), 1)
-            control.add_pool(ADDED, text_of(whole), 1)
+        tell_of_pools(pods, whole)
         site.wait_for(lambda seen: [p.pending_replicas for p in seen.pools] == [1, 1])
         pods.have(**{"prefill": 1, ADDED: 1})
         started = site.wait_for(lambda seen: places(seen, ADDED)[f"{ADDED}-0"])
@@ -116,8 +119,25 @@ def test_on_pods_a_cluster_begins_without_pools_and_tells_where_each_replica_sta
         after = site.wait_for(lambda seen: sizes(seen) == both and places(seen, ADDED))
         assert incarnations(after) == incarnations(serving)
         check_pods(pods, after)
+
+        state_file(run_dir).unlink()  # as with a head pod that was lost
+        os.kill(pods.supervisor().pid, signal.SIGKILL)
+        lost = site.wait_for(lambda seen: not seen.pools and len(live_workers(seen)) == 2)
+        assert incarnations(lost) == incarnations(serving)
+        tell_of_pools(pods, whole)
+        again = site.wait_for(lambda seen: sizes(seen) == both and places(seen, ADDED))
+        assert incarnations(again) == incarnations(serving)
+        check_pods(pods, again)
         pods.start_router(whole)
         site.check([site.ask_new()])
+
+
+def tell_of_pools(pods: PodCluster, whole: ClusterConfig) -> None:
+    """Of both, each by a file with that pool alone."""
+    only = dataclasses.replace(whole, pools={"prefill": whole.pools["prefill"]})
+    with ControlClient(pods.control_address) as control:
+        control.add_pool("prefill", only.to_yaml(), 1)
+        control.add_pool(ADDED, text_of(whole), 1)
 
 
 def check_pods(pods: PodCluster, fleet: Fleet) -> None:

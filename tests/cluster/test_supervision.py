@@ -59,6 +59,9 @@ class SlowStarts:
     def destroy(self, replica: Replica) -> bool:
         return True
 
+    def clear(self) -> None:
+        """Nothing else is left."""
+
     def set_num_threads(self, replica: Replica, num_threads: int) -> None:
         self.told.append(replica.name.worker_id)
 
@@ -78,6 +81,9 @@ class Found:
     def destroy(self, replica: Replica) -> bool:
         self.destroyed.append(replica.name.worker_id)
         return True
+
+    def clear(self) -> None:
+        """Nothing else is left."""
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -163,8 +169,12 @@ async def test_a_told_pool_that_leaves_its_dtype_open_computes_in_its_cohorts(
 class Adopts(Keeps):
     """Finds one replica of each pool that it is told of."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked_for: list[dict[str, int]] = []
+
     def find(self, tp_sizes: Mapping[str, int]) -> list[Replica]:
-        self.looked_for = dict(tp_sizes)
+        self.looked_for.append(dict(tp_sizes))
         return [Replica(ReplicaName(name, 0, 1), {}, (), serves=True) for name in tp_sizes]
 
 
@@ -200,7 +210,7 @@ async def test_a_pool_that_was_told_is_started_by_its_own_file_and_adopted_after
     supervision = supervision_over(adopts, cluster_of(), tmp_path)
     running = asyncio.create_task(supervision.run(again.set_result))
     with ControlClient(await again) as control:
-        assert adopts.looked_for == {"all": 1, "more": 2}
+        assert adopts.looked_for == [{"all": 1, "more": 2}]
         await until(lambda: len(supervision._keepers) == 2)
         assert adopts.configs == []
         await asyncio.to_thread(control.set_replicas, "more", 0)
@@ -211,6 +221,25 @@ async def test_a_pool_that_was_told_is_started_by_its_own_file_and_adopted_after
     await asyncio.wait_for(running, 10)
     supervision = supervision_over(adopts, cluster_of(), tmp_path)
     assert list(supervision._registry.pools.all_settings()) == ["all"]
+
+
+async def test_a_supervisor_that_lost_its_state_adopts_what_runs_when_it_is_told_of_the_pool(
+    tmp_path: Path,
+) -> None:
+    adopts, told = Adopts(), asyncio.get_running_loop().create_future()
+    supervision = supervision_over(adopts, cluster_of(replicas=0), tmp_path)
+    running = asyncio.create_task(supervision.run(told.set_result))
+    with ControlClient(await told) as control:
+        await until(lambda: len(supervision._keepers) == 1)
+        await asyncio.to_thread(control.add_pool, "more", TOLD, 1)
+        await until(lambda: len(supervision._keepers) == 2)
+    assert adopts.looked_for == [{"all": 1}, {"more": 2}]
+    replica = supervision._keepers[("more", 0)].replica
+    assert replica is not None
+    assert replica.name.generation == 1
+    assert adopts.configs == []
+    supervision.stop()
+    await asyncio.wait_for(running, 10)
 
 
 SUPERVISOR = """
