@@ -1,0 +1,127 @@
+"""What a supervisor's registry is told of revisions, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from baton.control_client import ControlClient
+from cluster.config import RegistryConfig
+from cluster.control_service import Changes, serve
+from cluster.registry import Registry
+from deploy.api.read import read_spec
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.worker_pool import RolePlan, WorkerPoolSpec
+from deploy.controller.fleet_watch import fleet_of
+from deploy.controller.manifests.pods import PodContext
+from deploy.controller.manifests.ray_cluster import GroupSize, sized, worker_group
+from deploy.controller.objects import Key
+from deploy.controller.observed import Fleet
+from deploy.controller.revisions import revision_of
+from deploy.controller.rolling import decide
+from deploy.controller.supervision import Supervision, role_plan
+from deploy.controller.view import ClusterView, pool_view
+from tests.deploy.controller.test_manifests import OWNER, RELEASE
+
+NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+SPEC: dict[str, Any] = {
+    "model": {"name": "models/demo"},
+    "engine": {"backend": "fake"},
+    "pools": {"decode": {"role": "decode"}},
+}
+
+
+def pool_spec(replicas: int = 2, **engine: Any) -> WorkerPoolSpec:
+    return WorkerPoolSpec(
+        role="decode", cluster="main", pool="decode", replicas=replicas, engine=engine
+    )
+
+
+def group(pool: WorkerPoolSpec) -> dict[str, Any]:
+    context = PodContext(OWNER, parsed(SPEC), RELEASE, "h", "r")
+    made = worker_group(context, revision_of(SPEC, "decode", pool), pool)
+    return sized(made, GroupSize(pool.replicas))
+
+
+def parsed(spec: Mapping[str, Any]) -> ServingClusterSpec:
+    metadata = {"name": "main", "namespace": "models"}
+    return read_spec(
+        ServingClusterSpec, {"kind": "ServingCluster", "metadata": metadata, "spec": spec}
+    )
+
+
+def tell(
+    client: ControlClient, pool: WorkerPoolSpec | None, *groups: dict[str, Any]
+) -> dict[str, str]:
+    """One look at what the registry says; what it refused. None: there is no pool any more."""
+    fleet = fleet_of(client.fleet())
+    told = Supervision(client)
+    seen = view(fleet, pool, groups)
+    told.tell(seen, decide(seen, None, {}, {}, NOW))
+    return told.refused
+
+
+def view(
+    fleet: Fleet, pool: WorkerPoolSpec | None, groups: tuple[dict[str, Any], ...]
+) -> ClusterView:
+    obj = {"metadata": {"name": "main", "namespace": "models"}, "spec": SPEC}
+    by_name = {each["groupName"]: each for each in groups}
+    pools = (
+        {}
+        if pool is None
+        else {"decode": pool_view(obj, {"metadata": {}}, pool, by_name, [], fleet)}
+    )
+    ray = {"spec": {"workerGroupSpecs": list(groups)}}
+    key = Key("models", "main")
+    return ClusterView(key, obj, OWNER, parsed(SPEC), pools, fleet, True, ray)
+
+
+def sizes(client: ControlClient) -> dict[str, int]:
+    return {pool.name: pool.desired_replicas for pool in client.fleet().pools}
+
+
+async def test_a_revision_is_added_with_its_cohorts_share_and_forgotten_when_it_is_over() -> None:
+    old, new = pool_spec(maxNumSeqs=8), pool_spec(maxNumSeqs=16)
+    registry = Registry(RegistryConfig(), time.monotonic)
+    async with serve(registry, Changes(), "127.0.0.1:0") as address:
+        await asyncio.to_thread(_added_and_forgotten, address, old, new)
+
+
+def _added_and_forgotten(address: str, old: WorkerPoolSpec, new: WorkerPoolSpec) -> None:
+    first, second = group(old), group(new)
+    with ControlClient(address) as client:
+        assert tell(client, old, first) == {}
+        assert sizes(client) == {first["groupName"]: 2}
+        (told,) = client.fleet().pools
+        assert (told.cohort, told.cohort_weight) == (revision_of(SPEC, "decode", old).cohort, 100)
+        client.set_replicas(first["groupName"], 0)  # as at the end of a rollout
+        assert tell(client, new, sized(first, GroupSize(0)), second) == {}
+        assert sizes(client) == {second["groupName"]: 2}
+        assert tell(client, None) == {}
+        assert sizes(client) == {second["groupName"]: 0}, "nobody speaks for it any more"
+        assert tell(client, None) == {}
+        assert sizes(client) == {}
+
+
+async def test_what_is_refused_is_told_of_its_pool() -> None:
+    pool = pool_spec()
+    broken = group(pool)
+    broken["template"]["metadata"]["annotations"]["baton.dev/cluster-yaml"] = "pools: {}"
+    registry = Registry(RegistryConfig(), time.monotonic)
+    async with serve(registry, Changes(), "127.0.0.1:0") as address:
+        with ControlClient(address) as client:
+            refused = await asyncio.to_thread(tell, client, pool, broken)
+    assert set(refused) == {"decode"}
+    assert "pools" in refused["decode"]
+
+
+def test_a_role_plan_is_divided_by_size_and_whole_where_one_revision_is() -> None:
+    spec = WorkerPoolSpec(
+        role="mixed", cluster="main", pool="decode", replicas=4, role_plan=RolePlan(1, 3)
+    )
+    obj = {"metadata": {}, "spec": SPEC}
+    pool = pool_view(obj, obj, spec, {}, [], None)
+    assert [role_plan(pool, size) for size in (4, 2, 1, 0)] == [(1, 3), (0, 1), (0, 0), (0, 0)]
