@@ -148,11 +148,11 @@ class Fleet:
 
     def known_cohorts(self) -> set[Cohort]:
         """Of workers that are here, and of pools that may have some."""
-        return self.kinds.cohorts().union(self.cohorts.told)
+        return {*self.kinds.cohorts, *self.cohorts.told}
 
     def slots_in(self, cohort: Cohort) -> Bools:
         """[slots] Its workers."""
-        numbers = [number for kv_class, number in self.kinds.classes() if kv_class.cohort == cohort]
+        numbers = [number for kv_class, number in self.kinds.classes if kv_class.cohort == cohort]
         return np.isin(self.arrays.kv_class, numbers)
 
     def set_pools(self, pools: Sequence[PoolReport]) -> None:

@@ -35,9 +35,9 @@ class Placing:
         return reach(self._fleet.arrays, self._config)
 
     def kinds(self, within_reach: Reach) -> Kinds:
-        cohorts = self._fleet.kinds.cohorts()
+        cohorts = self._fleet.kinds.cohorts
         if len(cohorts) == 1:
-            return {cohorts.pop(): within_reach.kinds()}
+            return {next(iter(cohorts)): within_reach.kinds()}
         return {c: within_reach.of(self._fleet.slots_in(c)).kinds() for c in cohorts}
 
     def _able(self, ticket: Ticket, kinds: Kinds) -> list[Cohort]:
@@ -60,7 +60,7 @@ class Placing:
 
     def draw_at_once(self, ticket: Ticket) -> None:
         """Before it is in line: with one cohort there is nothing to draw."""
-        if len(self._fleet.kinds.cohorts()) > 1:
+        if len(self._fleet.kinds.cohorts) > 1:
             self.draw(ticket, self.kinds(self.reach()), anew=True)
 
     # --- where it goes -------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Placing:
         growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
         failed = self._fleet.slots_of(ticket.failed)
         queries = []
-        for kv_class, number in self._fleet.kinds.classes():
+        for kv_class, number in self._fleet.kinds.classes:
             if not (everywhere or ticket.cohort in (None, kv_class.cohort)):
                 continue
             hashes = prompt.hashes(kv_class.kv_fingerprint, kv_class.block_size)

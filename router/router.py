@@ -198,7 +198,7 @@ class Router:
 
     def cohort_shares(self) -> dict[Cohort, float]:
         """Of new requests, each cohort's part; empty where there is one cohort only."""
-        here = self.fleet.kinds.cohorts()
+        here = self.fleet.kinds.cohorts
         return self.fleet.cohorts.shares(here) if len(self.fleet.known_cohorts()) > 1 else {}
 
     def _ended(self, run: RequestRun) -> None:

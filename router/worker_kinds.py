@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TypeVar
 
 from router.cohorts import Cohort
@@ -17,6 +18,10 @@ class WorkerKinds:
     def __init__(self) -> None:
         self._numbers: dict[KvClass, int] = {}  # also of classes that left
         self._num_of_class: Counter[KvClass] = Counter()
+        self.classes: Sequence[tuple[KvClass, int]] = ()
+        """Of the workers that are here, each with its number."""
+        self.cohorts: frozenset[Cohort] = frozenset()
+        """Of the workers that are here."""
         self._longest_requests: Counter[int] = Counter()  # of decode workers, in tokens
         self._longest_prompts: Counter[int] = Counter()  # of prefill workers, in tokens
 
@@ -27,22 +32,22 @@ class WorkerKinds:
             self._longest_requests[facts.longest_request] += 1
         if facts.can_prefill:
             self._longest_prompts[facts.longest_request - 1] += 1
-        return self._numbers.setdefault(facts.kv_class, len(self._numbers))
+        number = self._numbers.setdefault(facts.kv_class, len(self._numbers))
+        self._list_classes()
+        return number
 
     def remove(self, facts: WorkerFacts) -> None:
         _uncount(self._num_of_class, facts.kv_class)
+        self._list_classes()
         if facts.can_decode:
             _uncount(self._longest_requests, facts.longest_request)
         if facts.can_prefill:
             _uncount(self._longest_prompts, facts.longest_request - 1)
 
-    def classes(self) -> list[tuple[KvClass, int]]:
-        """Of the workers that are here, each with its number."""
-        return [(kv_class, self._numbers[kv_class]) for kv_class in self._num_of_class]
-
-    def cohorts(self) -> set[Cohort]:
-        """Of the workers that are here."""
-        return {kv_class.cohort for kv_class in self._num_of_class}
+    def _list_classes(self) -> None:
+        """Every request looks at them, and they hardly ever change."""
+        self.classes = tuple((kv_class, self._numbers[kv_class]) for kv_class in self._num_of_class)
+        self.cohorts = frozenset(kv_class.cohort for kv_class in self._num_of_class)
 
     @property
     def longest_request(self) -> int | None:
