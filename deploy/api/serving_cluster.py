@@ -19,7 +19,8 @@ from router.config import RouterConfig
 
 SECRET_NAME = 253
 ZONE = "topology.kubernetes.io/zone"
-POOL_NAME = r"^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$"
+# The names of its revisions, `<pool>-<code of 5>`, are pools' names of a cluster file.
+POOL_NAME = r"^[a-z0-9]([-a-z0-9]{0,32}[a-z0-9])?$"
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class ServingClusterSpec(Checked):
     rules = (
         Rule(
             f"self.pools.all(name, name.matches('{POOL_NAME}'))",
-            "pools must have names of 1 to 40 small letters, digits and -, and begin and end with "
+            "pools must have names of 1 to 34 small letters, digits and -, and begin and end with "
             "a letter or digit",
             lambda spec: all(_is_pool_name(name) for name in spec.pools),
         ),

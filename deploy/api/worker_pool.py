@@ -139,7 +139,7 @@ class WorkerPoolSpec(PoolShape):
 
     cluster: str = bounded(max_size=63)
     """The ServingCluster, in the same namespace; set by the operator. Cannot be changed."""
-    pool: str = bounded(max_size=40)
+    pool: str = bounded(max_size=34)
     """The pool's name in it; set by the operator. Cannot be changed."""
     replicas: int = bounded(1, minimum=0, maximum=MAX_REPLICAS)
     """Workers; written by whom `scaling.mode` names."""
