@@ -157,3 +157,15 @@ def test_a_replica_that_cannot_be_launched_leaves_nothing(
     assert replicas.find(TP_SIZES) == []
     groups = ray.util.placement_group_table().values()
     assert {group["state"] for group in groups} <= {"REMOVED"}
+
+
+def test_what_runs_in_a_pool_that_is_not_known_yet_is_left_alone_until_everything_is_to_end(
+    tmp_path: Path, replicas: Replicas, config: WorkerConfig
+) -> None:
+    replica, another = start(replicas, config), a_supervisors(tmp_path)
+    assert another.find({"prefill": 1}) == []
+    assert is_gone(replica.processes[0]) is False
+    assert [found.name for found in another.find(TP_SIZES)] == [replica.name]
+    another.clear()
+    assert is_gone(replica.processes[0])
+    assert another.find(TP_SIZES) == []
