@@ -1,9 +1,11 @@
 """Pools that were scaled to zero on purpose: requests that need one are held until it is back.
 
-1. The registry tells of a pool that is to have no replica: it is stopped, also while its last
+Of each role, over all pools that can do it:
+
+1. The registry tells that they are to have no replica: the role is away, also while their last
    workers drain.
-2. It is to have some again: it is coming back, however long its workers take to load.
-3. One of them is live, or has failed to start: it is a pool like any other.
+2. One is to have some again: it is coming back, however long its workers take to load.
+3. A worker is live, or has failed to start: it is a role like any other.
 """
 
 from __future__ import annotations
@@ -30,27 +32,26 @@ class PoolReport:
 
 
 class StoppedPools:
-    """Own which pools are stopped or coming back."""
+    """Own which roles are away or coming back."""
 
     def __init__(self) -> None:
-        self._pools: Sequence[PoolReport] = ()
-        self._away: set[str] = set()
+        self._prefill_is_away = self._decode_is_away = False
 
     def update(self, pools: Sequence[PoolReport]) -> None:
         """Take in all pools as the registry sees them now."""
-        self._away = {pool.name for pool in pools if self._is_away(pool)}
-        self._pools = pools
-
-    def _is_away(self, pool: PoolReport) -> bool:
-        if not pool.desired_replicas:
-            return True
-        is_coming = not pool.live_replicas and not pool.num_failed_starts
-        return pool.name in self._away and is_coming
+        prefills = [pool for pool in pools if pool.can_prefill]
+        decodes = [pool for pool in pools if pool.can_decode]
+        self._prefill_is_away = _is_away(prefills, self._prefill_is_away)
+        self._decode_is_away = _is_away(decodes, self._decode_is_away)
 
     def holds(self, local_prefill: LocalPrefill) -> bool:
-        """Whether a request is to wait, up to its own deadline: every pool of a role that it cannot
-        do without is away."""
-        decodes = [pool.name for pool in self._pools if pool.can_decode]
-        prefills = [pool.name for pool in self._pools if pool.can_prefill]
-        needed = [decodes] + ([prefills] if local_prefill == "never" else [])
-        return any(names and self._away.issuperset(names) for names in needed)
+        """Whether a request is to wait, up to its own deadline: a role that it cannot do without
+        is away."""
+        return self._decode_is_away or (local_prefill == "never" and self._prefill_is_away)
+
+
+def _is_away(pools: Sequence[PoolReport], was_away: bool) -> bool:
+    """Of one role's pools."""
+    if not any(pool.desired_replicas for pool in pools):
+        return bool(pools)
+    return was_away and not any(pool.live_replicas or pool.num_failed_starts for pool in pools)
