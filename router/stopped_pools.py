@@ -51,7 +51,7 @@ class StoppedPools:
 
 
 def _is_away(pools: Sequence[PoolReport], was_away: bool) -> bool:
-    """Of one role's pools."""
-    if not any(pool.desired_replicas for pool in pools):
-        return bool(pools)
+    """Of one role's pools. A registry that tells of none has yet to be told of them itself."""
+    if pools and not any(pool.desired_replicas for pool in pools):
+        return True
     return was_away and not any(pool.live_replicas or pool.num_failed_starts for pool in pools)

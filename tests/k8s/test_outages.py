@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.controller.connection import Connection
+from deploy.controller.manifests.ray_cluster import revision_in
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.cut_proxy import CutProxy, cut_proxy
 from tests.k8s.kubelet.kubelet import Kubelet, running_kubelet
@@ -61,8 +62,8 @@ class Sizes:
         began_at = time.monotonic()
 
         def is_told() -> bool:
-            ray = self._installed.read("rayclusters.ray.io/default")["spec"]["workerGroupSpecs"]
-            return {g["groupName"]: g["replicas"] for g in ray}["decode"] == replicas
+            groups = self._installed.read("rayclusters.ray.io/default")["spec"]["workerGroupSpecs"]
+            return {revision_in(g).pool: g["replicas"] for g in groups}["decode"] == replicas
 
         eventually(is_told, f"{replicas} pods are asked for after {why}", WITHIN_S)
         return time.monotonic() - began_at

@@ -66,6 +66,11 @@ def test_a_pool_that_is_new_brings_a_role_back_as_one_that_was_stopped_does() ->
     assert not stopped_pools(AT_ZERO, (*AT_ZERO, prefill(1), decode(1, live=1))).holds("auto")
 
 
+def test_a_registry_that_was_started_again_and_knows_no_pool_yet_ends_no_hold() -> None:
+    assert stopped_pools(AT_ZERO, (), (prefill(1), decode(1))).holds("auto")
+    assert not stopped_pools((), (prefill(1), decode(1))).holds("auto")
+
+
 def test_a_role_is_away_only_when_all_pools_that_can_do_it_are() -> None:
     mixed = PoolReport("mixed", True, True, 1, 1)
     assert not stopped_pools((*AT_ZERO, mixed)).holds("never")
