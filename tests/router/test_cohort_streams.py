@@ -47,9 +47,8 @@ async def tell_weights(d: Deployment, **weights: int) -> None:
         for kind, role in (("p", PREFILL), ("d", DECODE))
     ]
     await d.registry.publish()
-    for server in d.servers:
-        cohorts = server.router.fleet.cohorts
-        await d.until(lambda cohorts=cohorts: cohorts._weights == weights)
+    known = [server.router.fleet.cohorts for server in d.servers]
+    await d.until(lambda: all(cohorts._weights == weights for cohorts in known))
 
 
 async def add(d: Deployment, cohort: str, name: str, incarnation: int = 1) -> None:
@@ -111,7 +110,8 @@ async def run_chaos(text_model: TextModel, seed: int, num_requests: int) -> None
                 worker = d.fabric.workers[rng.choice(sorted(d.fabric.workers))]
                 incarnation += 1
                 await worker.die()
-                await add(d, *worker.worker_id.split("-"), incarnation)
+                cohort, name = worker.worker_id.split("-")
+                await add(d, cohort, name, incarnation)
 
         breaking = asyncio.create_task(chaos())
         try:
@@ -231,3 +231,23 @@ async def test_an_explanation_tells_cohorts_where_there_are_several(
             assert shares == {"old": 0.75, "new": 0.25}
             answer = await d.client.ask(request)
             assert answer.routed[0].cohort == cohort
+
+
+async def test_a_worker_is_used_as_soon_as_the_registry_tells_of_its_pool(
+    text_model: TextModel,
+) -> None:
+    async with two_cohorts(text_model) as d:
+        await d.add_worker("late", DECODE, pool="d-late")
+        watch, fleet = d.router.watch, d.router.fleet
+
+        def is_listed() -> bool:
+            workers = watch.last.workers if watch.last is not None else ()
+            return "late" in [worker.info.ref.worker_id for worker in workers]
+
+        await d.until(is_listed)
+        assert fleet.get("late") is None  # whose tokens would it give?
+        await tell_weights(d, **EVEN, late=0)
+        await d.connected(7)
+        entry = fleet.get("late")
+        assert entry is not None
+        assert entry.facts.cohort == "late"
