@@ -115,14 +115,11 @@ def revisions(installed: Installed, pool: str) -> list[str]:
 
 def most_pods(kuberay: KubeRay, pool: str) -> int:
     """That the RayCluster ever asked for at once, over all revisions."""
-    return max(
-        sum(
-            group["replicas"]
-            for group in spec["workerGroupSpecs"]
-            if revision_in(group).pool == pool
-        )
-        for spec in kuberay.specs("default")
-    )
+    asked: list[int] = []
+    for spec in kuberay.specs("default"):
+        groups = [each for each in spec["workerGroupSpecs"] if revision_in(each).pool == pool]
+        asked.append(sum(group["replicas"] for group in groups))
+    return max(asked)
 
 
 def test_a_pools_setting_is_rolled_under_50_streams_within_surge_and_availability(
