@@ -70,9 +70,9 @@ class RouterSpec(Checked):
     """Limits, deadlines and cost weights of each router."""
     service_type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     hostname: str | None = bounded(None, max_size=253)
-    """Where given, an HTTPRoute or Ingress leads this name to the routers."""
+    """Where given, a GRPCRoute or Ingress leads this name to the routers."""
     gateway: str | None = bounded(None, max_size=253)
-    """The Gateway that the HTTPRoute hangs on; None: an Ingress."""
+    """The Gateway that the GRPCRoute hangs on, `name` or `namespace/name`; None: an Ingress."""
     template: Mapping[str, Any] = bounded(dict, is_object=True)
     """A PodTemplateSpec that is merged over the operator's own."""
 
