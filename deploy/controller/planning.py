@@ -12,8 +12,7 @@ from baton.v1 import control_pb2
 from cluster.planner.config import PlannerConfig
 from cluster.planner.planner import PoolPlan, decide
 from cluster.planner.state import PlannerState
-from cluster.role_plan import RolePlan
-from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.api.worker_pool import RolePlan, WorkerPoolSpec
 from deploy.controller.objects import Key
 
 
@@ -51,7 +50,7 @@ class Planning:
                 replace(
                     pool,
                     desired_replicas=pools[pool.name].replicas,
-                    role_plan=_role_plan(pools[pool.name]),
+                    role_plan=replace(pool.role_plan, **_roles(pools[pool.name])),
                 )
                 for pool in signals.pools
             ),
@@ -87,9 +86,9 @@ def by_pool(
     return told
 
 
-def _role_plan(pool: WorkerPoolSpec) -> RolePlan:
-    plan = pool.role_plan
-    return RolePlan() if plan is None else RolePlan(plan.prefill, plan.decode)
+def _roles(pool: WorkerPoolSpec) -> dict[str, int]:
+    plan = pool.role_plan or RolePlan()
+    return {"prefill": plan.prefill, "decode": plan.decode}
 
 
 def _bounds(pool: WorkerPoolSpec) -> PoolBounds:
