@@ -223,15 +223,23 @@ class Attempt:
         if not reserved.HasField("lease"):
             self._expect_first(self._decode)
         elif writer := self._writer_of(reserved.lease):
-            self._expect_first(writer.entry)
-            request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
-            call = writer.prefill(request, self._config.max_timeout_s)
-            self._prefill_task = asyncio.create_task(follow_prefill(call, writer.entry, self))
-            self._prefill_task.add_done_callback(lambda _: call.cancel())
+            self._ask_for_prefill(writer, reserved.lease)
         # Else the first router has to have asked it: how long to wait is the lease's affair.
         if not self._reserved:  # told after the prefill was asked for: that must not wait for it
             self._reserved = True
             self._sink.reserved()
+
+    def _ask_for_prefill(self, writer: WorkerLink, lease: worker_pb2.Lease) -> None:
+        if writer.has_left:  # since the request was placed there
+            message = f"{writer.entry.facts.worker_id} has left the fleet"
+            failure = loss_of(writer.entry, Failure.PREFILL_FAILED)
+            self.on_prefill_failed(PrefillFailed(failure, message))
+            return
+        self._expect_first(writer.entry)
+        request = worker_pb2.PrefillRequest(spec=self._spec, lease=lease)
+        call = writer.prefill(request, self._config.max_timeout_s)
+        self._prefill_task = asyncio.create_task(follow_prefill(call, writer.entry, self))
+        self._prefill_task.add_done_callback(lambda _: call.cancel())
 
     def _writer_of(self, lease: worker_pb2.Lease) -> WorkerLink | None:
         """The prefill worker of the placement; of another router's placement the one it chose."""

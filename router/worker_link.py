@@ -134,6 +134,11 @@ class WorkerLink:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self._channel.close()
 
+    @property
+    def has_left(self) -> bool:
+        """The fleet: it can be asked for nothing any more."""
+        return self._is_stopped
+
     def prefill(self, request: worker_pb2.PrefillRequest, timeout_s: float) -> PrefillCall:
         return self._prefill.Prefill(request, timeout=timeout_s)
 

@@ -24,7 +24,8 @@ async def break_things(d: Deployment, rng: random.Random, incarnations: dict[str
     elif kind == "die":
         incarnations[worker.worker_id] = incarnations.get(worker.worker_id, 1) + 1
         await worker.die()
-        await d.add_worker(worker.worker_id, worker.role, incarnations[worker.worker_id])
+        same = {"pool": worker.pool, "weights": worker.weights}
+        await d.add_worker(worker.worker_id, worker.role, incarnations[worker.worker_id], **same)
     else:
         setattr(worker.faults, kind, 1)
 
