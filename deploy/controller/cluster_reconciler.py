@@ -31,8 +31,8 @@ from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches, cluster_keys
-from deploy.controller.cohort_figures import CohortFigures
 from deploy.controller.cluster_events import ClusterEvents
+from deploy.controller.cohort_figures import CohortFigures
 from deploy.controller.companions import Companions
 from deploy.controller.discovery import Discovery
 from deploy.controller.each import each
