@@ -73,7 +73,7 @@ class Connection:
         the file's current one. Raises NotConfiguredError."""
         configuration = Configuration()
         try:
-            kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
+            kubernetes_config.load_kube_config(
                 config_file=None if path is None else str(path),
                 context=context,
                 client_configuration=configuration,
@@ -88,9 +88,7 @@ class Connection:
         """By the service account of the pod that we are in. Raises NotConfiguredError."""
         configuration = Configuration()
         try:
-            kubernetes_config.load_incluster_config(  # type: ignore[no-untyped-call]
-                client_configuration=configuration
-            )
+            kubernetes_config.load_incluster_config(client_configuration=configuration)
         except (kubernetes_config.ConfigException, OSError) as error:
             raise NotConfiguredError(f"service account: {error}") from error
         return cls(configuration)
@@ -152,7 +150,8 @@ class Connection:
         return headers
 
     def _new_pool(self) -> urllib3.PoolManager:
-        return rest.RESTClientObject(self._configuration).pool_manager
+        pool: urllib3.PoolManager = rest.RESTClientObject(self._configuration).pool_manager
+        return pool
 
 
 def _json_object(call: Call, body: bytes) -> dict[str, Any]:
