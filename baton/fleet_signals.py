@@ -111,6 +111,7 @@ def _pool(
         max_replicas=bounds.max_replicas,
         min_replicas=bounds.min_replicas,
         num_pending=pool.pending_replicas,
+        num_failed_starts=pool.num_failed_starts,
         workers=workers,
         role_plan=RolePlan(pool.role_plan.prefill, pool.role_plan.decode),
     )

@@ -61,6 +61,7 @@ def decide(
     }
     busy = demand is None or not demand.is_none
     busy = busy or not all(measure.is_idle for measure in measures.values())
+    busy = busy or any(_comes_up(pool, memories[pool.name]) for pool in signals.pools)
     busy_at_s = signals.now_s if busy or state.busy_at_s is None else state.busy_at_s
     pools = _with_needs(signals, demand, measures, memories, config)
     new_state = PlannerState(
@@ -71,6 +72,12 @@ def decide(
     sizes = _sizes(pools, demand, signals.now_s - busy_at_s, signals.now_s, config)
     plans = {pool.name: _plan(pool, sizes[pool.name], signals.now_s, config) for pool in pools}
     return new_state, Plan(plans)
+
+
+def _comes_up(pool: PoolSignals, memory: PoolMemory) -> bool:
+    """Its first workers load: that nothing runs until then says nothing. One whose workers do not
+    start comes up no more."""
+    return pool.desired_replicas > 0 and not memory.has_served and not pool.num_failed_starts
 
 
 # --- what is needed ------------------------------------------------------------------------------

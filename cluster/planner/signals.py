@@ -80,6 +80,8 @@ class PoolSignals:
     min_replicas: int = 0
     num_pending: int = 0
     """Replicas without a machine yet: `PoolStatus.pending_replicas`, and pods that are Pending."""
+    num_failed_starts: int = 0
+    """In a row, of the replica that fails most: `PoolStatus.num_failed_starts`."""
     workers: tuple[WorkerSignals, ...] = ()
     role_plan: RolePlan = field(default_factory=RolePlan)
     """The roles in force, of a mixed pool."""

@@ -38,6 +38,8 @@ class PoolMemory:
     """The pool's size as the signals told it last."""
     shrunk_at_s: float | None = None
     """When the signals last showed a smaller one than before."""
+    has_served: bool = False
+    """Whether a worker was live since its size was last 0."""
     roles_seen: RolePlan | None = None
     switched_at_s: float | None = None
     """When the signals last showed other roles than before."""
@@ -57,6 +59,7 @@ class PoolMemory:
             itl_curve=curve,
             desired_seen=pool.desired_replicas,
             shrunk_at_s=now_s if shrunk else self.shrunk_at_s,
+            has_served=pool.desired_replicas > 0 and (self.has_served or measure.num_live > 0),
             roles_seen=pool.role_plan,
             switched_at_s=now_s if switched else self.switched_at_s,
         )

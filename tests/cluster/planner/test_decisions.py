@@ -22,9 +22,11 @@ from tests.cluster.planner.moments import (
 STABLE_S = PlannerConfig().stable_window_s
 
 
-def quiet(planning: Planning, pools: tuple[PoolSignals, ...], until_s: float) -> None:
-    """The same moment again and again, from 0 s on."""
-    now_s = 0.0
+def quiet(
+    planning: Planning, pools: tuple[PoolSignals, ...], until_s: float, from_s: float = 0.0
+) -> None:
+    """The same moment again and again."""
+    now_s = from_s
     while now_s <= until_s:
         fresh = tuple(
             replace(
@@ -288,6 +290,16 @@ def test_pools_do_not_stop_while_a_stream_runs() -> None:
     planning = Planning(ZERO)
     quiet(planning, (prefill_pool(0.0, 1), decode_pool(0.0, 1, streams=1)), 3 * STABLE_S)
     assert (planning.desired("prefill"), planning.desired("decode")) == (1, 1)
+
+
+def test_pools_do_not_stop_before_their_first_workers_are_live_unless_these_do_not_start() -> None:
+    planning = Planning(ZERO)
+    loading = replace(prefill_pool(0.0, 1, num_live=0), num_pending=1)
+    quiet(planning, (loading, decode_pool(0.0, 1)), 3 * STABLE_S)
+    assert (planning.desired("prefill"), planning.desired("decode")) == (1, 1)
+    failing = replace(loading, num_failed_starts=2)
+    quiet(planning, (failing, decode_pool(0.0, 1)), 5 * STABLE_S, from_s=3 * STABLE_S)
+    assert (planning.desired("prefill"), planning.desired("decode")) == (0, 0)
 
 
 def test_pools_do_not_stop_unless_all_of_them_may() -> None:
