@@ -1,8 +1,7 @@
 """What people read in `kubectl describe` of a ServingCluster or WorkerPool: what has changed since
 the operator looked last. What was before its first look is no news.
 
-A drain is overdue when it takes longer than the pool's drainTimeout and a margin: workers give up
-their requests by then, so something holds it.
+What makes a drain overdue stands in `drains`.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from dataclasses import dataclass, field
 from cluster.planner.planner import PoolPlan
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING
+from deploy.controller.drains import held_by, is_overdue
 from deploy.controller.event_series import EventType
-from deploy.controller.manifests.cluster_yaml import seconds
 from deploy.controller.objects import Key, Object, key_of
 from deploy.controller.observed import Place, PlaceState
 from deploy.controller.view import ClusterView, PoolView
 
-_OVERDUE_MARGIN_S = 30.0
 _ROUTINE = frozenset(
     {"AsWanted", "Changing", "Draining", "InvalidSpec", "Starting", "SupervisorSilent"}
 )
@@ -137,13 +135,12 @@ def drains_of(
     pool: WorkerPoolSpec, places: Sequence[Place], before: Mapping[str, Drain], now_s: float
 ) -> dict[str, Drain]:
     """`before`: at the last look; `now_s`: by any clock that never goes back."""
-    longest_s = seconds(pool.drain_timeout) + _OVERDUE_MARGIN_S
     drains = {}
     for place in places:
         if place.state is PlaceState.DRAINING:
             then = before.get(place.worker_id)
             since_s = now_s if then is None else then.since_s
-            drains[place.worker_id] = Drain(place, since_s, now_s - since_s > longest_s)
+            drains[place.worker_id] = Drain(place, since_s, is_overdue(pool, now_s - since_s))
     return drains
 
 
@@ -211,16 +208,10 @@ def _drain_happenings(before: Mapping[str, Drain], after: Mapping[str, Drain]) -
             running = f"{drain.place.num_running} requests run"
             happenings.append(_normal("Draining", f"worker {worker}{where} drains, {running}"))
         if drain.is_overdue and not (worker in before and before[worker].is_overdue):
-            message = f"worker {worker}{where} does not finish its drain: {_held_by(drain.place)}"
+            message = f"worker {worker}{where} does not finish its drain: {held_by(drain.place)}"
             happenings.append(_warning("DrainOverdue", message))
     gone = sorted(before.keys() - after.keys())
     return [*happenings, *(_normal("Drained", f"worker {worker} has drained") for worker in gone)]
-
-
-def _held_by(place: Place) -> str:
-    if place.num_running:
-        return f"{place.num_running} requests still run"
-    return "nothing runs on it any more, but its processes do not end"
 
 
 @dataclass

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
+from deploy.controller.drains import held_by, is_overdue
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, Object
 from deploy.controller.observed import FleetPool, Place, PlaceState
 from deploy.controller.rolling import PoolRolling
@@ -11,12 +14,12 @@ from deploy.controller.rolling_status import watch_status
 from deploy.controller.view import PoolView
 
 
-def pool_status(view: PoolView, rolling: PoolRolling) -> Object:
-    """Without conditions, None for what is not known; no places while the supervisor is silent."""
+def pool_status(view: PoolView, rolling: PoolRolling, now: str) -> Object:
+    """Without conditions, None for what is not known; no places while the supervisor is silent, but
+    for those that drained before."""
     spec, pool = view.spec, view.fleet
     places = pool.places if pool is not None else ()
     ready = [place for place in places if place.state is PlaceState.LIVE]
-    draining = [place for place in places if place.state is PlaceState.DRAINING]
     steps = [place.decode_step_s for place in ready if place.decode_step_s > 0]
     return {
         "replicas": len([pod for pod in view.pods if not pod.is_going]),
@@ -24,7 +27,7 @@ def pool_status(view: PoolView, rolling: PoolRolling) -> Object:
         "updatedReplicas": view.updated.num_live,
         "revisions": _revisions(view),
         "rollout": watch_status(rolling.watch),
-        "draining": [_draining(place) for place in draining],
+        "draining": _draining(view, now),
         "selector": f"{CLUSTER_LABEL}={spec.cluster},{POOL_LABEL}={spec.pool}",
         "queue": sum(place.num_waiting for place in places),
         "kvUsePercent": round(100 * max((place.kv_use for place in ready), default=0.0)),
@@ -47,9 +50,27 @@ def _revisions(view: PoolView) -> list[Object]:
     ]
 
 
-def _draining(place: Place) -> Object:
-    where = {"pod": place.pod} if place.pod else {}
-    return {"worker": place.worker_id, "numRunning": place.num_running} | where
+def _draining(view: PoolView, now: str) -> list[Object]:
+    """Since when is kept here alone: another operator goes on counting."""
+    before = view.obj.get("status", {}).get("draining", [])
+    if view.fleet is None:
+        return list(before)
+    since = {each["worker"]: each.get("since", now) for each in before}
+    return [
+        _drain(view.spec, place, since.get(place.worker_id, now), now)
+        for place in view.fleet.places
+        if place.state is PlaceState.DRAINING
+    ]
+
+
+def _drain(pool: WorkerPoolSpec, place: Place, since: str, now: str) -> Object:
+    drain = {"worker": place.worker_id, "numRunning": place.num_running, "since": since}
+    if place.pod:
+        drain["pod"] = place.pod
+    spent = datetime.datetime.fromisoformat(now) - datetime.datetime.fromisoformat(since)
+    if is_overdue(pool, spent.total_seconds()):
+        drain["heldBy"] = held_by(place)
+    return drain
 
 
 def pool_verdicts(view: PoolView, rolling: PoolRolling, refused: str) -> list[Verdict]:

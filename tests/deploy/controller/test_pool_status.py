@@ -1,0 +1,51 @@
+"""What a WorkerPool's status says of workers that drain."""
+
+from __future__ import annotations
+
+from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.manifests.common import Object
+from deploy.controller.observed import FleetPool, Place, PlaceState
+from deploy.controller.pool_status import pool_status
+from deploy.controller.revisions import Revision
+from deploy.controller.rolling import PoolRolling
+from deploy.controller.rollout import ReadyWatch
+from deploy.controller.view import PoolView, RevisionView
+
+SPEC = WorkerPoolSpec(role="decode", cluster="main", pool="decode", drain_timeout="2m")
+NAME = "decode-bcdfg"
+BEGUN = "2026-01-01T10:00:00Z"
+
+
+def draining(told: list[Object], now: str, num_running: int | None = 3) -> list[Object]:
+    """What it says after `told`; `num_running` None: the supervisor is silent."""
+    worker, place = f"{NAME}-1", None
+    if num_running is not None:
+        place = Place(worker, "pod-b", PlaceState.DRAINING, num_running=num_running)
+    fleet = None if place is None else FleetPool(1, (place,))
+    revision = RevisionView(Revision(NAME, "decode", ""), fleet=fleet)
+    obj = {"metadata": {}, "status": {"draining": told}}
+    view = PoolView(obj, SPEC, [], fleet, {NAME: revision}, NAME)
+    found: list[Object] = pool_status(view, PoolRolling({}, frozenset(), ReadyWatch(NAME)), now)[
+        "draining"
+    ]
+    return found
+
+
+def test_a_drain_keeps_the_time_at_which_it_was_seen_first() -> None:
+    first = draining([], BEGUN)
+    assert first == [
+        {"worker": f"{NAME}-1", "pod": "pod-b", "numRunning": 3, "since": BEGUN},
+    ]
+    assert draining(first, "2026-01-01T10:01:00Z", 2) == [first[0] | {"numRunning": 2}]
+
+
+def test_a_drain_that_takes_longer_than_it_may_says_what_holds_it() -> None:
+    (late,) = draining(draining([], BEGUN), "2026-01-01T10:02:31Z")
+    assert late["heldBy"] == "3 requests still run"
+    (idle,) = draining([late], "2026-01-01T10:02:32Z", 0)
+    assert idle["heldBy"] == "nothing runs on it any more, but its processes do not end"
+
+
+def test_a_silent_supervisor_ends_no_drain() -> None:
+    first = draining([], BEGUN)
+    assert draining(first, "2026-01-01T10:09:00Z", None) == first
