@@ -5,8 +5,8 @@
 1. Waits for the Ray of this pod, and connects to it.
 2. Adopts the supervisor that runs there, as it is, or starts one.
 3. Stays until SIGTERM, and then ends nothing: supervisor and replicas are Ray's, and this process
-   may be replaced. Ray ends it with an error, to be started again, when the GCS has stayed away
-   for a minute.
+   may be replaced. Where Ray's head has ended it leaves with an error, so that its container, whose
+   main process it is, is started anew with both: Ray itself would notice after a minute.
 
 `python -m cluster.head --end` ends every replica, then the supervisor. What deletes the whole Ray
 cluster need not ask for that.
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if config is None:
                 _end()
             else:
-                _serve(config, options.run_dir)
+                _serve(config, options)
     except BatonError as error:
         print(f"head: {error.message}", file=sys.stderr, flush=True)
         return _CONFIG_STATUS if isinstance(error, ConfigError) else _UNAVAILABLE_STATUS
@@ -141,11 +141,23 @@ def _wait_until_listens(address: str, within_s: float) -> None:
             time.sleep(min(_LOOK_S, within_s))
 
 
+def _has_ended(address: str) -> bool:
+    """Whether nobody listens there any more; a GCS that is slow to answer does."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 # --- the supervisor -----------------------------------------------------------------------------
 
 
-def _serve(config: ClusterConfig, run_dir: Path) -> None:
-    """Raises BatonError when there is no supervisor."""
+def _serve(config: ClusterConfig, options: argparse.Namespace) -> None:
+    """Raises BatonError when there is no supervisor, or no Ray any more."""
     from cluster.supervisor_handle import SupervisorHandle
 
     leaving = threading.Event()
@@ -155,15 +167,20 @@ def _serve(config: ClusterConfig, run_dir: Path) -> None:
     if supervisor is not None:
         print(f"adopted the supervisor: control service at {supervisor.address()}", flush=True)
     else:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        supervisor = SupervisorHandle.start(_settled(config), run_dir.resolve())
+        options.run_dir.mkdir(parents=True, exist_ok=True)
+        supervisor = SupervisorHandle.start(_settled(config), options.run_dir.resolve())
         try:
             address = supervisor.address()
         except UnavailableError:
             supervisor.stop()  # or whoever comes next would adopt one that never served
             raise
         print(f"started the supervisor: control service at {address}", flush=True)
-    leaving.wait()
+    while not leaving.wait(_LOOK_S):
+        if _has_ended(options.ray_address):
+            raise UnavailableError(
+                f"Ray's head at {options.ray_address} has ended, and the supervisor with it: "
+                "whoever starts containers starts this one again"
+            )
     print("leaving: supervisor and replicas stay", flush=True)
 
 

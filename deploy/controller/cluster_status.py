@@ -78,6 +78,9 @@ def _progressing(view: ClusterView, rolling: Rolling, late: Sequence[str]) -> Ve
             f"{progress.weight}% of requests go to {progress.next}, which {_DOES[progress.phase]}"
         )
         return Verdict(PROGRESSING, True, f"Cohort{progress.phase.value}", told)
+    if progress.phase is Phase.RETURNED:
+        told = f"{progress.next} was taken back: nothing is tried again until the spec changes"
+        return Verdict(PROGRESSING, False, "CohortReturned", told)
     stopped = [name for name, pool in rolling.pools.items() if pool.is_stopped]
     if stopped:
         told = f"{', '.join(stopped)}: the new version does not get ready, older workers serve on"

@@ -101,6 +101,9 @@ def _rolled(view: PoolView, rolling: PoolRolling) -> Verdict | None:
     if not num_old:
         return None
     told = f"{num_updated} of {view.replicas} updated to {view.target}"
+    if rolling.is_taken_back:
+        why = f"{told}, which was taken back: nothing is tried again until the spec changes"
+        return Verdict(PROGRESSING, False, "CohortReturned", why)
     if rolling.is_stopped:
         why = f"{told}, and no more in {view.spec.rollout.ready_timeout}: older workers serve on"
         error = view.updated.fleet.last_error if view.updated.fleet is not None else ""

@@ -12,6 +12,7 @@ from deploy.api.serving_cluster import CohortRollout
 from deploy.controller.cohort_rollout import (
     CohortPool,
     Figures,
+    Phase,
     Progress,
     Seen,
     advance,
@@ -36,6 +37,8 @@ class PoolRolling:
     watch: ReadyWatch
     is_stopped: bool = False
     """The newest revision does not get ready: what is older serves on."""
+    is_taken_back: bool = False
+    """The newest revision's cohort was not fit to serve."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,9 @@ class _Share:
     def of(self, cohort: str, replicas: int) -> int:
         return cohort_size(self.progress, self.rollout, cohort, replicas, is_alone=self.is_alone)
 
+    def has_returned(self, cohort: str) -> bool:
+        return self.progress.phase is Phase.RETURNED and self.progress.next == cohort
+
 
 def _pool(
     view: ClusterView, pool: PoolView, share: _Share, watch: ReadyWatch, now: datetime.datetime
@@ -120,7 +126,8 @@ def _pool(
     if (pool.fleet is None or not view.is_settled) and _is_rolled(states, pool.target):
         # Nothing tells what runs where: all stays. A pool that goes drains by itself.
         sizes = {name: 0 if pool.is_going else state.size for name, state in states.items()}
-    return PoolRolling(sizes, frozenset(kept), watch, is_stopped)
+    is_taken_back = share.has_returned(cohorts[pool.target])
+    return PoolRolling(sizes, frozenset(kept), watch, is_stopped, is_taken_back)
 
 
 def _is_rolled(states: Mapping[str, RevisionState], target: str) -> bool:

@@ -26,6 +26,7 @@ from cluster.rank import free_port
 from cluster.reaper import Reaper, watched_over
 from cluster.router_process import RouterProcess
 from tests.cluster.ray_nodes import NodeProcess, start_head, start_worker
+from tests.cluster.redis_server import WAITS_FOR_THE_GCS, Redis
 from tests.cluster.whole_cluster import Fleet, live_workers
 
 _NUMBERS = itertools.count(11)
@@ -58,17 +59,32 @@ class PodCluster:
 
     config_path: Path
     run_dir: Path
-    head: NodeProcess
-    ray_address: str
     environment: dict[str, str]
     """Of all its processes: Ray's address and token, the reaper's mark."""
     reaper: Reaper
     stack: contextlib.ExitStack
     folder: Path
     """For Ray's own."""
+    redis: Redis | None = None
+    """Where the GCS keeps its state; None: in its memory."""
     pods: dict[str, PodProcess] = field(default_factory=dict)
+    head: NodeProcess = field(init=False)
     control_address: str = ""
     router_address: str = ""
+
+    @property
+    def ray_address(self) -> str:
+        return self.environment["RAY_ADDRESS"]
+
+    def start_ray(self) -> None:
+        """The head pod's, at its address also when it is started anew; nobody waits for it here."""
+        port = int(self.ray_address.rpartition(":")[2])
+        command, environment = start_head(port, self.folder / "head"), self.environment
+        if self.redis is not None:
+            command, environment = self.redis.keeps(command, environment)
+        log = self.run_dir / f"head-{next(_NUMBERS)}.log"
+        self.head = NodeProcess(command, environment, log)
+        self.stack.callback(self.head.kill)
 
     def serve(self) -> NodeProcess:
         """What runs beside Ray in the head pod, until it has a supervisor."""
@@ -121,11 +137,18 @@ class PodCluster:
         }
         offers = {pod_resource(pool): num_ranks}
         command = start_worker(self.ray_address, offers, self.folder / str(number), pod.name)
+        if self.redis is not None:
+            environment |= WAITS_FOR_THE_GCS
         node = NodeProcess([*run_by, *command], environment, self.run_dir / f"{pod.name}.log")
         joined = PodProcess(pool, pod, node, environment)
         self.stack.callback(shutil.rmtree, pod.folder, ignore_errors=True)
         self.pods[pod.name] = joined
         return joined
+
+    def start_again(self, pod: PodProcess) -> None:
+        """Its container, all of whose processes are over; what its volumes hold is still there."""
+        pod.node = pod.node.again()
+        self.stack.callback(pod.node.kill)
 
     def num_of(self, pool: str) -> int:
         return sum(each.pool == pool for each in self.pods.values())
@@ -180,21 +203,22 @@ class PodCluster:
 
 
 @contextlib.contextmanager
-def running_head(config: ClusterConfig, run_dir: Path) -> Iterator[PodCluster]:
+def running_head(
+    config: ClusterConfig, run_dir: Path, redis: Redis | None = None
+) -> Iterator[PodCluster]:
     """A head pod's Ray, and nothing else yet; afterwards no process is left."""
     with contextlib.ExitStack() as stack:
         reaper = stack.enter_context(watched_over())
         folder = Path(tempfile.mkdtemp(prefix="bray-", dir="/tmp"))  # short: Ray has sockets there
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         (config_path := run_dir / "cluster.yaml").write_text(config.to_yaml())
-        port = free_port("0.0.0.0")
-        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
-        environment = reaper.variables | token
-        head = NodeProcess(start_head(port, folder / "head"), environment, run_dir / "head.log")
-        stack.callback(head.kill)
-        head.wait_until_up()
-        address = f"127.0.0.1:{port}"
-        environment |= {"RAY_ADDRESS": address}
-        pods = PodCluster(config_path, run_dir, head, address, environment, reaper, stack, folder)
+        environment = reaper.variables | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(16),
+            "RAY_ADDRESS": f"127.0.0.1:{free_port('0.0.0.0')}",
+        }
+        pods = PodCluster(config_path, run_dir, environment, reaper, stack, folder, redis)
+        pods.start_ray()
+        pods.head.wait_until_up()
         stack.callback(lambda: [pod.node.kill() for pod in pods.pods.values()])
         yield pods

@@ -74,7 +74,7 @@ class NodeProcess:
         self, command: Sequence[str], environment: Mapping[str, str], log_path: Path
     ) -> None:
         """`environment` is added to this process's."""
-        self._log_path = log_path
+        self._command, self._environment, self._log_path = command, environment, log_path
         self._tree: set[Process] = set()  # what it had started when it was asked to end
         with log_path.open("wb") as log:
             self.process = subprocess.Popen(
@@ -85,6 +85,10 @@ class NodeProcess:
                 env=os.environ | dict(environment),
                 start_new_session=True,
             )
+
+    def again(self) -> NodeProcess:
+        """Another start of the same; the log begins anew."""
+        return NodeProcess(self._command, self._environment, self._log_path)
 
     def tree(self) -> set[Process]:
         """What lives of it now, itself left out."""

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from baton.control_client import ControlClient
 from deploy.controller import __main__ as operator
+from deploy.controller import fleet_watch
 from deploy.controller.connection import Call, Connection, Timeouts
 
 FOLDER_VARIABLE = "STEPS"
@@ -36,6 +37,9 @@ _TOLD = (
     "revision",
     "pools",
 )
+_SETTLED_AFTER_S = 2.0
+"""Each life waits for so long before it rolls anything. The supervisor lives on, and its workers
+have registered long ago: the full time would only be waited for."""
 _PID = os.getpid()
 
 T = TypeVar("T")
@@ -108,12 +112,15 @@ def main() -> None:
             target, news(target, body), not is_applied, lambda: answer(self, call, timeouts)
         )
 
-    def dying_ask(self: ControlClient, method: str, request: Any) -> Any:
-        target = f"{method} {getattr(request, 'pool', '')}"
-        return steps.take(target, str(request), True, lambda: ask(self, method, request))
+    def dying_ask(self: ControlClient, method: str, request: Any, *timeout_s: float) -> Any:
+        target = f"{method} {getattr(request, 'pool', 'cohorts')}"
+        return steps.take(
+            target, str(request), True, lambda: ask(self, method, request, *timeout_s)
+        )
 
     Connection.answer = dying_answer  # type: ignore[method-assign]
     ControlClient._call = dying_ask  # type: ignore[method-assign]
+    fleet_watch._SETTLED_AFTER_S = _SETTLED_AFTER_S
     os.getpid = lambda: 1  # as in a container's own namespace: its successor is the same candidate
     operator.main()
 

@@ -1,4 +1,5 @@
-"""The operator is killed right before and right after everything that it does to scale a pool."""
+"""The operator is killed right before and right after everything that it does to scale a pool, and
+to roll one."""
 
 from __future__ import annotations
 
@@ -10,18 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from deploy.controller.manifests.ray_cluster import revision_in
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.dying_operator import FOLDER_VARIABLE
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import GroupChange, KubeRay
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import streaming
+from tests.k8s.test_rolling import POOLS, change, is_whole, live_of, most_pods, revisions
 from tests.k8s.test_serving import FAKE, MODEL, Installed, router_address
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.full,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1500),
     pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
 ]
 
@@ -30,7 +33,7 @@ NUM_TOKENS = 150
 QUIET_S = 12.0
 """Twice as long as the operator goes without a look, and more: whoever lived through that has
 nothing left to do."""
-_KILLED = re.compile(r"^killed (before|after) ((?:PATCH|DELETE|SetReplicas) \S+):", re.MULTILINE)
+_KILLED = re.compile(r"^killed (before|after) ([A-Za-z]+ \S+):", re.MULTILINE)
 
 
 class DyingOperator:
@@ -93,10 +96,10 @@ _OPERATOR = "app.kubernetes.io/component=operator"
 
 
 def has_settled(installed: Installed, operator: DyingOperator, replicas: int) -> bool:
-    """The pool is as wanted, and its operator lives on, with nothing left to do."""
+    """The pool is as wanted, all of it of its newest version, and its operator lives on, with
+    nothing left to do."""
     status = installed.read("wp/decode").get("status", {})
-    counts = {status.get(name, 0) for name in ("replicas", "readyReplicas")}
-    if counts != {replicas} or status.get("draining"):
+    if not is_whole(installed, "decode", replicas) or status.get("draining"):
         return False
     lives, ends_at = operator.num_lives, time.monotonic() + QUIET_S
     while time.monotonic() < ends_at:
@@ -145,6 +148,53 @@ def test_an_operator_that_is_killed_at_every_step_scales_out_and_in_and_no_strea
     for before, after in itertools.pairwise(kuberay.changes("default", "decode")):
         named = set(after.to_delete) - set(before.to_delete)
         assert len(named) == max(0, before.replicas - after.replicas)
+
+
+def test_an_operator_that_is_killed_at_every_step_rolls_a_pool_and_no_stream_changes(
+    control_plane: ControlPlane,
+    namespace: str,
+    kubelet: Kubelet,
+    kuberay: KubeRay,
+    tmp_path: Path,
+) -> None:
+    installed = Installed(control_plane, namespace, tmp_path)
+    installed.install(
+        model={"name": str(MODEL)},
+        engine=FAKE,
+        pools=POOLS,
+        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+    )
+    installed.wait_available()
+    eventually(lambda: is_whole(installed, "decode", 2), "both decode workers are live", 150)
+    (before,) = revisions(installed, "decode")
+    operator = DyingOperator(control_plane, kubelet, namespace)
+    running = streaming(router_address(kubelet), NUM_TOKENS)
+    with running as streams, live_of(kubelet, "decode") as live:
+        began_at = time.monotonic()
+        change(control_plane, namespace, decode={"engine": {"maxNumSeqs": 48}})
+
+        def is_done() -> bool:
+            streams.check()
+            is_over = before not in revisions(installed, "decode")
+            return is_over and has_settled(installed, operator, 2)
+
+        eventually(is_done, "both workers are of the new version", 1200)
+    kills = operator.kills()
+    print(f"{time.monotonic() - began_at:.0f} s, {len(kills)} kills")
+    print("\n".join(f"  {moment} {step}" for moment, step in kills))
+    ray_cluster = f"PATCH {_ray_cluster(namespace)}"
+    for begin in ("AddPool decode-", "SetReplicas decode-", "RemovePool decode-", ray_cluster):
+        moments = {moment for moment, step in kills if step.startswith(begin)}
+        assert moments == {"before", "after"}, begin
+    assert live.fewest == 2, "maxUnavailable is 0"
+    assert most_pods(kuberay, "decode") == 3, "maxSurge is 1"
+    (group,) = (
+        group
+        for group in kuberay.specs("default")[-1]["workerGroupSpecs"]
+        if revision_in(group).pool == "decode"
+    )
+    assert group["groupName"] != before
+    assert (group["replicas"], group["scaleStrategy"]["workersToDelete"]) == (2, [])
 
 
 def _ray_cluster(namespace: str) -> str:

@@ -70,10 +70,10 @@ def installed(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> In
 
 
 def router_address(kubelet: Kubelet) -> str:
-    """Of a router pod that is ready: this machine reaches pods by their addresses."""
+    """Of a router pod that is ready and stays: this machine reaches pods by their addresses."""
     for pod in kubelet.pods("app.kubernetes.io/component=router"):
-        conditions = pod.get("status", {}).get("conditions", [])
-        if any(each["type"] == "Ready" and each["status"] == "True" for each in conditions):
+        is_ready = condition(pod, "Ready").get("status") == "True"
+        if is_ready and "deletionTimestamp" not in pod["metadata"]:
             return f"{pod['status']['podIP']}:7100"
     raise AssertionError("no router is ready")
 

@@ -123,10 +123,12 @@ async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_st
     told: list[FleetLinks] = []
     update = FleetLinks.update
 
-    def fail_when_told(links: FleetLinks, reports: Sequence[WorkerReport]) -> None:
+    def fail_when_told(
+        links: FleetLinks, reports: Sequence[WorkerReport], pools: Sequence[PoolReport] = ()
+    ) -> None:
         if links in told:
             raise AssertionError("a fault of ours")
-        update(links, reports)
+        update(links, reports, pools)
 
     monkeypatch.setattr(FleetLinks, "update", fail_when_told)
     servers: list[RouterServer] = []

@@ -47,6 +47,12 @@ SWITCHES: Mapping[str, Sequence[Values]] = {
         }}},
     ),
     "preset": tuple({"cluster": {"nodes": {"preset": it}}} for it in ("cpu", "gpu", "gpu-rdma")),
+    "redis": (
+        {},
+        {"cluster": {"redis": {"enabled": False}}},
+        {"cluster": {"redis": {"enabled": True, "storage": "1Gi", "nodeSelector": {"disk": "ssd"},
+                               "tolerations": [{"key": "control", "operator": "Exists"}]}}},
+    ),
     "shared memory": ({}, {"cluster": {"nodes": {"sharedMemory": True}}}),
     "memlock": ({}, *({"cluster": {"nodes": {"ipcLock": each}}} for each in (True, False))),
     "nodes": (

@@ -209,10 +209,9 @@ def test_each_call_shows_the_token_as_it_is_by_then() -> None:
     with scripted(script) as server:
         configuration = Configuration(host=f"http://127.0.0.1:{server.server_port}")
         configuration.proxy = None
-        configuration.api_key_prefix["authorization"] = "Bearer"
 
         def renew(configuration: Configuration) -> None:
-            configuration.api_key["authorization"] = next(tokens)
+            configuration.api_key["authorization"] = f"Bearer {next(tokens)}"
 
         renew(configuration)
         configuration.refresh_api_key_hook = renew  # type: ignore[assignment]

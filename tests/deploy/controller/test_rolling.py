@@ -8,6 +8,7 @@ from typing import Any
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.cluster_status import cluster_verdicts
 from deploy.controller.cohort_rollout import Phase, Progress
 from deploy.controller.manifests.common import Owner
 from deploy.controller.objects import Key
@@ -168,6 +169,23 @@ def test_an_old_cohort_that_goes_on_serving_keeps_its_revision_also_at_zero() ->
     assert name_of(OLD) in decided(seen, back).kept
     seen = view(fleet, [group(OLD, 0), group(SPEC, 0)], [], replicas=2)
     assert decided(seen, back).sizes == {name_of(OLD): 2, name_of(SPEC): 0}
+
+
+def test_nothing_progresses_any_more_once_a_cohort_was_taken_back() -> None:
+    old = revision_of(OLD, "decode", pool_spec()).cohort
+    new = revision_of(SPEC, "decode", pool_spec()).cohort
+    back = Progress(old, new, Phase.RETURNED, reason="it was slow", is_fault=True)
+    fleet = {name_of(OLD): served(OLD, 2), name_of(SPEC): served(SPEC, 0)}
+    seen = view(fleet, [group(OLD, 2), group(SPEC, 0)], pods(OLD, 2))
+    rolling = decided(seen, back)
+    told = pool_verdicts(seen.pools["decode"], rolling.pools["decode"], "")
+    assert [verdict.reason for verdict in told] == ["Live", "CohortReturned", "Sound"]
+    told = cluster_verdicts(seen, rolling, {"status": {"readyReplicas": 2}}, [])
+    assert [(verdict.is_true, verdict.reason) for verdict in told[1:]] == [
+        (False, "CohortReturned"),
+        (True, "CohortTakenBack"),
+    ]
+    assert told[2].message == f"{new} was taken back, {old} serves: it was slow"
 
 
 def test_what_the_supervisor_refuses_degrades_the_pool() -> None:

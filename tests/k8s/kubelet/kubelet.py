@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 from deploy.controller.backoff import Backoff
 from deploy.controller.connection import Connection
@@ -24,6 +25,7 @@ from tests.k8s.kubelet.place import Place
 from tests.k8s.kubelet.pod import PodRun, Surroundings
 from tests.k8s.kubelet.pod_api import PodApi
 from tests.k8s.kubelet.pod_status import condition
+from tests.k8s.kubelet.volumes import claim_folder
 
 NODE_NAMES = ("node-a", "node-b")
 _SYNC_S = 20.0
@@ -94,6 +96,10 @@ class Kubelet:
         runs = [run for run in list(self._runs.values()) if run.name == pod]
         assert runs, f"no pod {pod} runs here"
         return runs[-1].container(name)
+
+    def claim(self, name: str) -> Path:
+        """What pods that mount a PersistentVolumeClaim of this name find: a test may fill it."""
+        return claim_folder(self._place.folder, name)
 
     def log(self, pod: str, run: str) -> str:
         """What a container's run has written, `preStop` included; `run`: its name and number, from

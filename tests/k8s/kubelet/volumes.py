@@ -57,10 +57,7 @@ class Volumes:
         if (host := volume.get("hostPath")) is not None:
             return self._host_path(host)
         if (claim := volume.get("persistentVolumeClaim")) is not None:
-            path = self._shared / "claims" / str(claim["claimName"])
-            path.mkdir(parents=True, exist_ok=True)
-            path.chmod(0o777)
-            return path
+            return claim_folder(self._shared, claim["claimName"])
         if (empty := volume.get("emptyDir")) is not None:
             parent = self._memory if empty.get("medium") == "Memory" else self._folder
             return _made(parent / volume["name"], 0o777, group)
@@ -110,6 +107,14 @@ class Volumes:
                 files |= self._files(source, values, token)
             return files
         raise ContainerError(f"volume {volume}: this kubelet does not know it")
+
+
+def claim_folder(shared: Path, name: str) -> Path:
+    """Of a PersistentVolumeClaim; made, where it is not there yet."""
+    path = shared / "claims" / name
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(0o777)
+    return path
 
 
 def _made(path: Path, mode: int, group: int | None) -> Path:

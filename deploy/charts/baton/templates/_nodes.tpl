@@ -65,7 +65,8 @@
 {{- $template | toJson -}}
 {{- end -}}
 
-{{- /* The ServingCluster's spec: cluster.spec over what cluster.nodes, hub and images say. */ -}}
+{{- /* The ServingCluster's spec: cluster.spec over what cluster.nodes, cluster.redis, hub and images
+say. */ -}}
 {{- define "baton.clusterSpec" -}}
 {{- $preset := include "baton.preset" . | fromJson -}}
 {{- $own := dict "engine" $preset.engine "pools" dict -}}
@@ -87,6 +88,9 @@
 {{- $template := dict "spec" (dict "volumes" (list (include "baton.weights" $ | fromJson))) -}}
 {{- $_ := set $own "router" (dict "template" $template) -}}
 {{- $_ := set $own "ray" (dict "headTemplate" $template) -}}
+{{- end -}}
+{{- with include "baton.faultTolerance" . | fromJson -}}
+{{- $_ := set $own "ray" (merge (dict "gcsFaultTolerance" .) (default dict $own.ray)) -}}
 {{- end -}}
 {{- (include "baton.merged" (dict "own" $own "over" .Values.cluster.spec "key" "") | fromJson).value | toJson -}}
 {{- end -}}
