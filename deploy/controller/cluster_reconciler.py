@@ -197,7 +197,7 @@ class ClusterReconciler:
         figures = (
             self._figures.take(view.key, progress, told)
             if progress is not None and told is not None
-            else {}
+            else None
         )
         watches = watches_in({name: pool.obj for name, pool in view.pools.items()})
         return decide(view, progress, watches, figures, self._now())

@@ -53,14 +53,14 @@ class CohortFigures:
     def __init__(self) -> None:
         self._steps: dict[Key, _Step] = {}
 
-    def take(self, cluster: Key, progress: Progress, told: Told) -> Mapping[str, Figures]:
-        """With what the routers told since the last call. `told`: the supervisor's answer and when
-        it came, in seconds of any one clock."""
+    def take(self, cluster: Key, progress: Progress, told: Told) -> Mapping[str, Figures] | None:
+        """With what the routers told since the last call; None at a step's first. `told`: the
+        supervisor's answer and when it came, in seconds of any one clock."""
         answer, heard_at_s = told
         step = self._steps.get(cluster)
         if step is None or step.progress != progress:
             step = self._steps[cluster] = _Step(progress, heard_at_s)
-            return {}
+            return None
         duration_s = min(heard_at_s - step.heard_at_s, _LONGEST_S)
         step.heard_at_s = heard_at_s
         for router in answer.routers:

@@ -71,8 +71,8 @@ class CohortPool:
 @dataclass(frozen=True)
 class Seen:
     pools: Sequence[CohortPool]
-    figures: Mapping[str, Figures] = field(default_factory=dict)
-    """By cohort."""
+    figures: Mapping[str, Figures] | None = field(default_factory=dict)
+    """By cohort; None: nothing was measured of this step yet."""
 
     def has_live(self, cohort: str) -> bool:
         return any(pool.num_live.get(cohort, 0) for pool in self.pools)
@@ -152,6 +152,8 @@ def advance(
         return replace(back, weight=0, since=None)
     if progress.phase is Phase.GROWING:
         return _grown(progress, rollout, seen, now)
+    if seen.figures is None:  # however short a step is: none goes by unwatched
+        return progress
     return _watched(progress, step_s, now)
 
 
@@ -192,8 +194,9 @@ def _fault(progress: Progress, rollout: CohortRollout, seen: Seen) -> str:
     """Why the new cohort is not fit; empty: it is, or there is nothing to go back to."""
     if not progress.weight or not seen.has_live(progress.serving):
         return ""
-    new = seen.figures.get(progress.next, Figures())
-    old = seen.figures.get(progress.serving, Figures())
+    figures = seen.figures or {}
+    new = figures.get(progress.next, Figures())
+    old = figures.get(progress.serving, Figures())
     percent = 100 * new.num_failures / new.num_requests if new.num_requests else 0.0
     if percent > rollout.max_error_percent:
         return (

@@ -61,10 +61,11 @@ def decide(
     view: ClusterView,
     progress: Progress | None,
     watches: Mapping[str, ReadyWatch],
-    figures: Mapping[str, Figures],
+    figures: Mapping[str, Figures] | None,
     now: datetime.datetime,
 ) -> Rolling:
-    """`progress` and `watches`, by pool, as they were decided last; `figures` by cohort."""
+    """`progress` and `watches`, by pool, as they were decided last; `figures` by cohort, None
+    where nothing was measured of this step yet."""
     wanted = cohort_of(view.obj["spec"])
     seen = _seen(view, figures, progress)
     progress = progress or Progress(_serving_most(view, wanted))
@@ -150,7 +151,9 @@ def _serving_most(view: ClusterView, wanted: str) -> str:
     return best if any(found.get(best, ())) else wanted
 
 
-def _seen(view: ClusterView, figures: Mapping[str, Figures], progress: Progress | None) -> Seen:
+def _seen(
+    view: ClusterView, figures: Mapping[str, Figures] | None, progress: Progress | None
+) -> Seen:
     pools = []
     for pool in view.pools.values():
         if pool.is_going:

@@ -37,6 +37,8 @@ from tests.k8s.operating import eventually, operator_of
 
 JOBS = Resource("batch", "v1", "jobs")
 ROLES = Resource("rbac.authorization.k8s.io", "v1", "roles")
+REDIS = "default-redis"
+"""It goes with the cluster of several nodes, not with the release."""
 _JOB_TIMEOUT_S = 60.0
 
 
@@ -60,7 +62,11 @@ class Release:
         return self._helm("uninstall")
 
     def deployment(self) -> dict[str, Any]:
-        (found,) = self.all(DEPLOYMENTS)
+        """The operator's."""
+        return self.kube.get(DEPLOYMENTS, Key(self.namespace, "baton"))
+
+    def redis_password(self) -> str:
+        found: str = self.kube.get(SECRETS, Key(self.namespace, REDIS))["data"]["password"]
         return found
 
     def cluster(self) -> dict[str, Any]:
@@ -155,7 +161,7 @@ def test_a_release_lives_and_its_cluster_outlives_it(release: Release) -> None:
     assert _same(release.cluster(), first)
 
     release.uninstall()
-    assert not release.all(DEPLOYMENTS)
+    assert [each["metadata"]["name"] for each in release.all(DEPLOYMENTS)] == [REDIS]
     assert not release.all(ROLES)
     assert _same(release.cluster(), first)
 
@@ -215,11 +221,19 @@ def test_a_release_comes_again_where_one_was_and_has_its_cluster_back(release: R
 
 
 @pytest.mark.full
-def test_no_release_keeps_a_secret_of_its_own_making(release: Release) -> None:
+def test_the_one_secret_of_a_releases_own_making_is_its_rediss_and_never_changes(
+    release: Release,
+) -> None:
     release.install(hub={"tokenSecretName": "hub"})
-    assert {each["type"] for each in release.all(SECRETS)} <= {
-        "helm.sh/release.v1", "kubernetes.io/service-account-token",
-    }  # fmt: skip
+    made = [s["metadata"]["name"] for s in release.all(SECRETS) if s["type"] == "Opaque"]
+    assert made == [REDIS]
+    first = release.redis_password()
+    with job_is_run(release):
+        release.upgrade()
+    assert release.redis_password() == first
+    release.uninstall()
+    release.install()
+    assert release.redis_password() == first
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from router.__main__ import serve
 from router.config import RouterConfig
 from router.fleet_links import FleetLinks, WorkerReport
 from router.server import RouterServer
+from router.stopped_pools import PoolReport
 from router.text import TextModel
 from tests.router.deployment import PROMPT, Answer, Client, ask_for, byte_model, deployment
 from tests.router.proxy import Proxy

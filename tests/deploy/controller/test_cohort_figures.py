@@ -30,9 +30,10 @@ def told(
 
 def test_requests_of_all_routers_are_counted_over_the_time_since_the_step_began() -> None:
     figures = CohortFigures()
-    assert figures.take(MAIN, STEP, (told((99.0, 9.0, None)), 100.0)) == {}
+    assert figures.take(MAIN, STEP, (told((99.0, 9.0, None)), 100.0)) is None
     for heard_at_s in (102.0, 104.0):
         found = figures.take(MAIN, STEP, (told((3.0, 0.0, 0.01), (1.0, 0.5, 0.03)), heard_at_s))
+    assert found is not None
     assert found["new"].num_requests == pytest.approx(16.0)
     assert found["new"].num_failures == pytest.approx(2.0)
     assert found["new"].itl_s == pytest.approx(0.015)
@@ -42,7 +43,8 @@ def test_another_step_begins_anew_and_a_silence_is_not_filled_in() -> None:
     figures = CohortFigures()
     figures.take(MAIN, STEP, (told(), 0.0))
     found = figures.take(MAIN, STEP, (told((1.0, 0.0, None)), 1000.0))
+    assert found is not None
     assert found["new"].num_requests == pytest.approx(10.0)
     assert found["new"].itl_s is None
     later = dataclasses.replace(STEP, weight=50)
-    assert figures.take(MAIN, later, (told((1.0, 0.0, None)), 1001.0)) == {}
+    assert figures.take(MAIN, later, (told((1.0, 0.0, None)), 1001.0)) is None

@@ -33,7 +33,7 @@ class World:
     rollout: CohortRollout = field(default_factory=CohortRollout)
     progress: Progress = field(default_factory=lambda: Progress("old"))
     live: list[dict[str, int]] = field(default_factory=list)
-    figures: dict[str, Figures] = field(default_factory=dict)
+    figures: dict[str, Figures] | None = field(default_factory=dict)
     now: datetime.datetime = START
     broken: frozenset[str] = frozenset()
     told: list[dict[str, int]] = field(default_factory=list)
@@ -125,10 +125,20 @@ def test_slow_tokens_take_the_share_back_and_equal_ones_do_not() -> None:
     world.look_until(Phase.WATCHING)
     world.look("new")
     assert weights(world.progress)["new"] == 1
-    world.figures["new"] = Figures(9.0, 0.0, 0.031)
+    world.figures |= {"new": Figures(9.0, 0.0, 0.031)}
     world.look("new")
     assert weights(world.progress)["new"] == 0
     assert world.progress.reason.startswith("31.0 ms between its tokens, 20.0 ms")
+
+
+def test_no_step_is_over_before_anything_was_measured_of_it() -> None:
+    world = World(figures=None)
+    world.look_until(Phase.WATCHING)
+    world.look("new", seconds=2 * STEP_S)
+    assert world.progress.phase is Phase.WATCHING
+    world.figures = {}
+    world.look("new")
+    assert world.progress.phase is Phase.GROWING
 
 
 def test_a_cohort_that_does_not_get_live_gets_no_request() -> None:
