@@ -1,0 +1,34 @@
+{{- /* cluster.redis, where the first ServingCluster is to have the chart's own; else {}. */ -}}
+{{- define "baton.redis" -}}
+{{- $redis := .Values.cluster.redis -}}
+{{- $given := dig "ray" "gcsFaultTolerance" dict .Values.cluster.spec -}}
+{{- $wanted := $redis.enabled -}}
+{{- if kindIs "invalid" $wanted -}}
+{{- $wanted = and (not $given) (include "baton.preset" . | fromJson).redis -}}
+{{- else if and $wanted $given -}}
+{{- fail "cluster.redis.enabled or cluster.spec.ray.gcsFaultTolerance, which names another Redis, not both" -}}
+{{- end -}}
+{{- ternary $redis dict (and .Values.cluster.enabled (eq (toString $wanted) "true")) | toJson -}}
+{{- end -}}
+
+{{- define "baton.redisName" -}}
+{{- .Values.cluster.name | trunc 57 | trimSuffix "-" }}-redis
+{{- end -}}
+
+{{- define "baton.redisImage" -}}
+{{- $image := .Values.cluster.redis.image -}}
+{{- with .Values.images.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{- $image.repository }}:{{ $image.tag }}
+{{- with $image.digest }}@{{ . }}{{ end -}}
+{{- end -}}
+
+{{- /* What the ServingCluster is told of it. */ -}}
+{{- define "baton.faultTolerance" -}}
+{{- $redis := include "baton.redis" . | fromJson -}}
+{{- if $redis -}}
+{{- $name := include "baton.redisName" . -}}
+{{- dict "redisAddress" (printf "%s:6379" $name) "redisSecretName" (default $name $redis.secretName) | toJson -}}
+{{- else -}}
+{}
+{{- end -}}
+{{- end -}}

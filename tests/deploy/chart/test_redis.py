@@ -1,0 +1,170 @@
+"""The chart's own Redis: when it comes, what the ServingCluster is told of it, whom it lets in."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.rank import free_port
+from deploy.api.naming import GROUP
+from deploy.controller.manifests.common import CLUSTER_LABEL, COMPONENT_LABEL
+from tests.deploy.chart.chart import (
+    Helm,
+    Object,
+    RefusedError,
+    first_cluster,
+    of_kind,
+    one,
+)
+
+RDMA = {"preset": "gpu-rdma"}
+NAMED = {"ray": {"gcsFaultTolerance": {"redisAddress": "mine:6379"}}}
+_PASSWORD = "a-password"
+
+
+def redis_of(objects: list[Object]) -> list[tuple[str, str]]:
+    """Kinds and names of all that belongs to it."""
+    label = f"{GROUP}/redis"
+    return [
+        (each["kind"], each["metadata"]["name"])
+        for each in objects
+        if label in each["metadata"].get("labels", {})
+    ]
+
+
+def fault_tolerance(objects: list[Object]) -> Any:
+    return one(objects, "ServingCluster")["spec"].get("ray", {}).get("gcsFaultTolerance")
+
+
+def test_a_cluster_of_several_nodes_has_one_and_is_told_of_it(helm: Helm) -> None:
+    objects = helm.template(first_cluster(nodes=RDMA, name="west"))
+    kinds = {kind for kind, name in redis_of(objects) if name == "west-redis"}
+    assert kinds == {"Deployment", "NetworkPolicy", "Secret", "Service"}
+    assert fault_tolerance(objects) == {
+        "redisAddress": "west-redis:6379",
+        "redisSecretName": "west-redis",
+    }
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"cluster": {"nodes": RDMA}},
+        first_cluster(nodes=RDMA, redis={"enabled": False}),
+        first_cluster(nodes={"preset": "gpu"}),
+        first_cluster(nodes={"preset": "cpu"}),
+    ],
+    ids=["no cluster", "switched off", "gpu", "cpu"],
+)
+def test_else_there_is_none(helm: Helm, values: dict[str, Any]) -> None:
+    objects = helm.template(values)
+    assert not redis_of(objects)
+    assert not [each for each in of_kind(objects, "ServingCluster") if "ray" in each["spec"]]
+
+
+def test_one_that_is_named_is_taken_instead_and_never_both(helm: Helm) -> None:
+    objects = helm.template(first_cluster(nodes=RDMA, spec=NAMED))
+    assert not redis_of(objects)
+    assert fault_tolerance(objects) == {"redisAddress": "mine:6379"}
+    with pytest.raises(RefusedError, match="which names another Redis, not both"):
+        helm.template(first_cluster(redis={"enabled": True}, spec=NAMED))
+
+
+def test_its_password_is_long_drawn_anew_for_each_release_and_nowhere_else(helm: Helm) -> None:
+    drawn = set()
+    for _ in range(2):
+        objects = helm.template(first_cluster(nodes=RDMA))
+        password = base64.b64decode(one(objects, "Secret")["data"]["password"]).decode()
+        assert len(password) == 40
+        assert password not in str([each for each in objects if each["kind"] != "Secret"])
+        drawn.add(password)
+    assert len(drawn) == 2
+
+
+def test_a_secret_that_is_named_opens_it_and_none_is_made(helm: Helm) -> None:
+    objects = helm.template(first_cluster(nodes=RDMA, redis={"secretName": "mine"}))
+    assert not of_kind(objects, "Secret")
+    assert fault_tolerance(objects)["redisSecretName"] == "mine"
+    (variable,) = container_of(objects)["env"]
+    assert variable["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "password"}
+
+
+def test_it_stays_with_the_cluster_and_keeps_its_state_where_storage_is_given(helm: Helm) -> None:
+    objects = helm.template(first_cluster(nodes=RDMA, redis={"storage": "1Gi"}))
+    of_redis = [each for each in objects if each["metadata"]["name"] == "default-redis"]
+    assert len(of_redis) == 5
+    for each in of_redis:
+        assert each["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    (volume,) = redis_deployment(objects)["spec"]["template"]["spec"]["volumes"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "default-redis"}
+
+
+def test_only_the_clusters_own_head_may_connect(helm: Helm) -> None:
+    objects = helm.template(first_cluster(nodes=RDMA))
+    policy = one(objects, "NetworkPolicy")["spec"]
+    (rule,) = policy["ingress"]
+    (peer,) = rule["from"]
+    assert peer == {
+        "podSelector": {"matchLabels": {CLUSTER_LABEL: "default", COMPONENT_LABEL: "head"}}
+    }
+    pod = redis_deployment(objects)["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= pod.items()
+    assert CLUSTER_LABEL not in pod
+
+
+def redis_deployment(objects: list[Object]) -> Object:
+    (found,) = (
+        each
+        for each in of_kind(objects, "Deployment")
+        if each["metadata"]["name"] == "default-redis"
+    )
+    return found
+
+
+def container_of(objects: list[Object]) -> Object:
+    (container,) = redis_deployment(objects)["spec"]["template"]["spec"]["containers"]
+    return dict(container)
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server on PATH")
+def test_what_its_container_runs_asks_for_the_password_and_writes_down_what_it_is_told(
+    helm: Helm, tmp_path: Path
+) -> None:
+    container = container_of(helm.template(first_cluster(nodes=RDMA)))
+    port = free_port("127.0.0.1")
+    (script,) = container["args"]
+    script = script.replace("/data", str(tmp_path)).replace("6379", str(port))
+    environment = os.environ | {"REDIS_PASSWORD": _PASSWORD}
+    server = subprocess.Popen(
+        [*container["command"], script], env=environment, stdout=subprocess.DEVNULL
+    )
+    try:
+        assert said(port, "PING") == "-NOAUTH Authentication required.\r\n"
+        assert said(port, f"AUTH {_PASSWORD}\r\nSET a b") == "+OK\r\n+OK\r\n"
+        assert _PASSWORD not in Path(f"/proc/{server.pid}/cmdline").read_text()
+    finally:
+        server.terminate()
+        assert server.wait(10) == 0  # it is the container's main process, and hears of its end
+    assert any("SET" in file.read_text() for file in tmp_path.rglob("*.incr.aof"))
+
+
+def said(port: int, command: str) -> str:
+    """What it answers, once it listens."""
+    give_up_at = time.monotonic() + 10
+    while True:
+        try:
+            with socket.create_connection(("127.0.0.1", port), 5) as connection:
+                connection.sendall(f"{command}\r\nQUIT\r\n".encode())
+                answer = connection.makefile("rb").read().decode()
+                return answer.removesuffix("+OK\r\n")
+        except ConnectionRefusedError:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.02)
