@@ -112,11 +112,11 @@ def main() -> None:
             target, news(target, body), not is_applied, lambda: answer(self, call, timeouts)
         )
 
-    def dying_ask(self: ControlClient, method: str, request: Any, *timeout_s: float) -> Any:
+    def dying_ask(
+        self: ControlClient, method: str, request: Any, timeout_s: float | None = None
+    ) -> Any:
         target = f"{method} {getattr(request, 'pool', 'cohorts')}"
-        return steps.take(
-            target, str(request), True, lambda: ask(self, method, request, *timeout_s)
-        )
+        return steps.take(target, str(request), True, lambda: ask(self, method, request, timeout_s))
 
     Connection.answer = dying_answer  # type: ignore[method-assign]
     ControlClient._call = dying_ask  # type: ignore[method-assign]
