@@ -56,7 +56,7 @@ ENGINE = {
     "maxNumSeqs": 16,
     "maxNumBatchedTokens": 64,
 }
-ROLLOUT = {"weights": [50, 100], "step": "5s", "maxItlFactor": 5}
+ROLLOUT = {"weights": [50, 100], "step": "5s", "maxItlFactor": 3}
 NUM_AT_ONCE = 3
 NUM_PROMPTS = 6
 NUM_TOKENS = 48
@@ -262,7 +262,7 @@ def test_requests_go_over_to_another_checkpoint_by_shares_and_back_from_one_that
 
         why = eventually(taken_back, "the slow one is taken back", OVER_WITHIN_S)
         assert "ms between its tokens" in why
-        assert "maxItlFactor is 5" in why
+        assert "maxItlFactor is 3" in why
         eventually(lambda: changing.serves("Returned", "second"), "it is gone", OVER_WITHIN_S)
         assert changing.weights == [0, 50, 0]
         told = condition(installed.read("servingcluster/default"), "Progressing")
