@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -113,3 +114,19 @@ def test_a_supervisor_that_cannot_serve_is_told_and_the_next_head_starts_another
             taken.close()
             pods.serve()
             assert pods.control_address == f"127.0.0.1:{port}"
+
+
+@pytest.mark.full
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_a_head_whose_ray_has_ended_leaves_at_once_for_its_container_to_be_started_anew(
+    tmp_path: Path,
+) -> None:
+    (model := tmp_path / "model").mkdir()
+    (run_dir := tmp_path / "run").mkdir()
+    config = dataclasses.replace(fake_cluster(model, replicas=1), runs_on="pods")
+    with running_head(config, run_dir) as pods:
+        serving = pods.serve()
+        (gcs,) = (process for process in pods.head.tree() if process.name == "gcs_server")
+        os.kill(gcs.pid, signal.SIGKILL)
+        assert serving.process.wait(30) == 3  # Ray itself ends it after 60 s
