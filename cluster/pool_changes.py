@@ -72,6 +72,7 @@ class PoolChanges:
         told, book = told_settings(name, text, cohort), self._registry.pools
         async with self._adding:
             if book.knows(told):
+                self._backing.booked()  # the first call may have ended before that
                 return
             settings = await self._backing.settled(told)
             if replicas:

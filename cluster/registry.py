@@ -96,6 +96,7 @@ class FleetSnapshot:
     pools: tuple[Pool, ...]
     routers: tuple[bytes, ...] = ()
     """What routers told last."""
+    keeps_pools: bool = False
 
 
 @dataclass
@@ -113,8 +114,9 @@ class _Worker:
 class Registry:
     """Own the fleet's membership and states; the pools' book and the routers' are parts of it."""
 
-    def __init__(self, config: RegistryConfig, clock: Clock) -> None:
-        self._config = config
+    def __init__(self, config: RegistryConfig, clock: Clock, keeps_pools: bool = False) -> None:
+        """`keeps_pools`: every worker is of a pool that it knows, or will be told of."""
+        self._config, self._keeps_pools = config, keeps_pools
         self._clock = AwakeClock(clock, 2 * config.look_s)
         self.routers = RouterBook(self._clock)
         self.pools = PoolBook()
@@ -227,7 +229,13 @@ class Registry:
         live: Counter[str] = Counter()
         for worker in self._workers.values():
             live[worker.registration.pool] += worker.state is WorkerState.LIVE
-        return FleetSnapshot(self._version, workers, self.pools.shown(live), self.routers.reports())
+        return FleetSnapshot(
+            self._version,
+            workers,
+            self.pools.shown(live),
+            self.routers.reports(),
+            self._keeps_pools,
+        )
 
     @property
     def _version(self) -> int:

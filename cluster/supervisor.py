@@ -57,7 +57,7 @@ class Supervision:
         self._cluster = cluster
         self._run_dir = run_dir
         self._state = SupervisorState(run_dir, cluster)
-        self._registry = Registry(cluster.registry, time.monotonic)
+        self._registry = Registry(cluster.registry, time.monotonic, keeps_pools=True)
         self._state.restore(self._registry.pools)
         self._changes = Changes()
         self._keepers: dict[_Key, Keeper] = {}

@@ -38,10 +38,13 @@ class SupervisorState:
         """Fill an empty book: the cluster's own pools, and what was told of pools since. Files of
         former versions lack some keys."""
         removed = self._kept.get("removed_pools", ())
+        told_pools = self._kept.get("told_pools", {})
         for name, settings in self._own.items():
-            if name not in removed:
+            if name in told_pools:
+                log.warning("%s: what was told of the pool goes before its file", name)
+            elif name not in removed:
                 self._restore_pool(book, settings)
-        for name, told in self._kept.get("told_pools", {}).items():
+        for name, told in told_pools.items():
             try:
                 config = read_config(told["config"], source=f"pool {name}")
             except BatonError as error:  # of a version that read it otherwise

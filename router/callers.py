@@ -91,7 +91,7 @@ def _texts(path: Path) -> Iterator[tuple[str, str]]:
         raise _wrong(f"{path}: what is in it is no text") from error
     except yaml_file.RepeatedKeyError as error:
         raise _wrong(f"{path}: {error.key} stands there twice") from error
-    except yaml.YAMLError as error:  # its own words may quote a token
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # its words may quote a token
         raise _wrong(f"{path}: not valid YAML") from error
     if not isinstance(value, Mapping):
         raise _wrong(f"{path}: a mapping from tenants to tokens is expected")

@@ -67,8 +67,10 @@ def read_load(load: worker_pb2.WorkerLoad) -> ReportedLoad:
 
 
 def read_fleet(message: control_pb2.WatchFleetResponse) -> list[WorkerReport]:
-    """A worker's cohort is its pool's. A registry that tells of no pools has one cohort only."""
+    """A worker's cohort is its pool's. A registry that keeps no pools has one cohort only; one that
+    was started again may have yet to be told of those that it keeps."""
     cohorts = {pool.name: pool.cohort for pool in message.pools}
+    keeps_pools = message.keeps_pools or bool(cohorts)
     return [
         WorkerReport(
             read_facts(worker.info, cohorts.get(worker.info.pool, "")),
@@ -76,7 +78,7 @@ def read_fleet(message: control_pb2.WatchFleetResponse) -> list[WorkerReport]:
             read_load(worker.load),
             prefills=worker.active_role in (_ANY, *_PREFILLS),
             decodes=worker.active_role in (_ANY, *_DECODES),
-            is_cohort_known=not cohorts or worker.info.pool in cohorts,
+            is_cohort_known=worker.info.pool in cohorts or not keeps_pools,
         )
         for worker in message.workers
     ]

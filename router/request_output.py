@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from baton.errors import (
     BatonError,
+    DeadlineError,
     KvTransferError,
     NotResumableError,
     PoisonError,
@@ -191,7 +192,9 @@ class RequestOutput:
 
     def fail(self, error: BatonError) -> None:
         self._parts.metrics.requests.labels(error.reason).inc()
-        self._end_in_cohort(failed=self.has_failed or type(error) in _NOT_OF_CLIENT)
+        # One that hangs until its client's patience ends is served no better than one that fails.
+        hung = isinstance(error, DeadlineError) and not self.log.ids
+        self._end_in_cohort(failed=self.has_failed or hung or type(error) in _NOT_OF_CLIENT)
         self.log.close(error)
 
     def _end_in_cohort(self, failed: bool) -> None:

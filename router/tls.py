@@ -47,10 +47,10 @@ def read_certificates(config: TlsConfig) -> grpc.ServerCertificateConfiguration:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:  # with a password, or OpenSSL would ask for one at the terminal
         context.load_cert_chain(config.certificate_file, config.key_file, password="")
-    except ssl.SSLError as error:
+    except OSError as error:  # an SSLError is one; so is that of a file that is replaced just now
         raise ConfigError(
             f"router.tls: {config.certificate_file} and {config.key_file} are not a certificate "
-            f"and its key, both PEM and without a password: {error.reason or error}",
+            f"and its key, both PEM and without a password: {_why(error)}",
             field="router.tls",
         ) from error
     if config.client_ca_file is None:
@@ -58,13 +58,17 @@ def read_certificates(config: TlsConfig) -> grpc.ServerCertificateConfiguration:
     client_ca = _read(config.client_ca_file, "tls.client_ca_file")
     try:
         context.load_verify_locations(config.client_ca_file)
-    except ssl.SSLError as error:
+    except OSError as error:
         raise ConfigError(
             f"router.tls.client_ca_file: {config.client_ca_file} holds no certificates in PEM: "
-            f"{error.reason or error}",
+            f"{_why(error)}",
             field="router.tls.client_ca_file",
         ) from error
     return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
+
+
+def _why(error: OSError) -> str:
+    return str((error.reason if isinstance(error, ssl.SSLError) else error.strerror) or error)
 
 
 def _read(path: str, field: str) -> bytes:

@@ -26,7 +26,7 @@ from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/control.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\xb4\x03\n\nWorkerInfo\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.baton.v1.WorkerRef\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x16\n\x0ekv_fingerprint\x18\x06 \x01(\x0c\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0c \x01(\r\x12\x12\n\nvocab_size\x18\r \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x0e \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x0f \x01(\r\x12#\n\x1bmax_held_tokens_per_request\x18\x10 \x01(\r\x12\x10\n\x08pod_name\x18\x11 \x01(\t\x12\x11\n\tnode_name\x18\x12 \x01(\t\"w\n\x0cStepProgress\x12\x11\n\tnum_steps\x18\x01 \x01(\x04\x12\x10\n\x08runnable\x18\x02 \x01(\x08\x12\x0e\n\x06idle_s\x18\x03 \x01(\x02\x12\x1d\n\x10predicted_step_s\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x13\n\x11_predicted_step_s\"\x97\x01\n\x0fRegisterRequest\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfo\x12(\n\x08progress\x18\x02 \x01(\x0b\x32\x16.baton.v1.StepProgress\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"!\n\x10RegisterResponse\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\"f\n\x0cQueueFigures\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x15\n\roldest_wait_s\x18\x03 \x01(\x02\x12\x15\n\rmedian_wait_s\x18\x04 \x01(\x02\"\xb2\x02\n\x13ReportRouterRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x16\n\x0erequests_per_s\x18\x02 \x01(\x02\x12\x1d\n\x15uncached_tokens_per_s\x18\x03 \x01(\x02\x12\x1a\n\routput_tokens\x18\x04 \x01(\x02H\x00\x88\x01\x01\x12\x10\n\x08num_held\x18\x05 \x01(\r\x12\x33\n\x13waiting_for_prefill\x18\x06 \x01(\x0b\x32\x16.baton.v1.QueueFigures\x12\x32\n\x12waiting_for_decode\x18\x07 \x01(\x0b\x32\x16.baton.v1.QueueFigures\x12(\n\x07\x63ohorts\x18\x08 \x03(\x0b\x32\x17.baton.v1.CohortFiguresB\x10\n\x0e_output_tokens\"m\n\rCohortFigures\x12\x0e\n\x06\x63ohort\x18\x01 \x01(\t\x12\x16\n\x0erequests_per_s\x18\x02 \x01(\x02\x12\x16\n\x0e\x66\x61ilures_per_s\x18\x03 \x01(\x02\x12\x12\n\x05itl_s\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x08\n\x06_itl_s\"\x16\n\x14ReportRouterResponse\"\x13\n\x11WatchFleetRequest\"\xa6\x01\n\x0b\x46leetWorker\x12\"\n\x04info\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfo\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12)\n\x0b\x61\x63tive_role\x18\x04 \x01(\x0e\x32\x14.baton.v1.WorkerRole\"\xa2\x01\n\x12WatchFleetResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.baton.v1.FleetWorker\x12#\n\x05pools\x18\x03 \x03(\x0b\x32\x14.baton.v1.PoolStatus\x12.\n\x07routers\x18\x04 \x03(\x0b\x32\x1d.baton.v1.ReportRouterRequest\"\xc4\x02\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x18\n\x10\x64\x65sired_replicas\x18\x03 \x01(\r\x12\x15\n\rlive_replicas\x18\x04 \x01(\r\x12\x12\n\nlast_error\x18\x05 \x01(\t\x12\x19\n\x11num_failed_starts\x18\x06 \x01(\r\x12\x18\n\x10pending_replicas\x18\x07 \x01(\r\x12%\n\trole_plan\x18\x08 \x01(\x0b\x32\x12.baton.v1.RolePlan\x12\x0e\n\x06\x63ohort\x18\t \x01(\t\x12\x15\n\rcohort_weight\x18\n \x01(\r\x12\x17\n\x0fsettings_digest\x18\x0b \x01(\x0c\x12#\n\x06places\x18\x0c \x03(\x0b\x32\x13.baton.v1.PoolPlace\"0\n\tPoolPlace\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08pod_name\x18\x02 \x01(\t\"+\n\x08RolePlan\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\"D\n\x12SetRolePlanRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12 \n\x04plan\x18\x02 \x01(\x0b\x32\x12.baton.v1.RolePlan\"\x15\n\x13SetRolePlanResponse\"P\n\x0e\x41\x64\x64PoolRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x02 \x01(\t\x12\x10\n\x08replicas\x18\x03 \x01(\r\x12\x0e\n\x06\x63ohort\x18\x04 \x01(\t\"\x11\n\x0f\x41\x64\x64PoolResponse\"!\n\x11RemovePoolRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"\x14\n\x12RemovePoolResponse\"\x8a\x01\n\x17SetCohortWeightsRequest\x12?\n\x07weights\x18\x01 \x03(\x0b\x32..baton.v1.SetCohortWeightsRequest.WeightsEntry\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x1a\n\x18SetCohortWeightsResponse\"4\n\x12SetReplicasRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\"0\n\x13SetReplicasResponse\x12\x19\n\x11previous_replicas\x18\x01 \x01(\r\"/\n\x1a\x43ontrolServiceDrainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x1d\n\x1b\x43ontrolServiceDrainResponse*\xa9\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x15\n\x11WORKER_STATE_LIVE\x10\x02\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x15\n\x11WORKER_STATE_GONE\x10\x05\x32\xc5\x05\n\x0e\x43ontrolService\x12\x45\n\x08Register\x12\x19.baton.v1.RegisterRequest\x1a\x1a.baton.v1.RegisterResponse(\x01\x30\x01\x12I\n\nWatchFleet\x12\x1b.baton.v1.WatchFleetRequest\x1a\x1c.baton.v1.WatchFleetResponse0\x01\x12O\n\x0cReportRouter\x12\x1d.baton.v1.ReportRouterRequest\x1a\x1e.baton.v1.ReportRouterResponse(\x01\x12J\n\x0bSetReplicas\x12\x1c.baton.v1.SetReplicasRequest\x1a\x1d.baton.v1.SetReplicasResponse\x12T\n\x05\x44rain\x12$.baton.v1.ControlServiceDrainRequest\x1a%.baton.v1.ControlServiceDrainResponse\x12J\n\x0bSetRolePlan\x12\x1c.baton.v1.SetRolePlanRequest\x1a\x1d.baton.v1.SetRolePlanResponse\x12>\n\x07\x41\x64\x64Pool\x12\x18.baton.v1.AddPoolRequest\x1a\x19.baton.v1.AddPoolResponse\x12G\n\nRemovePool\x12\x1b.baton.v1.RemovePoolRequest\x1a\x1c.baton.v1.RemovePoolResponse\x12Y\n\x10SetCohortWeights\x12!.baton.v1.SetCohortWeightsRequest\x1a\".baton.v1.SetCohortWeightsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/control.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\xb4\x03\n\nWorkerInfo\x12 \n\x03ref\x18\x01 \x01(\x0b\x32\x13.baton.v1.WorkerRef\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x16\n\x0ekv_fingerprint\x18\x06 \x01(\x0c\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0c \x01(\r\x12\x12\n\nvocab_size\x18\r \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x0e \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x0f \x01(\r\x12#\n\x1bmax_held_tokens_per_request\x18\x10 \x01(\r\x12\x10\n\x08pod_name\x18\x11 \x01(\t\x12\x11\n\tnode_name\x18\x12 \x01(\t\"w\n\x0cStepProgress\x12\x11\n\tnum_steps\x18\x01 \x01(\x04\x12\x10\n\x08runnable\x18\x02 \x01(\x08\x12\x0e\n\x06idle_s\x18\x03 \x01(\x02\x12\x1d\n\x10predicted_step_s\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x13\n\x11_predicted_step_s\"\x97\x01\n\x0fRegisterRequest\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfo\x12(\n\x08progress\x18\x02 \x01(\x0b\x32\x16.baton.v1.StepProgress\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"!\n\x10RegisterResponse\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\"f\n\x0cQueueFigures\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x15\n\roldest_wait_s\x18\x03 \x01(\x02\x12\x15\n\rmedian_wait_s\x18\x04 \x01(\x02\"\xb2\x02\n\x13ReportRouterRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x16\n\x0erequests_per_s\x18\x02 \x01(\x02\x12\x1d\n\x15uncached_tokens_per_s\x18\x03 \x01(\x02\x12\x1a\n\routput_tokens\x18\x04 \x01(\x02H\x00\x88\x01\x01\x12\x10\n\x08num_held\x18\x05 \x01(\r\x12\x33\n\x13waiting_for_prefill\x18\x06 \x01(\x0b\x32\x16.baton.v1.QueueFigures\x12\x32\n\x12waiting_for_decode\x18\x07 \x01(\x0b\x32\x16.baton.v1.QueueFigures\x12(\n\x07\x63ohorts\x18\x08 \x03(\x0b\x32\x17.baton.v1.CohortFiguresB\x10\n\x0e_output_tokens\"m\n\rCohortFigures\x12\x0e\n\x06\x63ohort\x18\x01 \x01(\t\x12\x16\n\x0erequests_per_s\x18\x02 \x01(\x02\x12\x16\n\x0e\x66\x61ilures_per_s\x18\x03 \x01(\x02\x12\x12\n\x05itl_s\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x08\n\x06_itl_s\"\x16\n\x14ReportRouterResponse\"\x13\n\x11WatchFleetRequest\"\xa6\x01\n\x0b\x46leetWorker\x12\"\n\x04info\x18\x01 \x01(\x0b\x32\x14.baton.v1.WorkerInfo\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.baton.v1.WorkerLoad\x12)\n\x0b\x61\x63tive_role\x18\x04 \x01(\x0e\x32\x14.baton.v1.WorkerRole\"\xb7\x01\n\x12WatchFleetResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.baton.v1.FleetWorker\x12#\n\x05pools\x18\x03 \x03(\x0b\x32\x14.baton.v1.PoolStatus\x12.\n\x07routers\x18\x04 \x03(\x0b\x32\x1d.baton.v1.ReportRouterRequest\x12\x13\n\x0bkeeps_pools\x18\x05 \x01(\x08\"\xc4\x02\n\nPoolStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.baton.v1.WorkerRole\x12\x18\n\x10\x64\x65sired_replicas\x18\x03 \x01(\r\x12\x15\n\rlive_replicas\x18\x04 \x01(\r\x12\x12\n\nlast_error\x18\x05 \x01(\t\x12\x19\n\x11num_failed_starts\x18\x06 \x01(\r\x12\x18\n\x10pending_replicas\x18\x07 \x01(\r\x12%\n\trole_plan\x18\x08 \x01(\x0b\x32\x12.baton.v1.RolePlan\x12\x0e\n\x06\x63ohort\x18\t \x01(\t\x12\x15\n\rcohort_weight\x18\n \x01(\r\x12\x17\n\x0fsettings_digest\x18\x0b \x01(\x0c\x12#\n\x06places\x18\x0c \x03(\x0b\x32\x13.baton.v1.PoolPlace\"0\n\tPoolPlace\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08pod_name\x18\x02 \x01(\t\"+\n\x08RolePlan\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\"D\n\x12SetRolePlanRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12 \n\x04plan\x18\x02 \x01(\x0b\x32\x12.baton.v1.RolePlan\"\x15\n\x13SetRolePlanResponse\"P\n\x0e\x41\x64\x64PoolRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x02 \x01(\t\x12\x10\n\x08replicas\x18\x03 \x01(\r\x12\x0e\n\x06\x63ohort\x18\x04 \x01(\t\"\x11\n\x0f\x41\x64\x64PoolResponse\"!\n\x11RemovePoolRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\"\x14\n\x12RemovePoolResponse\"\x8a\x01\n\x17SetCohortWeightsRequest\x12?\n\x07weights\x18\x01 \x03(\x0b\x32..baton.v1.SetCohortWeightsRequest.WeightsEntry\x1a.\n\x0cWeightsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x1a\n\x18SetCohortWeightsResponse\"4\n\x12SetReplicasRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\"0\n\x13SetReplicasResponse\x12\x19\n\x11previous_replicas\x18\x01 \x01(\r\"/\n\x1a\x43ontrolServiceDrainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x1d\n\x1b\x43ontrolServiceDrainResponse*\xa9\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x15\n\x11WORKER_STATE_LIVE\x10\x02\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x15\n\x11WORKER_STATE_GONE\x10\x05\x32\xc5\x05\n\x0e\x43ontrolService\x12\x45\n\x08Register\x12\x19.baton.v1.RegisterRequest\x1a\x1a.baton.v1.RegisterResponse(\x01\x30\x01\x12I\n\nWatchFleet\x12\x1b.baton.v1.WatchFleetRequest\x1a\x1c.baton.v1.WatchFleetResponse0\x01\x12O\n\x0cReportRouter\x12\x1d.baton.v1.ReportRouterRequest\x1a\x1e.baton.v1.ReportRouterResponse(\x01\x12J\n\x0bSetReplicas\x12\x1c.baton.v1.SetReplicasRequest\x1a\x1d.baton.v1.SetReplicasResponse\x12T\n\x05\x44rain\x12$.baton.v1.ControlServiceDrainRequest\x1a%.baton.v1.ControlServiceDrainResponse\x12J\n\x0bSetRolePlan\x12\x1c.baton.v1.SetRolePlanRequest\x1a\x1d.baton.v1.SetRolePlanResponse\x12>\n\x07\x41\x64\x64Pool\x12\x18.baton.v1.AddPoolRequest\x1a\x19.baton.v1.AddPoolResponse\x12G\n\nRemovePool\x12\x1b.baton.v1.RemovePoolRequest\x1a\x1c.baton.v1.RemovePoolResponse\x12Y\n\x10SetCohortWeights\x12!.baton.v1.SetCohortWeightsRequest\x1a\".baton.v1.SetCohortWeightsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SETCOHORTWEIGHTSREQUEST_WEIGHTSENTRY']._loaded_options = None
   _globals['_SETCOHORTWEIGHTSREQUEST_WEIGHTSENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERSTATE']._serialized_start=2761
-  _globals['_WORKERSTATE']._serialized_end=2930
+  _globals['_WORKERSTATE']._serialized_start=2782
+  _globals['_WORKERSTATE']._serialized_end=2951
   _globals['_WORKERINFO']._serialized_start=83
   _globals['_WORKERINFO']._serialized_end=519
   _globals['_STEPPROGRESS']._serialized_start=521
@@ -58,39 +58,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLEETWORKER']._serialized_start=1401
   _globals['_FLEETWORKER']._serialized_end=1567
   _globals['_WATCHFLEETRESPONSE']._serialized_start=1570
-  _globals['_WATCHFLEETRESPONSE']._serialized_end=1732
-  _globals['_POOLSTATUS']._serialized_start=1735
-  _globals['_POOLSTATUS']._serialized_end=2059
-  _globals['_POOLPLACE']._serialized_start=2061
-  _globals['_POOLPLACE']._serialized_end=2109
-  _globals['_ROLEPLAN']._serialized_start=2111
-  _globals['_ROLEPLAN']._serialized_end=2154
-  _globals['_SETROLEPLANREQUEST']._serialized_start=2156
-  _globals['_SETROLEPLANREQUEST']._serialized_end=2224
-  _globals['_SETROLEPLANRESPONSE']._serialized_start=2226
-  _globals['_SETROLEPLANRESPONSE']._serialized_end=2247
-  _globals['_ADDPOOLREQUEST']._serialized_start=2249
-  _globals['_ADDPOOLREQUEST']._serialized_end=2329
-  _globals['_ADDPOOLRESPONSE']._serialized_start=2331
-  _globals['_ADDPOOLRESPONSE']._serialized_end=2348
-  _globals['_REMOVEPOOLREQUEST']._serialized_start=2350
-  _globals['_REMOVEPOOLREQUEST']._serialized_end=2383
-  _globals['_REMOVEPOOLRESPONSE']._serialized_start=2385
-  _globals['_REMOVEPOOLRESPONSE']._serialized_end=2405
-  _globals['_SETCOHORTWEIGHTSREQUEST']._serialized_start=2408
-  _globals['_SETCOHORTWEIGHTSREQUEST']._serialized_end=2546
-  _globals['_SETCOHORTWEIGHTSREQUEST_WEIGHTSENTRY']._serialized_start=2500
-  _globals['_SETCOHORTWEIGHTSREQUEST_WEIGHTSENTRY']._serialized_end=2546
-  _globals['_SETCOHORTWEIGHTSRESPONSE']._serialized_start=2548
-  _globals['_SETCOHORTWEIGHTSRESPONSE']._serialized_end=2574
-  _globals['_SETREPLICASREQUEST']._serialized_start=2576
-  _globals['_SETREPLICASREQUEST']._serialized_end=2628
-  _globals['_SETREPLICASRESPONSE']._serialized_start=2630
-  _globals['_SETREPLICASRESPONSE']._serialized_end=2678
-  _globals['_CONTROLSERVICEDRAINREQUEST']._serialized_start=2680
-  _globals['_CONTROLSERVICEDRAINREQUEST']._serialized_end=2727
-  _globals['_CONTROLSERVICEDRAINRESPONSE']._serialized_start=2729
-  _globals['_CONTROLSERVICEDRAINRESPONSE']._serialized_end=2758
-  _globals['_CONTROLSERVICE']._serialized_start=2933
-  _globals['_CONTROLSERVICE']._serialized_end=3642
+  _globals['_WATCHFLEETRESPONSE']._serialized_end=1753
+  _globals['_POOLSTATUS']._serialized_start=1756
+  _globals['_POOLSTATUS']._serialized_end=2080
+  _globals['_POOLPLACE']._serialized_start=2082
+  _globals['_POOLPLACE']._serialized_end=2130
+  _globals['_ROLEPLAN']._serialized_start=2132
+  _globals['_ROLEPLAN']._serialized_end=2175
+  _globals['_SETROLEPLANREQUEST']._serialized_start=2177
+  _globals['_SETROLEPLANREQUEST']._serialized_end=2245
+  _globals['_SETROLEPLANRESPONSE']._serialized_start=2247
+  _globals['_SETROLEPLANRESPONSE']._serialized_end=2268
+  _globals['_ADDPOOLREQUEST']._serialized_start=2270
+  _globals['_ADDPOOLREQUEST']._serialized_end=2350
+  _globals['_ADDPOOLRESPONSE']._serialized_start=2352
+  _globals['_ADDPOOLRESPONSE']._serialized_end=2369
+  _globals['_REMOVEPOOLREQUEST']._serialized_start=2371
+  _globals['_REMOVEPOOLREQUEST']._serialized_end=2404
+  _globals['_REMOVEPOOLRESPONSE']._serialized_start=2406
+  _globals['_REMOVEPOOLRESPONSE']._serialized_end=2426
+  _globals['_SETCOHORTWEIGHTSREQUEST']._serialized_start=2429
+  _globals['_SETCOHORTWEIGHTSREQUEST']._serialized_end=2567
+  _globals['_SETCOHORTWEIGHTSREQUEST_WEIGHTSENTRY']._serialized_start=2521
+  _globals['_SETCOHORTWEIGHTSREQUEST_WEIGHTSENTRY']._serialized_end=2567
+  _globals['_SETCOHORTWEIGHTSRESPONSE']._serialized_start=2569
+  _globals['_SETCOHORTWEIGHTSRESPONSE']._serialized_end=2595
+  _globals['_SETREPLICASREQUEST']._serialized_start=2597
+  _globals['_SETREPLICASREQUEST']._serialized_end=2649
+  _globals['_SETREPLICASRESPONSE']._serialized_start=2651
+  _globals['_SETREPLICASRESPONSE']._serialized_end=2699
+  _globals['_CONTROLSERVICEDRAINREQUEST']._serialized_start=2701
+  _globals['_CONTROLSERVICEDRAINREQUEST']._serialized_end=2748
+  _globals['_CONTROLSERVICEDRAINRESPONSE']._serialized_start=2750
+  _globals['_CONTROLSERVICEDRAINRESPONSE']._serialized_end=2779
+  _globals['_CONTROLSERVICE']._serialized_start=2954
+  _globals['_CONTROLSERVICE']._serialized_end=3663
 # @@protoc_insertion_point(module_scope)

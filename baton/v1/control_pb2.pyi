@@ -403,7 +403,12 @@ class WatchFleetResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
     ROUTERS_FIELD_NUMBER: _builtins.int
+    KEEPS_POOLS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
+    keeps_pools: _builtins.bool
+    """Whether this registry tells of pools at all: then a worker whose pool is not among them is one
+    whose pool it has yet to hear of.
+    """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetWorker]: ...
     @_builtins.property
@@ -419,10 +424,11 @@ class WatchFleetResponse(_message.Message):
         workers: _abc.Iterable[Global___FleetWorker] | None = ...,
         pools: _abc.Iterable[Global___PoolStatus] | None = ...,
         routers: _abc.Iterable[Global___ReportRouterRequest] | None = ...,
+        keeps_pools: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools", "routers", b"routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_pools", b"keeps_pools", "pools", b"pools", "routers", b"routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,6 +26,8 @@ from cluster.planner.sizing import Pool, Size, size_of
 from cluster.planner.state import PlannerState, PoolMemory
 from cluster.role_plan import Role, RolePlan
 
+_COMES_UP_WITHIN_S = 1800.0  # a machine with GPUs that has to be ordered first takes minutes
+
 
 @dataclass(frozen=True)
 class PoolPlan:
@@ -61,7 +63,9 @@ def decide(
     }
     busy = demand is None or not demand.is_none
     busy = busy or not all(measure.is_idle for measure in measures.values())
-    busy = busy or any(_comes_up(pool, memories[pool.name]) for pool in signals.pools)
+    busy = busy or any(
+        _comes_up(pool, memories[pool.name], signals.now_s) for pool in signals.pools
+    )
     busy_at_s = signals.now_s if busy or state.busy_at_s is None else state.busy_at_s
     pools = _with_needs(signals, demand, measures, memories, config)
     new_state = PlannerState(
@@ -74,10 +78,12 @@ def decide(
     return new_state, Plan(plans)
 
 
-def _comes_up(pool: PoolSignals, memory: PoolMemory) -> bool:
+def _comes_up(pool: PoolSignals, memory: PoolMemory, now_s: float) -> bool:
     """Its first workers load: that nothing runs until then says nothing. One whose workers do not
-    start comes up no more."""
-    return pool.desired_replicas > 0 and not memory.has_served and not pool.num_failed_starts
+    start, or find no machine, comes up no more."""
+    if memory.wanted_since_s is None or now_s - memory.wanted_since_s > _COMES_UP_WITHIN_S:
+        return False
+    return not memory.has_served and not pool.num_failed_starts
 
 
 # --- what is needed ------------------------------------------------------------------------------

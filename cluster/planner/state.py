@@ -40,6 +40,8 @@ class PoolMemory:
     """When the signals last showed a smaller one than before."""
     has_served: bool = False
     """Whether a worker was live since its size was last 0."""
+    wanted_since_s: float | None = None
+    """Since when its size has not been 0; None: it is."""
     roles_seen: RolePlan | None = None
     switched_at_s: float | None = None
     """When the signals last showed other roles than before."""
@@ -50,6 +52,7 @@ class PoolMemory:
         """Take in what the signals show. What is not `is_new` was taken in before."""
         shrunk = self.desired_seen is not None and pool.desired_replicas < self.desired_seen
         switched = self.roles_seen is not None and pool.role_plan != self.roles_seen
+        is_wanted, since_s = pool.desired_replicas > 0, self.wanted_since_s
         curve = self.itl_curve
         if is_new and measure.itl is not None:
             curve = curve.with_point(measure.itl)
@@ -59,7 +62,8 @@ class PoolMemory:
             itl_curve=curve,
             desired_seen=pool.desired_replicas,
             shrunk_at_s=now_s if shrunk else self.shrunk_at_s,
-            has_served=pool.desired_replicas > 0 and (self.has_served or measure.num_live > 0),
+            has_served=is_wanted and (self.has_served or measure.num_live > 0),
+            wanted_since_s=(now_s if since_s is None else since_s) if is_wanted else None,
             roles_seen=pool.role_plan,
             switched_at_s=now_s if switched else self.switched_at_s,
         )

@@ -24,15 +24,16 @@ class Supervision:
         self.refused: dict[str, str] = {}
 
     def tell(self, view: ClusterView, rolling: Rolling) -> None:
-        """Shares go over before workers leave. Pools whose supervisor is silent are left alone."""
+        """Shares go over before workers come or leave. Pools whose supervisor is silent are left
+        alone."""
         if view.fleet is None:
             return
+        self._weigh(view, rolling.weights)
         for name, pool in view.pools.items():
             sizes = rolling.pools[name].sizes
             for revision in pool.revisions.values():
                 if revision.fleet is None and revision.group is not None:
                     self._add(name, revision, sizes[revision.revision.name])
-        self._weigh(view, rolling.weights)
         for name, pool in view.pools.items():
             self._size(name, pool, rolling.pools[name])
         known = view.revisions.keys() | view.groups.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -191,6 +192,15 @@ def test_a_first_supervisor_begins_with_what_the_cluster_file_says(tmp_path: Pat
     assert book.desired_replicas() == {"prefill": 2, "both": 3}
     assert book.cohort_weights() == FIRST_WEIGHTS
     assert not state_file(tmp_path).exists()
+
+
+def test_what_was_told_of_a_pool_goes_before_a_file_that_names_it_later(tmp_path: Path) -> None:
+    book = restored(tmp_path)
+    book.add(told(), 2)
+    kept(book, tmp_path)
+    name = told().name
+    later = dataclasses.replace(CLUSTER, pools={**CLUSTER.pools, name: PoolConfig("decode", 1)})
+    assert restored(tmp_path, later).settings(name) == book.settings(name)
 
 
 def test_all_that_was_told_of_pools_survives_a_restart(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ class Backing(Unbacked):
             raise NoCapacityError(f"no room for {pool.name}", field="replicas")
 
     async def settled(self, told: PoolSettings) -> PoolSettings:
+        await asyncio.sleep(0)  # others have their turn
         if told.config.runs_on == "pods":
             raise ConfigError("runs_on: must be machine", field="runs_on")
         return told
@@ -120,7 +121,8 @@ class Backing(Unbacked):
         await self.opened.wait()
 
     def booked(self) -> None:
-        self.kept.append(self._registry.pools.desired_replicas())
+        if (sizes := self._registry.pools.desired_replicas()) not in self.kept[-1:]:
+            self.kept.append(sizes)
 
 
 async def test_a_change_is_kept_when_it_is_made_and_what_is_refused_is_not() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from router.access import Access
 from router.config import AuthConfig, RouterConfig, TlsConfig
 from router.rereading import Reread
 from router.text import TextModel
+from router.tls import ServerTls
 from tests.certificates import Authority, swap
 from tests.router.deployment import PROMPT, Deployment, ask_for, deployment, error_reason
 from tests.router.scripted_worker import MODEL
@@ -338,6 +340,25 @@ def test_files_that_hold_no_certificate_with_its_key_are_named_at_the_start(
             Access(config)
 
 
+def test_a_key_that_is_taken_away_while_it_is_read_leaves_what_was_read_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, config = a_site(tmp_path)
+    assert config.tls is not None
+    tls = ServerTls(config.tls)
+    key = Path(config.tls.key_file)
+    key.write_bytes(authority.issue("other").key.read_bytes())
+    load = ssl.SSLContext.load_cert_chain
+
+    def too_late(context: ssl.SSLContext, *files: str, password: str) -> None:
+        key.unlink()
+        load(context, *files, password=password)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", too_late)
+    tls.look()
+    assert not key.exists()
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
@@ -364,6 +385,9 @@ def test_tokens_that_cannot_be_are_refused_at_the_start(
         ("red: 123", "put them into quotes"),
         ("red: one\nred: two", "red stands there twice"),
         ("red: 'secret", "not valid YAML$"),
+        ("red: 2024-13-45", "not valid YAML$"),
+        ("red: 0x_", "not valid YAML$"),
+        ("[" * 5000, "not valid YAML$"),
     ],
 )
 def test_a_file_of_tokens_that_cannot_be_read_is_refused_and_not_quoted(

@@ -151,13 +151,14 @@ async def test_a_stream_whose_cohort_has_gone_ends_with_an_error_that_says_so(
 ) -> None:
     async with two_cohorts(text_model, fleet_wait_s=0.2) as d:
         for name in ("d0", "d1"):
-            d.worker(f"new-{name}").on_token = lambda running: stop(running.spec.request_id)
-        stopped = asyncio.Event()
+            d.worker(f"new-{name}").on_token = lambda _, name=name: stop(name)
+        stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-        def stop(request_id: str) -> None:
+        def stop(running: str) -> None:
             for name in ("d0", "d1"):
                 d.worker(f"new-{name}").may_decode.clear()
-            stopped.set()
+            if not stopped.done():
+                stopped.set_result(running)
 
         asking = {
             cohort: asyncio.create_task(
@@ -165,9 +166,9 @@ async def test_a_stream_whose_cohort_has_gone_ends_with_an_error_that_says_so(
             )
             for cohort in WEIGHTS
         }
-        await stopped.wait()
-        await die(d, "new-d0")
-        await die(d, "new-d1")
+        running = await stopped
+        for name in sorted(("d0", "d1"), key=lambda name: name == running):
+            await die(d, f"new-{name}")  # the one that runs it last: two deaths are too many
         assert assert_of_one_cohort(await asking["old"], PROMPT) == "old"
         with pytest.raises(grpc.aio.AioRpcError, match="its cohort, 'new'") as refused:
             await asking["new"]
@@ -194,6 +195,20 @@ async def test_a_request_without_tokens_goes_to_the_other_cohort_when_its_own_fa
         assert told["new"].failures_per_s == told["new"].requests_per_s > 0
         assert told["old"].failures_per_s == 0
         await d.check_empty()
+
+
+async def test_a_cohort_in_which_requests_hang_until_their_deadline_fails_them(
+    text_model: TextModel,
+) -> None:
+    async with two_cohorts(text_model) as d:
+        d.worker("new-p0").may_prefill.clear()
+        request = ask_for(PROMPT, request_id=name_drawn("new"), timeout_ms=300)
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await d.client.ask(request)
+        assert error_reason(late.value) == "DEADLINE"
+        (told,) = d.router._report().cohorts
+        assert told.cohort == "new"
+        assert told.failures_per_s == told.requests_per_s > 0
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["attached", "run again"])

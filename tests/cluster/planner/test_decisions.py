@@ -302,6 +302,13 @@ def test_pools_do_not_stop_before_their_first_workers_are_live_unless_these_do_n
     assert (planning.desired("prefill"), planning.desired("decode")) == (0, 0)
 
 
+def test_a_pool_that_finds_no_machine_for_long_keeps_no_other_from_stopping() -> None:
+    planning = Planning(ZERO)
+    pending = replace(prefill_pool(0.0, 1, num_live=0), num_pending=1)
+    quiet(planning, (pending, decode_pool(0.0, 1)), 1800.0 + STABLE_S + 10.0)
+    assert (planning.desired("prefill"), planning.desired("decode")) == (0, 0)
+
+
 def test_pools_do_not_stop_unless_all_of_them_may() -> None:
     planning = Planning(ZERO)
     decode = replace(decode_pool(0.0, 1), min_replicas=1)

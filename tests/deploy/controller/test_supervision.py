@@ -106,6 +106,22 @@ def _added_and_forgotten(address: str, old: WorkerPoolSpec, new: WorkerPoolSpec)
         assert sizes(client) == {}
 
 
+async def test_shares_are_told_before_pools_so_that_no_cohort_is_ever_weighed_wrongly() -> None:
+    registry, looks = Registry(RegistryConfig(), time.monotonic), []
+
+    class Watched(Changes):
+        def announce(self) -> None:
+            looks.append((registry.pools.cohort_weights(), len(registry.pools.desired_replicas())))
+            super().announce()
+
+    pool = pool_spec()
+    async with serve(registry, Watched(), "127.0.0.1:0") as address:
+        with ControlClient(address) as client:
+            assert await asyncio.to_thread(tell, client, pool, group(pool)) == {}
+    weighed = {revision_of(SPEC, "decode", pool).cohort: 100}
+    assert looks[:2] == [(weighed, 0), (weighed, 1)]
+
+
 async def test_what_is_refused_is_told_of_its_pool() -> None:
     pool = pool_spec()
     broken = group(pool)
