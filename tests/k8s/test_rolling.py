@@ -142,30 +142,6 @@ def test_a_pools_setting_is_rolled_under_50_streams_within_surge_and_availabilit
     assert (told["status"], told["reason"]) == ("False", "AsWanted")
 
 
-def test_a_version_that_does_not_start_stops_and_the_old_one_serves_on_until_it_is_gone_back_to(
-    installed: Installed, control_plane: ControlPlane, kubelet: Kubelet, kuberay: KubeRay
-) -> None:
-    (before,) = revisions(installed, "decode")
-    running = streaming(router_address(kubelet), NUM_TOKENS)
-    with running as streams, live_of(kubelet, "decode") as live:
-        broken = {"engine": {"numBlocks": 1}, "rollout": {"readyTimeout": "30s"}}
-        change(control_plane, installed.namespace, decode=broken)
-
-        def told() -> dict[str, Any] | None:
-            streams.check()
-            found = condition(installed.read("wp/decode"), "Progressing")
-            return found if found.get("reason") == "RolloutStopped" else None
-
-        found = eventually(told, "the rollout stops", 150)
-        assert "0 of 2 updated" in found["message"]
-        change(control_plane, installed.namespace, decode={"engine": {"numBlocks": None}})
-        eventually(lambda: is_whole(installed, "decode", 2), "it is gone back", ROLLED_WITHIN_S)
-        streams.check()
-    assert revisions(installed, "decode") == [before], "what still ran was used again"
-    assert live.fewest == 2
-    assert most_pods(kuberay, "decode") == 3
-
-
 def test_a_pool_is_added_to_a_running_cluster_and_taken_away_again(
     installed: Installed, control_plane: ControlPlane, kubelet: Kubelet, kuberay: KubeRay
 ) -> None:
