@@ -20,6 +20,7 @@ from cluster.role_plan import Role
 LONG_AGO_S = -10_000.0
 RATE = 1_000.0
 """Tokens/s that a made-up worker prefills."""
+STABLE_S = PlannerConfig().stable_window_s
 
 
 def worker(  # noqa: PLR0913
@@ -129,6 +130,22 @@ class Planning:
 
     def reason(self, pool: str) -> str:
         return self.plan.pools[pool].reason
+
+
+def quiet(
+    planning: Planning, pools: tuple[PoolSignals, ...], until_s: float, from_s: float = 0.0
+) -> None:
+    """The same moment again and again."""
+    now_s = from_s
+    while now_s <= until_s:
+        fresh = tuple(
+            replace(
+                pool, workers=tuple(replace(each, measured_at_s=now_s) for each in pool.workers)
+            )
+            for pool in pools
+        )
+        planning.see(moment(now_s, router(now_s), *fresh))
+        now_s += 5.0
 
 
 def with_workers(pool: PoolSignals, *more: WorkerSignals) -> PoolSignals:

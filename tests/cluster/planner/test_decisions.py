@@ -7,36 +7,19 @@ from dataclasses import replace
 import pytest
 
 from cluster.planner.config import PlannerConfig
-from cluster.planner.signals import PoolSignals, QueueSignals, Signals
+from cluster.planner.signals import QueueSignals, Signals
 from tests.cluster.planner.moments import (
     RATE,
+    STABLE_S,
     Planning,
     decode_pool,
     moment,
     prefill_pool,
     queue,
+    quiet,
     router,
     worker,
 )
-
-STABLE_S = PlannerConfig().stable_window_s
-
-
-def quiet(
-    planning: Planning, pools: tuple[PoolSignals, ...], until_s: float, from_s: float = 0.0
-) -> None:
-    """The same moment again and again."""
-    now_s = from_s
-    while now_s <= until_s:
-        fresh = tuple(
-            replace(
-                pool, workers=tuple(replace(each, measured_at_s=now_s) for each in pool.workers)
-            )
-            for pool in pools
-        )
-        planning.see(moment(now_s, router(now_s), *fresh))
-        now_s += 5.0
-
 
 # --- growing -------------------------------------------------------------------------------------
 
@@ -263,79 +246,6 @@ def test_an_unheard_router_may_be_as_busy_as_the_heard_ones() -> None:
         planning.see(Signals(now_s, pools, (heard, silent)))
         now_s += 5.0
     assert planning.desired("prefill") == 3
-
-
-# --- zero ----------------------------------------------------------------------------------------
-
-ZERO = PlannerConfig(scale_to_zero_after_s=STABLE_S)
-
-
-def test_idle_pools_stop_together_and_start_together_for_a_held_request() -> None:
-    planning = Planning(ZERO)
-    quiet(planning, (prefill_pool(0.0, 2), decode_pool(0.0, 3)), STABLE_S - 5.0)
-    assert min(planning.desired("prefill"), planning.desired("decode")) > 0
-    quiet(planning, (prefill_pool(0.0, 2), decode_pool(0.0, 3)), STABLE_S)
-    assert (planning.desired("prefill"), planning.desired("decode")) == (0, 0)
-    assert "all pools stop together" in planning.reason("decode")
-
-    stopped = prefill_pool(400.0, 0), decode_pool(400.0, 0)
-    planning.see(moment(400.0, router(400.0), *stopped))
-    assert (planning.desired("prefill"), planning.desired("decode")) == (0, 0)
-    planning.see(moment(405.0, router(405.0, held=1), *stopped))
-    assert (planning.desired("prefill"), planning.desired("decode")) == (1, 1)
-    assert "all pools start together, requests held: 1" in planning.reason("decode")
-
-
-def test_pools_do_not_stop_while_a_stream_runs() -> None:
-    planning = Planning(ZERO)
-    quiet(planning, (prefill_pool(0.0, 1), decode_pool(0.0, 1, streams=1)), 3 * STABLE_S)
-    assert (planning.desired("prefill"), planning.desired("decode")) == (1, 1)
-
-
-def test_pools_do_not_stop_before_their_first_workers_are_live_unless_these_do_not_start() -> None:
-    planning = Planning(ZERO)
-    loading = replace(prefill_pool(0.0, 1, num_live=0), num_pending=1)
-    quiet(planning, (loading, decode_pool(0.0, 1)), 3 * STABLE_S)
-    assert (planning.desired("prefill"), planning.desired("decode")) == (1, 1)
-    failing = replace(loading, num_failed_starts=2)
-    quiet(planning, (failing, decode_pool(0.0, 1)), 5 * STABLE_S, from_s=3 * STABLE_S)
-    assert (planning.desired("prefill"), planning.desired("decode")) == (0, 0)
-
-
-def test_a_pool_that_finds_no_machine_for_long_keeps_no_other_from_stopping() -> None:
-    planning = Planning(ZERO)
-    pending = replace(prefill_pool(0.0, 1, num_live=0), num_pending=1)
-    quiet(planning, (pending, decode_pool(0.0, 1)), 1800.0 + STABLE_S + 10.0)
-    assert (planning.desired("prefill"), planning.desired("decode")) == (0, 0)
-
-
-def test_pools_do_not_stop_unless_all_of_them_may() -> None:
-    planning = Planning(ZERO)
-    decode = replace(decode_pool(0.0, 1), min_replicas=1)
-    quiet(planning, (prefill_pool(0.0, 1), decode), 3 * STABLE_S)
-    assert (planning.desired("prefill"), planning.desired("decode")) == (1, 1)
-
-
-def test_pools_do_not_stop_while_no_router_is_heard() -> None:
-    planning = Planning(ZERO)
-    now_s = 0.0
-    while now_s <= 3 * STABLE_S:
-        planning.see(moment(now_s, router(-100.0), prefill_pool(now_s, 1), decode_pool(now_s, 1)))
-        now_s += 5.0
-    assert (planning.desired("prefill"), planning.desired("decode")) == (1, 1)
-
-
-def test_a_pool_that_somebody_stopped_alone_starts_again() -> None:
-    planning = Planning(ZERO)
-    planning.see(moment(0.0, router(0.0), prefill_pool(0.0, 2), decode_pool(0.0, 0)))
-    assert planning.desired("decode") == 1
-
-
-def test_a_pool_that_somebody_else_sizes_is_gone_by_and_never_stopped() -> None:
-    planning = Planning(ZERO)
-    by_hand = replace(decode_pool(0.0, 3), min_replicas=3, max_replicas=3)
-    quiet(planning, (prefill_pool(0.0, 1), by_hand), 3 * STABLE_S)
-    assert (planning.desired("prefill"), planning.desired("decode")) == (1, 3)
 
 
 # --- the ratio -----------------------------------------------------------------------------------
