@@ -73,6 +73,10 @@ def availability(view: ClusterView, num_routers_ready: int) -> Verdict:
 def _progressing(view: ClusterView, rolling: Rolling, late: Sequence[str]) -> Verdict:
     """What is rolled out comes first: it explains the rest."""
     progress = rolling.progress
+    stopped = [name for name, pool in rolling.pools.items() if pool.is_stopped]
+    if stopped and progress.phase in (Phase.SERVING, Phase.GROWING):
+        told = f"{', '.join(stopped)}: the new version does not get ready, older workers serve on"
+        return Verdict(PROGRESSING, False, "RolloutStopped", told)
     if progress.phase in _DOES:
         told = (
             f"{progress.weight}% of requests go to {progress.next}, which {_DOES[progress.phase]}"
@@ -81,10 +85,6 @@ def _progressing(view: ClusterView, rolling: Rolling, late: Sequence[str]) -> Ve
     if progress.phase is Phase.RETURNED:
         told = f"{progress.next} was taken back: nothing is tried again until the spec changes"
         return Verdict(PROGRESSING, False, "CohortReturned", told)
-    stopped = [name for name, pool in rolling.pools.items() if pool.is_stopped]
-    if stopped:
-        told = f"{', '.join(stopped)}: the new version does not get ready, older workers serve on"
-        return Verdict(PROGRESSING, False, "RolloutStopped", told)
     rolled = [
         f"{name} {pool.updated.num_live} of {pool.replicas} updated"
         for name, pool in view.pools.items()

@@ -160,6 +160,20 @@ def test_another_cohort_grows_beside_the_old_one_and_gets_no_request_before_it_i
     assert rolling.kept == {name_of(OLD), name_of(SPEC)}
 
 
+def test_a_cohort_that_does_not_get_ready_is_told_as_stopped_and_not_as_growing_for_good() -> None:
+    groups, there = [group(OLD, 2), group(SPEC, 1)], [*pods(OLD, 2), *pods(SPEC, 1)]
+    fleet = {name_of(OLD): served(OLD, 2), name_of(SPEC): served(SPEC, 1, num_live=0)}
+    seen = view(fleet, groups, there)
+    growing = decided(seen).progress
+    reasons = []
+    for now in (NOW, LATER):
+        rolling = decide(seen, growing, {"decode": ReadyWatch(name_of(SPEC), 0, NOW)}, {}, now)
+        assert rolling.progress.phase is Phase.GROWING
+        told = cluster_verdicts(seen, rolling, {"status": {"readyReplicas": 2}}, [])
+        reasons.append((told[1].is_true, told[1].reason))
+    assert reasons == [(True, "CohortGrowing"), (False, "RolloutStopped")]
+
+
 def test_an_old_cohort_that_goes_on_serving_keeps_its_revision_also_at_zero() -> None:
     old = revision_of(OLD, "decode", pool_spec()).cohort
     new = revision_of(SPEC, "decode", pool_spec()).cohort
