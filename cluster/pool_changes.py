@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Protocol
 
+from baton.errors import BatonError
 from cluster.pool_settings import PoolSettings, told_settings
 from cluster.registry import Registry
 from cluster.role_plan import RolePlan
+
+log = logging.getLogger(__name__)
+
+_Told = tuple[str, str, bytes]  # a pool's name, its cohort and its settings' digest
 
 
 class PoolBacking(Protocol):
@@ -46,12 +53,17 @@ class Unbacked:
 
 
 class PoolChanges:
-    """Every method raises the BatonError of what it refuses, and has changed nothing then."""
+    """Every method raises the BatonError of what it refuses, and has changed nothing then.
+
+    A pool that is being added goes on to be when its caller leaves: what looks for its replicas on
+    a thread cannot be ended, and a second look beside it would find the same ones.
+    """
 
     def __init__(self, registry: Registry, backing: PoolBacking) -> None:
         self._registry = registry
         self._backing = backing
-        self._adding = asyncio.Lock()  # what settles a configuration takes memory
+        self._settling = asyncio.Lock()  # it takes memory
+        self._additions: dict[_Told, asyncio.Task[None]] = {}
 
     async def set_replicas(self, pool: str, replicas: int) -> int:
         """The former size."""
@@ -68,9 +80,20 @@ class PoolChanges:
         self._backing.booked()
 
     async def add(self, name: str, text: str, cohort: str, replicas: int) -> None:
-        """`text`: a cluster file in which the pool stands."""
-        told, book = told_settings(name, text, cohort), self._registry.pools
-        async with self._adding:
+        """`text`: a cluster file in which the pool stands. Said again meanwhile, it waits for the
+        first call's end."""
+        told = told_settings(name, text, cohort)
+        key = (name, cohort, told.digest)
+        addition = self._additions.get(key)
+        if addition is None:
+            addition = asyncio.create_task(self._add(told, replicas))
+            self._additions[key] = addition
+            addition.add_done_callback(partial(self._ended, key))
+        await asyncio.shield(addition)
+
+    async def _add(self, told: PoolSettings, replicas: int) -> None:
+        name, book = told.name, self._registry.pools
+        async with self._settling:
             if book.knows(told):
                 self._backing.booked()  # the first call may have ended before that
                 return
@@ -81,8 +104,17 @@ class PoolChanges:
             book.add(settings, replicas)
         self._backing.booked()
 
+    def _ended(self, key: _Told, addition: asyncio.Task[None]) -> None:
+        del self._additions[key]
+        if not addition.cancelled() and (error := addition.exception()) is not None:
+            fault = None if isinstance(error, BatonError) else error
+            # Its caller may have left.
+            log.warning("pool %s is not added: %s", key[0], error, exc_info=fault)
+
     async def remove(self, pool: str) -> None:
         await self._backing.places_known()
+        if additions := [task for (name, *_), task in self._additions.items() if name == pool]:
+            await asyncio.wait(additions)
         self._registry.pools.remove(pool, self._registry.workers_of(pool))
         self._backing.booked()
 

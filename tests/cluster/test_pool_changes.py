@@ -148,6 +148,83 @@ async def test_of_two_calls_at_once_that_add_a_pool_one_adds_it() -> None:
     assert backing.kept == [{"decode": 1, "decode-2": 2}]
 
 
+class SlowBacking(Backing):
+    """Settles a pool when it is let."""
+
+    def __init__(self, registry: Registry, room: int = 8) -> None:
+        super().__init__(registry, room)
+        self.num_begun = 0
+        self.begun = asyncio.Event()
+        self.may_settle = asyncio.Event()
+
+    async def settled(self, told: PoolSettings) -> PoolSettings:
+        self.num_begun += 1
+        self.begun.set()
+        await self.may_settle.wait()
+        return await super().settled(told)
+
+
+async def given_up(changes: PoolChanges, backing: SlowBacking, text: str = TEXT) -> None:
+    """A call that adds `decode-2`, whose caller leaves while the pool is being settled."""
+    adding = asyncio.create_task(changes.add("decode-2", text, "new", 2))
+    async with asyncio.timeout(5):
+        await backing.begun.wait()
+    adding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await adding
+
+
+async def test_a_call_whose_caller_gave_up_is_what_the_repeated_one_waits_for() -> None:
+    registry = registry_of()
+    changes = PoolChanges(registry, backing := SlowBacking(registry))
+    await given_up(changes, backing)
+    repeated = asyncio.create_task(changes.add("decode-2", TEXT, "new", 2))
+    await asyncio.wait({repeated}, timeout=0.05)
+    assert not repeated.done()
+    backing.may_settle.set()
+    await repeated
+    assert backing.num_begun == 1
+    assert backing.kept == [{"decode": 1, "decode-2": 2}]
+
+
+async def test_other_settings_of_a_pool_that_is_being_added_wait_and_are_refused() -> None:
+    registry = registry_of()
+    changes = PoolChanges(registry, backing := SlowBacking(registry))
+    await given_up(changes, backing)
+    others = asyncio.create_task(changes.add("decode-2", TEXT + "\n", "new", 2))
+    await asyncio.wait({others}, timeout=0.05)
+    assert not others.done()
+    backing.may_settle.set()
+    with pytest.raises(AlreadyExistsError):
+        await others
+    assert backing.num_begun == 1
+
+
+async def test_what_refuses_a_pool_whose_caller_gave_up_is_logged_and_it_can_be_added_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry = registry_of()
+    changes = PoolChanges(registry, backing := SlowBacking(registry))
+    await given_up(changes, backing, TEXT + "\nruns_on: pods")
+    backing.may_settle.set()
+    await changes.add("decode-2", TEXT, "new", 2)
+    assert "pool decode-2 is not added: runs_on: must be machine" in caplog.text
+    assert backing.kept == [{"decode": 1, "decode-2": 2}]
+
+
+async def test_a_pool_is_removed_once_it_is_known_whether_it_was_added() -> None:
+    registry = registry_of()
+    changes = PoolChanges(registry, backing := SlowBacking(registry))
+    backing.opened.set()
+    await given_up(changes, backing)
+    removing = asyncio.create_task(changes.remove("decode-2"))
+    await asyncio.wait({removing}, timeout=0.05)
+    assert not removing.done()
+    backing.may_settle.set()
+    with pytest.raises(InUseError, match="2 replicas"):
+        await removing
+
+
 async def test_no_pool_is_removed_before_it_is_known_what_a_former_supervisor_left_in_it() -> None:
     registry = registry_of()
     changes = PoolChanges(registry, backing := Backing(registry))
