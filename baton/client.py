@@ -123,8 +123,8 @@ class Client:
     def models(self) -> list[router_pb2.Model]:
         return self._call(router_calls.models())
 
-    def tokenize(self, text: str) -> list[int]:
-        return self._call(router_calls.tokenize(text))
+    def tokenize(self, text: str, tenant: str = "") -> list[int]:
+        return self._call(router_calls.tokenize(text, tenant))
 
     def explain(self, request: router_pb2.GenerateRequest) -> list[router_pb2.RouteCandidate]:
         """Where a request would go, cheapest first; books nothing."""
@@ -263,8 +263,8 @@ class AsyncClient:
     async def models(self) -> list[router_pb2.Model]:
         return await self._call(router_calls.models())
 
-    async def tokenize(self, text: str) -> list[int]:
-        return await self._call(router_calls.tokenize(text))
+    async def tokenize(self, text: str, tenant: str = "") -> list[int]:
+        return await self._call(router_calls.tokenize(text, tenant))
 
     async def explain(self, request: router_pb2.GenerateRequest) -> list[router_pb2.RouteCandidate]:
         """Where a request would go, cheapest first; books nothing."""

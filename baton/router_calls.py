@@ -45,8 +45,9 @@ def models() -> Call[list[router_pb2.Model]]:
     return Call("ListModels", router_pb2.ListModelsRequest(), lambda answer: list(answer.models))
 
 
-def tokenize(text: str) -> Call[list[int]]:
-    return Call("Tokenize", router_pb2.TokenizeRequest(text=text), lambda answer: list(answer.ids))
+def tokenize(text: str, tenant: str) -> Call[list[int]]:
+    message = router_pb2.TokenizeRequest(text=text, tenant=tenant)
+    return Call("Tokenize", message, lambda answer: list(answer.ids))
 
 
 def explain(request: router_pb2.GenerateRequest) -> Call[list[router_pb2.RouteCandidate]]:

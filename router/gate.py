@@ -99,7 +99,9 @@ def confine(message: Message, tenant: str | None) -> None:
     if tenant is None:
         return
     match message:
-        case router_pb2.GenerateRequest() | router_pb2.AbortRequest():
+        case (
+            router_pb2.GenerateRequest() | router_pb2.AbortRequest() | router_pb2.TokenizeRequest()
+        ):
             asked, field = message, "tenant"
         case router_pb2.ExplainRouteRequest():
             asked, field = message.request, "request.tenant"

@@ -37,8 +37,8 @@ from router.run_parts import Arrival
 from router.tokenizing import Tokenizing
 from router.validate import (
     ParsedRequest,
-    check_model_name,
     check_names,
+    check_tokenize_names,
     encode_prompt,
     parse_generate,
 )
@@ -148,10 +148,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.TokenizeResponse:
         model, limits = self._router.text_model, self._router.request_limits()
         try:
-            check_model_name(request.model, limits)
+            check_tokenize_names(request, limits)
             ids = await self.tokenizing.run(
                 lambda: encode_prompt(request, model, limits),
-                "",
+                request.tenant,
                 request.ByteSize(),
                 self._router.config.default_timeout_s,
             )

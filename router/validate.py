@@ -220,7 +220,7 @@ def _encode_chat(
 # --- names --------------------------------------------------------------------------------------
 
 
-def check_model_name(name: str, limits: RequestLimits) -> None:
+def _check_model_name(name: str, limits: RequestLimits) -> None:
     """Raises NotFoundError for a model that is not served; "" means the one that is."""
     if name and name not in limits.model_names:
         known = ", ".join(sorted(limits.model_names))
@@ -228,20 +228,14 @@ def check_model_name(name: str, limits: RequestLimits) -> None:
 
 
 def check_names(request: router_pb2.GenerateRequest, limits: RequestLimits) -> None:
-    check_model_name(request.model, limits)
+    _check_model_name(request.model, limits)
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
         raise InvalidRequestError(
             "request_id: 1 to 128 characters, letters, digits and . _ : @ / + = - only",
             field="request_id",
         )
     for name in ("tenant", "session_id", "cache_salt", "traceparent", "cohort"):
-        value = getattr(request, name)
-        if len(value) > limits.max_name_chars:
-            raise InvalidRequestError(
-                f"{name}: longer than {limits.max_name_chars} characters", field=name
-            )
-        if any(ord(char) < 0x20 for char in value):
-            raise InvalidRequestError(f"{name}: control characters are not allowed", field=name)
+        _check_name(name, getattr(request, name), limits)
     for name in ("timeout_ms", "ttft_target_ms", "itl_target_ms"):
         if request.HasField(name) and getattr(request, name) == 0:  # type: ignore[arg-type]
             raise InvalidRequestError(f"{name}: must be at least 1", field=name)
@@ -249,6 +243,20 @@ def check_names(request: router_pb2.GenerateRequest, limits: RequestLimits) -> N
         raise InvalidRequestError(
             "resume_from_index: only with the request_id to resume", field="request_id"
         )
+
+
+def check_tokenize_names(request: router_pb2.TokenizeRequest, limits: RequestLimits) -> None:
+    _check_model_name(request.model, limits)
+    _check_name("tenant", request.tenant, limits)
+
+
+def _check_name(field: str, value: str, limits: RequestLimits) -> None:
+    if len(value) > limits.max_name_chars:
+        raise InvalidRequestError(
+            f"{field}: longer than {limits.max_name_chars} characters", field=field
+        )
+    if any(ord(char) < 0x20 for char in value):
+        raise InvalidRequestError(f"{field}: control characters are not allowed", field=field)
 
 
 def _check_stop(

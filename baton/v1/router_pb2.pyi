@@ -622,8 +622,11 @@ class TokenizeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
+    tenant: _builtins.str
+    """Whose share of the tokenizer it takes."""
     @_builtins.property
     def chat(self) -> Global___ChatMessages: ...
     def __init__(
@@ -632,10 +635,11 @@ class TokenizeRequest(_message.Message):
         model: _builtins.str = ...,
         text: _builtins.str = ...,
         chat: Global___ChatMessages | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "tenant", b"tenant", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -160,8 +160,9 @@ async def test_a_token_speaks_for_its_own_tenant_alone(site: Site) -> None:
         with pytest.raises(PermissionDeniedError) as caught:
             await red.explain(build_request(PROMPT, tenant="blue"))
         assert caught.value.field == "request.tenant"
-        with pytest.raises(PermissionDeniedError):
-            await red.abort("r1", tenant="blue")
+        for ask in (red.abort("r1", tenant="blue"), red.tokenize("ab", tenant="blue")):
+            with pytest.raises(PermissionDeniedError):
+                await ask
         assert site.d.worker("d0").num_reserves == 0
         assert await red.text(PROMPT, tenant="red", max_tokens=2)
         assert await blue.text(PROMPT, max_tokens=2)

@@ -14,7 +14,7 @@ import pytest
 
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, router_pb2
-from router.config import RouterConfig
+from router.config import AuthConfig, RouterConfig
 from router.text import TextModel
 from router.tokenizing import Tokenizing
 from tests.router.deployment import PROMPT, Deployment, ask_for, byte_model, deployment
@@ -133,6 +133,37 @@ async def test_a_tenant_s_flood_sheds_its_own_newest_and_nobody_else(
         for answer in await asyncio.gather(*kept, *others):
             assert_whole(answer, prompt)
         await first
+
+
+async def tokenize(d: Deployment, text: str, token: str) -> list[int]:
+    answer = await d.client.stub.Tokenize(
+        router_pb2.TokenizeRequest(text=text),
+        metadata=(("authorization", f"Bearer {token}"),),
+        timeout=5,
+    )
+    return list(answer.ids)
+
+
+async def test_calls_to_tokenize_take_their_caller_s_share_of_the_line(
+    slow_model: SlowModel, tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens.yaml"
+    tokens.write_text("red: red-token\nblue: blue-token\n")
+    async with deployment(slow_model, max_tokenizing=3, auth=AuthConfig(str(tokens))) as d:
+        first = asyncio.create_task(tokenize(d, "a", "red-token"))
+        await d.until(lambda: slow_model.num_encoding == 1)
+        red = [asyncio.create_task(tokenize(d, "b", "red-token")) for _ in range(2)]
+        await d.until(lambda: tokenizing(d).num_requests == 3)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await tokenize(d, "c", "red-token")
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        blue = asyncio.create_task(tokenize(d, "d", "blue-token"))
+        await d.until(lambda: any(call.done() for call in (*red, blue)))
+        slow_model.gate.set()
+        assert [await first, await blue] == [[97], [100]]
+        answers = await asyncio.gather(*red, return_exceptions=True)
+        shed = [one for one in answers if isinstance(one, grpc.aio.AioRpcError)]
+        assert [error.code() for error in shed] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
 
 
 async def tokenized_order(requests: list[tuple[str, int]]) -> list[str]:

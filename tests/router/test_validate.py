@@ -9,9 +9,15 @@ import pytest
 
 from baton.errors import BatonError, InvalidRequestError, NoCapacityError, NotFoundError
 from baton.v1.common_pb2 import SamplingParams
-from baton.v1.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds
+from baton.v1.router_pb2 import (
+    ChatMessage,
+    ChatMessages,
+    GenerateRequest,
+    TokenIds,
+    TokenizeRequest,
+)
 from router.text import TextModel
-from router.validate import RequestLimits, parse_generate
+from router.validate import RequestLimits, check_tokenize_names, parse_generate
 from tests.router.text_fixtures import byte_level_tokenizer, write_model
 
 LIMITS = RequestLimits(max_model_len=64, model_names=("demo",))
@@ -91,6 +97,16 @@ def test_a_mistake_is_told_with_its_field(
         parse_generate(request, model, LIMITS)
     assert caught.value.field == field
     assert caught.value.message
+
+
+def test_a_tenant_s_name_in_a_call_to_tokenize_is_checked_too() -> None:
+    for tenant in ("x" * 129, "a\nb"):
+        with pytest.raises(InvalidRequestError) as caught:
+            check_tokenize_names(TokenizeRequest(text="a", tenant=tenant), LIMITS)
+        assert caught.value.field == "tenant"
+    with pytest.raises(NotFoundError):
+        check_tokenize_names(TokenizeRequest(text="a", model="other"), LIMITS)
+    check_tokenize_names(TokenizeRequest(text="a", model="demo", tenant="red"), LIMITS)
 
 
 def test_an_unknown_model_is_not_found_and_the_known_ones_are_named(model: TextModel) -> None:
