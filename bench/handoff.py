@@ -5,7 +5,7 @@
 Two processes, one Baton handoff a round: scattered blocks go into the other process (256, a short
 prompt's; 2,048, a long one's), then `done` -> admission -> `Ack`. In the same round, before or
 after it by turns, the same blocks are copied by memcpy inside one process (one C call that copies
-each run). Medians over the rounds; every round's sources and targets are others. The whole handoff
+each run). Medians over the rounds; every round's sources and targets are others. The handoff
 pushes its layers without a pause: in a prefill they go while later layers are computed, and what is
 left after the last is `exposed`.
 """
@@ -21,7 +21,7 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -47,14 +47,17 @@ NUM_PINGS = 500
 
 @dataclass(frozen=True)
 class Result:
-    """Medians. GB/s over all blocks: `put` counts posting and flushing alone, `handoff` also the
-    receiver's answer; `exposed_us` is what is left of one when its last layer is computed and the
-    earlier ones have been pushed; `answer_us` is a handoff without blocks."""
+    """Medians. GB/s over all blocks: `put` counts posting and flushing alone, `handoff` all until
+    the receiver's event loop hears that it is whole, which is when it decodes, `answered` also the
+    answer's way back, for which no request waits; `exposed_us` is what is left of a handoff when
+    its last layer is computed and the earlier ones have been pushed; `answer_us` is a handoff
+    without blocks, there and back."""
 
     num_runs: int
     block_bytes: int
     put_gb_s: float
     handoff_gb_s: float
+    answered_gb_s: float
     memcpy_gb_s: float
     exposed_us: float
     answer_us: float
@@ -74,8 +77,20 @@ async def receive(pipe: Connection, block_bytes: int, config: TransferConfig) ->
     worker = LoneRank("receiver", shape(block_bytes), config)
     writer: WorkerIdentity = await asyncio.to_thread(pipe.recv)
     pipe.send(worker.identity)
+    admitted = asyncio.Event()
+    admitted_at_s = 0.0
+
+    def note() -> None:
+        nonlocal admitted_at_s
+        admitted_at_s = time.perf_counter()  # one clock for all processes of a machine
+        admitted.set()
+
+    worker.on_admitted = note
     while (blocks := await asyncio.to_thread(pipe.recv)) is not None:
         pipe.send(worker.table.grant("bench", writer, [blocks], 0, 60.0))
+        await admitted.wait()
+        admitted.clear()
+        pipe.send(admitted_at_s)
     worker.close()
 
 
@@ -106,10 +121,18 @@ async def all_gone(worker: LoneRank, lease: Lease) -> None:
     await gone.wait()
 
 
-async def hand_over(
-    worker: LoneRank, lease: Lease, blocks: Sequence[BlockId]
-) -> tuple[float, float]:
-    """(seconds posting and flushing, seconds from the first push to the receiver's answer)."""
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one handoff, from its first push on."""
+
+    posting_s: float
+    until_admitted_s: float
+    until_answered_s: float
+
+
+async def hand_over(worker: LoneRank, pipe: Connection, blocks: Sequence[BlockId]) -> Spent:
+    """As the receiver at the pipe's other end has just granted it."""
+    lease = await asyncio.to_thread(pipe.recv)
     handoff = worker.exporter.open(lease)
     await all_gone(worker, lease)  # a first layer is computed in the meantime
     start = time.perf_counter()
@@ -117,12 +140,14 @@ async def hand_over(
         worker.push(handoff, blocks, range(NUM_LAYERS))
         worker.rank.step_done()
     receipt = await worker.exporter.finish(handoff, 1, None)
-    return receipt.put_s, time.perf_counter() - start
+    answered_s = time.perf_counter() - start
+    return Spent(receipt.put_s, await asyncio.to_thread(pipe.recv) - start, answered_s)
 
 
-async def exposed_s(worker: LoneRank, lease: Lease, blocks: Sequence[BlockId]) -> float:
-    """Seconds from the last layer's push to the receiver's answer; as in a prefill, the other
-    layers have gone while later ones were computed."""
+async def exposed_s(worker: LoneRank, pipe: Connection, blocks: Sequence[BlockId]) -> float:
+    """Seconds from the last layer's push until the receiver's event loop hears that all is there;
+    as in a prefill, the other layers have gone while later ones were computed."""
+    lease = await asyncio.to_thread(pipe.recv)
     handoff = worker.exporter.open(lease)
     worker.push(handoff, blocks, range(NUM_LAYERS - 1))
     await all_gone(worker, lease)
@@ -130,7 +155,8 @@ async def exposed_s(worker: LoneRank, lease: Lease, blocks: Sequence[BlockId]) -
     worker.push(handoff, blocks, [NUM_LAYERS - 1])
     worker.rank.step_done()
     await worker.exporter.finish(handoff, 1, None)
-    return time.perf_counter() - start
+    admitted_at_s: float = await asyncio.to_thread(pipe.recv)
+    return admitted_at_s - start
 
 
 class Memcpy:
@@ -171,25 +197,24 @@ async def measure(num_runs: int, block_bytes: int, rounds: int, config: Transfer
     samples: list[tuple[float, ...]] = []
     for number in range(rounds + 2):
         sources, targets = (scattered(2 * number + i, num_runs // NUM_LAYERS) for i in (0, 1))
-        pipe.send(targets)
-        lease = await asyncio.to_thread(pipe.recv)
         # By turns: whoever comes second finds the sources in the cache.
         copy_s = memcpy.seconds(sources, targets) if number % 2 else 0.0
-        put_s, whole_s = await hand_over(worker, lease, sources)
+        pipe.send(targets)
+        spent = await hand_over(worker, pipe, sources)
         copy_s = copy_s or memcpy.seconds(sources, targets)
         pipe.send(targets)
-        left_s = await exposed_s(worker, await asyncio.to_thread(pipe.recv), sources)
+        left_s = await exposed_s(worker, pipe, sources)
         pipe.send([])
-        _, answer_s = await hand_over(worker, await asyncio.to_thread(pipe.recv), [])
-        samples.append((put_s, whole_s, copy_s, left_s, answer_s))
+        empty = await hand_over(worker, pipe, [])
+        samples.append((*astuple(spent), copy_s, left_s, empty.until_answered_s))
     pipe.send(None)
     await asyncio.to_thread(process.join)
     worker.close()
-    put_s, whole_s, copy_s, left_s, answer_s = (
+    put_s, admitted_s, answered_s, copy_s, left_s, answer_s = (
         statistics.median(column) for column in zip(*samples[2:], strict=True)
     )
     num_gb = num_runs * block_bytes / 1e9
-    speeds = (num_gb / put_s, num_gb / whole_s, num_gb / copy_s)
+    speeds = (num_gb / put_s, num_gb / admitted_s, num_gb / answered_s, num_gb / copy_s)
     return Result(num_runs, block_bytes, *speeds, left_s * 1e6, answer_s * 1e6)
 
 
@@ -247,8 +272,9 @@ def main() -> None:
         "memcpy GB/s",
         "put GB/s",
         "put/memcpy",
-        "whole handoff GB/s",
-        "whole handoff/memcpy",
+        "handoff GB/s",
+        "handoff/memcpy",
+        "with answer/memcpy",
         "exposed us",
         "answer us",
     )
@@ -263,6 +289,7 @@ def main() -> None:
                 f"{result.put_gb_s / result.memcpy_gb_s:.2f}",
                 f"{result.handoff_gb_s:.1f}",
                 f"{result.handoff_gb_s / result.memcpy_gb_s:.2f}",
+                f"{result.answered_gb_s / result.memcpy_gb_s:.2f}",
                 f"{result.exposed_us:.0f}",
                 f"{result.answer_us:.0f}",
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.local_memory import LocalDeviceMemory
@@ -44,6 +44,8 @@ class LoneRank:
 
     def __init__(self, name: str, shape: MemoryShape, config: TransferConfig) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self.on_admitted: Callable[[], None] = lambda: None
+        """Told on the event loop when all of a handoff is here."""
         tensor = TensorSpec("kv", 1, shape.block_bytes // _BLOCK_SIZE // 2, "bfloat16")
         layout = KvLayout(_BLOCK_SIZE, (LayerGroup(0, shape.num_layers, (tensor,)),))
         self.layout = RegionLayout(layout, 0, 1, shape.blocks_per_region)
@@ -78,7 +80,7 @@ class LoneRank:
         return int((self.memory.buffer == value).sum())
 
     def admitted(self, request_id: str, first: FirstToken) -> None:
-        pass
+        self.on_admitted()
 
     def failed(self, request_id: str, reason: LeaseFailure) -> None:
         raise RuntimeError(f"{request_id}: {reason}")

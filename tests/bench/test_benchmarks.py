@@ -73,10 +73,11 @@ def test_a_run_writes_a_file_of_its_own_and_touches_none_that_is_there(
 def test_the_handoff_is_measured_beside_memcpy() -> None:
     command = [sys.executable, "-m", "bench.handoff", "--rounds", "1"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert re.match(r"\| blocks +\| memcpy GB/s \| put GB/s \| put/memcpy \| whole handoff", told)
+    assert re.match(r"\| blocks +\| memcpy GB/s \| put GB/s \| put/memcpy \| handoff GB/s", told)
     rows = numbers_of(told)
     assert len(rows) == len(handoff.NUM_RUNS) * len(handoff.BLOCK_BYTES)
-    for memcpy, put, put_share, whole, whole_share, exposed_us, answer_us in rows:
+    for memcpy, put, put_share, whole, whole_share, answered_share, exposed_us, answer_us in rows:
+        assert 0 < answered_share <= whole_share
         assert put > whole > 0
         assert min(memcpy, exposed_us, answer_us) > 0
         assert put / memcpy == pytest.approx(put_share, rel=0.1)
