@@ -55,6 +55,7 @@ def worker_info(
         address=address,
         model=config.model_name,
         kv_fingerprint=model.kv_fingerprint,
+        model_fingerprint=model.model_fingerprint,
         tp_size=rank.identity.tp_size,
         block_size=model.layout.block_size,
         num_blocks=capacity.num_blocks,

@@ -34,6 +34,7 @@ class ModelSpec:
     name: str
     layout: KvLayout
     kv_fingerprint: bytes
+    model_fingerprint: bytes
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]

@@ -33,7 +33,14 @@ from engine.request import (
     StepPlan,
     TokenLogprobs,
 )
-from kv_transfer.layout import KvLayout, LayerGroup, RegionLayout, TensorSpec, kv_fingerprint
+from kv_transfer.layout import (
+    KvLayout,
+    LayerGroup,
+    RegionLayout,
+    TensorSpec,
+    kv_fingerprint,
+    model_fingerprint,
+)
 
 Slots = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
@@ -55,6 +62,7 @@ def fake_model_spec(config: EngineConfig) -> ModelSpec:
         name="fake",
         layout=layout,
         kv_fingerprint=kv_fingerprint(layout, "fake", vocab_size=fake.vocab_size),
+        model_fingerprint=model_fingerprint("fake", vocab_size=fake.vocab_size, window=fake.window),
         vocab_size=fake.vocab_size,
         max_model_len=fake.max_model_len,
         eos_token_ids=frozenset({1}),

@@ -138,5 +138,18 @@ def kv_fingerprint(layout: KvLayout, weights_digest: str, **model: object) -> by
     values, for anything else has no form that two processes agree on (TypeError).
     """
     described = {"layout": asdict(layout), "weights": weights_digest, "model": model}
+    return _fingerprint(described)
+
+
+def model_fingerprint(weights_digest: str, **model: object) -> bytes:
+    """16 bytes that differ when two workers' tokens could, by more than rounding: whatever the
+    block size and dtype are, one can go on with the other's stream by computing its KV anew.
+
+    `model` as of `kv_fingerprint`; two that are equal there are equal here.
+    """
+    return _fingerprint({"weights": weights_digest, "model": model})
+
+
+def _fingerprint(described: object) -> bytes:
     text = json.dumps(described, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -68,6 +68,7 @@ class WorkerInfo(_message.Message):
     MAX_HELD_TOKENS_PER_REQUEST_FIELD_NUMBER: _builtins.int
     POD_NAME_FIELD_NUMBER: _builtins.int
     NODE_NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
     address: _builtins.str
@@ -97,6 +98,10 @@ class WorkerInfo(_message.Message):
     pod_name: _builtins.str
     """The Kubernetes pod that the worker runs in, and that pod's node; empty outside Kubernetes."""
     node_name: _builtins.str
+    model_fingerprint: _builtins.bytes
+    """Of weights and configuration, whatever the block size and dtype: what a worker must share to go
+    on with another's stream.
+    """
     @_builtins.property
     def ref(self) -> _common_pb2.WorkerRef: ...
     def __init__(
@@ -120,10 +125,11 @@ class WorkerInfo(_message.Message):
         max_held_tokens_per_request: _builtins.int = ...,
         pod_name: _builtins.str = ...,
         node_name: _builtins.str = ...,
+        model_fingerprint: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_fingerprint", b"kv_fingerprint", "max_held_tokens_per_request", b"max_held_tokens_per_request", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_request_tokens", b"max_request_tokens", "model", b"model", "node_name", b"node_name", "num_blocks", b"num_blocks", "pod_name", b"pod_name", "pool", b"pool", "ref", b"ref", "role", b"role", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_fingerprint", b"kv_fingerprint", "max_held_tokens_per_request", b"max_held_tokens_per_request", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_request_tokens", b"max_request_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_name", b"node_name", "num_blocks", b"num_blocks", "pod_name", b"pod_name", "pool", b"pool", "ref", b"ref", "role", b"role", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

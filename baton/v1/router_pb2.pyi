@@ -109,6 +109,7 @@ class GenerateRequest(_message.Message):
     RESUME_FROM_INDEX_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     COHORT_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Drawn by the router when empty. Scoped to the tenant."""
     model: _builtins.str
@@ -146,6 +147,12 @@ class GenerateRequest(_message.Message):
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def model_fingerprints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """On a reconnect: as Routed told last. Without it, too, NOT_RESUMABLE where nobody else knows and
+        the cohort's workers run several models.
+        """
+
     def __init__(
         self,
         *,
@@ -171,10 +178,11 @@ class GenerateRequest(_message.Message):
         resume_from_index: _builtins.int | None = ...,
         traceparent: _builtins.str = ...,
         cohort: _builtins.str | None = ...,
+        model_fingerprints: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cohort", b"_cohort", "_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "chat", b"chat", "cohort", b"cohort", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cohort", b"_cohort", "_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "cache_salt", b"cache_salt", "chat", b"chat", "cohort", b"cohort", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_schema", b"json_schema", "model", b"model", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cohort", b"_cohort", "_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "cache_salt", b"cache_salt", "chat", b"chat", "cohort", b"cohort", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_schema", b"json_schema", "model", b"model", "model_fingerprints", b"model_fingerprints", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cohort: _TypeAlias = _typing.Literal["cohort"]  # noqa: Y015
     _WhichOneofArgType__cohort: _TypeAlias = _typing.Literal["_cohort", b"_cohort"]  # noqa: Y015
@@ -225,6 +233,7 @@ class Routed(_message.Message):
     NUM_CACHED_TOKENS_DECODE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     COHORT_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     seed: _builtins.int
     prefill_worker: _builtins.str
@@ -239,6 +248,10 @@ class Routed(_message.Message):
     attempt: _builtins.int
     cohort: _builtins.str
     """Of the workers: those with other weights, quantisation or block size are in another one."""
+    @_builtins.property
+    def model_fingerprints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of what the tokens come from; a worker that shares one of them runs the same model."""
+
     def __init__(
         self,
         *,
@@ -252,10 +265,11 @@ class Routed(_message.Message):
         num_cached_tokens_decode: _builtins.int = ...,
         attempt: _builtins.int = ...,
         cohort: _builtins.str | None = ...,
+        model_fingerprints: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cohort", b"_cohort", "cohort", b"cohort"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cohort", b"_cohort", "attempt", b"attempt", "cohort", b"cohort", "decode_worker", b"decode_worker", "num_cached_tokens_decode", b"num_cached_tokens_decode", "num_cached_tokens_prefill", b"num_cached_tokens_prefill", "num_prompt_tokens", b"num_prompt_tokens", "prefill_worker", b"prefill_worker", "reason", b"reason", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cohort", b"_cohort", "attempt", b"attempt", "cohort", b"cohort", "decode_worker", b"decode_worker", "model_fingerprints", b"model_fingerprints", "num_cached_tokens_decode", b"num_cached_tokens_decode", "num_cached_tokens_prefill", b"num_cached_tokens_prefill", "num_prompt_tokens", b"num_prompt_tokens", "prefill_worker", b"prefill_worker", "reason", b"reason", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cohort: _TypeAlias = _typing.Literal["cohort"]  # noqa: Y015
     _WhichOneofArgType__cohort: _TypeAlias = _typing.Literal["_cohort", b"_cohort"]  # noqa: Y015

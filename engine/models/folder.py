@@ -13,7 +13,7 @@ from engine.models.errors import CheckpointError
 from engine.models.hub import FILES, snapshot
 from engine.weights import Checkpoint, read_json
 from engine.weights_digest import Ranks, weights_digest
-from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec, kv_fingerprint
+from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec, kv_fingerprint, model_fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ def describe(
         name=folder.name if Path(model_path).is_dir() else model_path,
         layout=layout,
         kv_fingerprint=kv_fingerprint(layout, digest, config=asdict(config)),
+        model_fingerprint=model_fingerprint(digest, config=asdict(config)),
         vocab_size=config.vocab_size,
         max_model_len=min(longest, max_model_len) if max_model_len else longest,
         eos_token_ids=_eos_token_ids(folder),

@@ -67,6 +67,21 @@ def test_fingerprint_differs_for_other_weights_dtype_block_size_and_rope(folder:
     assert len(seen) == 5
 
 
+def test_a_model_s_fingerprint_differs_for_other_weights_and_rope_alone(folder: Path) -> None:
+    """Workers of unlike dtype or block size can go on with each other's streams."""
+
+    def fingerprint(**changes: Any) -> bytes:
+        config = EngineConfig(**{"dtype": "bfloat16", **changes})
+        return load_model_spec(str(folder), config).model_fingerprint
+
+    first = fingerprint()
+    assert fingerprint(dtype="float32") == fingerprint(block_size=32) == first
+    change_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+    other_rope = fingerprint()
+    change_tensors(folder, lambda tensors: tensors["model.norm.weight"].add_(1))
+    assert len({first, other_rope, fingerprint()}) == 3
+
+
 def test_a_part_of_a_tensor_is_that_part(folder: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     whole = load_file(folder / SINGLE_FILE)[name]

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from transfer_sides import LAYOUT, ONE_HEAD
 
 from kv_transfer.errors import LeaseError
-from kv_transfer.layout import KvLayout, LayerGroup, RegionLayout, TensorSpec, kv_fingerprint
+from kv_transfer.layout import (
+    KvLayout,
+    LayerGroup,
+    RegionLayout,
+    TensorSpec,
+    kv_fingerprint,
+    model_fingerprint,
+)
 from kv_transfer.lease import Region
 from kv_transfer.routes import RankPair, Route, pairs
 from kv_transfer.transport import Place, Runs, Way
@@ -143,3 +150,14 @@ def test_a_fingerprint_tells_layouts_weights_and_models_apart() -> None:
     assert kv_fingerprint(LAYOUT, "w", a=1, b=2) == kv_fingerprint(LAYOUT, "w", b=2, a=1)
     with pytest.raises(TypeError):
         kv_fingerprint(LAYOUT, "w", rope={1, 2})
+
+
+def test_a_model_s_fingerprint_tells_weights_and_models_apart() -> None:
+    prints = {
+        model_fingerprint("w"),
+        model_fingerprint("v"),
+        model_fingerprint("w", rope={"theta": 1e4}),
+        kv_fingerprint(LAYOUT, "w"),
+    }
+    assert len(prints) == 4
+    assert model_fingerprint("w", a=1, b=2) == model_fingerprint("w", b=2, a=1)
