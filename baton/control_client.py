@@ -70,6 +70,20 @@ class ControlClient:
         )
         self._call("AddPool", request, _ADD_POOL_TIMEOUT_S)
 
+    def agree_dtype(self, pool: str, dtype: str) -> str | None:
+        """What a pool's workers compute in, where one that has yet to load would compute in
+        `dtype`. None: a registry of a former release, which has them decide for themselves."""
+        request = control_pb2.AgreeDtypeRequest(pool=pool, dtype=dtype)
+        try:
+            return str(self._call("AgreeDtype", request).dtype)
+        except UnavailableError as error:
+            cause = error.__cause__
+            if isinstance(cause, grpc.RpcError):
+                failure = cast(status.RpcFailure, cause)
+                if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+                    return None
+            raise
+
     def remove_pool(self, pool: str) -> None:
         """Forget a pool that has no size and no places any more."""
         self._call("RemovePool", control_pb2.RemovePoolRequest(pool=pool))

@@ -7,6 +7,7 @@ one that stays alone serves at most what it can prefill and decode by itself, so
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from baton.v1 import common_pb2, control_pb2
 
@@ -35,14 +36,21 @@ def unpaired(fleet: control_pb2.WatchFleetResponse) -> dict[str, str]:
             continue
         if any(_are_partners(mine, other) for other in of_kind[mine.kv_fingerprint]):
             continue
-        others = [other.ref.worker_id for other in here if _are_partners(mine, other)]
+        others = [other for other in here if _are_partners(mine, other)]
         if others:
-            told[name] = (
-                f"{name} runs other weights or settings than every "
-                f"{_PARTNERS.get(mine.role, 'other worker')} ({_listed(others)}): "
-                "it pairs with none"
-            )
+            told[name] = f"{name} {_difference(mine, others)}"
     return told
+
+
+def _difference(mine: control_pb2.WorkerInfo, others: Sequence[control_pb2.WorkerInfo]) -> str:
+    names = _listed([other.ref.worker_id for other in others])
+    partners = f"every {_PARTNERS.get(mine.role, 'other worker')} ({names})"
+    if mine.dtype and all(other.dtype not in ("", mine.dtype) for other in others):
+        return (
+            f"computes in {mine.dtype}, unlike {partners}: it pairs with none; "
+            "engine.dtype names one for all"
+        )
+    return f"runs other weights or settings than {partners}: it pairs with none"
 
 
 def _are_partners(one: control_pb2.WorkerInfo, other: control_pb2.WorkerInfo) -> bool:

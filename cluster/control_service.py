@@ -176,6 +176,15 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         await self._change(context, added)
         return control_pb2.AddPoolResponse()
 
+    async def AgreeDtype(  # noqa: N802
+        self, request: control_pb2.AgreeDtypeRequest, context: Context
+    ) -> control_pb2.AgreeDtypeResponse:
+        try:
+            agreed = self._pools.agree_dtype(request.pool, request.dtype)
+        except BatonError as error:
+            await abort(context, error)
+        return control_pb2.AgreeDtypeResponse(dtype=agreed)
+
     async def RemovePool(  # noqa: N802
         self, request: control_pb2.RemovePoolRequest, context: Context
     ) -> control_pb2.RemovePoolResponse:

@@ -19,7 +19,7 @@ from typing import Any, Self
 from baton.config import ClusterConfig
 from baton.errors import ConfigError, UnavailableError
 
-_AUTO = "auto"
+AUTO = "auto"
 _TIMEOUT_S = 60.0
 
 
@@ -31,7 +31,7 @@ class DtypeDecision:
         self._variables = variables  # added to the process's environment
         engines = [config.pool_engine(pool) for pool in config.pools]
         self._devices = sorted(
-            {e.device for e in engines if e.dtype == _AUTO and e.backend == "torch"}
+            {e.device for e in engines if e.dtype == AUTO and e.backend == "torch"}
         )
         self._process: subprocess.Popen[str] | None = None
 
@@ -87,7 +87,8 @@ class DtypeDecision:
 
 def decided_dtype(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
     """What `DtypeDecision.result` says, waited for. A pod that was made before this model was named
-    may have no folder of it: then it is left open to the workers, whose pods have."""
+    may have no folder of it: then it is left open to the workers, whose pods have (see
+    `cluster.agreed_dtype`)."""
     model = Path(config.model)
     if config.runs_on == "pods" and model.is_absolute() and not model.is_dir():
         return config, None
@@ -103,7 +104,7 @@ def _check_pairs(config: ClusterConfig, written: ClusterConfig) -> None:
         field = f"pools.{pool}.engine.dtype"
         if "dtype" not in written.pools[pool].engine:
             field = f"engine.dtype (of pool {pool})"
-        is_open = written.pool_engine(pool).dtype == _AUTO
+        is_open = written.pool_engine(pool).dtype == AUTO
         return f"{field} is {config.pool_engine(pool).dtype}" + " by auto" * is_open
 
     def torch_pools(*roles: str) -> list[str]:
@@ -126,13 +127,13 @@ def with_dtype(config: ClusterConfig, dtype: str) -> ClusterConfig:
     """Wherever it says `auto`."""
 
     def decided(engine: Mapping[str, Any]) -> dict[str, Any]:
-        return {**engine, "dtype": dtype} if engine.get("dtype") == _AUTO else dict(engine)
+        return {**engine, "dtype": dtype} if engine.get("dtype") == AUTO else dict(engine)
 
     pools = {
         name: dataclasses.replace(pool, engine=decided(pool.engine))
         for name, pool in config.pools.items()
     }
     engine = config.engine
-    if engine.dtype == _AUTO:
+    if engine.dtype == AUTO:
         engine = dataclasses.replace(engine, dtype=dtype)
     return dataclasses.replace(config, pools=pools, engine=engine)

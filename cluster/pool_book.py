@@ -10,8 +10,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from baton.errors import AlreadyExistsError, InUseError, InvalidRequestError, NotFoundError
-from cluster.pool_settings import PoolSettings
+from cluster.pool_settings import PoolSettings, cohort_dtype
 from cluster.role_plan import Role, RolePlan
+from engine.config import DTYPES
 
 FIRST_WEIGHTS: Mapping[str, int] = {"": 100}
 """Until others are told: new requests stay with the cohort that the cluster started with."""
@@ -162,6 +163,26 @@ class PoolBook:
                 f"pool {name} has one role, {role.value}: only a mixed one is split", field="pool"
             )
         self._enter(replace(self._entries[name], role_plan=plan))
+
+    def agree_dtype(self, name: str, proposed: str) -> str:
+        """What the pool's workers compute in: what its settings or those of its cohort say, or else
+        what is proposed, by which the whole cohort goes from then on.
+
+        Raises NotFoundError, and InvalidRequestError for what nobody computes in.
+        """
+        settings = self.settings(name)
+        if proposed not in DTYPES:
+            listed = ", ".join(DTYPES)
+            raise InvalidRequestError(
+                f"dtype must be one of {listed}, not {proposed!r}", field="dtype"
+            )
+        if settings.dtype is not None:
+            return settings.dtype
+        dtype = cohort_dtype(settings.cohort, self.all_settings().values()) or proposed
+        for entry in list(self._entries.values()):
+            if entry.settings.cohort == settings.cohort:
+                self._enter(replace(entry, settings=entry.settings.with_dtype(dtype)))
+        return dtype
 
     def role_plans(self) -> dict[str, RolePlan]:
         return {name: entry.role_plan for name, entry in self._entries.items()}

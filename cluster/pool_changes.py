@@ -9,8 +9,9 @@ from functools import partial
 from typing import Protocol
 
 from baton.errors import BatonError
+from baton.v1 import control_pb2
 from cluster.pool_settings import PoolSettings, told_settings
-from cluster.registry import Registry
+from cluster.registry import Registry, WorkerState
 from cluster.role_plan import RolePlan
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,26 @@ class PoolChanges:
             fault = None if isinstance(error, BatonError) else error
             # Its caller may have left.
             log.warning("pool %s is not added: %s", key[0], error, exc_info=fault)
+
+    def agree_dtype(self, pool: str, proposed: str) -> str:
+        """What the pool's workers compute in; `proposed`: what one would that has yet to load."""
+        book = self._registry.pools
+        in_use = self._dtype_in_use(book.settings(pool).cohort)
+        agreed = book.agree_dtype(pool, in_use or proposed)
+        self._backing.booked()
+        return agreed
+
+    def _dtype_in_use(self, cohort: str) -> str:
+        """What a cohort's workers say that they compute in: a registry that lost what was agreed
+        must agree on nothing else. Empty: there are none."""
+        settings = self._registry.pools.all_settings()
+        pools = {name for name, each in settings.items() if each.cohort == cohort}
+        for worker in self._registry.snapshot().workers:
+            if worker.registration.pool in pools and worker.state is not WorkerState.GONE:
+                told = control_pb2.WorkerInfo.FromString(worker.registration.info)
+                if told.dtype:
+                    return told.dtype
+        return ""
 
     async def remove(self, pool: str) -> None:
         await self._backing.places_known()

@@ -5,12 +5,14 @@ It never changes while the pool is known: workers of other settings are another 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from baton.config import ClusterConfig, PoolConfig, read_config
 from baton.errors import ConfigError
+from cluster.model_dtype import AUTO, with_dtype
 from cluster.rank_gpus import needs_gpu
 from cluster.role_plan import Role
 
@@ -38,6 +40,16 @@ class PoolSettings:
         on_gpu = needs_gpu(self.config.pool_engine(self.name))
         return self.shape.tensor_parallel if on_gpu else 0
 
+    @property
+    def dtype(self) -> str | None:
+        """What its workers compute in; None: that is not decided, or they compute nothing."""
+        engine = self.config.pool_engine(self.name)
+        return engine.dtype if engine.backend == "torch" and engine.dtype != AUTO else None
+
+    def with_dtype(self, dtype: str) -> PoolSettings:
+        """Where it was left open."""
+        return dataclasses.replace(self, config=with_dtype(self.config, dtype))
+
 
 def own_settings(cluster: ClusterConfig) -> dict[str, PoolSettings]:
     """Of the pools of the cluster's own file, by name."""
@@ -58,11 +70,7 @@ def told_settings(name: str, text: str, cohort: str) -> PoolSettings:
 
 def cohort_dtype(cohort: str, pools: Iterable[PoolSettings]) -> str | None:
     """What a cohort computes in, whose pools exchange KV in one dtype only; None: not decided."""
-    for settings in pools:
-        engine = settings.config.pool_engine(settings.name)
-        if settings.cohort == cohort and engine.backend == "torch" and engine.dtype != "auto":
-            return engine.dtype
-    return None
+    return next((each.dtype for each in pools if each.cohort == cohort and each.dtype), None)
 
 
 def num_ranks(pools: Mapping[str, PoolSettings], replicas: Mapping[str, int]) -> int:

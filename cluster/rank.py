@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cluster.agreed_dtype import with_agreed_dtype
 from cluster.worker_config import RankPlace, WorkerConfig
 from engine.api import ModelSpec, Runner
 from engine.build import build_runner, find_model, load_model_spec, region_layout
@@ -65,7 +66,8 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
     """Load this rank's part of the model and join the other ranks.
 
     `on_fatal` is told, on a thread of the transport's, when the rank can transfer no more. Raises
-    ModelError, TransportError, TpPeerError, ValueError.
+    ModelError, TransportError, TpPeerError, ValueError, and UnavailableError where the registry
+    says nothing of a dtype that is left open.
     """
     started_at = time.monotonic()
     group = None
@@ -83,6 +85,7 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
             _MEETING_TIMEOUT_S,
         )
     model = find_model(config.model_path, config.model_revision, config.engine)
+    config = with_agreed_dtype(config, model)
     spec = load_model_spec(model, config.engine, group)
     layout = region_layout(spec, config.engine, place.rank, place.size)
     transport = make_transport(config.transfer)

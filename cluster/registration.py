@@ -56,6 +56,7 @@ def worker_info(
         model=config.model_name,
         kv_fingerprint=model.kv_fingerprint,
         model_fingerprint=model.model_fingerprint,
+        dtype=model.layout.groups[0].tensors[0].dtype,
         tp_size=rank.identity.tp_size,
         block_size=model.layout.block_size,
         num_blocks=capacity.num_blocks,

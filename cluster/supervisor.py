@@ -31,7 +31,7 @@ from baton.errors import ConfigError
 from cluster.control_service import Changes, serve
 from cluster.keeper import LOOK_S, Ground, Keeper
 from cluster.loop_door import LoopDoor
-from cluster.model_dtype import decided_dtype, with_dtype
+from cluster.model_dtype import decided_dtype
 from cluster.pool_settings import PoolSettings, cohort_dtype, num_ranks
 from cluster.rank_ends import EndWatch
 from cluster.registry import Registry
@@ -115,7 +115,7 @@ class Supervision:
                 field="runs_on",
             )
         if dtype := cohort_dtype(told.cohort, self._registry.pools.all_settings().values()):
-            config = with_dtype(config, dtype)
+            config = told.with_dtype(dtype).config
         config, chosen = await asyncio.to_thread(decided_dtype, config)
         if chosen is not None:
             log.info("%s: %s", told.name, chosen)

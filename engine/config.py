@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+DTYPES = ("bfloat16", "float16", "float32")
+"""What can be computed in."""
 _CHOICES = {
-    "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "dtype": ("auto", *DTYPES),
     "device": ("cpu", "cuda"),
     "backend": ("torch", "fake"),
 }

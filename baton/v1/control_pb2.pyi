@@ -69,6 +69,7 @@ class WorkerInfo(_message.Message):
     POD_NAME_FIELD_NUMBER: _builtins.int
     NODE_NAME_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
     address: _builtins.str
@@ -102,6 +103,8 @@ class WorkerInfo(_message.Message):
     """Of weights and configuration, whatever the block size and dtype: what a worker must share to go
     on with another's stream.
     """
+    dtype: _builtins.str
+    """Of the KV: bfloat16, float16 or float32; weights and activations are in it, too."""
     @_builtins.property
     def ref(self) -> _common_pb2.WorkerRef: ...
     def __init__(
@@ -126,10 +129,11 @@ class WorkerInfo(_message.Message):
         pod_name: _builtins.str = ...,
         node_name: _builtins.str = ...,
         model_fingerprint: _builtins.bytes = ...,
+        dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_fingerprint", b"kv_fingerprint", "max_held_tokens_per_request", b"max_held_tokens_per_request", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_request_tokens", b"max_request_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_name", b"node_name", "num_blocks", b"num_blocks", "pod_name", b"pod_name", "pool", b"pool", "ref", b"ref", "role", b"role", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "dtype", b"dtype", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_fingerprint", b"kv_fingerprint", "max_held_tokens_per_request", b"max_held_tokens_per_request", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_request_tokens", b"max_request_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_name", b"node_name", "num_blocks", b"num_blocks", "pod_name", b"pod_name", "pool", b"pool", "ref", b"ref", "role", b"role", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -673,6 +677,48 @@ class RemovePoolResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RemovePoolResponse: _TypeAlias = RemovePoolResponse  # noqa: Y015
+
+@_typing.final
+class AgreeDtypeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    dtype: _builtins.str
+    """What the worker would compute in by itself: bfloat16, float16 or float32."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "pool", b"pool"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgreeDtypeRequest: _TypeAlias = AgreeDtypeRequest  # noqa: Y015
+
+@_typing.final
+class AgreeDtypeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: _builtins.int
+    dtype: _builtins.str
+    def __init__(
+        self,
+        *,
+        dtype: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgreeDtypeResponse: _TypeAlias = AgreeDtypeResponse  # noqa: Y015
 
 @_typing.final
 class SetCohortWeightsRequest(_message.Message):

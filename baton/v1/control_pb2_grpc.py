@@ -74,6 +74,11 @@ class ControlServiceStub:
                 request_serializer=baton_dot_v1_dot_control__pb2.RemovePoolRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.RemovePoolResponse.FromString,
                 _registered_method=True)
+        self.AgreeDtype = channel.unary_unary(
+                '/baton.v1.ControlService/AgreeDtype',
+                request_serializer=baton_dot_v1_dot_control__pb2.AgreeDtypeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.AgreeDtypeResponse.FromString,
+                _registered_method=True)
         self.SetCohortWeights = channel.unary_unary(
                 '/baton.v1.ControlService/SetCohortWeights',
                 request_serializer=baton_dot_v1_dot_control__pb2.SetCohortWeightsRequest.SerializeToString,
@@ -142,6 +147,14 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AgreeDtype(self, request, context):
+        """What the workers of a pool compute in whose settings leave it open: a worker asks before it loads
+        anything. The first one decides for its cohort.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetCohortWeights(self, request, context):
         """How new requests are divided among cohorts; replaces what was said before.
         """
@@ -191,6 +204,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.RemovePool,
                     request_deserializer=baton_dot_v1_dot_control__pb2.RemovePoolRequest.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.RemovePoolResponse.SerializeToString,
+            ),
+            'AgreeDtype': grpc.unary_unary_rpc_method_handler(
+                    servicer.AgreeDtype,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.AgreeDtypeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.AgreeDtypeResponse.SerializeToString,
             ),
             'SetCohortWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.SetCohortWeights,
@@ -414,6 +432,33 @@ class ControlService:
             '/baton.v1.ControlService/RemovePool',
             baton_dot_v1_dot_control__pb2.RemovePoolRequest.SerializeToString,
             baton_dot_v1_dot_control__pb2.RemovePoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AgreeDtype(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ControlService/AgreeDtype',
+            baton_dot_v1_dot_control__pb2.AgreeDtypeRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.AgreeDtypeResponse.FromString,
             options,
             channel_credentials,
             insecure,

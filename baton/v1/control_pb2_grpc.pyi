@@ -35,6 +35,10 @@ class ControlServiceStub:
     """
     RemovePool: _aio.UnaryUnaryMultiCallable[_control_pb2.RemovePoolRequest, _control_pb2.RemovePoolResponse]
     """Forgets a pool. FAILED_PRECONDITION while it has a size or a place."""
+    AgreeDtype: _aio.UnaryUnaryMultiCallable[_control_pb2.AgreeDtypeRequest, _control_pb2.AgreeDtypeResponse]
+    """What the workers of a pool compute in whose settings leave it open: a worker asks before it loads
+    anything. The first one decides for its cohort.
+    """
     SetCohortWeights: _aio.UnaryUnaryMultiCallable[_control_pb2.SetCohortWeightsRequest, _control_pb2.SetCohortWeightsResponse]
     """How new requests are divided among cohorts; replaces what was said before."""
 
@@ -107,6 +111,16 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_control_pb2.RemovePoolRequest, _abc.Awaitable[_control_pb2.RemovePoolResponse]],
     ) -> _abc.Awaitable[_control_pb2.RemovePoolResponse]:
         """Forgets a pool. FAILED_PRECONDITION while it has a size or a place."""
+
+    @_abc_1.abstractmethod
+    def AgreeDtype(
+        self,
+        request: _control_pb2.AgreeDtypeRequest,
+        context: _aio.ServicerContext[_control_pb2.AgreeDtypeRequest, _abc.Awaitable[_control_pb2.AgreeDtypeResponse]],
+    ) -> _abc.Awaitable[_control_pb2.AgreeDtypeResponse]:
+        """What the workers of a pool compute in whose settings leave it open: a worker asks before it loads
+        anything. The first one decides for its cohort.
+        """
 
     @_abc_1.abstractmethod
     def SetCohortWeights(

@@ -45,6 +45,16 @@ def test_a_worker_of_another_kind_than_every_partner_is_named_with_them() -> Non
     }
 
 
+def test_a_worker_that_computes_in_another_dtype_is_told_which_and_what_says_it() -> None:
+    seen = fleet(worker("prefill-0", b"a"), worker("decode-0", b"a"), worker("decode-1", b"b"))
+    for each, dtype in zip(seen.workers, ("bfloat16", "bfloat16", "float32"), strict=True):
+        each.info.dtype = dtype
+    assert unpaired(seen) == {
+        "decode-1": "decode-1 computes in float32, unlike every prefill worker (prefill-0): it "
+        "pairs with none; engine.dtype names one for all"
+    }
+
+
 def test_two_whole_cohorts_pair_each_with_its_own() -> None:
     kinds = (b"a", b"b")
     prefills = [worker(f"prefill-{n}", kind) for n, kind in enumerate(kinds)]

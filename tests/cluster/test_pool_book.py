@@ -170,6 +170,46 @@ def test_a_place_is_told_from_its_opening_with_its_pod_as_soon_as_it_has_one() -
     assert len(set(versions)) == len(versions)  # each is news
 
 
+# --- what they compute in -------------------------------------------------------------------------
+
+
+def torch_pool(name: str, cohort: str = "new", dtype: str = "auto") -> PoolSettings:
+    return told_settings(
+        name, f"pools: {{{name}: {{role: mixed, engine: {{dtype: {dtype}}}}}}}", cohort
+    )
+
+
+def dtypes(book: PoolBook) -> dict[str, str]:
+    pools = book.all_settings().items()
+    return {name: settings.config.pool_engine(name).dtype for name, settings in pools}
+
+
+def test_the_first_of_a_cohort_decides_what_all_of_it_compute_in() -> None:
+    book = book_of(torch_pool("p"), torch_pool("d"), torch_pool("other", "old"))
+    assert book.agree_dtype("p", "bfloat16") == "bfloat16"
+    assert book.agree_dtype("d", "float32") == "bfloat16"
+    assert book.agree_dtype("other", "float32") == "float32"
+    assert dtypes(book) == {"p": "bfloat16", "d": "bfloat16", "other": "float32"}
+    assert book.knows(torch_pool("p"))  # told again, it is the same pool
+
+
+def test_what_one_pool_of_a_cohort_says_goes_before_what_a_worker_would_compute_in() -> None:
+    book = book_of(torch_pool("p"), torch_pool("d", dtype="float16"))
+    assert book.agree_dtype("p", "bfloat16") == "float16"
+    assert book.agree_dtype("d", "bfloat16") == "float16"
+
+
+def test_what_cannot_be_computed_in_is_no_answer() -> None:
+    book = book_of(torch_pool("p"))
+    for dtype in ("auto", "int8", ""):
+        with pytest.raises(InvalidRequestError) as caught:
+            book.agree_dtype("p", dtype)
+        assert caught.value.field == "dtype"
+    with pytest.raises(NotFoundError):
+        book.agree_dtype("nobody", "float32")
+    assert dtypes(book) == {"p": "auto"}
+
+
 # --- what a restart finds -------------------------------------------------------------------------
 
 
@@ -210,6 +250,7 @@ def test_all_that_was_told_of_pools_survives_a_restart(tmp_path: Path) -> None:
     book.remove("prefill")
     book.set_role_plan("both", RolePlan(1, 2))
     book.set_cohort_weights({"new": 7, "yet to come": 3})
+    book.agree_dtype(told().name, "bfloat16")
     kept(book, tmp_path)
     again = restored(tmp_path)
     assert again.shown({}) == book.shown({})

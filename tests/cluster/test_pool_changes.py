@@ -95,6 +95,33 @@ async def test_a_pool_whose_workers_have_not_gone_is_not_removed() -> None:
         await asyncio.to_thread(control.remove_pool, "decode")
 
 
+TWO_POOLS = "pools: {p-2: {role: prefill}, d-2: {role: decode}}"
+
+
+async def test_workers_of_a_cohort_agree_on_one_dtype_before_they_load() -> None:
+    async with served(registry := registry_of()) as control:
+        for pool in ("p-2", "d-2"):
+            await asyncio.to_thread(control.add_pool, pool, TWO_POOLS, 1, "new")
+        assert await asyncio.to_thread(control.agree_dtype, "d-2", "bfloat16") == "bfloat16"
+        assert await asyncio.to_thread(control.agree_dtype, "p-2", "float32") == "bfloat16"
+        with pytest.raises(InvalidRequestError) as caught:
+            await asyncio.to_thread(control.agree_dtype, "p-2", "auto")
+        assert caught.value.field == "dtype"
+    assert registry.pools.settings("p-2").dtype == "bfloat16"
+
+
+async def test_a_registry_that_lost_what_was_agreed_hears_it_of_the_workers_that_serve() -> None:
+    registry = registry_of()
+    for n, (pool, dtype) in enumerate((("d-2", "float16"), ("p-2", ""), ("decode", "float32"))):
+        info = control_pb2.WorkerInfo(dtype=dtype).SerializeToString()
+        registry.register(Registration(f"{pool}-0", n, pool, info))
+    changes = PoolChanges(registry, backing := Backing(registry))
+    for pool in ("p-2", "d-2"):
+        await changes.add(pool, TWO_POOLS, "new", 1)
+    assert changes.agree_dtype("p-2", "bfloat16") == "float16"
+    assert backing.num_kept == 3
+
+
 # --- whoever starts the workers -------------------------------------------------------------------
 
 
@@ -103,6 +130,7 @@ class Backing(Unbacked):
 
     def __init__(self, registry: Registry, room: int = 8) -> None:
         self.kept: list[dict[str, int]] = []
+        self.num_kept = 0
         self.opened = asyncio.Event()
         self._registry = registry
         self._room = room
@@ -121,6 +149,7 @@ class Backing(Unbacked):
         await self.opened.wait()
 
     def booked(self) -> None:
+        self.num_kept += 1
         if (sizes := self._registry.pools.desired_replicas()) not in self.kept[-1:]:
             self.kept.append(sizes)
 

@@ -1,0 +1,135 @@
+"""`engine.dtype: auto` of a worker in a pod: it asks the registry before it loads anything."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from baton.errors import UnavailableError
+from baton.v1 import control_pb2_grpc
+from cluster import agreed_dtype, rank
+from cluster.agreed_dtype import with_agreed_dtype
+from cluster.config import RegistryConfig
+from cluster.control_service import Changes, serve
+from cluster.pool_settings import told_settings
+from cluster.rank import build_rank, free_port
+from cluster.registry import Registry
+from cluster.worker_config import RankPlace, WorkerConfig, worker_config
+from engine.api import ModelSpec
+from engine.config import EngineConfig
+
+POOLS = "pools: {p: {role: prefill}, d: {role: decode, engine: {device: cuda}}}\nruns_on: pods\n"
+
+
+def config_of(folder: Path, control: str) -> WorkerConfig:
+    """Of a worker whose model is named in float32: that is what it would compute in anywhere."""
+    (folder / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    cluster = told_settings("p", POOLS + f"model: {folder}", "new").config
+    return worker_config(cluster, "p", "p-0", control)
+
+
+def registry_of(*pools: str) -> Registry:
+    registry = Registry(RegistryConfig(), time.monotonic)
+    for pool in pools:
+        registry.pools.add(told_settings(pool, POOLS, "new"), 1)
+    return registry
+
+
+async def agreed(config: WorkerConfig) -> str:
+    told = await asyncio.to_thread(with_agreed_dtype, config, config.model_path)
+    assert told == dataclasses.replace(
+        config, engine=dataclasses.replace(config.engine, dtype=told.engine.dtype)
+    )
+    return told.engine.dtype
+
+
+async def test_the_first_worker_of_a_cohort_computes_in_its_own_dtype(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(registry := registry_of("p", "d"), Changes(), "127.0.0.1:0") as control:
+        with caplog.at_level("INFO", "cluster.agreed_dtype"):
+            assert await agreed(config_of(tmp_path, control)) == "float32"
+    assert caplog.messages == ["p computes in float32: the checkpoint's own dtype"]
+    assert registry.pools.settings("d").dtype == "float32"
+
+
+async def test_the_next_one_computes_in_what_its_cohort_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(registry := registry_of("p", "d"), Changes(), "127.0.0.1:0") as control:
+        registry.pools.agree_dtype("d", "float16")
+        with caplog.at_level("INFO", "cluster.agreed_dtype"):
+            assert await agreed(config_of(tmp_path, control)) == "float16"
+    assert caplog.messages == ["p computes in float16: its cohort does; float32 by itself"]
+
+
+async def test_a_registry_that_is_not_there_yet_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreed_dtype, "_AGAIN_S", 0.01)
+    control = f"127.0.0.1:{free_port('127.0.0.1')}"
+    asking = asyncio.create_task(agreed(config_of(tmp_path, control)))
+    await asyncio.wait({asking}, timeout=0.05)
+    registry = registry_of()  # which has yet to be told of the pool, too
+    async with serve(registry, Changes(), control):
+        await asyncio.wait({asking}, timeout=0.05)
+        registry.pools.add(told_settings("p", POOLS, "new"), 1)
+        registry.pools.agree_dtype("p", "bfloat16")
+        assert await asyncio.wait_for(asking, 10) == "bfloat16"
+
+
+async def test_a_worker_whom_no_registry_answers_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreed_dtype, "_WITHIN_S", 0.0)
+    with pytest.raises(UnavailableError, match=r"nothing listens at 127\.0\.0\.1:1"):
+        await agreed(config_of(tmp_path, "127.0.0.1:1"))
+
+
+async def test_a_registry_of_a_former_release_leaves_it_to_the_worker(tmp_path: Path) -> None:
+    former = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    control_pb2_grpc.add_ControlServiceServicer_to_server(
+        control_pb2_grpc.ControlServiceServicer(), former
+    )
+    port = former.add_insecure_port("127.0.0.1:0")
+    await former.start()
+    assert await agreed(config_of(tmp_path, f"127.0.0.1:{port}")) == "float32"
+    await former.stop(None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"in_pod": False},
+        {"engine": EngineConfig(dtype="bfloat16")},
+        {"engine": EngineConfig(backend="fake")},
+    ],
+)
+def test_what_is_decided_or_computes_nothing_asks_nobody(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    config = dataclasses.replace(config_of(tmp_path, "127.0.0.1:1"), **change)
+    assert with_agreed_dtype(config, config.model_path) is config
+
+
+async def test_a_rank_is_built_in_what_was_agreed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class DescribedError(Exception):
+        pass
+
+    def describe(model: str, engine: EngineConfig, group: object) -> ModelSpec:
+        raise DescribedError(engine.dtype)
+
+    monkeypatch.setattr(rank, "load_model_spec", describe)
+    async with serve(registry := registry_of("p", "d"), Changes(), "127.0.0.1:0") as control:
+        registry.pools.agree_dtype("d", "float16")
+        with pytest.raises(DescribedError, match="float16"):
+            await asyncio.to_thread(build_rank, config_of(tmp_path, control), RankPlace())
