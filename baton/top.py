@@ -15,17 +15,18 @@ from baton import render
 from baton.control_client import ControlClient
 from baton.errors import UnavailableError
 from baton.operate import Fleet, kv_use, pool_and_role, role_name, state_name
-from baton.v1 import common_pb2, control_pb2
+from baton.seen_by_clients import NOTHING_SEEN, seen_by_clients
+from baton.v1 import control_pb2
 
 _WATCH_S = 7 * 86400.0
 _HERE = (control_pb2.WORKER_STATE_LIVE, control_pb2.WORKER_STATE_SUSPECT,
          control_pb2.WORKER_STATE_DRAINING)  # fmt: skip
 _POOL_COLUMNS = (
-    "pool", "role", ">live", ">pending", ">TTFT", ">KV used", ">running", ">waiting", ">queued",
-    ">ITL", ">output", ">prefill",
+    "pool", "role", ">live", ">pending", ">TTFT", ">ITL", ">KV used", ">running", ">waiting",
+    ">queued", ">step", ">output", ">prefill",
 )  # fmt: skip
 _WORKER_COLUMNS = (
-    "worker", "pool", "state", ">KV used", ">running", ">waiting", ">queued", ">ITL", ">output",
+    "worker", "pool", "state", ">KV used", ">running", ">waiting", ">queued", ">step", ">output",
     ">prefill", ">handoff",
 )  # fmt: skip
 
@@ -77,8 +78,8 @@ class Busy:
     num_running: int
     num_waiting: int
     num_queued_tokens: int
-    itl_s: float | None
-    """Of the slowest worker: its steps that decode."""
+    decode_step_s: float | None
+    """Of the slowest worker."""
     output_tokens_per_s: float
     prefill_tokens_per_s: float
     """What the workers can do, as each has learned."""
@@ -89,10 +90,14 @@ class Busy:
             str(self.num_running),
             str(self.num_waiting),
             f"{self.num_queued_tokens} tok",
-            "-" if self.itl_s is None else render.milliseconds(self.itl_s * 1e3),
+            _milliseconds(self.decode_step_s),
             render.rate(self.output_tokens_per_s, "tok/s"),
             render.rate(self.prefill_tokens_per_s, "tok/s"),
         ]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else render.milliseconds(seconds * 1e3)
 
 
 def busy_of(workers: Iterable[control_pb2.FleetWorker]) -> Busy:
@@ -104,7 +109,7 @@ def busy_of(workers: Iterable[control_pb2.FleetWorker]) -> Busy:
         num_running=sum(load.num_running for load in loads),
         num_waiting=sum(load.num_waiting for load in loads),
         num_queued_tokens=sum(load.num_queued_tokens for load in loads),
-        itl_s=max((load.decode_step_s for load in decoding), default=None),
+        decode_step_s=max((load.decode_step_s for load in decoding), default=None),
         output_tokens_per_s=sum(load.num_running / load.decode_step_s for load in decoding),
         prefill_tokens_per_s=sum(load.prefill_tokens_per_s for load in loads),
     )
@@ -119,37 +124,16 @@ def _busiest_first(worker: control_pb2.FleetWorker) -> tuple[int, str]:
     return -(busy.num_running + busy.num_waiting), worker.info.ref.worker_id
 
 
-def expected_ttft_s(fleet: Fleet, pool: control_pb2.PoolStatus) -> float | None:
-    """What a request that comes now is likely to wait for its first token at a pool that prefills:
-    routers' median wait, and a mean prompt's tokens at its workers' speed. None where that is not
-    known, and for a pool that only decodes."""
-    if pool.role == common_pb2.WORKER_ROLE_DECODE:
-        return None
-    speeds = [worker.load.prefill_tokens_per_s for worker in _workers(fleet, pool.name)
-              if worker.state == control_pb2.WORKER_STATE_LIVE]  # fmt: skip
-    known = [speed for speed in speeds if speed]
-    requests_per_s = sum(router.requests_per_s for router in fleet.routers)
-    if not known or not requests_per_s:
-        return None
-    tokens = sum(router.uncached_tokens_per_s for router in fleet.routers) / requests_per_s
-    return _median_wait_s(fleet) + tokens / (sum(known) / len(known))
-
-
-def _median_wait_s(fleet: Fleet) -> float:
-    """For a prefill worker, at the router where it is longest."""
-    queues = [router.waiting_for_prefill for router in fleet.routers]
-    return max((queue.median_wait_s for queue in queues if queue.num_requests), default=0.0)
-
-
 def _pool_row(fleet: Fleet, pool: control_pb2.PoolStatus) -> list[str]:
     live = f"{pool.live_replicas} of {pool.desired_replicas}"
-    ttft_s = expected_ttft_s(fleet, pool)
+    seen = seen_by_clients(fleet.routers).get(pool.name, NOTHING_SEEN)
     return [
         pool.name,
         role_name(pool.role),
         live,
         str(pool.pending_replicas or "-"),
-        "-" if ttft_s is None else f"~{render.milliseconds(ttft_s * 1e3)}",
+        _milliseconds(seen.ttft_s),
+        _milliseconds(seen.itl_s),
         *busy_of(_workers(fleet, pool.name)).cells(),
     ]
 

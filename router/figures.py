@@ -49,12 +49,7 @@ class Figures:
         self._router_id, self._clock = router_id, clock
         self._seen: deque[tuple[float, Counts]] = deque([(clock(), Counts())])
 
-    def report(
-        self,
-        counts: Counts,
-        waiting: Sequence[Waiting],
-        cohorts: Sequence[control_pb2.CohortFigures] = (),
-    ) -> control_pb2.ReportRouterRequest:
+    def report(self, counts: Counts, waiting: Sequence[Waiting]) -> control_pb2.ReportRouterRequest:
         """Rates since about `WINDOW_S` ago, or since the start."""
         now = self._clock()
         while len(self._seen) > 1 and self._seen[1][0] <= now - WINDOW_S:
@@ -70,7 +65,6 @@ class Figures:
             num_held=sum(each.is_held for each in waiting),
             waiting_for_prefill=_queue([each for each in waiting if not each.for_decode]),
             waiting_for_decode=_queue([each for each in waiting if each.for_decode]),
-            cohorts=cohorts,
         )
         if ended:
             report.output_tokens = (counts.output_tokens - before.output_tokens) / ended

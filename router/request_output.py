@@ -102,6 +102,8 @@ class RequestOutput:
         self._num_cached_tokens = num_cached_tokens
         ttft_s = now - self._arrival.arrived_s
         self._parts.metrics.ttft.observe(ttft_s)
+        if self._booking is not None:
+            self._parts.pool_figures.saw_first_token(self._booking.prefill.facts.pool, ttft_s)
         self._parts.metrics.cached_tokens.inc(self._num_cached_tokens)
         self._parts.metrics.prefilled_tokens.inc(len(self._arrival.parsed.token_ids))
         self.log.mark(Prefilled(ttft_s, self._num_cached_tokens))
@@ -162,10 +164,16 @@ class RequestOutput:
             gap_s = now - self._last_at_s
             if not self._gaps_s:
                 self._second_token_s = gap_s
-            elif self._meter is not None:
-                self._meter.saw_gap(gap_s / num_new, now)
+            else:
+                self._tell_gap(gap_s / num_new, now)
             self._gaps_s += [gap_s / num_new] * num_new
         self._last_at_s = now
+
+    def _tell_gap(self, gap_s: float, now_s: float) -> None:
+        if self._meter is not None:
+            self._meter.saw_gap(gap_s, now_s)
+        if self._booking is not None:
+            self._parts.pool_figures.saw_gap(self._booking.decode.facts.pool, gap_s)
 
     def _flush(self, num_new: int) -> None:
         """The text held back comes with the last token, unless clients may have taken that."""

@@ -30,6 +30,7 @@ from router.fleet_watch import FleetWatch
 from router.metrics import RouterMetrics
 from router.output import Finished, FinishReason, OutputReader
 from router.placement import Placement
+from router.pool_figures import PoolFigures
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
 from router.reporting import Reporting, waiting_requests
@@ -83,6 +84,7 @@ class Router:
             retries=RetryBudget(config, clock),
             metrics=self.metrics,
             cohort_figures=CohortFigures(clock),
+            pool_figures=PoolFigures(clock),
             clock=clock,
             rng=self._rng,
         )
@@ -258,8 +260,10 @@ class Router:
 
     def _report(self) -> control_pb2.ReportRouterRequest:
         waiting = waiting_requests(self.admission.waiting, self.fleet, self.config, self.clock())
-        cohorts = self._parts.cohort_figures.report()
-        return self._figures.report(self.metrics.counts(), waiting, cohorts)
+        report = self._figures.report(self.metrics.counts(), waiting)
+        report.cohorts.extend(self._parts.cohort_figures.report())
+        report.pools.extend(self._parts.pool_figures.report())
+        return report
 
     async def _measure(self) -> None:
         """Bring the gauges up to date, once a second."""

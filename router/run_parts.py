@@ -13,6 +13,7 @@ from router.config import RouterConfig
 from router.fleet import Fleet
 from router.fleet_links import FleetLinks
 from router.metrics import RouterMetrics
+from router.pool_figures import PoolFigures
 from router.retry_budget import RetryBudget
 from router.text import TextModel
 from router.validate import ParsedRequest
@@ -28,6 +29,7 @@ class RunParts:
     retries: RetryBudget
     metrics: RouterMetrics
     cohort_figures: CohortFigures
+    pool_figures: PoolFigures
     clock: Callable[[], float]
     rng: random.Random
 

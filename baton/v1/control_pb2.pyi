@@ -270,6 +270,7 @@ class ReportRouterRequest(_message.Message):
     WAITING_FOR_PREFILL_FIELD_NUMBER: _builtins.int
     WAITING_FOR_DECODE_FIELD_NUMBER: _builtins.int
     COHORTS_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     requests_per_s: _builtins.float
     """Arrivals of the last seconds, of requests and of prompt tokens that were not cached."""
@@ -286,6 +287,8 @@ class ReportRouterRequest(_message.Message):
     def cohorts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CohortFigures]:
         """Of the cohorts that got requests of late."""
 
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolFigures]: ...
     def __init__(
         self,
         *,
@@ -297,16 +300,55 @@ class ReportRouterRequest(_message.Message):
         waiting_for_prefill: Global___QueueFigures | None = ...,
         waiting_for_decode: Global___QueueFigures | None = ...,
         cohorts: _abc.Iterable[Global___CohortFigures] | None = ...,
+        pools: _abc.Iterable[Global___PoolFigures] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "output_tokens", b"output_tokens", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "cohorts", b"cohorts", "num_held", b"num_held", "output_tokens", b"output_tokens", "requests_per_s", b"requests_per_s", "router_id", b"router_id", "uncached_tokens_per_s", b"uncached_tokens_per_s", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "cohorts", b"cohorts", "num_held", b"num_held", "output_tokens", b"output_tokens", "pools", b"pools", "requests_per_s", b"requests_per_s", "router_id", b"router_id", "uncached_tokens_per_s", b"uncached_tokens_per_s", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__output_tokens: _TypeAlias = _typing.Literal["output_tokens"]  # noqa: Y015
     _WhichOneofArgType__output_tokens: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__output_tokens) -> _WhichOneofReturnType__output_tokens | None: ...
 
 Global___ReportRouterRequest: _TypeAlias = ReportRouterRequest  # noqa: Y015
+
+@_typing.final
+class PoolFigures(_message.Message):
+    """What clients saw in the last minute of one pool's work."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    TTFT_P95_S_FIELD_NUMBER: _builtins.int
+    ITL_P95_S_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    ttft_p95_s: _builtins.float
+    """From a request's arrival to its first token, seconds: of prompts that the pool prefilled, 95 of
+    100 were as fast; unset: there were none.
+    """
+    itl_p95_s: _builtins.float
+    """Between two tokens of the streams that the pool decodes; unset: there were none."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        ttft_p95_s: _builtins.float | None = ...,
+        itl_p95_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_p95_s", b"_itl_p95_s", "_ttft_p95_s", b"_ttft_p95_s", "itl_p95_s", b"itl_p95_s", "ttft_p95_s", b"ttft_p95_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_p95_s", b"_itl_p95_s", "_ttft_p95_s", b"_ttft_p95_s", "itl_p95_s", b"itl_p95_s", "pool", b"pool", "ttft_p95_s", b"ttft_p95_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__itl_p95_s: _TypeAlias = _typing.Literal["itl_p95_s"]  # noqa: Y015
+    _WhichOneofArgType__itl_p95_s: _TypeAlias = _typing.Literal["_itl_p95_s", b"_itl_p95_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_p95_s: _TypeAlias = _typing.Literal["ttft_p95_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_p95_s: _TypeAlias = _typing.Literal["_ttft_p95_s", b"_ttft_p95_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_p95_s) -> _WhichOneofReturnType__itl_p95_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_p95_s) -> _WhichOneofReturnType__ttft_p95_s | None: ...
+
+Global___PoolFigures: _TypeAlias = PoolFigures  # noqa: Y015
 
 @_typing.final
 class CohortFigures(_message.Message):

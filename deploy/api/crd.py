@@ -144,6 +144,8 @@ WORKER_POOL = Kind(
         Column("Updated", ".status.updatedReplicas", "integer", priority=1),
         Column("Queue", ".status.queue", "integer"),
         Column("KV%", ".status.kvUsePercent", "integer"),
+        Column("TTFT", ".status.ttftSeconds", "number", priority=1),
+        Column("ITL", ".status.itlSeconds", "number", priority=1),
         Column("Scaling", ".spec.scaling.mode"),
         Column("Cluster", ".spec.cluster", priority=1),
         AGE,

@@ -91,7 +91,14 @@ class WorkerPoolStatus(Checked):
     """Requests that wait at the pool's workers."""
     kv_use_percent: int = bounded(0, minimum=0, maximum=100)
     ttft_seconds: float | None = None
+    """From arrival to first token, of prompts that the pool prefilled in the last minute: the 95th
+    percentile of what clients saw."""
+    ttft_target_seconds: float | None = None
+    """`spec.planner.ttftTargetS` of the ServingCluster, where the pool prefills."""
     itl_seconds: float | None = None
+    """Between two tokens of the streams that the pool decodes, likewise."""
+    itl_target_seconds: float | None = None
+    """`spec.planner.itlTargetS`, where the pool decodes."""
     last_error: str = bounded("", max_size=32768)
     """Why a replica last failed to start, in its own words."""
     desired_replicas: int | None = None

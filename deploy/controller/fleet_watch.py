@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from baton.control_client import ControlClient
 from baton.errors import BatonError, DeadlineError
+from baton.seen_by_clients import NOTHING_SEEN, seen_by_clients
 from baton.v1 import control_pb2
 from deploy.controller.objects import Key
 from deploy.controller.observed import Fleet, FleetPool, Place, PlaceState
@@ -33,7 +34,7 @@ _STATES = {
 
 def fleet_of(told: control_pb2.WatchFleetResponse) -> Fleet:
     """What the supervisor says, as places of pools."""
-    pools = {}
+    pools, seen = {}, seen_by_clients(told.routers)
     for pool in told.pools:
         workers = [w for w in told.workers if w.info.pool == pool.name and w.state in _STATES]
         places = {worker.info.ref.worker_id: _place(worker) for worker in workers}
@@ -49,6 +50,7 @@ def fleet_of(told: control_pb2.WatchFleetResponse) -> Fleet:
             (pool.role_plan.prefill, pool.role_plan.decode),
             pool.cohort,
             pool.cohort_weight,
+            seen.get(pool.name, NOTHING_SEEN),
         )
     return Fleet(pools, any(router.num_held for router in told.routers))
 
@@ -63,7 +65,6 @@ def _place(worker: control_pb2.FleetWorker) -> Place:
         num_running=load.num_running + load.num_reserved,
         num_waiting=load.num_waiting,
         kv_use=num_taken / load.num_blocks if load.num_blocks else 0.0,
-        decode_step_s=load.decode_step_s,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from baton.seen_by_clients import NOTHING_SEEN, SeenByClients
 from deploy.controller.manifests.common import POOL_LABEL
 from deploy.controller.manifests.pods import REVISION_LABEL
 from deploy.controller.objects import Object
@@ -59,7 +60,6 @@ class Place:
     num_waiting: int = 0
     kv_use: float = 0.0
     """Share of its KV blocks that are in use."""
-    decode_step_s: float = 0.0
 
     @property
     def index(self) -> int:
@@ -79,6 +79,7 @@ class FleetPool:
     cohort: str = ""
     cohort_weight: int = 0
     """Of new requests; the cohort's share is this by the sum over all."""
+    seen: SeenByClients = NOTHING_SEEN
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 
+from cluster.planner.config import PlannerConfig
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
 from deploy.controller.drains import held_by, is_overdue
@@ -14,13 +15,12 @@ from deploy.controller.rolling_status import watch_status
 from deploy.controller.view import PoolView
 
 
-def pool_status(view: PoolView, rolling: PoolRolling, now: str) -> Object:
+def pool_status(view: PoolView, rolling: PoolRolling, targets: PlannerConfig, now: str) -> Object:
     """Without conditions, None for what is not known; no places while the supervisor is silent, but
     for those that drained before."""
     spec, pool = view.spec, view.fleet
     places = pool.places if pool is not None else ()
     ready = [place for place in places if place.state is PlaceState.LIVE]
-    steps = [place.decode_step_s for place in ready if place.decode_step_s > 0]
     return {
         "replicas": len([pod for pod in view.pods if not pod.is_going]),
         "readyReplicas": len(ready),
@@ -32,8 +32,15 @@ def pool_status(view: PoolView, rolling: PoolRolling, now: str) -> Object:
         "queue": sum(place.num_waiting for place in places),
         "kvUsePercent": round(100 * max((place.kv_use for place in ready), default=0.0)),
         "lastError": (pool.last_error or None) if pool is not None else None,
-        "itlSeconds": round(max(steps), 4) if steps else None,
+        "ttftSeconds": _seconds(pool.seen.ttft_s) if pool is not None else None,
+        "ttftTargetSeconds": targets.ttft_target_s if spec.role != "decode" else None,
+        "itlSeconds": _seconds(pool.seen.itl_s) if pool is not None else None,
+        "itlTargetSeconds": targets.itl_target_s if spec.role != "prefill" else None,
     }
+
+
+def _seconds(seen: float | None) -> float | None:
+    return None if seen is None else round(seen, 4)
 
 
 def _revisions(view: PoolView) -> list[Object]:

@@ -37,7 +37,7 @@ class Statuses:
 
         def tell(name: str) -> None:
             pool, plan, decided = view.pools[name], plans.get(name), rolling.pools[name]
-            status = pool_status(pool, decided, now) | {
+            status = pool_status(pool, decided, view.spec.planner, now) | {
                 "desiredReplicas": None if plan is None else plan.desired_replicas,
                 "desiredReason": None if plan is None else plan.reason,
             }

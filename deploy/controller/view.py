@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from baton.seen_by_clients import SeenByClients
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.common import Owner
@@ -175,4 +177,5 @@ def _together(revisions: Iterable[RevisionView]) -> FleetPool | None:
         sum(pool.desired_replicas for pool in known),
         [place for pool in known for place in pool.places],
         "; ".join(pool.last_error for pool in known if pool.last_error),
+        seen=functools.reduce(SeenByClients.worse, (pool.seen for pool in known)),
     )

@@ -11,7 +11,7 @@ import pytest
 from baton.cli import main
 from baton.operate import Fleet, print_fleet
 from baton.render import out
-from baton.top import busy_of, expected_ttft_s, screen
+from baton.top import busy_of, screen
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from tests.baton.small_router import SmallControl
 from tests.baton.terminal import CTRL_C, Terminal
@@ -33,7 +33,14 @@ def fleet(**changes: int) -> Fleet:
     """One prefill worker of 1,000 tok/s, two that decode, one that has gone; one router."""
     waiting = control_pb2.QueueFigures(num_requests=4, median_wait_s=0.25)
     router = control_pb2.ReportRouterRequest(
-        requests_per_s=2.0, uncached_tokens_per_s=500.0, waiting_for_prefill=waiting, **changes
+        requests_per_s=2.0,
+        uncached_tokens_per_s=500.0,
+        waiting_for_prefill=waiting,
+        pools=[
+            control_pb2.PoolFigures(pool="prefill", ttft_p95_s=0.48),
+            control_pb2.PoolFigures(pool="decode", itl_p95_s=0.035),
+        ],
+        **changes,
     )
     return Fleet(
         pools=[
@@ -68,7 +75,17 @@ def row_of(lines: list[str], name: str) -> dict[str, str]:
     (line,) = [line for line in lines if line.startswith(f"{name} ")]
     header = next(each for each in reversed(lines[: lines.index(line)]) if "KV used" in each)
     cells = {}
-    for column in ("live", "pending", "TTFT", "KV used", "running", "queued", "ITL", "output"):
+    for column in (
+        "live",
+        "pending",
+        "TTFT",
+        "ITL",
+        "KV used",
+        "running",
+        "queued",
+        "step",
+        "output",
+    ):
         end = header.find(f" {column} ") + 1 + len(column)
         if end > len(column):
             cells[column] = line[:end].rpartition("  ")[2].strip()
@@ -78,33 +95,24 @@ def row_of(lines: list[str], name: str) -> dict[str, str]:
 def test_a_pool_is_as_full_and_slow_as_its_worst_worker_and_gives_what_all_give() -> None:
     busy = busy_of([each for each in fleet().workers if each.info.pool == "decode"])
     assert busy.kv_use == pytest.approx(0.6)
-    assert busy.itl_s == pytest.approx(0.03)
+    assert busy.decode_step_s == pytest.approx(0.03)
     assert busy.num_running == 8
     assert busy.output_tokens_per_s == pytest.approx(2 / 0.02 + 6 / 0.03)
 
 
 def test_an_idle_worker_gives_nothing_whatever_it_has_learned() -> None:
     idle = busy_of([worker("decode-0", decode_step_s=0.02)])
-    assert (idle.itl_s, idle.output_tokens_per_s, idle.kv_use) == (None, 0.0, None)
-
-
-def test_ttft_is_the_wait_and_a_mean_prompt() -> None:
-    told = fleet()
-    prefill, decode = told.pools
-    assert expected_ttft_s(told, prefill) == pytest.approx(0.25 + 250 / 1000)
-    assert expected_ttft_s(told, decode) is None
-    told.routers[0].requests_per_s = 0
-    assert expected_ttft_s(told, prefill) is None
+    assert (idle.decode_step_s, idle.output_tokens_per_s, idle.kv_use) == (None, 0.0, None)
 
 
 def test_the_tables_align_and_tell_what_waits() -> None:
     lines = shown(fleet())
     assert row_of(lines, "decode") == {
-        "live": "2 of 4", "pending": "2", "TTFT": "-", "KV used": "60%", "running": "8",
-        "queued": "0 tok", "ITL": "30.0 ms", "output": "300 tok/s",
+        "live": "2 of 4", "pending": "2", "TTFT": "-", "ITL": "35.0 ms", "KV used": "60%",
+        "running": "8", "queued": "0 tok", "step": "30.0 ms", "output": "300 tok/s",
     }  # fmt: skip
     prefill = row_of(lines, "prefill")
-    assert (prefill["TTFT"], prefill["queued"], prefill["pending"]) == ("~500 ms", "900 tok", "-")
+    assert (prefill["TTFT"], prefill["queued"], prefill["pending"]) == ("480 ms", "900 tok", "-")
     assert row_of(lines, "decode-1")["output"] == "200 tok/s"
     assert row_of(lines, "decode-2")["running"] == "0", "what one that has gone told is history"
     (told,) = [line for line in lines if line.startswith("routers 1")]

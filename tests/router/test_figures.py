@@ -9,6 +9,8 @@ import pytest
 
 from baton.v1 import control_pb2
 from router.figures import WINDOW_S, Counts, Figures, Waiting
+from router.pool_figures import WINDOW_S as POOLS_WINDOW_S
+from router.pool_figures import PoolFigures
 from router.text import TextModel
 from tests.router.deployment import PROMPT, ask_for, deployment
 
@@ -92,3 +94,31 @@ async def test_a_router_counts_what_comes_in_and_tells_who_waits_for_which_worke
         d.router.admission.kick()
         await asking
         await d.check_empty()
+
+
+def test_each_pool_s_slowest_but_a_twentieth_are_told_for_a_minute() -> None:
+    clock = Clock()
+    figures = PoolFigures(clock)
+    for number in range(100):
+        figures.saw_first_token("prefill-a", number / 100)
+        figures.saw_gap("decode-a", 0.01 if number < 94 else 0.5)
+        clock.now_s += 0.1
+    decode, prefill = figures.report()
+    assert (decode.pool, prefill.pool) == ("decode-a", "prefill-a")
+    assert prefill.ttft_p95_s == pytest.approx(0.95)
+    assert not prefill.HasField("itl_p95_s")
+    assert decode.itl_p95_s == pytest.approx(0.5)
+    clock.now_s += POOLS_WINDOW_S
+    assert figures.report() == []
+
+
+async def test_a_router_tells_what_clients_saw_of_the_pools_that_served_them(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, prefill=1, decode=1) as d:
+        answer = await d.client.ask(ask_for(PROMPT))
+        told = {each.pool: each for each in d.router._report().pools}
+        assert told.keys() == {"prefill", "decode"}
+        (prefilled,) = answer.prefilled
+        assert told["prefill"].ttft_p95_s == pytest.approx(prefilled.ttft_ms / 1e3, rel=1e-3)
+        assert told["decode"].itl_p95_s > 0

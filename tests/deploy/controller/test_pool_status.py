@@ -1,19 +1,24 @@
-"""What a WorkerPool's status says of workers that drain."""
+"""What a WorkerPool's status says of workers that drain, and of what clients see."""
 
 from __future__ import annotations
 
+from baton.v1 import control_pb2
+from cluster.planner.config import PlannerConfig
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.manifests.common import Object
+from deploy.controller.fleet_watch import fleet_of
+from deploy.controller.manifests.common import POOL_LABEL, Object
 from deploy.controller.observed import FleetPool, Place, PlaceState
 from deploy.controller.pool_status import pool_status
 from deploy.controller.revisions import Revision
 from deploy.controller.rolling import PoolRolling
 from deploy.controller.rollout import ReadyWatch
-from deploy.controller.view import PoolView, RevisionView
+from deploy.controller.view import PoolView, RevisionView, pool_view
 
 SPEC = WorkerPoolSpec(role="decode", cluster="main", pool="decode", drain_timeout="2m")
 NAME = "decode-bcdfg"
 BEGUN = "2026-01-01T10:00:00Z"
+COHORT = {"baton.dev/cohort": "bcdfg"}
+ROLLING = PoolRolling({}, frozenset(), ReadyWatch(NAME))
 
 
 def draining(told: list[Object], now: str, num_running: int | None = 3) -> list[Object]:
@@ -25,9 +30,7 @@ def draining(told: list[Object], now: str, num_running: int | None = 3) -> list[
     revision = RevisionView(Revision(NAME, "decode", ""), fleet=fleet)
     obj = {"metadata": {}, "status": {"draining": told}}
     view = PoolView(obj, SPEC, [], fleet, {NAME: revision}, NAME)
-    found: list[Object] = pool_status(view, PoolRolling({}, frozenset(), ReadyWatch(NAME)), now)[
-        "draining"
-    ]
+    found: list[Object] = pool_status(view, ROLLING, PlannerConfig(), now)["draining"]
     return found
 
 
@@ -49,3 +52,38 @@ def test_a_drain_that_takes_longer_than_it_may_says_what_holds_it() -> None:
 def test_a_silent_supervisor_ends_no_drain() -> None:
     first = draining([], BEGUN)
     assert draining(first, "2026-01-01T10:09:00Z", None) == first
+
+
+def test_what_clients_see_stands_beside_what_they_are_to_see() -> None:
+    """Two routers, and two revisions while a pool is rolled: none is to see worse."""
+    older = f"{SPEC.pool}-xyzbc"
+    told = control_pb2.WatchFleetResponse(
+        pools=[control_pb2.PoolStatus(name=name, desired_replicas=1) for name in (NAME, older)],
+        routers=[
+            control_pb2.ReportRouterRequest(
+                pools=[
+                    control_pb2.PoolFigures(pool=NAME, itl_p95_s=0.02),
+                    control_pb2.PoolFigures(pool=older, ttft_p95_s=0.25, itl_p95_s=0.04),
+                ]
+            ),
+            control_pb2.ReportRouterRequest(
+                pools=[control_pb2.PoolFigures(pool=NAME, itl_p95_s=0.03)]
+            ),
+        ],
+    )
+    fleet = fleet_of(told)
+    obj = {"metadata": {"name": "main"}, "spec": {"pools": {"decode": {"role": "decode"}}}}
+    groups = {
+        name: {
+            "groupName": name,
+            "replicas": 1,
+            "template": {"metadata": {"labels": {POOL_LABEL: "decode"}, "annotations": COHORT}},
+        }
+        for name in (NAME, older)
+    }
+    view = pool_view(obj, {"metadata": {}}, SPEC, groups, [], fleet)
+    status = pool_status(view, ROLLING, PlannerConfig(itl_target_s=0.035), BEGUN)
+    assert (status["itlSeconds"], status["itlTargetSeconds"]) == (0.04, 0.035)
+    assert (status["ttftSeconds"], status["ttftTargetSeconds"]) == (0.25, None)
+    silent = pool_view(obj, {"metadata": {}}, SPEC, groups, [], None)
+    assert pool_status(silent, ROLLING, PlannerConfig(), BEGUN)["itlSeconds"] is None

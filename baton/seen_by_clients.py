@@ -1,0 +1,45 @@
+"""What clients see of a pool: the figures of all routers, as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.v1 import control_pb2
+
+
+@dataclass(frozen=True)
+class SeenByClients:
+    """95th percentiles of the last minute, seconds; None: nothing was seen."""
+
+    ttft_s: float | None = None
+    """Of prompts that the pool prefilled."""
+    itl_s: float | None = None
+    """Of streams that it decodes."""
+
+    def worse(self, other: SeenByClients) -> SeenByClients:
+        """Of each figure the higher one: nobody is to see worse than what is told."""
+        return SeenByClients(_worse(self.ttft_s, other.ttft_s), _worse(self.itl_s, other.itl_s))
+
+
+NOTHING_SEEN = SeenByClients()
+
+
+def _worse(one: float | None, other: float | None) -> float | None:
+    known = [seconds for seconds in (one, other) if seconds is not None]
+    return max(known, default=None)
+
+
+def seen_by_clients(
+    routers: Iterable[control_pb2.ReportRouterRequest],
+) -> dict[str, SeenByClients]:
+    """By pool; of those that some router told of."""
+    found: dict[str, SeenByClients] = {}
+    for router in routers:
+        for told in router.pools:
+            seen = SeenByClients(
+                told.ttft_p95_s if told.HasField("ttft_p95_s") else None,
+                told.itl_p95_s if told.HasField("itl_p95_s") else None,
+            )
+            found[told.pool] = found.get(told.pool, NOTHING_SEEN).worse(seen)
+    return found
