@@ -193,6 +193,7 @@ class RequestStream:
                 self._request.ClearField("cohort")
                 if response.routed.HasField("cohort"):
                     self._request.cohort = event.cohort
+                self._request.model_fingerprints[:] = response.routed.model_fingerprints
             case Tokens():
                 return self._new_tokens(event)
             case Finished():

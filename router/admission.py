@@ -240,7 +240,7 @@ class Admission:
     def _by_cohort(self) -> Iterator[tuple[list[Ticket], Bools]]:
         """Who waits for each, and the workers that they cannot have: one cohort's requests do not
         hold up another's."""
-        cohorts = self._seen[0]
+        cohorts = self._fleet.kinds.cohorts
         if len(cohorts) == 1:
             yield self._waiting, np.zeros(self._fleet.num_slots, dtype=np.bool_)
             return
@@ -280,14 +280,16 @@ class Admission:
                 self._reserve(reserved, ticket, best, within_reach)
             longest = longest_open(arrays, reserved, now)
 
-    @staticmethod
-    def _reserve(reserved: Bools, ticket: Ticket, best: Placement | None, limits: Reach) -> None:
+    def _reserve(
+        self, reserved: Bools, ticket: Ticket, best: Placement | None, limits: Reach
+    ) -> None:
         """Keep room for a request that has been overtaken for long enough: where it goes once its
         prefill can start, or wherever it could."""
         if best is not None:
             reserved[best.decode_slot] = True
         else:
-            reserved |= limits.takes(len(ticket.prompt), ticket.least_new_tokens)
+            takes = limits.takes(len(ticket.prompt), ticket.least_new_tokens)
+            reserved |= takes & self._placing.slots_for(ticket)
 
     def _next_release_s(self, now: float) -> float:
         """Until a held worker may be asked again; other changes come as kicks."""

@@ -52,6 +52,8 @@ def read_facts(info: control_pb2.WorkerInfo, cohort: Cohort) -> WorkerFacts:
         kv_bytes_per_token=info.kv_bytes_per_token,
         ref=info.ref,
         cohort=cohort,
+        pool=info.pool,
+        model_fingerprint=info.model_fingerprint,
     )
 
 

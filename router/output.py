@@ -54,6 +54,8 @@ class Routed:
     num_cached_tokens_decode: int
     attempt: int
     cohort: Cohort
+    model_fingerprints: tuple[bytes, ...]
+    """Ascending."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ serve it, the cheapest placement, its booking.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -16,9 +16,10 @@ from router.placement import Bools, Placement, PlacementQuery, Reach, choose, ra
 from router.prediction import earliest_first_token_s
 from router.prefix_index import PrefixIndex
 from router.ticket import Placed, Ticket
+from router.worker_facts import KvClass
 
-Kinds = Mapping[Cohort, set[tuple[float, float]]]
-"""Per cohort, (request tokens, prompt tokens) of its decode workers (`Reach.kinds`)."""
+Kinds = Mapping[KvClass, set[tuple[float, float]]]
+"""Per class of workers, (request tokens, prompt tokens) of its decode workers (`Reach.kinds`)."""
 
 
 class Placing:
@@ -35,18 +36,33 @@ class Placing:
         return reach(self._fleet.arrays, self._config)
 
     def kinds(self, within_reach: Reach) -> Kinds:
-        cohorts = self._fleet.kinds.cohorts
-        if len(cohorts) == 1:
-            return {next(iter(cohorts)): within_reach.kinds()}
-        return {c: within_reach.of(self._fleet.slots_in(c)).kinds() for c in cohorts}
+        classes = self._fleet.kinds.classes
+        if len(classes) == 1:
+            return {classes[0][0]: within_reach.kinds()}
+        held = self._fleet.arrays.kv_class
+        return {kv_class: within_reach.of(held == number).kinds() for kv_class, number in classes}
 
-    def _able(self, ticket: Ticket, kinds: Kinds) -> list[Cohort]:
+    def _able(self, ticket: Ticket, kinds: Kinds) -> Collection[Cohort]:
         """The cohorts that can serve the request, once they have room."""
         total, num_tokens = ticket.num_tokens, len(ticket.prompt)
+        return {
+            kv_class.cohort
+            for kv_class, taken in kinds.items()
+            if self._fleet.kinds.runs(kv_class, ticket.model_ids)
+            and any(total <= longest and num_tokens <= prompt for longest, prompt in taken)
+        }
+
+    def slots_for(self, ticket: Ticket) -> Bools:
+        """[slots] The workers of its cohort and model."""
+        numbers = [number for _, number in self._classes_for(ticket)]
+        return np.isin(self._fleet.arrays.kv_class, numbers)
+
+    def _classes_for(self, ticket: Ticket) -> Sequence[tuple[KvClass, int]]:
+        kinds = self._fleet.kinds
         return [
-            cohort
-            for cohort, taken in kinds.items()
-            if any(total <= longest and num_tokens <= prompt for longest, prompt in taken)
+            (kv_class, number)
+            for kv_class, number in kinds.classes
+            if ticket.cohort in (None, kv_class.cohort) and kinds.runs(kv_class, ticket.model_ids)
         ]
 
     def draw(self, ticket: Ticket, kinds: Kinds, anew: bool) -> bool:
@@ -107,15 +123,15 @@ class Placing:
         reserved: Bools | None = None,
         everywhere: bool = False,
     ) -> Sequence[PlacementQuery]:
-        """One per class of workers that exchange KV, of the ticket's cohort if it has one; notes on
-        the ticket what of its prompt is left to compute."""
+        """One per class of workers that exchange KV, of the ticket's cohort and model if it has
+        them; notes on the ticket what of its prompt is left to compute."""
         prompt, num_slots = ticket.prompt, self._fleet.num_slots
         growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
         failed = self._fleet.slots_of(ticket.failed)
         queries = []
-        for kv_class, number in self._fleet.kinds.classes:
-            if not (everywhere or ticket.cohort in (None, kv_class.cohort)):
-                continue
+        for kv_class, number in (
+            self._fleet.kinds.classes if everywhere else self._classes_for(ticket)
+        ):
             hashes = prompt.hashes(kv_class.kv_fingerprint, kv_class.block_size)
             blocks = self._index.lookup_predicted(hashes, num_slots, now)
             cached = np.minimum(blocks * kv_class.block_size, max(0, len(prompt) - 1))

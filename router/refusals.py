@@ -28,11 +28,12 @@ def too_large(
 
 
 def stranded(ticket: Ticket, within_reach: Reach) -> UnavailableError | NotResumableError:
-    """Of a request that no usable worker, of its cohort if it is bound, took for long enough."""
+    """Of a request that no usable worker, of its cohort and model if it is bound, took for long
+    enough."""
     if ticket.is_bound:
         return NotResumableError(
-            f"no worker that can go on with the request is left of its cohort, {ticket.cohort!r},"
-            " and another cohort's tokens would be another model's; ask anew under a new id",
+            "no worker that can go on with the request is left: it takes the model that its tokens"
+            f" come from, of its cohort, {ticket.cohort!r}; ask anew under a new id",
             field="cohort",
         )
     total_tokens, num_tokens = ticket.num_tokens, len(ticket.prompt)

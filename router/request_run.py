@@ -38,6 +38,7 @@ from router.resume import cohort_to_run_in, find_running
 from router.retrying import OUT_OF_TIME, Retrying
 from router.run_parts import Arrival, RunParts
 from router.ticket import Placed, Ticket
+from router.worker_facts import ModelIds
 from router.worker_link import WorkerLink, Workers
 
 
@@ -54,6 +55,7 @@ class RequestRun:
         self._deadline_s = arrival.arrived_s + config.timeout_s(parsed.timeout_s)
         self._retrying = Retrying(arrival, parts, self.log)
         self._cohort: Cohort | None = None  # of the newest attempt, or as the client was told
+        self._model_ids: ModelIds = parsed.model_ids  # likewise
         self._aborted = self._orphaned = False
         self._attempt: Attempt | None = None  # under way
         self._is_sought = parsed.resume_from_index is not None  # at the decode workers
@@ -142,6 +144,7 @@ class RequestRun:
             ticket.max_new_tokens = max(1, parsed.sampling.max_tokens - len(self.log.ids))
             ticket.least_new_tokens = max(1, parsed.least_tokens - len(self.log.ids))
             ticket.cohort, ticket.is_bound = self._cohort, self._is_bound
+            ticket.model_ids = self._model_ids if self._is_bound else frozenset()
             queued_at_s = parts.clock()
             placed = await parts.admission.place(ticket)
             self._output.queue_s += parts.clock() - queued_at_s
@@ -163,7 +166,7 @@ class RequestRun:
 
     @property
     def _is_bound(self) -> bool:
-        """To its cohort: its client has seen tokens of it, or is about to."""
+        """To its cohort and model: its client has seen tokens of it, or is about to."""
         has_begun = bool(self.log.ids or self.arrival.parsed.resume_from_index)
         return has_begun and self._cohort is not None
 
@@ -211,7 +214,9 @@ class RequestRun:
         """See an attempt through to its end, and leave nothing of it behind on its workers."""
         taken_in = partial(self._retrying.taken_in, booking.decode)
         self._output.new_attempt(booking, routed, taken_in)
-        self._attempt, self._cohort = attempt, booking.decode.facts.cohort
+        facts = booking.decode.facts
+        self._attempt, self._cohort = attempt, facts.cohort
+        self._model_ids = self._parts.fleet.kinds.model_ids(facts)
         try:
             await running
         except AttemptError as error:
@@ -255,7 +260,8 @@ class RequestRun:
         )
         self._is_sought = False
         if found is None:
-            self._cohort = cohort_to_run_in(parsed, parts.fleet.known_cohorts())
+            fleet = parts.fleet
+            self._cohort = cohort_to_run_in(parsed, fleet.known_cohorts(), fleet.kinds)
             return False
         spec = found.response.spec
         if parsed.seed is not None and parsed.seed != spec.seed:
@@ -285,6 +291,7 @@ class RequestRun:
             num_cached_tokens_decode=0,
             attempt=self._retrying.attempt_number,
             cohort=link.entry.facts.cohort,
+            model_fingerprints=self._fingerprints(link.entry),
         )
 
     # --- values for workers and clients --------------------------------------------------------
@@ -333,4 +340,8 @@ class RequestRun:
             num_cached_tokens_decode=placement.num_cached_tokens_decode,
             attempt=self._retrying.attempt_number,
             cohort=placement.cohort,
+            model_fingerprints=self._fingerprints(placed.booking.decode),
         )
+
+    def _fingerprints(self, worker: WorkerEntry) -> tuple[bytes, ...]:
+        return tuple(sorted(self._parts.fleet.kinds.model_ids(worker.facts)))

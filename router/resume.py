@@ -18,6 +18,8 @@ from router.fleet_links import FleetLinks
 from router.run_parts import Arrival
 from router.session import SessionLostError
 from router.validate import ParsedRequest
+from router.worker_facts import WorkerFacts
+from router.worker_kinds import WorkerKinds
 from router.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
@@ -30,21 +32,32 @@ class Found:
     response: worker_pb2.AttachResponse
 
 
-def cohort_to_run_in(parsed: ParsedRequest, known: Collection[Cohort]) -> Cohort | None:
+def cohort_to_run_in(
+    parsed: ParsedRequest, known: Collection[Cohort], kinds: WorkerKinds
+) -> Cohort | None:
     """Of a request that no decode worker keeps, and that is run again; None: of any.
 
-    Raises NotResumableError when its client has seen tokens, and seed or cohort are not known.
+    Raises NotResumableError when its client has seen tokens, and it is not known what they were
+    drawn with (its seed), or which cohort or model they come from.
     """
     if not parsed.resume_from_index:
         return None
-    missing = "seed" if parsed.seed is None else "cohort"
-    if missing == "seed" or (parsed.cohort is None and len(known) > 1):
-        raise NotResumableError(
-            f"no decode worker keeps the request, and without its {missing} it cannot be run"
-            f" again; send the {missing} that Routed told",
-            field=missing,
-        )
-    return parsed.cohort if parsed.cohort is not None else next(iter(known), None)
+    if parsed.seed is None:
+        raise _not_known("seed")
+    if parsed.cohort is None and len(known) > 1:
+        raise _not_known("cohort")
+    cohort = parsed.cohort if parsed.cohort is not None else next(iter(known), None)
+    if cohort is not None and not parsed.model_ids and kinds.num_models(cohort) > 1:
+        raise _not_known("model_fingerprints")
+    return cohort
+
+
+def _not_known(missing: str) -> NotResumableError:
+    return NotResumableError(
+        f"no decode worker keeps the request, and without its {missing} it cannot be run again;"
+        f" send the {missing} that Routed told",
+        field=missing,
+    )
 
 
 async def find_running(
@@ -53,8 +66,8 @@ async def find_running(
     make_attempt: Callable[[WorkerLink], Attempt],
     timeout_s: float,
 ) -> Found | None:
-    """Ask every decode worker of the cohort whose tokens the client has, or every one; of several
-    attempts the newest is taken, the others are cancelled.
+    """Ask every decode worker of the cohort and model whose tokens the client has, or every one; of
+    several attempts the newest is taken, the others are cancelled.
 
     Raises AlreadyExistsError when the id runs with another body or seed only: it is left where it
     is. Where the request itself runs too, that one is followed: asking has moved it here.
@@ -63,7 +76,7 @@ async def find_running(
     asked = [
         asyncio.create_task(_ask(link, make_attempt(link), arrival, timeout_s))
         for link in links.with_open_session()
-        if arrival.parsed.cohort in (None, link.entry.facts.cohort)
+        if _can_keep(link.entry.facts, arrival.parsed)
     ]
     try:
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -85,6 +98,14 @@ async def find_running(
     if errors:
         raise errors[0]
     return None
+
+
+def _can_keep(facts: WorkerFacts, parsed: ParsedRequest) -> bool:
+    """An attempt that another cohort or model keeps is one that was given up before its tokens."""
+    model_ids = parsed.model_ids
+    return parsed.cohort in (None, facts.cohort) and (
+        not model_ids or not model_ids.isdisjoint(facts.model_ids)
+    )
 
 
 async def _ask(

@@ -9,6 +9,7 @@ from router.cohorts import Cohort
 from router.fleet import Booking
 from router.placement import Placement
 from router.prompt import PromptBlocks
+from router.worker_facts import ModelIds
 
 
 @dataclass(order=True)
@@ -41,7 +42,9 @@ class Ticket:
     cohort: Cohort | None = field(compare=False, default=None)
     """Where it goes; None: not drawn, for there is one cohort only or none that takes it."""
     is_bound: bool = field(compare=False, default=False)
-    """To its cohort, whose tokens it has put out."""
+    """To its cohort and model, whose tokens it has put out."""
+    model_ids: ModelIds = field(compare=False, default=frozenset())
+    """Of the tokens that it has put out; empty: of none, or of an unknown model."""
     explores: bool = field(compare=False, default=False)
     """Its next placement does not trust old measures of the workers' speed."""
 

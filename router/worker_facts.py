@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from baton.v1 import common_pb2
 from router.cohorts import Cohort
 
+ModelIds = frozenset[bytes]
+"""Fingerprints that one model is known by; who shares one of them runs the same. Empty: unknown."""
+
 NO_BOUND = 1 << 30  # tokens; of a length that nothing has told of
 
 
@@ -42,6 +45,9 @@ class WorkerFacts:
     ref: common_pb2.WorkerRef = field(compare=False)
     """Passed on unread: it names the writer of a lease."""
     cohort: Cohort = ""
+    pool: str = ""
+    model_fingerprint: bytes = b""
+    """Empty: it tells none."""
 
     @property
     def identity(self) -> tuple[str, int]:
@@ -70,6 +76,11 @@ class WorkerFacts:
     def held(self, num_tokens: int) -> int:
         """Tokens of KV that a request of this length takes at most."""
         return min(num_tokens, self.max_held_tokens or num_tokens)
+
+    @property
+    def model_ids(self) -> ModelIds:
+        """Workers that exchange KV run the same model, and so do some that do not."""
+        return frozenset({self.kv_fingerprint, self.model_fingerprint} - {b""})
 
     @property
     def kv_class(self) -> KvClass:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from router.cohorts import Cohort
-from router.worker_facts import KvClass, WorkerFacts
+from router.worker_facts import KvClass, ModelIds, WorkerFacts
 
 T = TypeVar("T")
 
@@ -17,6 +17,7 @@ class WorkerKinds:
 
     def __init__(self) -> None:
         self._numbers: dict[KvClass, int] = {}  # also of classes that left
+        self._model_ids: dict[KvClass, ModelIds] = {}  # likewise
         self._num_of_class: Counter[KvClass] = Counter()
         self.classes: Sequence[tuple[KvClass, int]] = ()
         """Of the workers that are here, each with its number."""
@@ -28,6 +29,8 @@ class WorkerKinds:
     def add(self, facts: WorkerFacts) -> int:
         """The number of the worker's class, which is its class's for good."""
         self._num_of_class[facts.kv_class] += 1
+        known = self._model_ids.get(facts.kv_class, frozenset())
+        self._model_ids[facts.kv_class] = known | facts.model_ids
         if facts.can_decode:
             self._longest_requests[facts.longest_request] += 1
         if facts.can_prefill:
@@ -48,6 +51,21 @@ class WorkerKinds:
         """Every request looks at them, and they hardly ever change."""
         self.classes = tuple((kv_class, self._numbers[kv_class]) for kv_class in self._num_of_class)
         self.cohorts = frozenset(kv_class.cohort for kv_class in self._num_of_class)
+
+    def model_ids(self, facts: WorkerFacts) -> ModelIds:
+        """Of a worker that is here, or was: what all of its class have told."""
+        return self._model_ids[facts.kv_class]
+
+    def runs(self, kv_class: KvClass, model_ids: ModelIds) -> bool:
+        """Whether such workers can go on with that model's stream; any can where it is unknown."""
+        return not model_ids or not model_ids.isdisjoint(self._model_ids[kv_class])
+
+    def num_models(self, cohort: Cohort) -> int:
+        """Of its workers that are here, as far as their models' fingerprints are told."""
+        told = (c for c in self._num_of_class if c.cohort == cohort)
+        return len(
+            {fingerprint for c in told for fingerprint in self._model_ids[c] - {c.kv_fingerprint}}
+        )
 
     @property
     def longest_request(self) -> int | None:

@@ -76,3 +76,10 @@ def test_a_reconnect_brings_back_the_seed_and_the_cohort_that_the_last_router_to
     assert stream.request().cohort == "new"
     stream.absorb(GenerateResponse(routed=Routed(seed=5)))  # of a release that knows none
     assert not stream.request().HasField("cohort")
+
+
+def test_a_reconnect_brings_back_what_the_last_router_told_of_the_model() -> None:
+    stream = RequestStream(build_request("a"), ["nowhere"])
+    for told in ([b"first"], [b"second", b"third"]):
+        stream.absorb(GenerateResponse(routed=Routed(seed=5, model_fingerprints=told)))
+        assert list(stream.request().model_fingerprints) == told

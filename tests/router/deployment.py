@@ -228,9 +228,9 @@ class Deployment:
         return self.fabric.workers[worker_id]
 
     async def add_worker(
-        self, worker_id: str, role: int, incarnation: int = 1, **shape: int | str
+        self, worker_id: str, role: int, incarnation: int = 1, **shape: int | str | bytes
     ) -> ScriptedWorker:
-        """`shape`: what the worker registers of its KV memory, its pool and its weights."""
+        """`shape`: what the worker registers of its KV memory, its pool and its model."""
         worker = await ScriptedWorker(worker_id, role, self.fabric, incarnation).start()
         vars(worker).update(shape)
         known = [w for w in self.registry.workers if w.worker_id != worker_id]

@@ -19,6 +19,7 @@ from router.stopped_pools import PoolReport
 from router.text import TextModel
 from router.ticket import Ticket
 from router.validate import ParsedRequest, RequestLimits, parse_generate
+from router.worker_kinds import WorkerKinds
 from tests.router.deployment import ask_for
 from tests.router.scripted_worker import MODEL
 from tests.router.test_admission import admission_of, prompt, rounds
@@ -268,12 +269,13 @@ def resumed(text_model: TextModel, index: int, cohort: str | None) -> ParsedRequ
 def test_a_request_that_is_run_again_goes_on_in_the_cohort_of_its_tokens(
     text_model: TextModel, index: int, told: str | None, known: Sequence[str], found: str | None
 ) -> None:
-    assert cohort_to_run_in(resumed(text_model, index, told), known) == found
+    kinds = WorkerKinds()
+    assert cohort_to_run_in(resumed(text_model, index, told), known, kinds) == found
 
 
 def test_tokens_of_an_unknown_cohort_are_not_gone_on_with(text_model: TextModel) -> None:
     with pytest.raises(NotResumableError, match="cohort") as refused:
-        cohort_to_run_in(resumed(text_model, 5, None), ["old", "new"])
+        cohort_to_run_in(resumed(text_model, 5, None), ["old", "new"], WorkerKinds())
     assert refused.value.field == "cohort"
 
 

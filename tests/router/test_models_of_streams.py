@@ -1,0 +1,283 @@
+"""Two sets of weights in one cohort: a stream is its model's, and goes on wherever that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+import grpc.aio
+import pytest
+
+from baton.errors import InvalidRequestError, NotResumableError
+from baton.v1 import worker_pb2
+from router.admission import Admission
+from router.fleet import Fleet, ReportedLoad
+from router.resume import cohort_to_run_in
+from router.router import Router
+from router.text import TextModel
+from router.ticket import Ticket
+from router.validate import RequestLimits, parse_generate
+from router.worker_facts import ModelIds, WorkerFacts
+from tests.router.deployment import (
+    DECODE,
+    PREFILL,
+    PROMPT,
+    Deployment,
+    ask_for,
+    deployment,
+    error_reason,
+)
+from tests.router.scripted_worker import MODEL
+from tests.router.test_admission import admission_of, prompt, rounds
+from tests.router.test_cohort_streams import die
+from tests.router.test_placement import Clock, facts, fleet_of
+from tests.router.test_requests import expected
+
+ONE, OTHER = b"one", b"other"
+
+
+def pair(name: str, kv: bytes, model: bytes, block_size: int = 16) -> list[WorkerFacts]:
+    """A prefill and a decode worker."""
+    roles = (("p", True, False), ("d", False, True))
+    made = (facts(f"{kind}-{name}", *role, kv_fingerprint=kv) for kind, *role in roles)
+    return [
+        dataclasses.replace(each, model_fingerprint=model, block_size=block_size) for each in made
+    ]
+
+
+def two_models(clock: Clock) -> Fleet:
+    return fleet_of(*pair("one", b"kv1", ONE), *pair("other", b"kv2", OTHER), clock=clock)
+
+
+def bound_to(admission: Admission, *model_ids: bytes) -> Ticket:
+    ticket = admission.ticket(prompt(10), 4)
+    ticket.cohort, ticket.is_bound, ticket.model_ids = "", True, frozenset(model_ids)
+    return ticket
+
+
+async def where(admission: Admission, fleet: Fleet, ticket: Ticket) -> str:
+    """The decode worker that a request is placed on."""
+    placed = await admission.place(ticket)
+    fleet.release(placed.booking)
+    assert placed.booking.prefill.facts.kv_class == placed.booking.decode.facts.kv_class
+    return placed.placement.decode_worker
+
+
+def leave(fleet: Fleet, *names: str) -> None:
+    for name in names:
+        worker = fleet.get(name)
+        assert worker is not None
+        fleet.remove(worker)
+
+
+# --- the line -------------------------------------------------------------------------------------
+
+
+async def test_a_stream_goes_on_with_its_own_model_however_busy_that_is() -> None:
+    clock = Clock()
+    fleet = two_models(clock)
+    busy = fleet.get("p-one")
+    assert busy is not None
+    fleet.report(busy, ReportedLoad(num_queued_tokens=500))
+    admission = admission_of(fleet, clock)
+    assert await where(admission, fleet, admission.ticket(prompt(10), 4)) == "d-other"
+    for _ in range(5):
+        assert await where(admission, fleet, bound_to(admission, b"kv1", ONE)) == "d-one"
+    fleet.check_integrity()
+
+
+async def test_without_a_worker_of_its_model_a_stream_is_told_so_after_its_wait() -> None:
+    clock = Clock()
+    fleet = two_models(clock)
+    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    leave(fleet, "p-one", "d-one")
+    placing = asyncio.create_task(admission.place(bound_to(admission, b"kv1", ONE)))
+    await rounds(admission, clock, 9.0)
+    assert not placing.done()
+    await rounds(admission, clock, 2.0)
+    with pytest.raises(NotResumableError, match="the model that its tokens come from"):
+        await placing
+
+
+@pytest.mark.parametrize(
+    ("kv", "model", "block_size"),
+    [
+        (b"kv1", ONE, 16),
+        (b"kv3", ONE, 32),  # its KV is computed anew there
+        (b"kv1", b"", 16),  # a worker that tells no model
+    ],
+)
+async def test_a_stream_goes_on_wherever_the_same_weights_are(
+    kv: bytes, model: bytes, block_size: int
+) -> None:
+    clock = Clock()
+    fleet = two_models(clock)
+    facts_of_one = fleet.get("d-one")
+    assert facts_of_one is not None
+    model_ids = fleet.kinds.model_ids(facts_of_one.facts)
+    leave(fleet, "p-one", "d-one")
+    back = fleet_of(*pair("other", b"kv2", OTHER), *pair("new", kv, model, block_size), clock=clock)
+    admission = admission_of(back, clock)
+    assert await where(admission, back, bound_to(admission, *model_ids)) == "d-new"
+
+
+async def test_a_worker_that_tells_no_model_runs_that_of_those_it_exchanges_kv_with() -> None:
+    clock = Clock()
+    fleet = fleet_of(*pair("old", b"kv1", b""), *pair("new", b"kv1", ONE), clock=clock)
+    fleet.add(dataclasses.replace(pair("far", b"kv3", ONE, 32)[0]))
+    old = fleet.get("d-old")
+    assert old is not None
+    assert fleet.kinds.model_ids(old.facts) == {b"kv1", ONE}
+    leave(fleet, "p-new", "d-new")
+    admission = admission_of(fleet, clock)
+    assert await where(admission, fleet, bound_to(admission, b"kv3", ONE)) == "d-old"
+
+
+async def test_what_waits_for_its_model_keeps_no_other_s_workers() -> None:
+    clock = Clock()
+    fleet = two_models(clock)
+    full = fleet.get("d-one")
+    assert full is not None
+    fleet.report(full, ReportedLoad(num_requests=1000))
+    admission = admission_of(fleet, clock, max_bypass_s=0.0)
+    waiting = asyncio.create_task(admission.place(bound_to(admission, b"kv1", ONE)))
+    await rounds(admission, clock, 1.0)
+    assert await where(admission, fleet, bound_to(admission, b"kv2", OTHER)) == "d-other"
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.wait([waiting])
+
+
+# --- run again after a lost router ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("models", "told", "is_run"),
+    [
+        ((ONE, OTHER), [ONE], True),
+        ((ONE, OTHER), [], False),
+        ((ONE,), [], True),
+        ((ONE, b""), [], True),  # nothing says that it is another
+    ],
+)
+def test_tokens_of_an_unknown_model_are_not_gone_on_with_where_there_are_several(
+    text_model: TextModel, models: Sequence[bytes], told: Sequence[bytes], is_run: bool
+) -> None:
+    request = ask_for("hello", request_id="r", resume_from_index=5, model_fingerprints=told)
+    parsed = parse_generate(request, text_model, RequestLimits(512, model_names=(MODEL,)))
+    members = [pair(f"w{n}", b"kv%d" % n, model) for n, model in enumerate(models)]
+    fleet = fleet_of(*(each for both in members for each in both))
+    if is_run:
+        assert cohort_to_run_in(parsed, [""], fleet.kinds) == ""
+        return
+    with pytest.raises(NotResumableError) as refused:
+        cohort_to_run_in(parsed, [""], fleet.kinds)
+    assert refused.value.field == "model_fingerprints"
+
+
+def test_fingerprints_are_bounded_and_make_no_other_request(text_model: TextModel) -> None:
+    limits = RequestLimits(512, model_names=(MODEL,))
+    plain = ask_for("hello", request_id="r", resume_from_index=5)
+    told = ask_for("hello", request_id="r", resume_from_index=5, model_fingerprints=[ONE])
+    first, second = (parse_generate(each, text_model, limits) for each in (plain, told))
+    assert first.body_digest == second.body_digest
+    assert second.model_ids == ModelIds({ONE})
+    for much in ([b"x" * 65], [b"x"] * 65):
+        request = ask_for("hello", model_fingerprints=much)
+        with pytest.raises(InvalidRequestError) as refused:
+            parse_generate(request, text_model, limits)
+        assert refused.value.field == "model_fingerprints"
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+async def add_pair(d: Deployment, name: str, model: bytes, weights: int) -> None:
+    for kind, role in (("p", PREFILL), ("d", DECODE)):
+        kv = b"kv-" + model
+        await d.add_worker(
+            f"{kind}-{name}", role, kv_fingerprint=kv, model_fingerprint=model, weights=weights
+        )
+
+
+async def add_same(d: Deployment, router: Router) -> None:
+    """A pair of the first model, with so much to do that whoever may go elsewhere does."""
+    await add_pair(d, "same", ONE, weights=0)
+    for kind in ("p", "d"):
+        d.worker(f"{kind}-same").load = worker_pb2.WorkerLoad(num_running=5, num_queued_tokens=300)
+    await d.registry.publish()
+
+    def is_told() -> bool:
+        worker = router.fleet.get("p-same")
+        return worker is not None and worker.others_queued_tokens == 300
+
+    await d.until(is_told)
+
+
+async def begun_on(d: Deployment, name: str) -> tuple[asyncio.Task[list[int]], asyncio.Event]:
+    """A stream that stands still on that pair's decode worker, with tokens out."""
+    worker, has_begun = d.worker(f"d-{name}"), asyncio.Event()
+
+    def stop(_: object) -> None:
+        worker.may_decode.clear()
+        has_begun.set()
+
+    worker.on_token = stop
+
+    async def ask() -> list[int]:
+        return (await d.client.ask(ask_for(PROMPT, request_id="r"))).ids
+
+    return asyncio.create_task(ask()), has_begun
+
+
+@pytest.mark.parametrize("is_left", [True, False], ids=["left", "none left"])
+async def test_a_stream_whose_worker_dies_takes_no_token_of_other_weights_of_its_cohort(
+    text_model: TextModel, is_left: bool
+) -> None:
+    async with deployment(text_model, prefill=0, decode=0, fleet_wait_s=0.3) as d:
+        await add_pair(d, "one", ONE, weights=0)
+        await d.connected(2)
+        asking, has_begun = await begun_on(d, "one")
+        await has_begun.wait()
+        await add_pair(d, "other", OTHER, weights=1 << 40)
+        if is_left:
+            await add_same(d, d.router)
+        await d.connected(6 if is_left else 4)
+        await die(d, "d-one")
+        if is_left:
+            assert await asking == expected(PROMPT, 12, 7)
+        else:
+            with pytest.raises(grpc.aio.AioRpcError, match="the model that its tokens") as refused:
+                await asking
+            assert error_reason(refused.value) == "NOT_RESUMABLE"
+        assert d.worker("d-other").num_reserves == 0
+        await d.check_empty()
+
+
+@pytest.mark.parametrize("is_left", [True, False], ids=["left", "none left"])
+async def test_a_router_that_runs_a_stream_again_keeps_to_the_model_that_its_client_was_told(
+    text_model: TextModel, is_left: bool
+) -> None:
+    async with deployment(text_model, prefill=0, decode=0, fleet_wait_s=0.3) as d:
+        await add_pair(d, "one", ONE, weights=0)
+        await d.connected(2)
+        request = ask_for(PROMPT, 40, request_id="r")
+        seen = await d.client.ask(request, until=lambda answer: len(answer.ids) >= 3)
+        await add_pair(d, "other", OTHER, weights=1 << 40)
+        second = await d.add_router()
+        if is_left:
+            await add_same(d, d.servers[1].router)
+        await d.connected(6 if is_left else 4, d.servers[1].router)
+        await d.servers.pop(0).stop(0.0)
+        await die(d, "d-one")
+        request.resume_from_index = len(seen.ids)
+        request.model_fingerprints[:] = seen.routed[0].model_fingerprints
+        if is_left:
+            answer = await second.ask(request)
+            assert answer.ids == expected(PROMPT, 40, 7)[len(seen.ids) :]
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await second.ask(request)
+            assert error_reason(refused.value) == "NOT_RESUMABLE"
+        assert d.worker("d-other").num_reserves == 0
