@@ -48,6 +48,7 @@ def worker_info(
 ) -> control_pb2.WorkerInfo:
     """What a worker that serves at `address` tells of itself; `rank`: its rank 0."""
     model, pod = rank.model, config.pod
+    computes = config.engine.backend == "torch"
     return control_pb2.WorkerInfo(
         ref=rank.identity.to_proto(),
         pool=config.pool,
@@ -56,7 +57,7 @@ def worker_info(
         model=config.model_name,
         kv_fingerprint=model.kv_fingerprint,
         model_fingerprint=model.model_fingerprint,
-        dtype=model.layout.groups[0].tensors[0].dtype,
+        dtype=model.layout.groups[0].tensors[0].dtype if computes else "",
         tp_size=rank.identity.tp_size,
         block_size=model.layout.block_size,
         num_blocks=capacity.num_blocks,

@@ -104,7 +104,7 @@ class WorkerInfo(_message.Message):
     on with another's stream.
     """
     dtype: _builtins.str
-    """Of the KV: bfloat16, float16 or float32; weights and activations are in it, too."""
+    """Of weights, activations and KV: bfloat16, float16 or float32; empty: it computes nothing."""
     @_builtins.property
     def ref(self) -> _common_pb2.WorkerRef: ...
     def __init__(

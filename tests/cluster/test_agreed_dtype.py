@@ -7,7 +7,8 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc.aio
 import pytest
@@ -19,11 +20,15 @@ from cluster.agreed_dtype import with_agreed_dtype
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
 from cluster.pool_settings import told_settings
-from cluster.rank import build_rank, free_port
+from cluster.rank import Rank, build_rank, free_port
+from cluster.registration import worker_info
 from cluster.registry import Registry
 from cluster.worker_config import RankPlace, WorkerConfig, worker_config
-from engine.api import ModelSpec
+from engine.api import EngineCapacity, ModelSpec
 from engine.config import EngineConfig
+from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
+from kv_transfer.lease import RankAddress, WorkerIdentity
+from kv_transfer.process import own_identity
 
 POOLS = "pools: {p: {role: prefill}, d: {role: decode, engine: {device: cuda}}}\nruns_on: pods\n"
 
@@ -117,6 +122,20 @@ def test_what_is_decided_or_computes_nothing_asks_nobody(
 ) -> None:
     config = dataclasses.replace(config_of(tmp_path, "127.0.0.1:1"), **change)
     assert with_agreed_dtype(config, config.model_path) is config
+
+
+@pytest.mark.parametrize(("backend", "told"), [("torch", "bfloat16"), ("fake", "")])
+def test_a_worker_tells_the_registry_what_it_computes_in(
+    backend: str, told: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, "127.0.0.1:1")
+    config = dataclasses.replace(config, engine=EngineConfig(backend=backend))
+    tensors = (TensorSpec("k", 1, 8, "bfloat16"),)
+    spec = ModelSpec("m", KvLayout(16, (LayerGroup(0, 1, tensors),)), b"", b"", 9, 64, frozenset())
+    identity = WorkerIdentity("p-0", 1, (RankAddress(0, b"there", own_identity()),))
+    loaded = SimpleNamespace(model=spec, identity=identity)
+    capacity = EngineCapacity(4, 64, None, None)
+    assert worker_info(config, cast(Rank, loaded), capacity, "here:1").dtype == told
 
 
 async def test_a_rank_is_built_in_what_was_agreed(
