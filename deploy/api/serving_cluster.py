@@ -145,7 +145,8 @@ class CohortRollout(Checked):
     step: str = bounded("5m", pattern=DURATION, max_size=32)
     """How long each step is watched."""
     max_error_percent: float = bounded(1.0, minimum=0, maximum=100)
-    """More failed requests of the new version than this takes everything back to the old one."""
+    """So much more than the old version's percentage of failed requests, and not by chance, takes
+    everything back to it."""
     max_itl_factor: float = bounded(1.5, minimum=1, maximum=100)
     """So does an inter-token latency of more than this many times the old one's."""
 

@@ -5,10 +5,11 @@ process: a successor judges the rest of the step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.v1 import control_pb2
-from deploy.controller.cohort_rollout import Figures, Progress
+from deploy.controller.cohort_judgement import MIN_REQUESTS, Figures
+from deploy.controller.cohort_rollout import Progress
 from deploy.controller.objects import Key
 
 _LONGEST_S = 10.0
@@ -44,7 +45,24 @@ class _Tally:
 class _Step:
     progress: Progress
     heard_at_s: float
+    served_before: Figures | None
+    """Of the serving cohort, from the last step in which it had enough requests."""
     tallies: dict[str, _Tally] = field(default_factory=dict)
+
+    @property
+    def serving(self) -> Figures:
+        """Of the serving cohort. Once it has no requests any more, what failed is compared with
+        what it did before; how fast it was does not count: it had another load."""
+        here = self.tallies.get(self.progress.serving, _Tally()).figures
+        if here.num_requests >= MIN_REQUESTS or self.served_before is None:
+            return here
+        return replace(self.served_before, itl_s=here.itl_s)
+
+    def next(self, progress: Progress, heard_at_s: float) -> _Step:
+        if progress.serving != self.progress.serving:
+            return _Step(progress, heard_at_s, None)
+        found = self.serving
+        return _Step(progress, heard_at_s, found if found.num_requests >= MIN_REQUESTS else None)
 
 
 class CohortFigures:
@@ -58,15 +76,19 @@ class CohortFigures:
         supervisor's answer and when it came, in seconds of any one clock."""
         answer, heard_at_s = told
         step = self._steps.get(cluster)
-        if step is None or step.progress != progress:
-            step = self._steps[cluster] = _Step(progress, heard_at_s)
+        if step is None:
+            self._steps[cluster] = _Step(progress, heard_at_s, None)
+            return None
+        if step.progress != progress:
+            self._steps[cluster] = step.next(progress, heard_at_s)
             return None
         duration_s = min(heard_at_s - step.heard_at_s, _LONGEST_S)
         step.heard_at_s = heard_at_s
         for router in answer.routers:
             for each in router.cohorts:
                 step.tallies.setdefault(each.cohort, _Tally()).add(each, duration_s)
-        return {cohort: tally.figures for cohort, tally in step.tallies.items()}
+        found = {cohort: tally.figures for cohort, tally in step.tallies.items()}
+        return found | {progress.serving: step.serving}
 
     def forget(self, cluster: Key) -> None:
         self._steps.pop(cluster, None)

@@ -3,12 +3,13 @@
 1. Growing: the new cohort's pools get the workers that the next step's share of requests needs,
    beside all that serve; they are waited for.
 2. Watching: that share goes to it, the old cohort shrinks to what the rest needs, and what becomes
-   of the new one's requests is watched for as long as the step lasts. Then the next step.
+   of both's requests is watched for as long as the step lasts, and longer where so few of the new
+   one's were seen that those which failed may be chance. Then the next step.
 3. Serving: the new one has served all requests for a step's time; the old one drains.
 
-Returning: the new one fails more or is slower than allowed, and its share ends at once; or the spec
-names another version, and its share ends when the old one has all of its workers back. Returned:
-nothing is tried again until the spec changes.
+Returning: the new one fails more, or is slower, than the old one by more than is allowed, and its
+share ends at once; or the spec names another version, and its share ends when the old one has all
+of its workers back. Returned: nothing is tried again until the spec changes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from deploy.api.serving_cluster import CohortRollout
+from deploy.controller.cohort_judgement import Failures, Figures, failures, slowness
 
 
 class Phase(StrEnum):
@@ -50,17 +52,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What became of a cohort's requests since the step began."""
-
-    num_requests: float = 0.0
-    num_failures: float = 0.0
-    """Those that are not their clients' fault."""
-    itl_s: float | None = None
-    """None: no gap between tokens was seen."""
-
-
-@dataclass(frozen=True)
 class CohortPool:
     """A pool's size, and how many workers of each cohort are live in it."""
 
@@ -76,6 +67,11 @@ class Seen:
 
     def has_live(self, cohort: str) -> bool:
         return any(pool.num_live.get(cohort, 0) for pool in self.pools)
+
+    def both(self, progress: Progress) -> tuple[Figures, Figures]:
+        """Of the next cohort, and of the serving one."""
+        told = self.figures or {}
+        return told.get(progress.next, Figures()), told.get(progress.serving, Figures())
 
     def is_sized(self, cohort: str, percent: int) -> bool:
         """Whether each pool has the live workers for that share of requests."""
@@ -147,9 +143,22 @@ def advance(
         return progress
     if progress.phase is Phase.RETURNING:
         return _returned(progress, wanted, seen)
-    if fault := _fault(progress, rollout, seen):
-        back = replace(progress, phase=Phase.RETURNING, reason=fault, is_fault=True)
-        return replace(back, weight=0, since=None)
+    if progress.weight and seen.has_live(progress.serving):  # else there is nothing to go back to
+        if fault := _fault(progress, rollout, seen):
+            back = replace(progress, phase=Phase.RETURNING, reason=fault, is_fault=True)
+            return replace(back, weight=0, since=None)
+        if failures(*seen.both(progress), rollout) is Failures.IN_DOUBT:
+            return progress
+    return _forward(progress, rollout, seen, step_s, now)
+
+
+def _forward(
+    progress: Progress,
+    rollout: CohortRollout,
+    seen: Seen,
+    step_s: float,
+    now: datetime.datetime,
+) -> Progress:
     if progress.phase is Phase.GROWING:
         return _grown(progress, rollout, seen, now)
     if seen.figures is None:  # however short a step is: none goes by unwatched
@@ -191,21 +200,12 @@ def _returned(progress: Progress, wanted: str, seen: Seen) -> Progress:
 
 
 def _fault(progress: Progress, rollout: CohortRollout, seen: Seen) -> str:
-    """Why the new cohort is not fit; empty: it is, or there is nothing to go back to."""
-    if not progress.weight or not seen.has_live(progress.serving):
-        return ""
-    figures = seen.figures or {}
-    new = figures.get(progress.next, Figures())
-    old = figures.get(progress.serving, Figures())
-    percent = 100 * new.num_failures / new.num_requests if new.num_requests else 0.0
-    if percent > rollout.max_error_percent:
-        return (
-            f"{percent:.1f}% of its requests failed at a share of {progress.weight}%, "
-            f"maxErrorPercent is {rollout.max_error_percent:g}"
-        )
-    if new.itl_s is not None and old.itl_s and new.itl_s > rollout.max_itl_factor * old.itl_s:
-        return (
-            f"{1000 * new.itl_s:.1f} ms between its tokens, {1000 * old.itl_s:.1f} ms between the "
-            f"old one's: maxItlFactor is {rollout.max_itl_factor:g}"
-        )
-    return ""
+    """Why the new cohort is not fit; empty: it is, as far as is known."""
+    new, serving = seen.both(progress)
+    if failures(new, serving, rollout) is not Failures.MANY:
+        return slowness(new, serving, rollout)
+    return (
+        f"{new.failed_percent:.1f}% of its requests failed at a share of {progress.weight}%, "
+        f"{serving.failed_percent:.1f}% of the old one's: maxErrorPercent is "
+        f"{rollout.max_error_percent:g}"
+    )

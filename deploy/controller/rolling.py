@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deploy.api.serving_cluster import CohortRollout
+from deploy.controller.cohort_judgement import Figures
 from deploy.controller.cohort_rollout import (
     CohortPool,
-    Figures,
     Phase,
     Progress,
     Seen,

@@ -48,3 +48,30 @@ def test_another_step_begins_anew_and_a_silence_is_not_filled_in() -> None:
     assert found["new"].itl_s is None
     later = dataclasses.replace(STEP, weight=50)
     assert figures.take(MAIN, later, (told((1.0, 0.0, None)), 1001.0)) is None
+
+
+def told_of_old(requests_per_s: float) -> control_pb2.WatchFleetResponse:
+    """A fifth of them failed."""
+    answer = control_pb2.WatchFleetResponse()
+    figures = control_pb2.CohortFigures(
+        cohort="old", requests_per_s=requests_per_s, failures_per_s=requests_per_s / 5, itl_s=0.01
+    )
+    answer.routers.add(cohorts=[figures])
+    return answer
+
+
+def test_once_the_old_version_has_no_requests_what_failed_of_it_before_counts_on() -> None:
+    figures, now = CohortFigures(), 0.0
+    for weight, requests_per_s in ((10, 5.0), (99, 1.0), (100, 0.0)):
+        step = dataclasses.replace(STEP, weight=weight)
+        for _ in range(4):
+            now += 2.0
+            found = figures.take(MAIN, step, (told_of_old(requests_per_s), now))
+        assert found is not None
+        assert found["old"].num_requests == pytest.approx(30.0)
+        assert found["old"].num_failures == pytest.approx(6.0)
+    other = dataclasses.replace(STEP, serving="new", next="newer")
+    for _ in range(2):
+        found = figures.take(MAIN, other, (told_of_old(0.0), now))
+    assert found is not None
+    assert found["new"].num_requests == 0.0

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.api.serving_cluster import CohortRollout
+from deploy.controller.cohort_judgement import Figures
 from deploy.controller.cohort_rollout import (
     CohortPool,
-    Figures,
     Phase,
     Progress,
     Seen,
@@ -117,6 +117,58 @@ def test_failures_take_the_share_back_at_once_and_nothing_is_tried_again() -> No
     assert world.progress == Progress("old")
     world.look_until(Phase.SERVING, "new")
     assert world.progress.serving == "new", "the spec has changed: it is tried again"
+
+
+def watched(weight: int, new: Figures, old: Figures) -> World:
+    """One look after what was seen of a step with this share."""
+    world = World()
+    while world.progress.weight < weight:
+        world.look("new")
+    world.figures = {"new": new, "old": old}
+    world.look("new")
+    return world
+
+
+def test_failures_that_the_old_version_has_as_well_take_nothing_back() -> None:
+    """As of a client that gives requests no time to be served."""
+    for new, old in ((200.0, 60.0), (2000.0, 600.0)), ((200.0, 70.0), (2000.0, 600.0)):
+        world = watched(10, Figures(*new), Figures(*old))
+        assert weights(world.progress)["new"] == 10
+    world.look_until(Phase.SERVING)
+    assert world.progress == Progress("new")
+
+
+def test_failures_beyond_those_of_the_old_version_take_the_share_back() -> None:
+    world = watched(10, Figures(200.0, 100.0), Figures(2000.0, 600.0))
+    assert weights(world.progress)["new"] == 0
+    assert world.progress.reason == (
+        "50.0% of its requests failed at a share of 10%, 30.0% of the old one's: "
+        "maxErrorPercent is 1"
+    )
+
+
+def test_so_few_requests_that_failures_may_be_chance_take_nothing_back_and_are_waited_for() -> None:
+    world = watched(10, Figures(2.0, 1.0), Figures(40.0, 0.0))
+    for _ in range(100):
+        world.look("new")
+        assert world.progress.phase is Phase.WATCHING
+        assert world.progress.weight == 10
+    world.figures = {"new": Figures(10.0, 1.0), "old": Figures(200.0, 0.0)}
+    world.look("new")
+    assert world.progress.phase is Phase.GROWING, "one failure of ten is no rate"
+
+
+def test_a_version_that_fails_all_of_a_few_requests_is_taken_back() -> None:
+    world = watched(10, Figures(9.0, 9.0), Figures(90.0, 0.0))
+    assert world.progress.weight == 10
+    world.figures = {"new": Figures(10.0, 10.0), "old": Figures(100.0, 0.0)}
+    world.look("new")
+    assert world.progress.reason.startswith("100.0% of its requests failed")
+
+
+def test_where_nothing_was_seen_of_the_old_version_failures_count_by_themselves() -> None:
+    world = watched(100, Figures(100.0, 5.0), Figures())
+    assert world.progress.reason.startswith("5.0% of its requests failed at a share of 100%")
 
 
 def test_slow_tokens_take_the_share_back_and_equal_ones_do_not() -> None:

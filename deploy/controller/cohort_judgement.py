@@ -1,0 +1,84 @@
+"""Whether a new cohort serves worse than the serving one did in the same time. Pure.
+
+What clients bring about, and routers could not leave out, both cohorts have alike: which requests a
+cohort gets is drawn by their ids. So a rate of failures says nothing by itself, and neither does a
+difference that chance alone may make.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from deploy.api.serving_cluster import CohortRollout
+
+MIN_REQUESTS = 10
+"""Of fewer nothing is said: a single failure would be many percent."""
+_CHANCE = 1e-3
+"""A difference that two equal cohorts show less often than this is one."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What became of a cohort's requests since the step began; counts come from rates, so they
+    need not be whole."""
+
+    num_requests: float = 0.0
+    """Without those that their clients cancelled, or let no time to serve them."""
+    num_failures: float = 0.0
+    """Those that are not their clients' fault."""
+    itl_s: float | None = None
+    """None: no gap between tokens was seen."""
+
+    @property
+    def failed_percent(self) -> float:
+        return 100 * self.num_failures / self.num_requests if self.num_requests else 0.0
+
+
+class Failures(StrEnum):
+    FEW = "few"
+    """As far as is known: no more than allowed beyond the serving cohort's, or by chance."""
+    IN_DOUBT = "in doubt"
+    """Too many, of too few requests."""
+    MANY = "many"
+
+
+def failures(new: Figures, serving: Figures, rollout: CohortRollout) -> Failures:
+    """Of `new`, beside those of `serving`: none, where nothing was seen of it."""
+    if new.failed_percent - serving.failed_percent <= rollout.max_error_percent:
+        return Failures.FEW
+    if new.num_requests < MIN_REQUESTS:
+        return Failures.IN_DOUBT
+    is_compared = round(serving.num_requests) > 0
+    return Failures.FEW if is_compared and chance(new, serving) >= _CHANCE else Failures.MANY
+
+
+def slowness(new: Figures, serving: Figures, rollout: CohortRollout) -> str:
+    """What to say of tokens that come too slowly; empty: they do not."""
+    if new.itl_s is None or not serving.itl_s:
+        return ""
+    if new.itl_s <= rollout.max_itl_factor * serving.itl_s:
+        return ""
+    return (
+        f"{1000 * new.itl_s:.1f} ms between its tokens, {1000 * serving.itl_s:.1f} ms between the "
+        f"old one's: maxItlFactor is {rollout.max_itl_factor:g}"
+    )
+
+
+def chance(new: Figures, serving: Figures) -> float:
+    """How likely it is that of the failures of both, fallen on their requests blindly, as many as
+    here or more fall on the new one's (Fisher's exact test, one-sided)."""
+    num_new, num_serving = round(new.num_requests), round(serving.num_requests)
+    failed_new = min(num_new, round(new.num_failures))
+    failed = failed_new + min(num_serving, round(serving.num_failures))
+    whole = _log_choices(num_new + num_serving, failed)
+    return math.fsum(
+        math.exp(_log_choices(num_new, k) + _log_choices(num_serving, failed - k) - whole)
+        for k in range(failed_new, min(num_new, failed) + 1)
+        if failed - k <= num_serving
+    )
+
+
+def _log_choices(count: int, chosen: int) -> float:
+    return math.lgamma(count + 1) - math.lgamma(chosen + 1) - math.lgamma(count - chosen + 1)

@@ -1,0 +1,63 @@
+"""Two cohorts' failures side by side."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from itertools import combinations
+from math import comb
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.api.serving_cluster import CohortRollout
+from deploy.controller.cohort_judgement import Failures, Figures, chance, failures
+
+ROLLOUT = CohortRollout()
+
+
+def counted(num_new: int, failed_new: int, num_old: int, failed_old: int) -> Fraction:
+    """The same by listing every way in which the failures can fall on the requests."""
+    ways = combinations(range(num_new + num_old), failed_new + failed_old)
+    as_many = sum(sum(one < num_new for one in way) >= failed_new for way in ways)
+    return Fraction(as_many, comb(num_new + num_old, failed_new + failed_old))
+
+
+@given(st.data())
+def test_chance_is_that_of_all_ways_in_which_the_failures_can_fall(data: st.DataObject) -> None:
+    num_new, num_old = data.draw(st.integers(0, 7)), data.draw(st.integers(0, 7))
+    failed_new = data.draw(st.integers(0, num_new))
+    failed_old = data.draw(st.integers(0, num_old))
+    found = chance(Figures(num_new, failed_new), Figures(num_old, failed_old))
+    assert found == pytest.approx(float(counted(num_new, failed_new, num_old, failed_old)))
+
+
+@pytest.mark.parametrize("percent", [5, 30])
+def test_two_cohorts_that_are_alike_are_hardly_ever_told_apart(percent: int) -> None:
+    """Of requests drawn alike, at a share of 10%, looked at as they come."""
+    rng, taken_back = random.Random(percent), 0
+    for _ in range(100):
+        counts = [[0, 0], [0, 0]]  # requests and failures, of the new one and of the old one
+        for number in range(2000):
+            of = counts[rng.random() > 0.1]
+            of[0] += 1
+            of[1] += rng.random() < percent / 100
+            if number % 50 == 0:
+                new, old = (Figures(*each) for each in counts)
+                if failures(new, old, ROLLOUT) is Failures.MANY:
+                    taken_back += 1
+                    break
+    assert taken_back <= 3
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_a_cohort_that_fails_a_tenth_more_is_found_out(share: float) -> None:
+    rng, counts = random.Random(1), [[0, 0], [0, 0]]
+    for _ in range(20_000):
+        is_old = rng.random() > share
+        of = counts[is_old]
+        of[0] += 1
+        of[1] += rng.random() < (0.05 if is_old else 0.15)
+    new, old = (Figures(*each) for each in counts)
+    assert failures(new, old, ROLLOUT) is Failures.MANY
