@@ -1,5 +1,7 @@
 """What became of each cohort's requests in the last seconds: a rollout goes on, or back, by it.
 
+A request counts once in each cohort that failed it, and where it ended; one that its client ended,
+or gave no time in which anybody could have served it, says nothing of a cohort and counts nowhere.
 Pure but for the times that come in.
 """
 

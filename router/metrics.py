@@ -19,7 +19,7 @@ class RouterMetrics:
         self.requests = Counter("baton_requests", "Requests by how they ended", ["end"], registry=r)
         self.cohort_requests = Counter(
             "baton_cohort_requests",
-            "Requests by where they ran, and whether they failed there by no fault of their client",
+            "Requests by where they ran, and how they were served there",
             ["cohort", "end"],
             registry=r,
         )

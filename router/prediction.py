@@ -34,3 +34,12 @@ def earliest_first_token_s(
     line_s = ahead_tokens / rates.sum()
     compute_s = np.maximum(1, query.num_tokens - query.cached_tokens[workers]) / rates
     return float((np.maximum(fleet.queue_s(all_rates, now_s)[workers], line_s) + compute_s).min())
+
+
+def least_prefill_s(num_tokens: int, fleet: FleetArrays) -> float:
+    """Seconds in which no worker that was measured, of whatever cohort, could prefill so many
+    tokens; 0 where none was."""
+    learned = fleet.usable & np.isfinite(fleet.prefill_measured_s)
+    if not learned.any():
+        return 0.0
+    return num_tokens / float(fleet.prefill_tokens_per_s[learned].max())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -32,6 +33,15 @@ from router.text import Detokenizer
 _NOT_OF_CLIENT = (BatonError, KvTransferError, WorkerLostError, PoisonError, NotResumableError)
 
 
+class CohortEnd(enum.Enum):
+    """How a cohort served a request."""
+
+    SERVED = "served"
+    FAILED = "failed"
+    NOT_JUDGED = "not judged"
+    """Its client ended it, or another router goes on with it."""
+
+
 class RequestOutput:
     """Own a request's log and the text state behind it."""
 
@@ -53,6 +63,7 @@ class RequestOutput:
         self._meter: CohortMeter | None = None
         self.has_failed = False
         """In its cohort, by no fault of the client's."""
+        self._had_time = False
         self._attempt_at_s = 0.0
         self._first_at_s = self._last_at_s = 0.0  # of the tokens, once there are any
         self._gaps_s: list[float] = []  # one per token after those that came first
@@ -64,15 +75,21 @@ class RequestOutput:
     # --- what attempts call --------------------------------------------------------------------
 
     def new_attempt(
-        self, booking: Booking, routed: Routed | None, on_taken_in: Callable[[], None]
+        self,
+        booking: Booking,
+        routed: Routed | None,
+        on_taken_in: Callable[[], None],
+        has_time: bool,
     ) -> None:
         """Tokens come of this booking now. `routed` is told once its decode worker has room: a full
-        one may be asked many times; so is who wants to know."""
+        one may be asked many times; so is who wants to know. `has_time`: until its deadline, as far
+        as is known, for somebody to serve it."""
         self._booking, self._attempt_at_s = booking, self._parts.clock()
         self._routed, self._on_taken_in = routed, on_taken_in
         meter = self._parts.cohort_figures.meter(booking.decode.facts.cohort)
         if self.has_failed and self._meter not in (None, meter):
-            self._end_in_cohort(failed=True)
+            self._end_in_cohort(CohortEnd.FAILED)
+        self._had_time = has_time or (self._had_time and self._meter is meter)
         self._meter = meter
 
     @property
@@ -200,22 +217,31 @@ class RequestOutput:
 
     def fail(self, error: BatonError) -> None:
         self._parts.metrics.requests.labels(error.reason).inc()
-        # One that hangs until its client's patience ends is served no better than one that fails.
-        hung = isinstance(error, DeadlineError) and not self.log.ids
-        self._end_in_cohort(failed=self.has_failed or hung or type(error) in _NOT_OF_CLIENT)
+        self._end_in_cohort(self._end_of(error))
         self.log.close(error)
 
-    def _end_in_cohort(self, failed: bool) -> None:
+    def _end_of(self, error: BatonError) -> CohortEnd:
+        if self.has_failed or type(error) in _NOT_OF_CLIENT:
+            return CohortEnd.FAILED
+        if not isinstance(error, DeadlineError):
+            return CohortEnd.NOT_JUDGED
+        if self.log.ids:
+            return CohortEnd.SERVED
+        # One that hangs until its client's patience ends is served no better than one that fails.
+        return CohortEnd.FAILED if self._had_time else CohortEnd.NOT_JUDGED
+
+    def _end_in_cohort(self, end: CohortEnd) -> None:
         if self._meter is not None:
-            self._meter.ended(failed)
-            end = "failed" if failed else "served"
-            self._parts.metrics.cohort_requests.labels(self._meter.cohort, end).inc()
+            if end is not CohortEnd.NOT_JUDGED:
+                self._meter.ended(failed=end is CohortEnd.FAILED)
+            self._parts.metrics.cohort_requests.labels(self._meter.cohort, end.value).inc()
         self.has_failed = False
 
     def _close(self, reason: FinishReason, stop: str) -> None:
         metrics, timings = self._parts.metrics, self._timings()
         metrics.requests.labels(reason.value).inc()
-        self._end_in_cohort(failed=False)
+        is_aborted = reason is FinishReason.ABORTED
+        self._end_in_cohort(CohortEnd.NOT_JUDGED if is_aborted else CohortEnd.SERVED)
         metrics.e2e.observe(timings.e2e_s)
         metrics.queue_wait.observe(timings.queue_s)
         if timings.itl_s:

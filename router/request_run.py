@@ -32,6 +32,7 @@ from router.cohorts import Cohort
 from router.failure import AttemptError, Failure
 from router.fleet import Booking, WorkerEntry
 from router.output import OutputLog, Routed
+from router.prediction import least_prefill_s
 from router.prompt import PromptBlocks
 from router.request_output import RequestOutput
 from router.resume import cohort_to_run_in, find_running
@@ -213,7 +214,7 @@ class RequestRun:
     ) -> None:
         """See an attempt through to its end, and leave nothing of it behind on its workers."""
         taken_in = partial(self._retrying.taken_in, booking.decode)
-        self._output.new_attempt(booking, routed, taken_in)
+        self._output.new_attempt(booking, routed, taken_in, self._has_time(booking))
         facts = booking.decode.facts
         self._attempt, self._cohort = attempt, facts.cohort
         self._model_ids = self._parts.fleet.kinds.model_ids(facts)
@@ -227,6 +228,12 @@ class RequestRun:
             self._attempt = None
             if not self._orphaned:
                 attempt.cancel_on_worker()
+
+    def _has_time(self, booking: Booking) -> bool:
+        """Whether its deadline leaves, as far as is known, what its prompt takes."""
+        parts = self._parts
+        least_s = least_prefill_s(booking.prefill_tokens, parts.fleet.arrays)
+        return self._deadline_s - parts.clock() > least_s
 
     def _new_attempt(self, workers: Workers, first_token_s: Callable[[float], float]) -> Attempt:
         """`first_token_s`: what to be patient for at a rate of prefill, in tokens a second."""

@@ -362,6 +362,7 @@ class CohortFigures(_message.Message):
     ITL_S_FIELD_NUMBER: _builtins.int
     cohort: _builtins.str
     requests_per_s: _builtins.float
+    """Without those that their clients ended, or gave no time in which they could be served."""
     failures_per_s: _builtins.float
     """Of these, how many ended with an error that is not their client's."""
     itl_s: _builtins.float

@@ -10,9 +10,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 
-from baton.v1 import control_pb2, router_pb2
+from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
 from router.cohorts import draw
 from router.text import TextModel
 from tests.router.deployment import (
@@ -209,6 +210,43 @@ async def test_a_cohort_in_which_requests_hang_until_their_deadline_fails_them(
         (told,) = d.router._report().cohorts
         assert told.cohort == "new"
         assert told.failures_per_s == told.requests_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "is_judged"), [(20.0, False), (2000.0, True)], ids=["too short", "enough"]
+)
+async def test_a_deadline_in_which_nobody_could_have_served_a_request_is_no_cohort_s_failure(
+    text_model: TextModel, tokens_per_s: float, is_judged: bool
+) -> None:
+    """The new one's prefill worker has yet to tell how fast it is: nothing is refused at once."""
+    async with two_cohorts(text_model) as d:
+        d.worker("old-p0").load = worker_pb2.WorkerLoad(prefill_tokens_per_s=tokens_per_s)
+        await d.registry.publish()
+        measured = d.router.fleet.arrays.prefill_measured_s
+        await d.until(lambda: bool(np.isfinite(measured).any()))
+        d.worker("new-p0").may_prefill.clear()
+        request = ask_for(PROMPT, request_id=name_drawn("new"), timeout_ms=200)
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await d.client.ask(request)
+        assert error_reason(late.value) == "DEADLINE"
+        told = [(one.cohort, one.failures_per_s > 0) for one in d.router._report().cohorts]
+        assert told == ([("new", True)] if is_judged else [])
+
+
+async def test_a_request_that_its_client_cancels_says_nothing_of_its_cohort(
+    text_model: TextModel,
+) -> None:
+    async with two_cohorts(text_model) as d:
+        d.worker("new-p0").may_prefill.clear()
+        name = name_drawn("new")
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id=name)))
+        await d.until(lambda: d.worker("new-p0").num_prefilling == 1)
+        await d.client.stub.Abort(router_pb2.AbortRequest(request_id=name))
+        answer = await asking
+        assert answer.finished is not None
+        assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
+        assert not d.router._report().cohorts
+        await d.check_empty()
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["attached", "run again"])
