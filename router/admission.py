@@ -343,4 +343,4 @@ class Admission:
             elif ticket.stranded_since_s is None or (are_held and not ticket.is_bound):
                 ticket.stranded_since_s = now
             elif now - ticket.stranded_since_s >= self._config.fleet_wait_s:
-                ticket.placed.set_exception(stranded(ticket, within_reach))
+                ticket.placed.set_exception(stranded(ticket, within_reach, self._fleet))

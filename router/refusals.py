@@ -27,13 +27,19 @@ def too_large(
     return None
 
 
-def stranded(ticket: Ticket, within_reach: Reach) -> UnavailableError | NotResumableError:
+def stranded(
+    ticket: Ticket, within_reach: Reach, fleet: Fleet
+) -> UnavailableError | NotResumableError:
     """Of a request that no usable worker, of its cohort and model if it is bound, took for long
-    enough."""
+    enough. One whose cohort's workers are to come back may go on then."""
     if ticket.is_bound:
+        wants = f"the model that its tokens come from, of its cohort, {ticket.cohort!r}"
+        if fleet.stopped.lacks(ticket.cohort):
+            message = f"no worker that can go on with the request is live yet: it takes {wants}"
+            return UnavailableError(message, retry_after_s=1.0)
         return NotResumableError(
-            "no worker that can go on with the request is left: it takes the model that its tokens"
-            f" come from, of its cohort, {ticket.cohort!r}; ask anew under a new id",
+            f"no worker that can go on with the request is left: it takes {wants};"
+            " ask anew under a new id",
             field="cohort",
         )
     total_tokens, num_tokens = ticket.num_tokens, len(ticket.prompt)

@@ -1,4 +1,5 @@
-"""Pools that were scaled to zero on purpose: requests that need one are held until it is back.
+"""Pools that are not, or not yet, what they are to be: requests that need one that was scaled to
+zero on purpose are held until it is back, and others are told whether to come again.
 
 Of each role, over all pools that can do it:
 
@@ -32,13 +33,15 @@ class PoolReport:
 
 
 class StoppedPools:
-    """Own which roles are away or coming back."""
+    """Own the pools as the registry told them last, and which roles are away or coming back."""
 
     def __init__(self) -> None:
         self._prefill_is_away = self._decode_is_away = False
+        self._pools: Sequence[PoolReport] = ()
 
     def update(self, pools: Sequence[PoolReport]) -> None:
         """Take in all pools as the registry sees them now."""
+        self._pools = pools
         prefills = [pool for pool in pools if pool.can_prefill]
         decodes = [pool for pool in pools if pool.can_decode]
         self._prefill_is_away = _is_away(prefills, self._prefill_is_away)
@@ -48,6 +51,12 @@ class StoppedPools:
         """Whether a request is to wait, up to its own deadline: a role that it cannot do without
         is away."""
         return self._decode_is_away or (local_prefill == "never" and self._prefill_is_away)
+
+    def lacks(self, cohort: Cohort | None) -> bool:
+        """Whether workers of a cohort, or of any, are to come, or to come back. So it is, too,
+        while the registry tells of no pool: it has just started."""
+        own = [pool for pool in self._pools if cohort in (None, pool.cohort)]
+        return not self._pools or any(p.live_replicas < p.desired_replicas for p in own)
 
 
 def _is_away(pools: Sequence[PoolReport], was_away: bool) -> bool:

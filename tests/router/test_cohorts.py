@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from baton.errors import NotResumableError
+from baton.errors import NotResumableError, UnavailableError
 from router.admission import SCAN_AHEAD, Admission
 from router.cohort_figures import WINDOW_S, CohortFigures
 from router.cohorts import Cohorts, draw
@@ -204,6 +204,22 @@ async def test_one_with_tokens_waits_for_its_cohort_and_is_then_told_that_it_has
     with pytest.raises(NotResumableError, match="its cohort, 'new'") as refused:
         await placing
     assert refused.value.field == "cohort"
+
+
+async def test_one_with_tokens_may_come_again_while_its_cohort_s_workers_are_to_come_back() -> None:
+    clock = Clock()
+    fleet = two_cohorts(clock, old=1, new=1)
+    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    leave(fleet, "new")
+    lost = PoolReport("all-new", True, True, 1, live_replicas=0, cohort="new", cohort_weight=1)
+    fleet.set_pools([*pools(old=1), lost])
+    ticket = ticket_of(admission, "any")
+    ticket.cohort, ticket.is_bound = "new", True
+    placing = asyncio.create_task(admission.place(ticket))
+    await rounds(admission, clock, 11.0)
+    with pytest.raises(UnavailableError, match="is live yet") as refused:
+        await placing
+    assert refused.value.retry_after_s > 0
 
 
 async def test_one_with_tokens_goes_on_where_its_cohort_comes_back() -> None:

@@ -10,11 +10,12 @@ import grpc.aio
 import pytest
 
 from baton.errors import InvalidRequestError, NotResumableError
-from baton.v1 import worker_pb2
+from baton.v1 import control_pb2, worker_pb2
 from router.admission import Admission
 from router.fleet import Fleet, ReportedLoad
 from router.resume import cohort_to_run_in
 from router.router import Router
+from router.stopped_pools import PoolReport
 from router.text import TextModel
 from router.ticket import Ticket
 from router.validate import RequestLimits, parse_generate
@@ -92,6 +93,7 @@ async def test_without_a_worker_of_its_model_a_stream_is_told_so_after_its_wait(
     fleet = two_models(clock)
     admission = admission_of(fleet, clock, fleet_wait_s=10.0)
     leave(fleet, "p-one", "d-one")
+    fleet.set_pools([PoolReport("all", True, True, 1, 1)])
     placing = asyncio.create_task(admission.place(bound_to(admission, b"kv1", ONE)))
     await rounds(admission, clock, 9.0)
     assert not placing.done()
@@ -193,6 +195,12 @@ def test_fingerprints_are_bounded_and_make_no_other_request(text_model: TextMode
 # --- streams --------------------------------------------------------------------------------------
 
 
+NOBODY_TO_COME = [
+    control_pb2.PoolStatus(name=name, role=role, desired_replicas=1, live_replicas=1)
+    for name, role in (("prefill", PREFILL), ("decode", DECODE))
+]
+
+
 async def add_pair(d: Deployment, name: str, model: bytes, weights: int) -> None:
     for kind, role in (("p", PREFILL), ("d", DECODE)):
         kv = b"kv-" + model
@@ -236,6 +244,7 @@ async def test_a_stream_whose_worker_dies_takes_no_token_of_other_weights_of_its
     text_model: TextModel, is_left: bool
 ) -> None:
     async with deployment(text_model, prefill=0, decode=0, fleet_wait_s=0.3) as d:
+        d.registry.pools = NOBODY_TO_COME
         await add_pair(d, "one", ONE, weights=0)
         await d.connected(2)
         asking, has_begun = await begun_on(d, "one")
@@ -260,6 +269,7 @@ async def test_a_router_that_runs_a_stream_again_keeps_to_the_model_that_its_cli
     text_model: TextModel, is_left: bool
 ) -> None:
     async with deployment(text_model, prefill=0, decode=0, fleet_wait_s=0.3) as d:
+        d.registry.pools = NOBODY_TO_COME
         await add_pair(d, "one", ONE, weights=0)
         await d.connected(2)
         request = ask_for(PROMPT, 40, request_id="r")
