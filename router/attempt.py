@@ -24,11 +24,12 @@ from functools import partial
 from baton.session_wire import DEADLINE
 from baton.v1 import common_pb2, worker_pb2
 from router.config import RouterConfig
+from router.early_tokens import EarlyTokens
 from router.failure import AttemptError, Failure, failure_of, loss_of
 from router.fleet import WorkerEntry
 from router.output import TokenSink, finish_reason_of
 from router.patience import Patience
-from router.prefill_call import PrefillFailed, follow_prefill
+from router.prefill_call import PrefillFailed, PrefillLeg
 from router.reattach import NotAttachedError, TakenOverError, attach_again
 from router.session import SessionLostError
 from router.worker_link import WorkerLink, Workers
@@ -59,7 +60,7 @@ class Attempt:
         self._spec = worker_pb2.RequestSpec()
         self._first_index = 0  # output index of the first token that is this attempt's own
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._early: list[worker_pb2.RequestTokens] = []
+        self._early = EarlyTokens()
         self._early_reserved: worker_pb2.Reserved | None = None
         self._adopted = True
         self._find_worker: FindWorker | None = None  # of an attempt that was attached to
@@ -68,7 +69,7 @@ class Attempt:
         self.has_moved = False  # to another router
         self._is_lease_taken = False  # as far as is known, by another router
         self._reserved = False
-        self._prefill_task: asyncio.Task[None] | None = None
+        self._prefill_leg = PrefillLeg(self)
         self._reattach_task: asyncio.Task[None] | None = None
         self._patience = Patience(config.suspect_silence_s, clock, self._on_silence)
 
@@ -130,8 +131,7 @@ class Attempt:
     def _adopt(self, tokens: worker_pb2.RequestTokens) -> None:
         """Take in what an attached request has put out so far, and what came meanwhile."""
         self._adopted = True
-        early, self._early = self._early, []
-        for run in (tokens, *early):
+        for run in (tokens, *self._early.take_all()):
             if run.attempt == self.number:
                 self.on_tokens(run)
         reserved, self._early_reserved = self._early_reserved, None
@@ -154,17 +154,17 @@ class Attempt:
 
     async def _await_handoff_report(self) -> None:
         """The figures of the handoff may trail the last token."""
-        if self._prefill_task is not None and self.running and self._is_prefilling:
-            await asyncio.wait({self._prefill_task}, timeout=self._config.handoff_report_wait_s)
+        if self.running:
+            await self._prefill_leg.wait(self._config.handoff_report_wait_s)
 
     def _stop(self) -> None:
         self._workers.decode.session.leave(self)
         for link in self._workers.links:
             link.waiting.discard(self)
         self._patience.end()
-        for task in (self._prefill_task, self._reattach_task):
-            if task is not None:
-                task.cancel()
+        self._prefill_leg.cancel()
+        if self._reattach_task is not None:
+            self._reattach_task.cancel()
         if not self._done.done():
             self._done.cancel()
         elif not self._done.cancelled():
@@ -203,14 +203,10 @@ class Attempt:
         retry_after_s: float = 0.0,
         field: str | None = None,
     ) -> None:
-        if self._done.done() or (self.has_moved and self._is_prefilling):
+        if self._done.done() or (self.has_moved and self._prefill_leg.is_under_way):
             return  # another router needs the prefill that is under way from here
         failure = Failure.MOVED if self.has_moved else failure
         self._done.set_exception(AttemptError(failure, worker, message, retry_after_s, field))
-
-    @property
-    def _is_prefilling(self) -> bool:
-        return self._prefill_task is not None and not self._prefill_task.done()
 
     # --- what the session says -----------------------------------------------------------------
 
@@ -218,28 +214,18 @@ class Attempt:
         if not self._adopted:
             self._early_reserved = reserved
             return
-        if self._done.done() or self.running or self._prefill_task is not None:
+        if self._done.done() or self.running or self._prefill_leg.was_asked:
             return
         if not reserved.HasField("lease"):
             self._expect_first(self._decode)
         elif writer := self._writer_of(reserved.lease):
-            self._ask_for_prefill(writer, reserved.lease)
+            self._expect_first(writer.entry)
+            request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
+            self._prefill_leg.ask(writer, request, self._config.max_timeout_s)
         # Else the first router has to have asked it: how long to wait is the lease's affair.
         if not self._reserved:  # told after the prefill was asked for: that must not wait for it
             self._reserved = True
             self._sink.reserved()
-
-    def _ask_for_prefill(self, writer: WorkerLink, lease: worker_pb2.Lease) -> None:
-        if writer.has_left:  # since the request was placed there
-            message = f"{writer.entry.facts.worker_id} has left the fleet"
-            failure = loss_of(writer.entry, Failure.PREFILL_FAILED)
-            self.on_prefill_failed(PrefillFailed(failure, message))
-            return
-        self._expect_first(writer.entry)
-        request = worker_pb2.PrefillRequest(spec=self._spec, lease=lease)
-        call = writer.prefill(request, self._config.max_timeout_s)
-        self._prefill_task = asyncio.create_task(follow_prefill(call, writer.entry, self))
-        self._prefill_task.add_done_callback(lambda _: call.cancel())
 
     def _writer_of(self, lease: worker_pb2.Lease) -> WorkerLink | None:
         """The prefill worker of the placement; of another router's placement the one it chose."""
@@ -277,13 +263,13 @@ class Attempt:
 
     def on_tokens(self, tokens: worker_pb2.RequestTokens) -> None:
         if not self._adopted:
-            self._early.append(tokens)
+            self._early.keep(tokens)
             return
         if self._done.done():
             return
         if tokens.index > self._sink.num_emitted:
             self.running = True
-            self._early.append(tokens)
+            self._early.keep(tokens)
             return
         self._deliver(tokens)
         self._deliver_early()
@@ -292,10 +278,7 @@ class Attempt:
         """Another router follows it. It needs the handoff that may be under way from here."""
         self._over_at_worker = self.has_moved = True
         fail = partial(self._fail, Failure.MOVED, self._decode, "another router attached it")
-        if self._prefill_task is not None and self._is_prefilling:
-            self._prefill_task.add_done_callback(lambda _: fail())
-        else:
-            fail()
+        self._prefill_leg.then(fail)
 
     def on_session_lost(self, message: str) -> None:
         """A lost answer to Reserve cannot be had again; all else the worker keeps for a while."""
@@ -403,8 +386,8 @@ class Attempt:
             self._expect("a token", self._decode)
 
     def _deliver_early(self) -> None:
-        self._early.sort(key=lambda tokens: tokens.index)
-        while self._early and not self._done.done():
-            if self._early[0].index > self._sink.num_emitted:
+        while not self._done.done():
+            run = self._early.next_after(self._sink.num_emitted)
+            if run is None:
                 return
-            self._deliver(self._early.pop(0))
+            self._deliver(run)

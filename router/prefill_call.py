@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from baton.status import from_rpc_error
 from baton.v1 import worker_pb2
 from router.failure import Failure, failure_of_call, failure_of_handoff, loss_of
 from router.fleet import WorkerEntry
-from router.worker_link import PrefillCall
+from router.worker_link import PrefillCall, WorkerLink
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,48 @@ class PrefillListener(Protocol):
     def on_prefill_failed(self, broken: PrefillFailed) -> None: ...
     def on_lease_refused(self) -> None:
         """It is served already, or fenced or over: the session tells how it ends."""
+
+
+class PrefillLeg:
+    """Own an attempt's one call to its prefill worker."""
+
+    def __init__(self, listener: PrefillListener) -> None:
+        self._listener = listener
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def was_asked(self) -> bool:
+        return self._task is not None
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def ask(self, writer: WorkerLink, request: worker_pb2.PrefillRequest, timeout_s: float) -> None:
+        """The listener is told what comes of it."""
+        if writer.has_left:  # since the request was placed there
+            message = f"{writer.entry.facts.worker_id} has left the fleet"
+            failure = loss_of(writer.entry, Failure.PREFILL_FAILED)
+            self._listener.on_prefill_failed(PrefillFailed(failure, message))
+            return
+        call = writer.prefill(request, timeout_s)
+        self._task = asyncio.create_task(follow_prefill(call, writer.entry, self._listener))
+        self._task.add_done_callback(lambda _: call.cancel())
+
+    def then(self, do: Callable[[], None]) -> None:
+        """Once it is over, which it may be already."""
+        if self._task is not None and self.is_under_way:
+            self._task.add_done_callback(lambda _: do())
+        else:
+            do()
+
+    async def wait(self, timeout_s: float) -> None:
+        if self._task is not None and self.is_under_way:
+            await asyncio.wait({self._task}, timeout=timeout_s)
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
 
 async def follow_prefill(call: PrefillCall, worker: WorkerEntry, listener: PrefillListener) -> None:
