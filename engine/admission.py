@@ -27,7 +27,11 @@ class Limits:
 
 
 def check_spec(spec: RequestSpec, limits: Limits, prefill_only: bool) -> int:
-    """The request's greatest length, prompt and output. Raises InvalidRequestError."""
+    """The request's greatest length, prompt and output. Raises InvalidRequestError.
+
+    Of a prefill-only one the output goes on elsewhere, as far as that worker's context reaches:
+    ours bounds the prompt alone.
+    """
     num_tokens = len(spec.token_ids)
     if not 0 < spec.num_prompt_tokens <= num_tokens:
         raise InvalidRequestError("prompt", "the prompt is empty")
@@ -44,7 +48,9 @@ def check_spec(spec: RequestSpec, limits: Limits, prefill_only: bool) -> int:
     max_tokens = spec.sampling.max_tokens
     if spec.num_emitted_tokens >= max_tokens:
         raise InvalidRequestError("max_tokens", f"all {max_tokens} tokens are emitted already")
-    max_len = min(spec.num_prompt_tokens + max_tokens, limits.max_model_len)
+    max_len = spec.num_prompt_tokens + max_tokens
+    if not prefill_only:
+        max_len = min(max_len, limits.max_model_len)
     # The last token's KV is never computed; a prefill-only request computes its prompt alone.
     most_tokens = num_tokens if prefill_only else max_len - 1
     if limits.max_kv_tokens is not None and most_tokens > limits.max_kv_tokens:

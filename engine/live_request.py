@@ -36,7 +36,7 @@ class LiveRequest:
     spec: RequestSpec
     arrival: int
     arrived_at: float
-    max_len: int  # tokens, prompt and output, after which it is over
+    max_len: int  # tokens, prompt and output, after which it is over, wherever that is
     blocks: RequestBlocks
     export: Export | None = None
     status: Status = Status.WAITING
@@ -49,7 +49,8 @@ class LiveRequest:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.spec.token_ids)
-        self._tokens = np.zeros(max(self.max_len, self.num_tokens), np.uint32)
+        most_tokens = self.max_len if self.export is None else self.num_tokens + 1
+        self._tokens = np.zeros(most_tokens, np.uint32)
         self._tokens[: self.num_tokens] = self.spec.token_ids
 
     @property

@@ -16,6 +16,7 @@ from engine.request import (
     RequestId,
     ReservedEvent,
     SampledToken,
+    TokenEvent,
 )
 from kv_transfer.block_hash import block_hashes, chain_seed
 from tests.engine.fakes import (
@@ -199,6 +200,35 @@ def test_a_reserved_requests_blocks_are_not_shared_before_it_is_admitted() -> No
     stored = [e for e in engine.step() if isinstance(e, BlocksStoredEvent)]
     seed = chain_seed(engine.model.kv_fingerprint, "")
     assert stored[0] == BlocksStoredEvent(None, tuple(block_hashes(seed, spec.token_ids, 16)))
+
+
+@pytest.mark.parametrize(("context", "num_output"), [(1024, 24), (64, 1)])
+def test_the_receiver_s_context_ends_the_output_and_not_the_writer_s(
+    context: int, num_output: int
+) -> None:
+    sender, receiver, wire = pair(fake_config(max_model_len=64), fake_config(max_model_len=context))
+    spec = spec_of("r", prompt(63), replace(GREEDY, max_tokens=24))
+    lease = receiver.core.reserve(spec)
+    assert isinstance(lease, ReservedEvent)
+    sender.core.add_prefill(spec, wire.open(lease), lease.num_cached_tokens)
+    events = []
+    while sender.core.has_work():
+        events += sender.core.step()
+    (first,) = prefilled(events)
+    assert first.finished is None
+    sender.core.release(spec.request_id)
+    receiver.core.admit(spec.request_id, first.token)
+    streams = Streams(tokens={"r": [first.token.token_id]})
+    last: list[TokenEvent | FinishedEvent] = []
+    while receiver.core.has_work():
+        last = [e for e in receiver.core.step() if isinstance(e, TokenEvent | FinishedEvent)]
+        streams.take(last)
+    assert streams.tokens["r"] == alone(spec)[:num_output]
+    (end,) = last
+    reason = end.finished if isinstance(end, TokenEvent) else end.reason
+    assert reason is FinishReason.LENGTH
+    pool_is_whole(sender.core)
+    pool_is_whole(receiver.core)
 
 
 def test_a_first_token_that_ends_the_request_frees_what_was_reserved() -> None:

@@ -200,3 +200,19 @@ async def test_a_prefill_worker_s_memory_bounds_the_prompt_alone_not_the_output(
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "every prefill worker" in str(caught.value.details())
         await nothing_held(prefill, decode)
+
+
+async def test_a_prefill_worker_s_context_bounds_the_prompt_alone_not_the_output(
+    text_model: TextModel,
+) -> None:
+    small = dataclasses.replace(SMALL_VOCABULARY, max_model_len=41)
+    async with (
+        running_worker("p0", Role.PREFILL, small) as prefill,
+        running_worker("d0", Role.DECODE, SMALL_VOCABULARY) as decode,
+    ):
+        listed = Listed(prefill, prefill.address), Listed(decode, decode.address)
+        async with router_over(text_model, *listed) as (_, client):
+            answer = await client.ask(request_of(20))  # a prompt of 40 tokens
+            assert answer.ids == alone(20)
+            assert [routed.prefill_worker for routed in answer.routed] == ["p0"]
+        await nothing_held(prefill, decode)
