@@ -161,9 +161,13 @@ class Checkpoint:
         return files
 
     def _index(self) -> Mapping[str, str]:
-        index = read_json(self._folder / INDEX_FILE).get("weight_map")
+        path = self._folder / INDEX_FILE
+        index = read_json(path).get("weight_map")
         if not isinstance(index, dict) or not index:
-            raise CheckpointError(f"{self._folder / INDEX_FILE} has no weight_map")
+            raise CheckpointError(f"{path} has no weight_map")
+        for tensor, file in index.items():
+            if not isinstance(file, str):
+                raise CheckpointError(f"{path}: tensor {tensor} is in {file!r}, which is no file")
         return index
 
     def _open(self, file: str) -> None:

@@ -149,6 +149,17 @@ def test_tensor_that_the_index_promises_is_missed_by_name(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("wrong", [["model-1.safetensors"], None, 7])
+def test_an_index_that_names_no_file_for_a_tensor_is_refused_by_both_names(
+    folder: Path, wrong: object
+) -> None:
+    (folder / SINGLE_FILE).rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "model.norm.weight": wrong}}
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"{INDEX_FILE}: tensor model\.norm\.weight"):
+        load(folder)
+
+
 def test_a_single_file_is_the_model_whatever_an_index_beside_it_says(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
