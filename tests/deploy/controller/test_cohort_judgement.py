@@ -51,6 +51,14 @@ def test_two_cohorts_that_are_alike_are_hardly_ever_told_apart(percent: int) -> 
     assert taken_back <= 3
 
 
+def test_so_much_more_than_the_old_version_s_is_allowed_however_certain_it_is() -> None:
+    allowing = CohortRollout(max_error_percent=10)
+    new, old = Figures(1000, 390), Figures(10_000, 3000)
+    assert chance(new, old) < 1e-6
+    assert failures(new, old, allowing) is Failures.FEW
+    assert failures(Figures(1000, 410), old, allowing) is Failures.MANY
+
+
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
 def test_a_cohort_that_fails_a_tenth_more_is_found_out(share: float) -> None:
     rng, counts = random.Random(1), [[0, 0], [0, 0]]
