@@ -47,9 +47,7 @@ check: setup $(BUF)  ## format, lint, types, import rules, wire rules, stale gen
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-cache
 	@$(BUF) lint proto
-	@if git rev-parse -q --verify origin/main >/dev/null 2>&1 && git cat-file -e origin/main:proto/buf.yaml 2>/dev/null; then \
-	  $(BUF) breaking proto --against '.git#branch=origin/main,subdir=proto'; \
-	else $(BUF) breaking proto --against '.git#branch=main,subdir=proto'; fi
+	@$(BUF) breaking proto --against proto/released.binpb
 	@$(PY) tests/generated_code.py --check
 	@$(PY) -m deploy.api.generate --check
 
@@ -65,6 +63,9 @@ images:  ## the container images, $(IMAGES)/{worker,router,controller}, by docke
 
 proto: setup  ## regenerate baton/v1 from proto/
 	@$(PY) tests/generated_code.py
+
+released: $(BUF)  ## at a release: the wire contract that later changes must keep
+	@$(BUF) build proto --exclude-source-info -o proto/released.binpb
 
 format: setup
 	@$(VENV)/bin/ruff format $(CODE)
