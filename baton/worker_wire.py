@@ -8,7 +8,10 @@ from baton.v1 import common_pb2, worker_pb2
 from engine.request import FinishReason, RequestSpec
 
 ReadSpec = Callable[[worker_pb2.RequestSpec], RequestSpec]
-"""Makes the engine's request of a message, under an id unique to its attempt; raises ValueError."""
+"""Makes the engine's request of a message, under an id unique to its attempt.
+
+Raises baton.errors.InvalidRequestError, which names the field.
+"""
 
 _OF_SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from baton.errors import InvalidRequestError
 from baton.v1 import worker_pb2
 from engine.request import RequestId, RequestSpec, SamplingParams
 
@@ -11,15 +12,18 @@ _TOKEN_BYTES = 4
 
 
 def read_spec(message: worker_pb2.RequestSpec) -> RequestSpec:
-    """The engine's request, under its attempt's id. Raises ValueError."""
+    """The engine's request, under its attempt's id. Raises InvalidRequestError with the field."""
     if not message.request_id:
-        raise ValueError("request_id: empty")
+        raise InvalidRequestError("an empty request_id", field="request_id")
     if len(message.token_ids) % _TOKEN_BYTES:
-        raise ValueError("token_ids: not a whole number of little-endian uint32")
+        raise InvalidRequestError(
+            "token_ids: not a whole number of little-endian uint32", field="token_ids"
+        )
     token_ids = np.frombuffer(message.token_ids, dtype="<u4").astype(np.uint32)
     if not 0 < message.num_prompt_tokens <= len(token_ids):
-        raise ValueError(
-            f"num_prompt_tokens: {message.num_prompt_tokens} of {len(token_ids)} token ids"
+        raise InvalidRequestError(
+            f"num_prompt_tokens: {message.num_prompt_tokens} of {len(token_ids)} token ids",
+            field="num_prompt_tokens",
         )
     return RequestSpec(
         request_id=attempt_key(message.request_id, message.attempt),

@@ -234,9 +234,9 @@ class DecodeRole:
         else:
             try:
                 self._grant(run, writer, event)
-            except LeaseError as error:  # nobody can write
+            except LeaseError as error:  # nobody can write: the two workers' fault
                 self._engine.post(lambda engine: engine.release(spec.request_id))
-                self._refuse(run, Refusal.INVALID, f"writer: {error}")
+                self._refuse(run, Refusal.INTERNAL, f"writer: {error}")
 
     def _grant(self, run: Run, writer: WorkerIdentity, event: ReservedEvent) -> None:
         left_s = run.left_s(self._clock.now_s(), otherwise_s=self._config.max_lease_s)

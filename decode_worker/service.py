@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from baton.errors import InvalidRequestError
 from baton.status import first_message
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.worker_wire import ReadSpec, field_on_wire, finish_reason_to_proto
@@ -75,19 +76,19 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
     def _reserve(self, session: RouterSession, message: worker_pb2.Reserve) -> None:
         wire = message.spec
         try:
-            try:
-                submission, writer = self._submission(message)
-            except ValueError as error:
-                _refuse(session, wire, Refusal.INVALID, str(error))
-                return
+            submission, writer = self._submission(message)
             self._role.submit(session, submission, writer)
+        except InvalidRequestError as error:
+            _refuse(session, wire, Refusal.INVALID, error.message, error.field or "")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # A fault of ours, but of this message alone: the session's other requests go on.
+            # A fault of ours, or a writer that is none; of this message alone: the session's other
+            # requests go on.
             log.exception("request %r cannot be taken", wire.request_id)
             _refuse(session, wire, Refusal.INTERNAL, f"it cannot be taken: {error!r}")
 
     def _submission(self, message: worker_pb2.Reserve) -> tuple[Submission, WorkerIdentity | None]:
-        """With the writer, if there is one. Raises ValueError for a malformed message."""
+        """With the writer, if there is one. Raises InvalidRequestError for a malformed request,
+        ValueError for a writer that is none: not the client's fault."""
         wire = message.spec
         spec, writer = self._read_spec(wire), None
         if message.HasField("writer"):
@@ -129,9 +130,13 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
 
 
 def _refuse(
-    session: RouterSession, wire: worker_pb2.RequestSpec, refusal: Refusal, message: str
+    session: RouterSession,
+    wire: worker_pb2.RequestSpec,
+    refusal: Refusal,
+    message: str,
+    field: str = "",
 ) -> None:
-    session.notice(Rejected(wire.request_id, wire.attempt, refusal, message))
+    session.notice(Rejected(wire.request_id, wire.attempt, refusal, message, field=field))
     session.flush()
 
 

@@ -60,13 +60,13 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         except (DrainingError, FingerprintError, WrongWriterError) as error:
             yield _message(HandoffBroken(_NOT_FOR_US[type(error)], str(error)))
             return
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except InvalidRequestError as error:
+            await abort(context, error)
         except (LeaseFencedError, LeaseServedError) as error:  # its owner tells how it ends
             if grant in self._asked_again:
                 self._asked_again[grant] = True
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except LeaseError as error:  # a misfit of the two workers: nobody will ever serve it
+        except LeaseError as error:  # no lease, or a misfit of the two workers: never to be served
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
         self._asked_again[grant] = False
         try:
@@ -82,13 +82,18 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
                 prefill.cancel()
 
     def _start(self, request: worker_pb2.PrefillRequest) -> PrefillRun:
-        """Raises what `PrefillRole.start` does, and ValueError for a request that is malformed."""
+        """Raises what `PrefillRole.start` does, LeaseError for a lease that is none as well, and
+        InvalidRequestError for a malformed request: the client's fault, and the lease's is not."""
         wire = request.spec
         if wire.kv_fingerprint != self._kv_fingerprint:
             raise FingerprintError("this worker's KV is of another kind")
         timeout_s = wire.timeout_ms / 1000 if wire.HasField("timeout_ms") else None
         spec = self._read_spec(wire)
-        return self._role.start(spec, Lease.from_proto(request.lease), timeout_s)
+        try:
+            lease = Lease.from_proto(request.lease)
+        except ValueError as error:
+            raise LeaseError(f"lease {request.lease.lease_id!r} is none: {error}") from error
+        return self._role.start(spec, lease, timeout_s)
 
 
 def _message(outcome: Outcome) -> worker_pb2.PrefillResponse:

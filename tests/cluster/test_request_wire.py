@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, worker_pb2
 from cluster.request_wire import read_spec
 from engine.request import SamplingParams
@@ -48,5 +49,6 @@ def test_unset_sampling_fields_take_the_engines_defaults_and_zeros_are_kept() ->
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(changes: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(InvalidRequestError) as caught:
         read_spec(message(**changes))
+    assert caught.value.field == named

@@ -1,4 +1,4 @@
-"""A Reserve whose writer is none: refused by name, and nothing else is affected."""
+"""A Reserve whose writer is none: no fault of the request's, and nothing else is affected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_a_writer_without_ranks_or_of_a_width_that_does_not_fit_is_refused
             heard = link.of(name)
             await link.until(lambda heard=heard: heard.rejected or heard.reserved)  # type: ignore[misc]
             assert heard.rejected is not None, heard.reserved
-            assert heard.rejected.reason == worker_pb2.REJECT_REASON_INVALID
+            assert heard.rejected.reason == worker_pb2.REJECT_REASON_INTERNAL
             assert "ranks" in heard.rejected.message
             await nothing_held(worker)
         spec = make_spec("good")

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 import grpc.aio
 import pytest
 
+from baton.errors import InvalidRequestError
 from baton.status import from_rpc_error
 from baton.v1 import worker_pb2
 from cluster.role_plan import Role
 from tests.cluster.conftest import DecodeLink, MiniRouter, make_spec, nothing_held, running_worker
 
 
-def wrong(request_id: str, field: str) -> worker_pb2.RequestSpec:
+def unknown_token(spec: worker_pb2.RequestSpec) -> None:
+    spec.token_ids = spec.token_ids[:-4] + b"\xff\xff\x00\x00"
+
+
+def half_a_token(spec: worker_pb2.RequestSpec) -> None:
+    spec.token_ids = spec.token_ids[:-2]
+
+
+def more_prompt_than_tokens(spec: worker_pb2.RequestSpec) -> None:
+    spec.num_prompt_tokens += 1
+
+
+def improbable(spec: worker_pb2.RequestSpec) -> None:
+    spec.sampling.top_p = 2.0
+
+
+WRONG = (
+    (unknown_token, "token_ids"),
+    (half_a_token, "token_ids"),
+    (more_prompt_than_tokens, "num_prompt_tokens"),
+    (improbable, "sampling.top_p"),
+)
+
+
+def wrong(
+    request_id: str, spoil: Callable[[worker_pb2.RequestSpec], None]
+) -> worker_pb2.RequestSpec:
     spec = make_spec(request_id)
-    if field == "token_ids":
-        spec.token_ids = spec.token_ids[:-4] + b"\xff\xff\x00\x00"  # beyond the vocabulary
-    else:
-        spec.sampling.top_p = 2.0
+    spoil(spec)
     return spec
 
 
@@ -30,9 +56,9 @@ async def test_a_worker_that_refuses_a_request_names_the_field() -> None:
         await link.open()
         router = MiniRouter(prefill.address, link)
         writer = prefill.info().ref
-        for number, field in enumerate(("token_ids", "sampling.top_p")):
+        for number, (spoil, field) in enumerate(WRONG):
             for name, named in ((f"local-{number}", None), (f"apart-{number}", writer)):
-                await link.reserve(wrong(name, field), named)
+                await link.reserve(wrong(name, spoil), named)
                 heard = link.of(name)
                 await link.until(lambda heard=heard: heard.rejected)  # type: ignore[misc]
                 assert heard.rejected is not None
@@ -40,9 +66,10 @@ async def test_a_worker_that_refuses_a_request_names_the_field() -> None:
                 assert heard.rejected.field == field
             lease = await router.reserve(make_spec(f"good-{number}"), writer)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await router.hand_off(wrong(f"good-{number}", field), lease)
+                await router.hand_off(wrong(f"good-{number}", spoil), lease)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert from_rpc_error(caught.value).field == field
+            refused = from_rpc_error(caught.value)
+            assert (refused.field, refused.reason) == (field, InvalidRequestError.reason)
         await nothing_held(prefill, decode)
         await router.close()
         await link.close()
