@@ -14,7 +14,7 @@ from deploy.api.serving_cluster import ServingClusterSpec
 
 DEPLOY = Path(__file__).parents[1]
 CHART = DEPLOY / "charts" / "baton"
-FOLDERS = (CHART / "crds", CHART / "dashboards")
+FOLDERS = (CHART / "crds", CHART / "dashboards", CHART / "alerts")
 """Where every file is a copy."""
 
 Schema = dict[str, Any]
@@ -27,8 +27,10 @@ _SIZES = ("maxLength", "maxItems", "maxProperties")
 def chart_files(crds: Mapping[Path, str]) -> dict[Path, str]:
     """Every file of the chart that is not written by hand; `crds`: those of deploy/crds."""
     files = {CHART / "crds" / path.name: text for path, text in crds.items()}
-    for path in (DEPLOY / "dashboards").glob("*.json"):
-        files[CHART / "dashboards" / path.name] = path.read_text()
+    for pattern in ("dashboards/*.json", "alerts/*.yaml"):
+        files |= {
+            CHART / path.relative_to(DEPLOY): path.read_text() for path in DEPLOY.glob(pattern)
+        }
     files[CHART / "values.schema.json"] = json.dumps(values_schema(), indent=1) + "\n"
     return files
 

@@ -67,6 +67,9 @@ SWITCHES: Mapping[str, Sequence[Values]] = {
             {"hub": {"endpoint": "https://hub.example.com", "tokenSecretName": "hub"}}),
     "dashboards": ({}, {"dashboards": {"enabled": True}},
                    {"dashboards": {"enabled": True, "namespace": "grafana", "labelValue": "yes"}}),
+    "alerts": ({}, {"alerts": {"enabled": True}},
+               {"alerts": {"enabled": True, "namespace": "rules",
+                           "labels": {"release": "prometheus"}}}),
     "monitor": ({}, {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}}),
 }  # fmt: skip
 

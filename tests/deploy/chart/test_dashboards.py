@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from baton.v1 import control_pb2, worker_pb2
-from cluster.worker_metrics import WorkerCollector
 from deploy.api.chart import DEPLOY
-from router.metrics import RouterMetrics
 from tests.deploy.chart.chart import Helm, of_kind
+from tests.deploy.chart.told import labels, labels_in, names, names_in
 
 DASHBOARDS = sorted((DEPLOY / "dashboards").glob("*.json"))
-
-
-def registries() -> tuple[CollectorRegistry, CollectorRegistry]:
-    load, progress = worker_pb2.WorkerLoad(), control_pb2.StepProgress()
-    collector = WorkerCollector("w", "p", lambda: load, lambda: progress, lambda: 0, lambda: 0)
-    return RouterMetrics().registry, collector.registry()
-
-
-def told() -> set[str]:
-    """The names of metrics, without what a histogram or counter appends."""
-    return {metric.name for registry in registries() for metric in registry.collect()}
 
 
 def expressions(path: Path) -> Iterable[str]:
@@ -37,31 +22,18 @@ def expressions(path: Path) -> Iterable[str]:
             yield target["expr"]
 
 
-def asked(path: Path) -> set[str]:
-    names = {name for text in expressions(path) for name in re.findall(r"baton_\w+", text)}
-    return {re.sub(r"_(bucket|total)$", "", name) for name in names}
-
-
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_no_panel_asks_for_a_metric_that_nobody_tells(path: Path) -> None:
-    assert asked(path)
-    assert asked(path) <= told()
+    for text in expressions(path):
+        assert names_in(text)
+        assert names_in(text) <= names()
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_labels_are_those_of_the_metrics(path: Path) -> None:
-    """Beside `namespace`, which Prometheus adds for a pod."""
-    labels = {
-        label
-        for registry in registries()
-        for metric in registry.collect()
-        for sample in metric.samples
-        for label in sample.labels
-    } | {"namespace", "le", "state", "end", "failure"}
     for text in expressions(path):
-        assert set(re.findall(r"(\w+)=~", text)) <= labels
-        grouped = re.findall(r"by \(([\w, ]+)\)", text)
-        assert {name for group in grouped for name in group.split(", ")} <= labels
+        assert labels_in(text)
+        assert labels_in(text) <= labels()
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)

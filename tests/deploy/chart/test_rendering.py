@@ -19,7 +19,7 @@ from tests.deploy.chart.golden import COMBINATIONS, FOLDER, text_of
 from tests.deploy.chart.matrix import ON, Values, each_once, pairwise
 
 KUBERNETES = "1.37.0"
-NOT_KUBERNETES = ("ServingCluster",)
+NOT_KUBERNETES = ("PrometheusRule", "ServingCluster")
 
 
 def check(objects: list[Object]) -> None:
@@ -53,7 +53,8 @@ def check_restricted(pod: Object) -> None:
 
 
 def test_the_chart_lints_strictly(helm: Helm) -> None:
-    values = first_cluster(spec=ON) | {"dashboards": {"enabled": True}}
+    on = {"enabled": True}
+    values = first_cluster(spec=ON) | {"dashboards": on, "alerts": on}
     helm.run("lint", "--strict", CHART)
     helm.run("lint", "--strict", CHART, "--values", "-",
              stdin=yaml.safe_dump(values))  # fmt: skip
@@ -91,7 +92,7 @@ def test_crds_are_installed_before_all_else_and_upgraded_before_an_upgrade(helm:
 
 def test_what_the_chart_copies_is_byte_for_byte_what_it_copies_from() -> None:
     assert not stale()
-    for folder, kind in (("crds", "yaml"), ("dashboards", "json")):
+    for folder, kind in (("crds", "yaml"), ("dashboards", "json"), ("alerts", "yaml")):
         copies = {path.name: path.read_bytes() for path in (CHART / folder).iterdir()}
         assert copies == {
             path.name: path.read_bytes() for path in (DEPLOY / folder).glob(f"*.{kind}")

@@ -1,0 +1,116 @@
+"""The alerts ask for what routers and workers tell, and fire when somebody must act."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baton import errors
+from deploy.api.chart import DEPLOY
+from tests.deploy.chart.chart import Helm, one
+from tests.deploy.chart.told import labels, labels_in, names, names_in
+
+RULES = sorted((DEPLOY / "alerts").glob("*.yaml"))
+GROUPS = [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
+ALERTS: Mapping[str, Any] = {rule["alert"]: rule for group in GROUPS for rule in group["rules"]}
+CASES = Path(__file__).with_name("alerts_test.yaml")
+REPOSITORY = DEPLOY.parent
+NO_PROMTOOL = "NO PROMTOOL: Debian's package prometheus brings one, or put promtool on PATH"
+each_alert = pytest.mark.parametrize("name", ALERTS)
+
+NOT_OF_CLIENT = (
+    errors.BatonError,
+    errors.KvTransferError,
+    errors.NotResumableError,
+    errors.PoisonError,
+    errors.UnavailableError,
+    errors.WorkerLostError,
+)
+TURNED_AWAY = (errors.OverloadedError, errors.DeadlineError)
+
+
+def promtool(*arguments: str | Path) -> None:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip(NO_PROMTOOL)
+    done = subprocess.run(
+        [program, *map(str, arguments)], capture_output=True, text=True, timeout=60.0, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def ends_in(name: str) -> set[str]:
+    (ends,) = re.findall(r'end=~"([\w|]+)"', ALERTS[name]["expr"])
+    return set(ends.split("|"))
+
+
+@each_alert
+def test_no_alert_asks_for_a_metric_or_label_that_nobody_tells(name: str) -> None:
+    text = ALERTS[name]["expr"]
+    assert names_in(text)
+    assert names_in(text) <= names()
+    assert labels_in(text) <= labels()
+
+
+@each_alert
+def test_each_says_how_bad_it_is_and_what_it_means(name: str) -> None:
+    rule = ALERTS[name]
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert set(rule["annotations"]) == {"summary", "description", "runbook"}
+    assert all(rule["annotations"].values())
+
+
+@each_alert
+def test_the_runbook_has_the_alert_below_the_heading_that_it_names(name: str) -> None:
+    file, anchor = ALERTS[name]["annotations"]["runbook"].split("#")
+    sections = re.split(r"^## ", (REPOSITORY / file).read_text(), flags=re.MULTILINE)
+    by_anchor = {each.split("\n")[0].lower().replace(" ", "-"): each for each in sections}
+    assert f"| `{name}` |" in by_anchor[anchor]
+
+
+def test_no_two_alerts_have_one_name() -> None:
+    assert len(ALERTS) == sum(len(group["rules"]) for group in GROUPS)
+
+
+def test_shares_are_those_of_errors_that_baton_answers_with() -> None:
+    assert ends_in("BatonRequestsFail") == {error.reason for error in NOT_OF_CLIENT}
+    assert ends_in("BatonRequestsTurnedAway") == {error.reason for error in TURNED_AWAY}
+
+
+def test_prometheus_takes_the_rules() -> None:
+    promtool("check", "rules", *RULES)
+
+
+def test_alerts_fire_when_somebody_must_act_and_not_while_all_is_well() -> None:
+    promtool("test", "rules", CASES)
+
+
+@each_alert
+def test_each_is_shown_to_fire_and_to_wait(name: str) -> None:
+    groups = yaml.safe_load(CASES.read_text())["tests"]
+    tests = [test for group in groups for test in group.get("alert_rule_test", ())]
+    expected = [test["exp_alerts"] for test in tests if test["alertname"] == name]
+    assert any(expected)
+    assert not all(expected)
+
+
+def test_one_rule_of_the_prometheus_operator_holds_all(helm: Helm) -> None:
+    alerts = {"enabled": True, "namespace": "rules", "labels": {"release": "prometheus"}}
+    rule = one(helm.template({"alerts": alerts}), "PrometheusRule")
+    assert rule["spec"]["groups"] == GROUPS
+    assert rule["metadata"]["namespace"] == "rules"
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    assert "app.kubernetes.io/name" in rule["metadata"]["labels"]
+
+
+def test_what_a_prometheus_selects_by_comes_before_the_charts_own_label(helm: Helm) -> None:
+    chosen = {"app.kubernetes.io/name": "prometheus"}
+    rule = one(helm.template({"alerts": {"enabled": True, "labels": chosen}}), "PrometheusRule")
+    assert chosen.items() <= rule["metadata"]["labels"].items()
