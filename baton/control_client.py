@@ -11,11 +11,20 @@ import grpc.aio
 
 from baton import status
 from baton.errors import DeadlineError, InvalidRequestError, UnavailableError
-from baton.grpc_options import DIRECT
+from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import control_pb2, control_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:7101"
 _CALL_TIMEOUT_S = 10.0
+_KEEPALIVE_S = 5.0  # a registry whose host hangs or vanished is left within twice this
+# A pool shared by the process would also share its back-off, which grows to minutes.
+_CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    *sends_pings(_KEEPALIVE_S),
+    *DIRECT,
+)
 _ADD_POOL_TIMEOUT_S = 90.0  # a dtype may have to be chosen, by a process that reads torch first
 
 
@@ -26,7 +35,7 @@ class ControlClient:
         self, address: str = DEFAULT_ADDRESS, *, call_timeout_s: float = _CALL_TIMEOUT_S
     ) -> None:
         self._address = address
-        self._channel = grpc.insecure_channel(address, options=DIRECT)
+        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         # The generated stub serves both kinds of channel; its types speak of asyncio alone.
         self._stub: Any = control_pb2_grpc.ControlServiceStub(cast(grpc.aio.Channel, self._channel))
         self._call_timeout_s = call_timeout_s

@@ -17,7 +17,7 @@ from router.fleet import ReportedLoad, WorkerState
 from router.fleet_links import WorkerReport
 from router.stopped_pools import PoolReport
 from router.worker_facts import WorkerFacts
-from router.worker_link import reconnect_options
+from router.worker_link import channel_options
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class FleetWatch:
         backoff = Backoff(
             self._config.reconnect_min_s, self._config.reconnect_max_s, random.Random()
         )
-        options = reconnect_options(self._config)
+        options = channel_options(self._config)
         async with grpc.aio.insecure_channel(self._address, options=options) as channel:
             stub = control_pb2_grpc.ControlServiceStub(channel)
             while True:

@@ -15,7 +15,7 @@ from router.config import RouterConfig
 from router.figures import Waiting
 from router.fleet import Fleet
 from router.ticket import Ticket
-from router.worker_link import reconnect_options
+from router.worker_link import channel_options
 
 EVERY_S = 1.0
 
@@ -35,7 +35,7 @@ class Reporting:
         """Until cancelled. FleetWatch tells of a registry that is lost."""
         config = self._config
         backoff = Backoff(config.reconnect_min_s, config.reconnect_max_s, random.Random())
-        options = reconnect_options(config)
+        options = channel_options(config)
         async with grpc.aio.insecure_channel(self._address, options=options) as channel:
             stub = control_pb2_grpc.ControlServiceStub(channel)
             while True:

@@ -35,9 +35,12 @@ ATTACH_AGAIN_S = 0.005  # while the session's first message is on its way to the
 PrefillCall = grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]
 
 
-def reconnect_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
-    """A lost peer is tried again soon and often; message sizes are the router's."""
+def channel_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
+    """To a worker or the registry. A peer that answers no ping for twice `keepalive_s` is lost, as
+    is one whose host vanished without a word; a lost peer is tried again soon and often; message
+    sizes are the router's."""
     return (
+        *sends_pings(config.keepalive_s),
         ("grpc.initial_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
         ("grpc.min_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
         ("grpc.max_reconnect_backoff_ms", int(config.reconnect_max_s * 1e3)),
@@ -46,11 +49,6 @@ def reconnect_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
         ("grpc.use_local_subchannel_pool", 1),
         *DIRECT,
     )
-
-
-def channel_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
-    """A worker that answers no ping for twice `keepalive_s` is lost; reconnecting is quick."""
-    return (*sends_pings(config.keepalive_s), *reconnect_options(config))
 
 
 class Waiting(Protocol):

@@ -19,6 +19,7 @@ import grpc
 
 from baton import status
 from baton.errors import BatonError, NotFoundError
+from baton.grpc_options import accepts_pings
 from baton.v1 import (
     common_pb2,
     control_pb2,
@@ -210,7 +211,7 @@ class SmallControl(control_pb2_grpc.ControlServiceServicer):
         self._changed = threading.Condition()
 
     def serve(self) -> tuple[grpc.Server, str]:
-        server = grpc.server(ThreadPoolExecutor(4))
+        server = grpc.server(ThreadPoolExecutor(4), options=accepts_pings())
         control_pb2_grpc.add_ControlServiceServicer_to_server(self, server)  # type: ignore
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()

@@ -5,10 +5,7 @@ Every case runs over `Client` and over `AsyncClient`.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -24,6 +21,7 @@ from tests.baton.both_clients import (
     routers,
     text_of,
 )
+from tests.baton.proxied import proxied
 from tests.baton.small_router import Book, SmallRouter, answer, silent_address
 from tests.router.proxy import Proxy
 
@@ -54,22 +52,6 @@ def test_a_request_outlives_router_after_router(book: Book, connect: Connect) ->
     assert text_of(events) == answer(used, 8)
 
 
-@contextlib.contextmanager
-def hanging_host(router: SmallRouter) -> Iterator[tuple[str, Callable[[], object]]]:
-    """An address of the router, and what makes its host hang: no connection ends, none answers."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    proxy = asyncio.run_coroutine_threadsafe(Proxy.to(router.address), loop).result(10)
-    try:
-        yield proxy.address, lambda: loop.call_soon_threadsafe(proxy.freeze)
-    finally:
-        asyncio.run_coroutine_threadsafe(proxy.close(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        loop.close()
-
-
 def test_a_request_leaves_a_router_whose_host_hangs(
     book: Book, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,14 +62,14 @@ def test_a_request_leaves_a_router_whose_host_hangs(
     hung, next_one = SmallRouter(book, hold=until_its_end), SmallRouter(book)
     with (
         routers(hung, next_one) as (_, second),
-        hanging_host(hung) as (first, hang),
+        proxied(hung.address) as (first, then),
         connect([first, second]) as client,
     ):
         events: list[Event] = []
         for event in client.generate("hello", max_tokens=5, timeout_s=20):
             events.append(event)
             if isinstance(event, Tokens) and event.index == 4:
-                hang()
+                then(Proxy.freeze)
         until_its_end.set()
     assert indices_of(events) == list(range(5))
     assert [request.resume_from_index for request in book.requests] == [0, 5]

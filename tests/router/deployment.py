@@ -17,6 +17,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from baton.grpc_options import accepts_pings
 from baton.v1 import (
     common_pb2,
     control_pb2,
@@ -93,7 +94,8 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
         self.last_report = control_pb2.ReportRouterRequest()
 
     async def start(self, port: int = 0) -> None:
-        server = self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        options = (("grpc.so_reuseport", 0), *accepts_pings(min_interval_s=0.01))
+        server = self._server = grpc.aio.server(options=options)
         control_pb2_grpc.add_ControlServiceServicer_to_server(self, server)
         self.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
         await server.start()

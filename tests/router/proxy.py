@@ -1,5 +1,5 @@
-"""A TCP proxy that can go silent like a host that hangs (connections stay, nothing passes), or cut
-every connection and take new ones."""
+"""A TCP proxy that can go silent like a host that hangs (connections stay, nothing passes), strand
+its connections like a host that vanished and came back, or cut them all and take new ones."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ class Proxy:
     def thaw(self) -> None:
         self._open.set()
 
+    def strand(self) -> None:
+        """What is connected now never hears another byte, nor that it is lost; new ones do."""
+        self._open.clear()
+        self._open = asyncio.Event()
+        self._open.set()
+
     def cut(self) -> None:
         for writer in list(self._writers):
             writer.transport.abort()
@@ -56,9 +62,10 @@ class Proxy:
             task.add_done_callback(self._tasks.discard)
 
     async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        open_ = self._open
         try:
             while data := await source.read(1 << 16):
-                await self._open.wait()
+                await open_.wait()
                 sink.write(data)
                 await sink.drain()
         except ConnectionError:

@@ -1,0 +1,31 @@
+"""What asks the registry, when the registry's host vanishes without a word."""
+
+from __future__ import annotations
+
+import pytest
+
+import baton.control_client as control_module
+from baton.control_client import ControlClient
+from baton.errors import UnavailableError
+from tests.baton.proxied import proxied
+from tests.baton.small_router import SmallControl
+from tests.router.proxy import Proxy
+
+
+def test_a_registry_whose_host_vanished_is_lost_within_two_pings_and_heard_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quick = {"grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"}
+    options = [(name, 200 if name in quick else n) for name, n in control_module._CHANNEL_OPTIONS]
+    monkeypatch.setattr(control_module, "_CHANNEL_OPTIONS", options)
+    server, address = SmallControl().serve()
+    try:
+        with proxied(address) as (before, then), ControlClient(before) as control:
+            fleets = control.watch_fleet(10.0)
+            assert len(next(fleets).workers) == 1
+            then(Proxy.strand)
+            with pytest.raises(UnavailableError):
+                list(fleets)
+            assert len(control.fleet().workers) == 1
+    finally:
+        server.stop(None).wait()
