@@ -66,7 +66,9 @@ class Tokens:
     index: int
     ids: tuple[int, ...]
     text: str
-    logprobs: tuple[Logprobs, ...] = ()
+    logprobs: tuple[Logprobs | None, ...] = ()
+    """One for each of `ids` where they were asked for; None: who sampled the token is gone, and
+    what it knew of it."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +137,15 @@ def _plain(kind: type[Any], message: Any) -> Any:
 
 
 def _tokens(message: router_pb2.Tokens) -> Tokens:
-    logprobs = tuple(
-        Logprobs(entry.logprob, entry.rank, tuple((top.id, top.logprob) for top in entry.top))
-        for entry in message.logprobs
-    )
+    logprobs = tuple(map(_logprobs, message.logprobs))
     return Tokens(message.index, tuple(message.ids), message.text, logprobs)
+
+
+def _logprobs(message: common_pb2.Logprobs) -> Logprobs | None:
+    if message.rank == 0:
+        return None
+    top = tuple((top.id, top.logprob) for top in message.top)
+    return Logprobs(message.logprob, message.rank, top)
 
 
 def _finished(message: router_pb2.Finished) -> Finished:

@@ -25,6 +25,8 @@ class Submission:
 
     `spec.request_id` is the engine's key, which the role makes unique; `request_id` is the
     router's name for the request. `wire` is the message it came as, given back to whoever attaches.
+    `emitted_logprobs` has one for each token that earlier attempts emitted, None where it is not
+    known; empty: none is.
     """
 
     spec: RequestSpec
@@ -35,6 +37,7 @@ class Submission:
     kv_fingerprint: bytes
     timeout_s: float | None
     wire: bytes
+    emitted_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     def deadline_s(self, now_s: float) -> float | None:
         """When it is taken now; None: it has none."""
@@ -134,9 +137,11 @@ class RequestLog:
         """Begin a record, in place of an older attempt's; it starts with what that one emitted."""
         self.forget(submission.request_id)
         record = Record(submission)
-        emitted = submission.spec.token_ids[submission.spec.num_prompt_tokens :]
-        for index, token_id in enumerate(emitted.tolist()):
-            record.append(index, SampledToken(token_id))
+        spec = submission.spec
+        emitted = spec.token_ids[spec.num_prompt_tokens :].tolist()
+        logprobs = submission.emitted_logprobs or [None] * len(emitted)
+        for index, (token_id, known) in enumerate(zip(emitted, logprobs, strict=True)):
+            record.append(index, SampledToken(token_id, known))
         self._records[submission.request_id] = record
         return record
 

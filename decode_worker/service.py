@@ -19,7 +19,7 @@ from decode_worker.request_log import Submission, TokenRun
 from decode_worker.role import DecodeRole
 from decode_worker.session import Refusal, Rejected, RouterSession, Update
 from engine.request import TokenLogprobs
-from kv_transfer.lease import WorkerIdentity, logprobs_to_proto
+from kv_transfer.lease import WorkerIdentity, logprobs_from_proto, logprobs_to_proto
 
 log = logging.getLogger(__name__)
 
@@ -81,18 +81,22 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         except InvalidRequestError as error:
             _refuse(session, wire, Refusal.INVALID, error.message, error.field or "")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # A fault of ours, or a writer that is none; of this message alone: the session's other
+            # A fault of ours, or of the router's; of this message alone: the session's other
             # requests go on.
             log.exception("request %r cannot be taken", wire.request_id)
             _refuse(session, wire, Refusal.INTERNAL, f"it cannot be taken: {error!r}")
 
     def _submission(self, message: worker_pb2.Reserve) -> tuple[Submission, WorkerIdentity | None]:
-        """With the writer, if there is one. Raises InvalidRequestError for a malformed request,
-        ValueError for a writer that is none: not the client's fault."""
+        """With the writer, if there is one. Raises InvalidRequestError for a malformed request;
+        ValueError for what is no fault of the client's: a writer that is none, log-probabilities
+        that are not as many as the tokens that were emitted."""
         wire = message.spec
         spec, writer = self._read_spec(wire), None
         if message.HasField("writer"):
             writer = WorkerIdentity.from_proto(message.writer)
+        known = message.emitted_logprobs
+        if len(known) not in (0, spec.num_emitted_tokens):
+            raise ValueError(f"{len(known)} emitted_logprobs of {spec.num_emitted_tokens} tokens")
         submission = Submission(
             spec=spec,
             request_id=wire.request_id,
@@ -102,6 +106,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             kv_fingerprint=wire.kv_fingerprint,
             timeout_s=wire.timeout_ms / 1000 if wire.HasField("timeout_ms") else None,
             wire=wire.SerializeToString(),
+            emitted_logprobs=tuple(map(_read_logprobs, known)),
         )
         return submission, writer
 
@@ -185,5 +190,12 @@ def _tokens_message(run: TokenRun) -> worker_pb2.RequestTokens:
 
 
 def _logprobs_message(logprobs: TokenLogprobs | None) -> common_pb2.Logprobs:
-    """Empty for a token that an earlier attempt emitted: its log-probabilities are not here."""
+    """Of rank 0 for a token that an earlier attempt emitted, where the router did not know more."""
     return common_pb2.Logprobs() if logprobs is None else logprobs_to_proto(logprobs)
+
+
+def _read_logprobs(message: common_pb2.Logprobs) -> TokenLogprobs | None:
+    if message.rank == 0:
+        return None
+    told = logprobs_from_proto(message)
+    return TokenLogprobs(told.logprob, told.rank, told.top)

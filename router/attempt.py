@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -27,7 +27,7 @@ from router.config import RouterConfig
 from router.early_tokens import EarlyTokens
 from router.failure import AttemptError, Failure, failure_of, loss_of
 from router.fleet import WorkerEntry
-from router.output import TokenSink, finish_reason_of
+from router.output import TokenLogprobs, TokenSink, finish_reason_of
 from router.patience import Patience
 from router.prefill_call import PrefillFailed, PrefillLeg
 from router.reattach import NotAttachedError, TakenOverError, attach_again
@@ -84,7 +84,9 @@ class Attempt:
 
     # --- running it ----------------------------------------------------------------------------
 
-    async def run(self, spec: worker_pb2.RequestSpec) -> None:
+    async def run(
+        self, spec: worker_pb2.RequestSpec, emitted_logprobs: Sequence[TokenLogprobs]
+    ) -> None:
         """Submit the request and return when it has finished; raises AttemptError."""
         self._take_spec(spec)
         writer = None if self._workers.prefill is None else self._workers.prefill.entry.facts.ref
@@ -92,7 +94,9 @@ class Attempt:
         self._begin("an answer to Reserve", self._config.reserve_timeout_s)
         try:
             session.listen(self)
-            session.reserve(worker_pb2.Reserve(spec=spec, writer=writer))
+            session.reserve(
+                worker_pb2.Reserve(spec=spec, writer=writer, emitted_logprobs=emitted_logprobs)
+            )
         except SessionLostError as error:
             self._stop()
             lost = loss_of(self._decode, Failure.DECODE_LOST)

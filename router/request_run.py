@@ -14,7 +14,7 @@ Clients read its `OutputLog`; none has to be there for it to go on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -31,7 +31,7 @@ from router.attempt import Attempt
 from router.cohorts import Cohort
 from router.failure import AttemptError, Failure
 from router.fleet import Booking, WorkerEntry
-from router.output import OutputLog, Routed
+from router.output import OutputLog, Routed, TokenLogprobs
 from router.prediction import least_prefill_s
 from router.prompt import PromptBlocks
 from router.request_output import RequestOutput
@@ -191,7 +191,7 @@ class RequestRun:
             self._retrying.begin_attempt()
             routed, placement = self._routed(placed), placed.placement
             attempt = self._new_attempt(workers, placement.first_token_s)
-            running = attempt.run(self._spec(placed))
+            running = attempt.run(self._spec(placed), self._emitted_logprobs())
             await self._follow(attempt, running, placed.booking, routed)
         finally:
             self._parts.fleet.release(placed.booking)
@@ -322,6 +322,13 @@ class RequestRun:
             traceparent=arrival.traceparent,
             kv_fingerprint=placed.kv_fingerprint,
         )
+
+    def _emitted_logprobs(self) -> Sequence[TokenLogprobs]:
+        """Of all tokens put out so far; none where they might be too large for a message, which
+        would cost every request of the worker's session."""
+        known = self.log.logprobs
+        num_bytes = sum(one.ByteSize() for one in known)
+        return known if num_bytes <= self._parts.config.max_message_bytes // 2 else ()
 
     def _sampling(self, placed: Placed) -> common_pb2.SamplingParams:
         """A client that named no `max_tokens` gets what fits where its request runs."""

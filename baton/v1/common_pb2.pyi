@@ -201,6 +201,9 @@ class Logprobs(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
     rank: _builtins.int
+    """0: nothing is known, of a token that was sampled by an attempt whose worker and router are gone;
+    the other fields say nothing then.
+    """
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
     def __init__(

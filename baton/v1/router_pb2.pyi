@@ -347,7 +347,9 @@ class Tokens(_message.Message):
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Logprobs]: ...
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Logprobs]:
+        """One for each of ids where sampling asks for them, else none."""
+
     def __init__(
         self,
         *,

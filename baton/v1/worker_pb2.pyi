@@ -34,7 +34,7 @@ class _RejectReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RejectRe
     REJECT_REASON_STALE_ATTEMPT: _RejectReason.ValueType  # 5
     REJECT_REASON_HANDOFF_FAILED: _RejectReason.ValueType  # 6
     REJECT_REASON_INTERNAL: _RejectReason.ValueType  # 7
-    """The worker's own fault."""
+    """The worker's own fault, or its writer's."""
     REJECT_REASON_TAKEN: _RejectReason.ValueType  # 8
     """The request id runs, or has run to its end, with another body."""
 
@@ -48,7 +48,7 @@ REJECT_REASON_INVALID: RejectReason.ValueType  # 4
 REJECT_REASON_STALE_ATTEMPT: RejectReason.ValueType  # 5
 REJECT_REASON_HANDOFF_FAILED: RejectReason.ValueType  # 6
 REJECT_REASON_INTERNAL: RejectReason.ValueType  # 7
-"""The worker's own fault."""
+"""The worker's own fault, or its writer's."""
 REJECT_REASON_TAKEN: RejectReason.ValueType  # 8
 """The request id runs, or has run to its end, with another body."""
 Global___RejectReason: _TypeAlias = RejectReason  # noqa: Y015
@@ -185,21 +185,29 @@ class Reserve(_message.Message):
 
     SPEC_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
+    EMITTED_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spec(self) -> Global___RequestSpec: ...
     @_builtins.property
     def writer(self) -> _common_pb2.WorkerRef:
         """Absent: the decode worker prefills by itself."""
 
+    @_builtins.property
+    def emitted_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Logprobs]:
+        """Where sampling asks for log-probabilities: those of the tokens that earlier attempts emitted, one
+        each, for whoever attaches the request later. Absent: none of them is known.
+        """
+
     def __init__(
         self,
         *,
         spec: Global___RequestSpec | None = ...,
         writer: _common_pb2.WorkerRef | None = ...,
+        emitted_logprobs: _abc.Iterable[_common_pb2.Logprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "writer", b"writer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["emitted_logprobs", b"emitted_logprobs", "spec", b"spec", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,7 +414,9 @@ class RequestTokens(_message.Message):
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Logprobs]: ...
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Logprobs]:
+        """One for each of ids where sampling asks for them, else none."""
+
     def __init__(
         self,
         *,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import weakref
 
 import numpy as np
@@ -58,6 +59,12 @@ def test_a_record_begins_with_what_earlier_attempts_emitted() -> None:
     assert record.since(2).token_ids == (112, 7)
     with pytest.raises(AssertionError):
         record.append(3, SampledToken(8))
+
+
+def test_a_record_begins_with_the_logprobs_that_earlier_attempts_told() -> None:
+    known = (TokenLogprobs(-0.5, 1), None, TokenLogprobs(-2.0, 3, ((4, -0.25),)))
+    told = dataclasses.replace(submission(attempt=2, emitted=3, logprobs=1), emitted_logprobs=known)
+    assert make_log().open(told).since(0).logprobs == known
 
 
 def test_logprobs_stay_aligned_with_tokens_that_have_none_here() -> None:

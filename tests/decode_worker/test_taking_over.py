@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 
 from baton.v1 import common_pb2, worker_pb2
+from cluster.request_wire import read_spec
 from cluster.role_plan import Role
 from cluster.worker import Worker
 from decode_worker.service import DecodeService
@@ -93,6 +94,21 @@ async def test_a_router_whose_request_another_one_began_anew_is_told(worker: Wor
     assert latter.of("x", 2).in_order() == Oracle().tokens(anew)
     await former.close()
     await latter.close()
+
+
+async def test_logprobs_that_are_not_as_many_as_the_emitted_tokens_are_no_fault_of_the_client_s(
+    worker: Worker,
+) -> None:
+    session = worker.decode.open_session("router-a/1")
+    service = DecodeService(worker.decode, read_spec, 10.0)
+    known = [common_pb2.Logprobs(logprob=-0.5, rank=1)] * 2
+    spec = make_spec("x")
+    spec.num_prompt_tokens -= 3
+    service._reserve(session, worker_pb2.Reserve(spec=spec, emitted_logprobs=known))
+    (told,) = (await anext(session.updates())).rejected
+    assert told.refusal is Refusal.INTERNAL
+    assert "2 emitted_logprobs of 3 tokens" in told.message
+    worker.decode.close_session(session)
 
 
 async def test_a_message_that_nobody_foresaw_ends_its_own_request_alone(worker: Worker) -> None:

@@ -24,7 +24,7 @@ from router.router import Router
 from router.server import RouterServer
 from router.text import TextModel
 from tests.cluster.conftest import ENGINE, engine_tokens, nothing_held, running_worker
-from tests.router.deployment import QUICK, Client, Registry
+from tests.router.deployment import QUICK, Answer, Client, Registry
 from tests.router.proxy import Proxy
 
 SMALL_VOCABULARY = dataclasses.replace(
@@ -216,3 +216,53 @@ async def test_a_prefill_worker_s_context_bounds_the_prompt_alone_not_the_output
             assert answer.ids == alone(20)
             assert [routed.prefill_worker for routed in answer.routed] == ["p0"]
         await nothing_held(prefill, decode)
+
+
+async def ask_with_logprobs(
+    client: Client, request: router_pb2.GenerateRequest
+) -> tuple[Answer, list[common_pb2.Logprobs]]:
+    answer, logprobs = Answer(request.resume_from_index), list[common_pb2.Logprobs]()
+    async for response in client.stub.Generate(request, timeout=20):
+        answer.take(response)
+        logprobs += response.tokens.logprobs
+    return answer, logprobs
+
+
+@pytest.mark.parametrize("max_message_bytes", [1 << 25, 1 << 12])
+async def test_a_resumed_stream_has_the_log_probabilities_of_an_attempt_whose_worker_died(
+    text_model: TextModel, max_message_bytes: int
+) -> None:
+    """As far as a message to the next worker could hold them; of the others it says so."""
+    slow = FakeEngineConfig(window=20, vocab_size=257, decode_step_s=0.01)
+    engine = dataclasses.replace(SMALL_VOCABULARY, fake=slow)
+    async with (
+        running_worker("p0", Role.PREFILL, engine) as prefill,
+        running_worker("d0", Role.DECODE, engine) as first,
+        running_worker("d1", Role.DECODE, engine) as second,
+    ):
+        decoders = [(worker, await Proxy.to(worker.address)) for worker in (first, second)]
+        listed = [Listed(prefill, prefill.address), *(Listed(w, p.address) for w, p in decoders)]
+        request = request_of(0)
+        request.request_id, request.sampling.logprobs = "r", 20
+        config = dataclasses.replace(
+            QUICK, reattach_timeout_s=0.1, max_message_bytes=max_message_bytes
+        )
+        async with router_over(text_model, *listed, config=config) as (router, client):
+            asking = asyncio.create_task(ask_with_logprobs(client, request))
+            await until(lambda: any(len(run.log.ids) >= 12 for run in router._runs.values()))
+            if not first.decode._runs:
+                decoders.reverse()
+            await decoders[0][1].close()
+            answer, expected = await asking
+            (migrated,) = answer.migrated
+        worker, proxy = decoders[1]
+        survivor = Listed(worker, proxy.address)
+        request.resume_from_index = 8
+        async with router_over(text_model, listed[0], survivor) as (_, client):
+            resumed, told = await ask_with_logprobs(client, request)
+        assert resumed.ids == alone(0)[8:]
+        num_unknown = 0 if max_message_bytes > 1 << 12 else migrated.from_index - 8
+        assert all(one.rank for one in expected)
+        assert told[:num_unknown] == [common_pb2.Logprobs()] * num_unknown
+        assert told[num_unknown:] == expected[8 + num_unknown :]
+        await proxy.close()
