@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from handoff_pairs import THERE
-from manual_world import World, begin_finish, settled
+from manual_world import CONFIG, World, begin_finish, settled
 
 from kv_transfer.errors import PeerLostError, PostFailedError
 from kv_transfer.lease import Receipt
@@ -36,6 +36,69 @@ async def test_late_puts_of_a_dead_writer_find_their_blocks_in_quarantine(world:
     await world.advance(2)
     assert world.receiver.event_names() == ["failed", "quiescent"]
     world.dead.add("sender")
+
+
+def lose_rank_1(world: World) -> bytes:
+    """Of the sender, whose rank 0 lives on; everyone who is connected to it notices."""
+    address = world.sender.transports[1].address
+    world.network.kill(address)
+    world.scheduler.run_all(("lost",))
+    return address
+
+
+async def test_a_rank_lost_in_mid_push_ends_the_handoff_and_leaves_blocks_in_quarantine() -> None:
+    world = World(sender_tp=2)
+    lease = world.grant([[1, 2], [1, 2]])
+    handoff = world.sender.open(lease)
+    await world.settle()
+    broken = []
+    world.sender.exporter.on_broken = lambda name, error: broken.append((name, str(error)))
+    world.push_all(handoff, [3, 4])
+    finishing = begin_finish(world, handoff)
+    await world.deliver()
+    lost = lose_rank_1(world)
+    await world.deliver()
+    assert broken == [(handoff, "a rank of this worker is lost")]  # at once
+    world.scheduler.run_all(("flush", "message"))
+    await world.advance(CONFIG.ack_timeout_s)
+    with pytest.raises(PeerLostError, match="a rank of this worker"):
+        await finishing
+    assert not await world.sender.exporter.cancel(handoff)  # so its own blocks are not free either
+    for _ in range(30):  # however long, and however often it is fenced
+        await world.advance(1)
+        world.scheduler.run_all(("flush", "message"))
+        await world.deliver()
+    assert world.receiver.event_names() == ["failed"]
+    assert world.receiver.table.num_quarantined_blocks == 4
+    world.scheduler.run_all(("put",))  # what the lost rank has posted lands
+    assert world.receiver.count_wrong_bytes(THERE) > 0
+    world.network.kill(world.sender.transports[0].address)
+    for address in (lost, world.sender.transports[0].address):
+        world.network.reap(address)
+    world.sender_is_gone = True
+    await world.advance(30)
+    assert world.receiver.event_names() == ["failed", "quiescent"]
+    assert world.receiver.leftovers() == (0, 0, 0)
+    assert world.receiver.table.num_quarantined_blocks == 0
+    world.receiver.check_integrity()
+
+
+async def test_a_rank_lost_after_it_had_drained_leaves_nothing_in_quarantine() -> None:
+    world = World(sender_tp=2)
+    handoff = world.sender.open(world.grant([[1], [1]]))
+    await world.settle()
+    world.push_all(handoff, [3])
+    await world.settle()  # rank 0 waits for the first token
+    lose_rank_1(world)
+    await world.settle()
+    with pytest.raises(PeerLostError, match="a rank of this worker"):
+        await world.sender.finish(handoff)
+    await world.settle()
+    assert world.receiver.event_names() == ["failed", "quiescent"]
+    assert world.receiver.table.num_quarantined_blocks == 0
+    for side in (world.sender, world.receiver):
+        side.check_integrity()
+        assert side.leftovers() == (0, 0, 0)
 
 
 async def test_mail_that_nobody_reads_is_not_kept(world: World) -> None:
