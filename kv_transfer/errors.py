@@ -8,7 +8,8 @@ TransferError
 │   ├── LeaseServedError    it is being served already: another router had asked for it
 │   └── WrongWriterError    it names another writer, or another incarnation of this one
 └── HandoffError            the handoff began and failed; nothing will be admitted for it
-    ├── PeerLostError       the receiver, or a rank of either side, is gone
+    ├── PeerLostError       the receiver, or a rank of its, is gone
+    ├── RankLostError       a rank of the writer is gone
     ├── FencedError         the receiver told us to stop
     ├── NackError           the receiver refuses the `done`
     ├── HandoffTimeoutError no acknowledgement in time: it may or may not have been admitted
@@ -60,6 +61,10 @@ class HandoffError(TransferError):
 
 class PeerLostError(HandoffError):
     reason = "PEER_LOST"
+
+
+class RankLostError(HandoffError):
+    reason = "RANK_LOST"
 
 
 class FencedError(HandoffError):

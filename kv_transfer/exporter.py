@@ -39,6 +39,7 @@ from kv_transfer.errors import (
     NackError,
     PeerLostError,
     PostFailedError,
+    RankLostError,
     WrongWriterError,
 )
 from kv_transfer.export import Export
@@ -139,10 +140,10 @@ class Exporter:
     ) -> Receipt:
         """Send `done` once all is pushed and wait for the receiver's `Ack`.
 
-        Raises PeerLostError, FencedError, NackError, HandoffTimeoutError (`timeout_s`, or the
-        configured one, since the later of the first token and the last flush to the receiver that
-        it waited for), PostFailedError or CancelledHandoffError; then it has drained on
-        every rank, or `ack_timeout_s` more have passed.
+        Raises PeerLostError, RankLostError, FencedError, NackError, HandoffTimeoutError
+        (`timeout_s`, or the configured one, since the later of the first token and the last flush
+        to the receiver that it waited for), PostFailedError or CancelledHandoffError; then it has
+        drained on every rank, or `ack_timeout_s` more have passed.
         """
         export = self._exports.get(handoff)
         if export is None:
@@ -300,7 +301,7 @@ class Exporter:
         for handoff, export in list(self._exports.items()):
             owner = export.lease.owner
             if own:
-                self._break(handoff, PeerLostError("a rank of this worker is lost"))
+                self._break(handoff, RankLostError("a rank of this worker is lost"))
             elif address in (rank.transfer_address for rank in owner.ranks):
                 self._break(handoff, PeerLostError(f"{owner.worker_id} is lost"))
 

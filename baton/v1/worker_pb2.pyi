@@ -698,8 +698,9 @@ class HandoffFailed(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """PEER_LOST, FENCED, TIMEOUT, NACK, POST_FAILED. Refused, and nothing was begun: DRAINING;
-    FINGERPRINT, REPLACED: this worker is not the one that the request or the lease means.
+    """PEER_LOST: the receiver is. RANK_LOST: a rank of this worker is. FENCED, TIMEOUT, NACK,
+    POST_FAILED. Refused, and nothing was begun: DRAINING; FINGERPRINT, REPLACED: this worker is not
+    the one that the request or the lease means.
     """
     message: _builtins.str
     def __init__(
