@@ -5,10 +5,11 @@
             if isinstance(event, Tokens):
                 print(event.text, end="")
 
-A request survives its router: when the connection is lost, or nothing answers on it for seconds,
-the client goes on at the next address
-with the request's id, seed and first unseen index, so that no token is seen twice and none is
-missing. A short call goes to the next address when one does not answer. Errors are those of
+A request survives its router: when the connection is lost, nothing answers on it for seconds, or
+the router shuts down, the client goes on at the next address (over a new connection where it left
+in good order: one address may stand for several routers) with the request's id, seed and first
+unseen index, so that no token is seen twice and none is missing. A short call goes to the next
+address when one does not answer. Errors are those of
 `baton.errors`. Leaving a stream early aborts its request.
 
     Client("router.example:7100", tls=Tls(ca_file="ca.crt"), token=token_in("token"))
@@ -19,7 +20,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterator,
+    Sequence,
+)
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
@@ -27,13 +35,14 @@ import grpc
 import grpc.aio
 
 from baton import router_calls, status
+from baton.connections import Connection
 from baton.credentials import Tls, Token, metadata_of
 from baton.errors import BatonError
 from baton.events import Event, Tokens
 from baton.grpc_options import DIRECT, sends_pings
 from baton.request_stream import Chat, GenerateOptions, RequestStream, build_request
 from baton.router_calls import Call, Routers, Tries
-from baton.v1 import control_pb2, router_pb2, router_pb2_grpc
+from baton.v1 import control_pb2, router_pb2
 
 T = TypeVar("T")
 
@@ -47,17 +56,19 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # Channels to one address would share a connection, also one that is to be left.
+    ("grpc.use_local_subchannel_pool", 1),
     *sends_pings(_KEEPALIVE_S, when_idle=False),
     *DIRECT,
 )
 
 
-def _channel(kind: Any, address: str, tls: Tls | None) -> Any:
-    """Of `kind` grpc or grpc.aio. Raises ConfigError."""
+def _connector(channels: Any, tls: Tls | None) -> Callable[[str], Any]:
+    """Opens a channel to an address, of `channels` grpc or grpc.aio. Raises ConfigError."""
     if tls is None:
-        return kind.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    options = (*_CHANNEL_OPTIONS, *tls.options())
-    return kind.secure_channel(address, tls.credentials(), options=options)
+        return lambda address: channels.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    options, credentials = (*_CHANNEL_OPTIONS, *tls.options()), tls.credentials()
+    return lambda address: channels.secure_channel(address, credentials, options=options)
 
 
 class Client:
@@ -76,16 +87,10 @@ class Client:
         reconnect_within_s: float = _RECONNECT_WITHIN_S,
         call_timeout_s: float = _CALL_TIMEOUT_S,
     ) -> None:
-        self._routers = Routers(addresses, reconnect_within_s, call_timeout_s)
+        self._routers: Routers[grpc.Channel] = Routers(
+            addresses, reconnect_within_s, call_timeout_s, _connector(grpc, tls)
+        )
         self._token = token
-        self._channels: list[grpc.Channel] = [
-            _channel(grpc, address, tls) for address in self._routers.addresses
-        ]
-        # The generated stub serves both kinds of channel; its types speak of asyncio alone.
-        self._stubs: list[Any] = [
-            router_pb2_grpc.RouterServiceStub(cast(grpc.aio.Channel, channel))
-            for channel in self._channels
-        ]
 
     def generate(
         self,
@@ -135,8 +140,7 @@ class Client:
         return self._call(router_calls.fleet())
 
     def close(self) -> None:
-        self._routers.close()
-        for channel in self._channels:
+        for channel in self._routers.close():
             channel.close()
 
     def __enter__(self) -> Self:
@@ -151,50 +155,66 @@ class Client:
         self.close()
 
     def _events(self, stream: RequestStream) -> Generator[Event, None, None]:
-        try:
-            while not stream.is_finished:
-                self._routers.check_open()
-                failure: status.RpcFailure | None = None
-                stub = self._stubs[stream.address_index]
-                metadata = metadata_of(self._token)
-                call = stub.Generate(
-                    stream.request(), timeout=stream.call_timeout_s(), metadata=metadata
-                )
-                try:
-                    for response in call:
-                        event = stream.absorb(response)
-                        if event is not None:
-                            yield event
-                except grpc.RpcError as error:
-                    failure = cast(status.RpcFailure, error)
-                finally:
-                    call.cancel()
-                if not stream.is_finished:
-                    time.sleep(stream.lost(failure))
-            self._routers.preferred = stream.address_index
-        finally:
-            self._abandon(stream)
+        routers = self._routers
+        with contextlib.ExitStack() as used:
+            connection = routers.connections.current(stream.address_index)
+            try:
+                while not stream.is_finished:
+                    routers.check_open()
+                    used.close()
+                    connection = routers.connections.current(stream.address_index)
+                    connection = used.enter_context(self._using(connection))
+                    failure: status.RpcFailure | None = None
+                    metadata = metadata_of(self._token)
+                    call = connection.stub.Generate(
+                        stream.request(), timeout=stream.call_timeout_s(), metadata=metadata
+                    )
+                    try:
+                        for response in call:
+                            event = stream.absorb(response)
+                            if event is not None:
+                                yield event
+                    except grpc.RpcError as error:
+                        failure = cast(status.RpcFailure, error)
+                    finally:
+                        call.cancel()
+                    if not stream.is_finished:
+                        time.sleep(routers.lost(stream, connection, failure))
+                routers.preferred = stream.address_index
+            finally:
+                self._abandon(stream, connection)
 
-    def _abandon(self, stream: RequestStream) -> None:
-        tries = self._routers.abandon(stream)
+    def _abandon(self, stream: RequestStream, connection: Connection[grpc.Channel]) -> None:
+        tries = self._routers.abandon(stream, connection)
         if tries is not None:
             with contextlib.suppress(BatonError):
                 self._try(tries)
 
+    @contextlib.contextmanager
+    def _using(self, connection: Connection[grpc.Channel]) -> Iterator[Connection[grpc.Channel]]:
+        """For a call: keeps it open. One that is over meanwhile gives way to its successor."""
+        connection = self._routers.connections.begin(connection)
+        try:
+            yield connection
+        finally:
+            unused = self._routers.connections.end(connection)
+            if unused is not None:
+                unused.close()
+
     def _call(self, call: Call[T]) -> T:
         return self._try(self._routers.tries(call))
 
-    def _try(self, tries: Tries[T]) -> T:
+    def _try(self, tries: Tries[T, grpc.Channel]) -> T:
         while True:
-            method = getattr(self._stubs[tries.address_index], tries.call.method)
             try:
-                answer = method(
-                    tries.call.message,
-                    timeout=tries.timeout_s,
-                    metadata=metadata_of(self._token),
-                )
-                if tries.call.takes_first:
-                    answer = self._first(answer)
+                with self._using(tries.connection) as connection:
+                    answer = getattr(connection.stub, tries.call.method)(
+                        tries.call.message,
+                        timeout=tries.timeout_s,
+                        metadata=metadata_of(self._token),
+                    )
+                    if tries.call.takes_first:
+                        answer = self._first(answer)
             except grpc.RpcError as error:
                 tries.failed(error)
             else:
@@ -220,12 +240,10 @@ class AsyncClient:
         reconnect_within_s: float = _RECONNECT_WITHIN_S,
         call_timeout_s: float = _CALL_TIMEOUT_S,
     ) -> None:
-        self._routers = Routers(addresses, reconnect_within_s, call_timeout_s)
+        self._routers: Routers[grpc.aio.Channel] = Routers(
+            addresses, reconnect_within_s, call_timeout_s, _connector(grpc.aio, tls)
+        )
         self._token = token
-        self._channels: list[grpc.aio.Channel] = [
-            _channel(grpc.aio, address, tls) for address in self._routers.addresses
-        ]
-        self._stubs = [router_pb2_grpc.RouterServiceStub(channel) for channel in self._channels]
 
     def generate(
         self,
@@ -275,8 +293,7 @@ class AsyncClient:
         return await self._call(router_calls.fleet())
 
     async def close(self) -> None:
-        self._routers.close()
-        for channel in self._channels:
+        for channel in self._routers.close():
             await channel.close()
 
     async def __aenter__(self) -> Self:
@@ -291,52 +308,72 @@ class AsyncClient:
         await self.close()
 
     async def _events(self, stream: RequestStream) -> AsyncGenerator[Event, None]:
-        try:
-            while not stream.is_finished:
-                self._routers.check_open()
-                failure: status.RpcFailure | None = None
-                stub = self._stubs[stream.address_index]
-                metadata = metadata_of(self._token)
-                call = stub.Generate(
-                    stream.request(), timeout=stream.call_timeout_s(), metadata=metadata
-                )
-                try:
-                    async for response in call:
-                        event = stream.absorb(response)
-                        if event is not None:
-                            yield event
-                except grpc.aio.AioRpcError as error:
-                    failure = cast(status.RpcFailure, error)
-                finally:
-                    call.cancel()
-                if not stream.is_finished:
-                    await asyncio.sleep(stream.lost(failure))
-            self._routers.preferred = stream.address_index
-        except asyncio.CancelledError as error:
-            self._tell_if_closed(error)
-            raise
-        finally:
-            await self._abandon(stream)
+        routers = self._routers
+        async with contextlib.AsyncExitStack() as used:
+            connection = routers.connections.current(stream.address_index)
+            try:
+                while not stream.is_finished:
+                    routers.check_open()
+                    await used.aclose()
+                    connection = routers.connections.current(stream.address_index)
+                    connection = await used.enter_async_context(self._using(connection))
+                    failure: status.RpcFailure | None = None
+                    metadata = metadata_of(self._token)
+                    call = connection.stub.Generate(
+                        stream.request(), timeout=stream.call_timeout_s(), metadata=metadata
+                    )
+                    try:
+                        async for response in call:
+                            event = stream.absorb(response)
+                            if event is not None:
+                                yield event
+                    except grpc.aio.AioRpcError as error:
+                        failure = cast(status.RpcFailure, error)
+                    finally:
+                        call.cancel()
+                    if not stream.is_finished:
+                        await asyncio.sleep(routers.lost(stream, connection, failure))
+                routers.preferred = stream.address_index
+            except asyncio.CancelledError as error:
+                self._tell_if_closed(error)
+                raise
+            finally:
+                await self._abandon(stream, connection)
 
-    async def _abandon(self, stream: RequestStream) -> None:
-        tries = self._routers.abandon(stream)
+    async def _abandon(
+        self, stream: RequestStream, connection: Connection[grpc.aio.Channel]
+    ) -> None:
+        tries = self._routers.abandon(stream, connection)
         if tries is not None:
             with contextlib.suppress(BatonError):
                 await self._try(tries)
 
+    @contextlib.asynccontextmanager
+    async def _using(
+        self, connection: Connection[grpc.aio.Channel]
+    ) -> AsyncIterator[Connection[grpc.aio.Channel]]:
+        """As `Client`'s."""
+        connection = self._routers.connections.begin(connection)
+        try:
+            yield connection
+        finally:
+            unused = self._routers.connections.end(connection)
+            if unused is not None:
+                await unused.close()
+
     async def _call(self, call: Call[T]) -> T:
         return await self._try(self._routers.tries(call))
 
-    async def _try(self, tries: Tries[T]) -> T:
+    async def _try(self, tries: Tries[T, grpc.aio.Channel]) -> T:
         while True:
-            method = getattr(self._stubs[tries.address_index], tries.call.method)
             try:
-                answer = method(
-                    tries.call.message,
-                    timeout=tries.timeout_s,
-                    metadata=metadata_of(self._token),
-                )
-                answer = await (self._first(answer) if tries.call.takes_first else answer)
+                async with self._using(tries.connection) as connection:
+                    answer = getattr(connection.stub, tries.call.method)(
+                        tries.call.message,
+                        timeout=tries.timeout_s,
+                        metadata=metadata_of(self._token),
+                    )
+                    answer = await (self._first(answer) if tries.call.takes_first else answer)
             except grpc.aio.AioRpcError as error:
                 tries.failed(error)
             except asyncio.CancelledError as error:

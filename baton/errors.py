@@ -14,7 +14,8 @@ BatonError
 ├── NotResumableError      nothing is kept any more from which to resume
 ├── UnauthenticatedError   no bearer token, or none that the router knows
 ├── PermissionDeniedError  the token is another tenant's; names the field
-├── UnavailableError       no fleet, or the server is shutting down
+├── UnavailableError       no fleet, no answer
+│   ├── ShuttingDownError  the router leaves; another one goes on with the request
 │   └── HandshakeError     something listens, but no connection as wanted comes about: TLS
 └── ConfigError            a configuration file is wrong; names file, key and nearest valid key
 """
@@ -93,6 +94,22 @@ class PermissionDeniedError(BatonError):
 
 class UnavailableError(BatonError):
     reason, grpc_status = "UNAVAILABLE", "UNAVAILABLE"
+
+
+class ShuttingDownError(UnavailableError):
+    """On the wire an UnavailableError with a mark. `has_begun`: the request may run on at its
+    workers, where the next router finds it."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        has_begun: bool,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, field=field, retry_after_s=retry_after_s)
+        self.has_begun = has_begun
 
 
 class HandshakeError(UnavailableError):

@@ -23,6 +23,7 @@ from baton.errors import (
     DeadlineError,
     HandshakeError,
     InvalidRequestError,
+    ShuttingDownError,
     UnavailableError,
 )
 from baton.events import Event, Finished, Routed, Tokens, from_response
@@ -151,6 +152,8 @@ class RequestStream:
         self._lost_at: float | None = None
         self._pauses = self._new_pauses()
         self.is_finished = False
+        self.was_sent_away = False
+        """By the last router, which shuts down."""
 
     @property
     def request_id(self) -> str:
@@ -206,35 +209,43 @@ class RequestStream:
         Raises the error that ends the request instead, when another try is of no use.
         """
         now = time.monotonic()
-        if failure is not None and not self._may_retry(failure):
+        problem = None if failure is None else status.from_rpc_error(failure, self.address)
+        if failure is not None and problem is not None and not self._may_retry(failure, problem):
             self.is_finished = True  # its router says so
-            raise status.from_rpc_error(failure, self.address)
+            raise problem
         if now >= self._deadline:
             raise DeadlineError("the request's time is over, and its router is lost")
-        if failure is not None and status.is_never_connected(failure):
-            self._unreachable.add(self.address)
-        else:
-            self._was_taken = True
+        self._note_loss(failure, problem)
         if not self._was_taken and len(self._unreachable) == len(set(self._addresses)):
             self.is_finished = True  # it never began
-            problem = None if failure is None else status.from_rpc_error(failure, self.address)
             if isinstance(problem, HandshakeError):
                 raise problem
             raise UnavailableError(f"no router listens at {', '.join(self._addresses)}")
         self._lost_at = self._lost_at or now
         if now - self._lost_at > self._reconnect_within_s:
+            why = "shuts down" if self.was_sent_away else "was lost"
             raise UnavailableError(
-                f"the router was lost, and none at {', '.join(self._addresses)} took request "
+                f"the router {why}, and none at {', '.join(self._addresses)} took request "
                 f"{self.request_id} over within {self._reconnect_within_s:g} s"
             )
         self._position = (self._position + 1) % len(self._addresses)
         return next(self._pauses) * random.uniform(0.5, 1.0)
 
-    def _may_retry(self, failure: status.RpcFailure) -> bool:
-        if status.is_connection_lost(failure):
+    def _may_retry(self, failure: status.RpcFailure, problem: BatonError) -> bool:
+        if status.is_connection_lost(failure) or isinstance(problem, ShuttingDownError):
             return True
-        # A router that shuts down says so; its requests live on at their workers.
-        return self._was_taken and isinstance(status.from_rpc_error(failure), UnavailableError)
+        # What was begun lives on at its workers, whatever keeps this router from it.
+        return self._was_taken and isinstance(problem, UnavailableError)
+
+    def _note_loss(self, failure: status.RpcFailure | None, problem: BatonError | None) -> None:
+        self.was_sent_away = isinstance(problem, ShuttingDownError)
+        if failure is not None and status.is_never_connected(failure):
+            self._unreachable.add(self.address)
+        elif isinstance(problem, ShuttingDownError):
+            self._was_taken |= problem.has_begun
+            self._unreachable.discard(self.address)
+        else:
+            self._was_taken = True
 
     def _new_tokens(self, tokens: Tokens) -> Tokens | None:
         """Only what has not been seen. The last text may come alone, after all its tokens."""

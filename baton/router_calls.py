@@ -14,11 +14,13 @@ from typing import Any, Generic, TypeVar, cast
 import grpc
 
 from baton import status
+from baton.connections import Connection, Connections
 from baton.errors import BatonError, NotFoundError, UnavailableError
 from baton.request_stream import RequestStream
 from baton.v1 import control_pb2, router_pb2
 
 T = TypeVar("T")
+C = TypeVar("C")
 
 _ABORT_TIMEOUT_S = 2.0
 
@@ -60,23 +62,31 @@ def fleet() -> Call[control_pb2.WatchFleetResponse]:
     return Call("WatchFleet", message, lambda answer: answer.fleet, takes_first=True)
 
 
-class Routers:
-    """Own what a client knows of its routers: their addresses, and which is asked first."""
+class Routers(Generic[C]):
+    """Own what a client knows of its routers: their addresses, its connections to them, and which
+    is asked first."""
 
     def __init__(
-        self, addresses: str | Sequence[str], reconnect_within_s: float, call_timeout_s: float
+        self,
+        addresses: str | Sequence[str],
+        reconnect_within_s: float,
+        call_timeout_s: float,
+        connect: Callable[[str], C],
     ) -> None:
         listed = addresses.split(",") if isinstance(addresses, str) else addresses
         self.addresses = [address.strip() for address in listed if address.strip()]
         if not self.addresses:
             raise ValueError("at least one router address is needed")
+        self.connections = Connections(self.addresses, connect)
         self.preferred = 0
         self._reconnect_within_s = reconnect_within_s
         self._call_timeout_s = call_timeout_s
         self._is_closed = False
 
-    def close(self) -> None:
+    def close(self) -> list[C]:
+        """The channels to close."""
         self._is_closed = True
+        return self.connections.close()
 
     def check_open(self) -> None:
         """Raises UnavailableError once the client is closed."""
@@ -91,40 +101,60 @@ class Routers:
             reconnect_within_s=self._reconnect_within_s,
         )
 
-    def tries(self, call: Call[T]) -> Tries[T]:
-        return Tries(self, call, self._call_timeout_s, self.preferred)
+    def lost(
+        self, stream: RequestStream, connection: Connection[C], failure: status.RpcFailure | None
+    ) -> float:
+        """As the stream's own; no other request begins at a router that shuts down."""
+        pause_s = stream.lost(failure)
+        if stream.was_sent_away:
+            self.preferred = stream.address_index
+            self.connections.leave(connection)
+        return pause_s
 
-    def abandon(self, stream: RequestStream) -> Tries[None] | None:
-        """The abort of a request whose caller has left; None where there is nothing to abort."""
+    def tries(self, call: Call[T]) -> Tries[T, C]:
+        first = self.connections.current(self.preferred)
+        return self._tries(call, self._call_timeout_s, first)
+
+    def abandon(self, stream: RequestStream, connection: Connection[C]) -> Tries[None, C] | None:
+        """The abort of a request whose caller has left, first where it was asked for last; None
+        where there is nothing to abort."""
         if stream.is_finished or self._is_closed:
             return None
-        call = abort(stream.request_id, stream.tenant)
-        return Tries(self, call, _ABORT_TIMEOUT_S, stream.address_index)
+        return self._tries(abort(stream.request_id, stream.tenant), _ABORT_TIMEOUT_S, connection)
+
+    def _tries(self, call: Call[T], timeout_s: float, first: Connection[C]) -> Tries[T, C]:
+        self.check_open()
+        return Tries(self, call, timeout_s, self.connections.in_turn(first, call.only_where_known))
 
 
-class Tries(Generic[T]):
+class Tries(Generic[T, C]):
     """One short call at one router after the other until one answers."""
 
-    def __init__(self, routers: Routers, call: Call[T], timeout_s: float, first_index: int) -> None:
-        """`timeout_s`: longest wait for each router; `first_index`: of the one asked first."""
-        routers.check_open()
-        self._routers = routers
-        self._first_index = first_index
+    def __init__(
+        self,
+        routers: Routers[C],
+        call: Call[T],
+        timeout_s: float,
+        connections: Sequence[Connection[C]],
+    ) -> None:
+        """`timeout_s`: longest wait for each router; `connections`: in the order they are used."""
+        self._routers, self._connections = routers, connections
         self._num_failed = 0
         self.call = call
         self.timeout_s = timeout_s
 
     @property
-    def address_index(self) -> int:
-        """Of the router to ask now."""
-        return (self._first_index + self._num_failed) % len(self._routers.addresses)
+    def connection(self) -> Connection[C]:
+        """To the router to ask now."""
+        return self._connections[self._num_failed]
 
     def answered(self, answer: Any) -> T:
         """The caller's part of an answer; its router is asked first from now on."""
+        index = self.connection.address_index
         if answer is None:
-            address = self._routers.addresses[self.address_index]
+            address = self._routers.addresses[index]
             raise UnavailableError(f"the router at {address} ended its answer before it began")
-        self._routers.preferred = self.address_index
+        self._routers.preferred = index
         return self.call.read(answer)
 
     def failed(self, error: grpc.RpcError) -> None:
@@ -137,7 +167,7 @@ class Tries(Generic[T]):
             or status.is_connection_lost(failure)
             or (self.call.only_where_known and isinstance(problem, NotFoundError))
         )
-        if not goes_on or self._num_failed == len(self._routers.addresses):
+        if not goes_on or self._num_failed == len(self._connections):
             raise problem from error
         self._routers.check_open()
 

@@ -19,11 +19,14 @@ T = TypeVar("T")
 DOMAIN = "baton.dev"
 DETAILS_KEY = "grpc-status-details-bin"
 _MAX_ERROR_BYTES = 500
+# In the ErrorInfo of a router that shuts down: whether it had begun the request. The reason stays
+# UNAVAILABLE: that is what a client of a former release goes on with elsewhere.
+_SHUTTING_DOWN, _BEGUN, _NOT_BEGUN = "shutting_down", "begun", "not_begun"
 
 _BY_REASON: dict[str, type[BatonError]] = {
     kind.reason: kind
     for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, BatonError)
+    if isinstance(kind, type) and issubclass(kind, BatonError) and "reason" in vars(kind)
 }
 # For servers and proxies that send no details.
 _BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
@@ -67,6 +70,8 @@ def status_code(error: BatonError) -> grpc.StatusCode:
 def status_metadata(error: BatonError) -> tuple[tuple[str, bytes], ...]:
     """Trailing metadata that carries ErrorInfo, the field at fault and when to retry."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    if isinstance(error, errors.ShuttingDownError):
+        info.metadata[_SHUTTING_DOWN] = _BEGUN if error.has_begun else _NOT_BEGUN
     details = [info]
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -164,13 +169,18 @@ def _from_details(failure: RpcFailure, message: str) -> BatonError | None:
     if info.domain != DOMAIN:
         return None
     violations = request.field_violations
-    return _BY_REASON.get(info.reason, BatonError)(
-        message,
-        field=violations[0].field if violations else None,
-        retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9
-        if retry.HasField("retry_delay")
-        else None,
-    )
+    field = violations[0].field if violations else None
+    has_delay = retry.HasField("retry_delay")
+    retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9 if has_delay else None
+    if _SHUTTING_DOWN in info.metadata:
+        return errors.ShuttingDownError(
+            message,
+            has_begun=info.metadata[_SHUTTING_DOWN] != _NOT_BEGUN,
+            field=field,
+            retry_after_s=retry_after_s,
+        )
+    kind = _BY_REASON.get(info.reason, BatonError)
+    return kind(message, field=field, retry_after_s=retry_after_s)
 
 
 def _handshake_problem(message: str) -> str | None:

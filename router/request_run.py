@@ -24,7 +24,7 @@ from baton.errors import (
     AlreadyExistsError,
     BatonError,
     DeadlineError,
-    UnavailableError,
+    ShuttingDownError,
 )
 from baton.v1 import common_pb2, worker_pb2
 from router.attempt import Attempt
@@ -41,6 +41,8 @@ from router.run_parts import Arrival, RunParts
 from router.ticket import Placed, Ticket
 from router.worker_facts import ModelIds
 from router.worker_link import WorkerLink, Workers
+
+SHUTTING_DOWN = "the router is shutting down"
 
 
 class RequestRun:
@@ -121,7 +123,8 @@ class RequestRun:
             if self._aborted:
                 self._output.abort()
             else:
-                self._output.fail(UnavailableError("the router is shutting down"))
+                has_begun = self._retrying.attempt_number > 0
+                self._output.fail(ShuttingDownError(SHUTTING_DOWN, has_begun=has_begun))
         except BatonError as error:
             self._output.fail(error)
         finally:

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from baton.errors import AlreadyExistsError, NotFoundError, UnavailableError
+from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
 from baton.v1 import control_pb2
 from router.admission import Admission
 from router.cohort_figures import CohortFigures
@@ -34,7 +34,7 @@ from router.pool_figures import PoolFigures
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
 from router.reporting import Reporting, waiting_requests
-from router.request_run import RequestRun
+from router.request_run import SHUTTING_DOWN, RequestRun
 from router.retry_budget import RetryBudget
 from router.run_parts import Arrival, RunParts, wire_id
 from router.session import RouterIdentity
@@ -142,12 +142,13 @@ class Router:
     def open(self, arrival: Arrival) -> tuple[RequestRun, OutputReader]:
         """Begin a request, or attach to the one that runs under its id with the same body.
 
-        The caller must `leave` with the reader. Raises AlreadyExistsError, UnavailableError.
+        The caller must `leave` with the reader. Raises AlreadyExistsError, ShuttingDownError.
         """
-        if self._closing:
-            raise UnavailableError("the router is shutting down", retry_after_s=1.0)
         parsed = arrival.parsed
         run = self._runs.get(arrival.key)
+        if self._closing:
+            has_begun = run is not None
+            raise ShuttingDownError(SHUTTING_DOWN, has_begun=has_begun, retry_after_s=1.0)
         if run is None:
             run = self._begin(arrival)
         elif not parsed.is_same_as(run.arrival.parsed.body_digest, run.seed):

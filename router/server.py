@@ -74,7 +74,11 @@ class RouterServer:
         log.info("router %s listens on %s", self.router.identity.router_id, self.address)
 
     async def stop(self, drain_s: float) -> None:
-        """Finish what runs within `drain_s`; what does not is left to another router."""
+        """Finish what runs within `drain_s`; what does not is left to another router.
+
+        gRPC's server goes on until then, and new requests are refused by name: were it told to stop
+        at once, no call but those under way would get here, and Abort has to, for these.
+        """
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.router.close(drain_s)
         await self._server.stop(grace=1.0)

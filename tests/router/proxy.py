@@ -39,6 +39,10 @@ class Proxy:
         self._open = asyncio.Event()
         self._open.set()
 
+    def lead_to(self, target: str) -> None:
+        """New connections, as behind a Service of which one pod leaves; old ones stay."""
+        self._target = target
+
     def cut(self) -> None:
         for writer in list(self._writers):
             writer.transport.abort()

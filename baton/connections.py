@@ -1,0 +1,86 @@
+"""A client's connections to its routers, over either kind of channel. Opens and closes none itself.
+
+An address may stand for several routers (a Kubernetes Service), and a channel stays with the one
+that it has reached. Where that one shuts down the address's next call goes over a new connection;
+the old one is to be closed once no call runs on it any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+import grpc.aio
+
+from baton.v1 import router_pb2_grpc
+
+C = TypeVar("C")
+
+
+class Connection(Generic[C]):
+    """One channel, written by `Connections` alone."""
+
+    def __init__(self, address_index: int, channel: C) -> None:
+        self.address_index, self.channel = address_index, channel
+        # The generated stub serves both kinds of channel; its types speak of asyncio alone.
+        self.stub: Any = router_pb2_grpc.RouterServiceStub(cast(grpc.aio.Channel, channel))
+        self.num_calls = 0
+        self.is_over = False
+
+
+class Connections(Generic[C]):
+    """Own which channel leads to each address. Threads may share one."""
+
+    def __init__(self, addresses: Sequence[str], connect: Callable[[str], C]) -> None:
+        self._addresses, self._connect = addresses, connect
+        self._lock = threading.Lock()
+        self._current = [
+            Connection(index, connect(address)) for index, address in enumerate(addresses)
+        ]
+        self._left: list[Connection[C]] = []  # calls run on them still
+        self._is_closed = False
+
+    def current(self, address_index: int) -> Connection[C]:
+        return self._current[address_index]
+
+    def in_turn(self, first: Connection[C], with_left: bool) -> list[Connection[C]]:
+        """`first`, then those to the addresses after it; `with_left`: then also those on which only
+        what was begun there still runs."""
+        with self._lock:
+            at = first.address_index
+            left = self._left if with_left else []
+            turn = [first, *self._current[at:], *self._current[:at], *left]
+        return list(dict.fromkeys(turn))
+
+    def begin(self, connection: Connection[C]) -> Connection[C]:
+        """Note a call, over this connection or the one that took its place."""
+        with self._lock:
+            if connection.is_over:
+                connection = self._current[connection.address_index]
+            connection.num_calls += 1
+            return connection
+
+    def end(self, connection: Connection[C]) -> C | None:
+        """Note a call's end; the channel to close, where none needs it any more."""
+        with self._lock:
+            connection.num_calls -= 1
+            if connection.num_calls or connection not in self._left:
+                return None
+            self._left.remove(connection)
+            connection.is_over = True
+            return connection.channel
+
+    def leave(self, connection: Connection[C]) -> None:
+        """The router there shuts down; a call that has yet to end keeps the connection."""
+        with self._lock:
+            at = connection.address_index
+            if self._current[at] is connection and not self._is_closed:
+                self._left.append(connection)
+                self._current[at] = Connection(at, self._connect(self._addresses[at]))
+
+    def close(self) -> list[C]:
+        """The channels to close; no other is opened."""
+        with self._lock:
+            self._is_closed = True
+            return [connection.channel for connection in (*self._current, *self._left)]
