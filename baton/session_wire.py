@@ -7,3 +7,6 @@ ANY_ATTEMPT = (1 << 32) - 1
 
 DEADLINE = "deadline"
 """As the `error` of a request that was aborted: its deadline had passed at its worker."""
+
+ORPHANED = "its router is gone"
+"""The same of one that no router has followed for `orphan_ttl_s`; whoever attaches runs it on."""

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton.session_wire import DEADLINE
+from baton.session_wire import DEADLINE, ORPHANED
 from decode_worker.request_log import Record, Submission
 from decode_worker.session import Moved, Notice, Reserved, RouterSession
 from engine.request import RequestId, SampledToken, TokenLogprobs
@@ -64,7 +64,7 @@ class Run:
         if self.deadline_s is not None and now_s >= self.deadline_s:
             return DEADLINE
         if self.orphaned_at_s is not None and now_s - self.orphaned_at_s >= orphan_ttl_s:
-            return "its router is gone"
+            return ORPHANED
         return None
 
     def granted(self, lease: Lease, num_cached_tokens: int) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from baton.session_wire import DEADLINE
+from baton.session_wire import DEADLINE, ORPHANED
 from baton.v1 import common_pb2, worker_pb2
 from router.config import RouterConfig
 from router.early_tokens import EarlyTokens
@@ -118,29 +118,30 @@ class Attempt:
         self._sink.attached(response.tokens.num_cached_tokens)
         config = self._config
         self._begin("a token", config.token_timeout_s if self.running else config.max_timeout_s)
-        was_given_up = response.tokens.finished == common_pb2.FINISH_REASON_ABORTED
-        if was_given_up:  # for want of a router, or by a client that wants it after all
-            response.tokens.ClearField("finished")
-        self._adopt(response.tokens)
-        if was_given_up:
-            self._over_at_worker = True
-            message = f"{self._decode.facts.worker_id} gave it up: {response.tokens.error}"
-            self._fail(Failure.GIVEN_UP, self._decode, message)
+        # For want of a router, or by a client that wants it after all.
+        self._adopt(response.tokens, response.tokens.finished == common_pb2.FINISH_REASON_ABORTED)
         await self._follow()
 
     def _take_spec(self, spec: worker_pb2.RequestSpec) -> None:
         self._spec, self.number = spec, spec.attempt
         self._first_index = len(spec.token_ids) // 4 - spec.num_prompt_tokens
 
-    def _adopt(self, tokens: worker_pb2.RequestTokens) -> None:
-        """Take in what an attached request has put out so far, and what came meanwhile."""
+    def _adopt(self, tokens: worker_pb2.RequestTokens, was_given_up: bool) -> None:
+        """Take in what an attached request has put out so far, and what came meanwhile; where its
+        worker gave it up, its end there is not the request's."""
         self._adopted = True
+        if was_given_up:
+            tokens.ClearField("finished")
         for run in (tokens, *self._early.take_all()):
             if run.attempt == self.number:
                 self.on_tokens(run)
         reserved, self._early_reserved = self._early_reserved, None
         if reserved is not None and reserved.attempt == self.number:
             self.on_reserved(reserved)
+        if was_given_up:
+            self._over_at_worker = True
+            message = f"{self._decode.facts.worker_id} gave it up: {tokens.error}"
+            self._fail(Failure.GIVEN_UP, self._decode, message)
 
     def _begin(self, what: str, seconds: float) -> None:
         for link in self._workers.links:
@@ -309,7 +310,7 @@ class Attempt:
             self._decode_lost(f"{lost}; not attached again: {error}")
         else:
             if response.spec.attempt == self.number:
-                self._adopt(response.tokens)
+                self._adopt(response.tokens, response.tokens.error == ORPHANED)
             else:  # of a worker that does not read which one is meant
                 stale = f"attempt {response.spec.attempt} runs there"
                 self._fail(Failure.STALE, self._decode, stale)

@@ -46,6 +46,7 @@ class Running:
     router: str = ""  # whose session had it last
     was_attached: bool = False  # before its first token, which its writer tells to another router
     finished: int = 0
+    error: str = ""
     weights: int = 0  # others give other tokens
 
     @property

@@ -353,6 +353,7 @@ class ScriptedWorker(
             index=index,
             ids=running.output[index:],
             finished=running.finished,
+            error=running.error,
         )
 
     async def Attach(  # noqa: N802

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from baton.v1 import control_pb2, worker_pb2
+from baton.session_wire import ORPHANED
+from baton.v1 import common_pb2, control_pb2, worker_pb2
 from router.config import RouterConfig
 from router.fleet import WorkerEntry, WorkerState
 from router.patience import Patience
@@ -115,6 +116,42 @@ async def test_a_request_the_worker_no_longer_knows_starts_anew(text_model: Text
         assert_whole(answer, PROMPT, 30)
         assert len(answer.routed) == 2
         assert answer.migrated[0].from_index <= 4
+        await d.check_empty()
+
+
+def ended_while_the_session_is_lost(worker: ScriptedWorker, error: str) -> None:
+    """Have the worker end the first attempt that it runs, and lose the session before."""
+
+    def on_token(running: Running) -> None:
+        if len(running.output) == 4 and running.spec.attempt == 1:
+            worker.drop_sessions()
+            running.finished, running.error = common_pb2.FINISH_REASON_ABORTED, error
+
+    worker.on_token = on_token
+
+
+async def test_a_request_its_worker_gave_up_for_want_of_a_router_goes_on_once_that_is_back(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, eject_s=30.0) as d:
+        ended_while_the_session_is_lost(d.worker("d0"), ORPHANED)
+        answer = await d.client.ask(ask_for(PROMPT, 30))
+        assert_whole(answer, PROMPT, 30)
+        assert [routed.attempt for routed in answer.routed] == [1, 2]
+        assert {labels[0] for labels in d.router.metrics.failures._metrics} == {"GIVEN_UP"}
+        assert not d.router.fleet.arrays.hold_until_s.any()
+        await d.check_empty()
+
+
+async def test_a_request_aborted_elsewhere_while_its_session_is_lost_is_not_begun_again(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model) as d:
+        ended_while_the_session_is_lost(d.worker("d0"), "cancelled")
+        answer = await d.client.ask(ask_for(PROMPT, 30))
+        assert answer.finished is not None
+        assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
+        assert d.worker("d0").num_reserves == 1
         await d.check_empty()
 
 
