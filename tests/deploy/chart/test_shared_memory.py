@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.chart.ucx_side import MARK
-
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root makes namespaces"),
@@ -26,19 +24,20 @@ def two_sides(folder: Path, flags: tuple[str, ...], **settings: str) -> tuple[se
     """The transports that UCX took, and what the first of two processes said in the end; each is in
     namespaces of its own, as the flags of `unshare` say. Their pids differ, as pods' do."""
     environment = {**os.environ, "UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y", **settings}
+    environment["UCX_LOG_FILE"] = str(folder / "ucx-%p.log")
     environment["PYTHONPATH"] = str(Path(__file__).parents[3])
     python = f"{sys.executable} -m tests.deploy.chart.ucx_side; exit $?"
     wasted = "for _ in 1 2 3 4 5 6 7 8 9; do /bin/true; done; "
-    logs: list[str] = []
     with contextlib.ExitStack() as stack:
         sides = [
             stack.enter_context(_side(["unshare", *flags, "sh", "-c", text], environment, folder))
             for text in (python, wasted + python)
         ]
-        addresses = [_told(side, logs) for side in sides]
+        addresses = [_told(side) for side in sides]
         for side, address in zip(sides, reversed(addresses), strict=True):
             _tell(side, address)
-        ends = [_told(side, logs) for side in sides]
+        ends = [_told(side) for side in sides]
+    logs = [line for log in folder.glob("ucx-*.log") for line in log.read_text().splitlines()]
     took = {name for name in ("sysv", "posix", "tcp") for line in logs
             if f"{name}/" in line and "remote memory" not in line}  # fmt: skip
     return took, ends[0]
@@ -61,14 +60,12 @@ def _side(
             os.killpg(side.pid, signal.SIGKILL)
 
 
-def _told(side: subprocess.Popen[str], logs: list[str]) -> str:
-    """Its next own line; what UCX writes before goes to `logs`."""
+def _told(side: subprocess.Popen[str]) -> str:
+    """Its next line."""
     assert side.stdout is not None
-    for line in side.stdout:
-        if line.startswith(MARK):
-            return line.removeprefix(MARK).strip()
-        logs.append(line)
-    raise AssertionError("a side ended without a word")
+    line = side.stdout.readline()
+    assert line, "a side ended without a word"
+    return line.strip()
 
 
 def _tell(side: subprocess.Popen[str], text: str) -> None:

@@ -1,7 +1,5 @@
 """One of two processes that move KV to each other; prints what it is to be reached by, reads what
 the other one is, writes to it for longer than UCX takes to ask whether it lives, prints the errors.
-
-Lines of its own begin with MARK: UCX writes to the same place.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.transport import FlushResult, Place, PutBatch, Runs, Way
 from kv_transfer.ucx.transport import UcxTransport
 
-MARK = "side: "
 _BYTES = 1 << 20
 _KEEPALIVE_S = 0.5
 _WRITES_FOR_S = 4 * _KEEPALIVE_S
@@ -29,7 +26,7 @@ def main() -> None:
     lost: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     transport.start(lambda _message: None, lost.put)
     told = base64.b64encode(pickle.dumps((transport.address, memory.regions))).decode()
-    print(MARK + told, flush=True)
+    print(told, flush=True)
     address, regions = pickle.loads(base64.b64decode(input()))
     (here,), (there,) = memory.regions, regions
     source, target = (
@@ -49,7 +46,7 @@ def main() -> None:
         error = flushed.get(timeout=20).error
         errors += [error] if error else []
         time.sleep(_KEEPALIVE_S / 5)
-    print(MARK + ("; ".join(errors) or "wrote"), flush=True)
+    print("; ".join(errors) or "wrote", flush=True)
     sys.stdin.readline()  # until the other one has written, too
 
 
