@@ -41,6 +41,9 @@ class Kind:
     status: type
     columns: tuple[Column, ...]
     scale: bool = False
+    is_applied: bool = False
+    """The operator applies the spec: each of its sections has one owner, and goes as a whole. Owned
+    field by field, one that is taken back can stay as a null, which no schema takes (1.20)."""
 
     @property
     def crd_name(self) -> str:
@@ -72,7 +75,7 @@ class Kind:
         }
 
     def _schema(self) -> Object:
-        status = _without_defaults(schema_of(self.status))
+        spec, status = schema_of(self.spec), _without_defaults(schema_of(self.status))
         for name, key in (("conditions", "type"), ("draining", "worker")):
             if name in status["properties"]:
                 listed = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
@@ -85,7 +88,7 @@ class Kind:
                 "apiVersion": {"type": "string"},
                 "kind": {"type": "string"},
                 "metadata": {"type": "object"},
-                "spec": schema_of(self.spec),
+                "spec": _in_whole_sections(spec) if self.is_applied else spec,
                 "status": status,
             },
         }
@@ -97,6 +100,14 @@ class Kind:
             "labelSelectorPath": ".status.selector",
         }
         return {"status": {}} | ({"scale": scale} if self.scale else {})
+
+
+def _in_whole_sections(spec: Object) -> Object:
+    properties = {
+        name: each | ({"x-kubernetes-map-type": "atomic"} if each["type"] == "object" else {})
+        for name, each in spec["properties"].items()
+    }
+    return spec | {"properties": properties}
 
 
 def _without_defaults(schema: Any) -> Any:
@@ -151,6 +162,7 @@ WORKER_POOL = Kind(
         AGE,
     ),
     scale=True,
+    is_applied=True,
 )
 
 KINDS = (SERVING_CLUSTER, WORKER_POOL)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from deploy.api.naming import API_VERSION
+from deploy.controller.resources import WORKER_POOLS
+from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
 
@@ -59,6 +61,28 @@ def test_kubectl_scale_changes_a_pools_size_and_get_shows_it(
     header, row = control_plane.kubectl("-n", namespace, "get", "wp").splitlines()
     assert header.split()[:4] == ["NAME", "ROLE", "DESIRED", "READY"]
     assert row.split()[:3] == ["decode", "decode", "4"]
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"template": {"spec": {"containers": [{"name": "ray-worker", "image": "a"}]}}},
+        {"engine": {"fake": {"vocabSize": 300}}},
+        {"rollout": {"maxSurge": 2}},
+        {"rolePlan": {"prefill": 1, "decode": 1}, "role": "mixed"},
+    ],
+    ids=lambda section: next(iter(section)),
+)
+def test_a_section_that_the_operator_takes_back_leaves_nothing_behind(
+    control_plane: ControlPlane, namespace: str, section: dict[str, Any]
+) -> None:
+    """Where an API server owns what is inside of it one by one, an old one leaves a null there."""
+    kube = kube_of(control_plane)
+    (name, _), *rest = section.items()
+    plain = pool(namespace, **dict(rest))
+    before = kube.apply(WORKER_POOLS, plain, force=True)["spec"]
+    kube.apply(WORKER_POOLS, pool(namespace, **section), force=True)
+    assert kube.apply(WORKER_POOLS, plain, force=True)["spec"] == before, name
 
 
 @pytest.mark.parametrize(
