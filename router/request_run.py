@@ -256,18 +256,20 @@ class RequestRun:
     async def _resume(self) -> bool:
         """Attach to the request where it runs; True when it finished there.
 
-        Raises NotResumableError when it runs nowhere and it is not known how it would go on.
+        Raises NotResumableError when it runs nowhere and it is not known how it would go on,
+        OverloadedError when too many are looked for.
         """
         parsed, parts = self.arrival.parsed, self._parts
         num_tokens = len(parsed.token_ids)  # what is cached of it where it runs is not known here
-        found = await find_running(
-            self.arrival,
-            parts.links,
-            lambda link: self._new_attempt(
-                Workers(link, None), lambda tokens_per_s: num_tokens / tokens_per_s
-            ),
-            parts.config.attach_timeout_s,
-        )
+        async with parts.searching.turn(parsed.tenant):
+            found = await find_running(
+                self.arrival,
+                parts.links,
+                lambda link: self._new_attempt(
+                    Workers(link, None), lambda tokens_per_s: num_tokens / tokens_per_s
+                ),
+                parts.config.attach_timeout_s,
+            )
         self._is_sought = False
         if found is None:
             fleet = parts.fleet

@@ -37,6 +37,7 @@ from router.reporting import Reporting, waiting_requests
 from router.request_run import SHUTTING_DOWN, RequestRun
 from router.retry_budget import RetryBudget
 from router.run_parts import Arrival, RunParts, wire_id
+from router.searching import Searching
 from router.session import RouterIdentity
 from router.text import TextModel
 from router.ticket import Ticket
@@ -81,6 +82,7 @@ class Router:
             fleet=self.fleet,
             links=self.links,
             admission=self.admission,
+            searching=Searching(config),
             retries=RetryBudget(config, clock),
             metrics=self.metrics,
             cohort_figures=CohortFigures(clock),

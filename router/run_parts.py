@@ -15,6 +15,7 @@ from router.fleet_links import FleetLinks
 from router.metrics import RouterMetrics
 from router.pool_figures import PoolFigures
 from router.retry_budget import RetryBudget
+from router.searching import Searching
 from router.text import TextModel
 from router.validate import ParsedRequest
 
@@ -26,6 +27,7 @@ class RunParts:
     fleet: Fleet
     links: FleetLinks
     admission: Admission
+    searching: Searching
     retries: RetryBudget
     metrics: RouterMetrics
     cohort_figures: CohortFigures
