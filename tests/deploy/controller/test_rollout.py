@@ -55,7 +55,7 @@ class World:
         self.sizes = next_sizes(
             self.replicas, self.rollout, self.target, self.states(), is_stopped=self.is_stopped
         )
-        wanted = {(name, index) for name, size in self.sizes.items() for index in range(size)}
+        wanted = self.wanted()
         for at in sorted(self.live - wanted):
             self.live.remove(at)
             self.draining[at] = self.takes()
@@ -63,6 +63,9 @@ class World:
             del self.starting[at]
         for at in sorted(wanted - self.live - self.starting.keys() - self.draining.keys()):
             self.starting[at] = self.takes()
+
+    def wanted(self) -> set[tuple[str, int]]:
+        return {(name, index) for name, size in self.sizes.items() for index in range(size)}
 
     def wait(self) -> None:
         self.draining = {at: left - 1 for at, left in self.draining.items() if left > 1}
@@ -79,7 +82,7 @@ class World:
             before = (dict(self.sizes), set(self.live), self.num_pods)
             self.look()
             self.wait()
-            coming = [at for at in self.starting if at[0] not in self.broken]
+            coming = [at for at in self.wanted() - self.live if at[0] not in self.broken]
             if before == (self.sizes, self.live, self.num_pods) and not (self.draining or coming):
                 return
         raise AssertionError(f"still moving: {self}")
