@@ -180,7 +180,7 @@ class Client:
                         call.cancel()
                     if not stream.is_finished:
                         time.sleep(routers.lost(stream, connection, failure))
-                routers.preferred = stream.address_index
+                routers.answered(connection)
             finally:
                 self._abandon(stream, connection)
 
@@ -333,7 +333,7 @@ class AsyncClient:
                         call.cancel()
                     if not stream.is_finished:
                         await asyncio.sleep(routers.lost(stream, connection, failure))
-                routers.preferred = stream.address_index
+                routers.answered(connection)
             except asyncio.CancelledError as error:
                 self._tell_if_closed(error)
                 raise

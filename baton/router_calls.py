@@ -111,6 +111,11 @@ class Routers(Generic[C]):
             self.connections.leave(connection)
         return pause_s
 
+    def answered(self, connection: Connection[C]) -> None:
+        """Whole: its router is asked first from now on, unless it shuts down."""
+        if self.connections.current(connection.address_index) is connection:
+            self.preferred = connection.address_index
+
     def tries(self, call: Call[T]) -> Tries[T, C]:
         first = self.connections.current(self.preferred)
         return self._tries(call, self._call_timeout_s, first)
@@ -150,11 +155,10 @@ class Tries(Generic[T, C]):
 
     def answered(self, answer: Any) -> T:
         """The caller's part of an answer; its router is asked first from now on."""
-        index = self.connection.address_index
         if answer is None:
-            address = self._routers.addresses[index]
+            address = self._routers.addresses[self.connection.address_index]
             raise UnavailableError(f"the router at {address} ended its answer before it began")
-        self._routers.preferred = index
+        self._routers.answered(self.connection)
         return self.call.read(answer)
 
     def failed(self, error: grpc.RpcError) -> None:

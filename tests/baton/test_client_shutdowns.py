@@ -32,6 +32,23 @@ def test_a_request_goes_to_the_next_router_and_so_do_those_after_it(
     assert not any(request.HasField("resume_from_index") for request in book.requests)
 
 
+def test_what_a_leaving_router_still_ends_well_makes_nobody_ask_it_first_again(
+    book: Book, connect: Connect
+) -> None:
+    hold = threading.Event()
+    leaving, staying = SmallRouter(book, hold=hold), SmallRouter(book)
+    with routers(leaving, staying) as addresses, connect(addresses) as client:
+        kept = client.generate("hello", max_tokens=3)
+        events = [next(kept)]
+        leaving.fail = REFUSED
+        client.text("hello", max_tokens=3, request_id="second")
+        hold.set()
+        events += kept
+        client.text("hello", max_tokens=3, request_id="third")
+    assert indices_of(events) == [0, 1, 2]
+    assert [request.request_id for request in book.requests][1:] == ["second", "second", "third"]
+
+
 def test_a_request_that_its_router_had_begun_is_asked_for_again_not_begun_anew(
     book: Book, connect: Connect
 ) -> None:
