@@ -39,6 +39,7 @@ POOLS: dict[str, Any] = {
         "rollout": {"maxSurge": 1, "maxUnavailable": 0, "readyTimeout": "10m"},
     },
 }
+STOPS_SOON = {"rollout": {"readyTimeout": "30s"}}
 
 
 class Live:
@@ -140,6 +141,34 @@ def test_a_pools_setting_is_rolled_under_50_streams_within_surge_and_availabilit
     assert streams.num_rounds >= 2
     told = condition(installed.read("wp/decode"), "Progressing")
     assert (told["status"], told["reason"]) == ("False", "AsWanted")
+
+
+def test_a_version_that_does_not_start_stops_and_the_old_one_serves_on_until_it_is_gone_back_to(
+    installed: Installed, control_plane: ControlPlane, kubelet: Kubelet, kuberay: KubeRay
+) -> None:
+    (before,) = revisions(installed, "decode")
+    running = streaming(router_address(kubelet), NUM_TOKENS)
+    with running as streams, live_of(kubelet, "decode") as live:
+        broken = {"name": "ray-worker", "args": ["echo this version is broken; exit 3"]}
+        template = {"spec": {"containers": [broken]}}
+        change(control_plane, installed.namespace, decode={"template": template} | STOPS_SOON)
+
+        def is_stopped() -> bool:
+            streams.check()
+            told = condition(installed.read("wp/decode"), "Progressing")
+            return (told["status"], told["reason"]) == ("False", "RolloutStopped")
+
+        eventually(is_stopped, "the rollout stops", 240)
+        told = condition(installed.read("wp/decode"), "Progressing")["message"]
+        assert told.startswith("0 of 2 updated")
+        told = condition(installed.read("servingcluster/default"), "Progressing")["reason"]
+        assert told == "RolloutStopped"
+        change(control_plane, installed.namespace, decode={"template": None})
+        eventually(lambda: is_whole(installed, "decode", 2), "it is gone back", ROLLED_WITHIN_S)
+        streams.check()
+    assert revisions(installed, "decode") == [before], "what still ran was used again"
+    assert live.fewest == 2
+    assert most_pods(kuberay, "decode") == 3
 
 
 def test_a_pool_is_added_to_a_running_cluster_and_taken_away_again(
