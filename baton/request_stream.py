@@ -23,6 +23,7 @@ from baton.errors import (
     DeadlineError,
     HandshakeError,
     InvalidRequestError,
+    OverloadedError,
     ShuttingDownError,
     UnavailableError,
 )
@@ -223,17 +224,23 @@ class RequestStream:
             raise UnavailableError(f"no router listens at {', '.join(self._addresses)}")
         self._lost_at = self._lost_at or now
         if now - self._lost_at > self._reconnect_within_s:
+            if isinstance(problem, OverloadedError):
+                raise problem
             why = "shuts down" if self.was_sent_away else "was lost"
             raise UnavailableError(
                 f"the router {why}, and none at {', '.join(self._addresses)} took request "
                 f"{self.request_id} over within {self._reconnect_within_s:g} s"
             )
         self._position = (self._position + 1) % len(self._addresses)
-        return next(self._pauses) * random.uniform(0.5, 1.0)
+        pause_s = next(self._pauses) * random.uniform(0.5, 1.0)
+        asked_s = problem.retry_after_s if isinstance(problem, OverloadedError) else None
+        return max(pause_s, asked_s or 0.0)
 
     def _may_retry(self, failure: status.RpcFailure, problem: BatonError) -> bool:
         if status.is_connection_lost(failure) or isinstance(problem, ShuttingDownError):
             return True
+        if isinstance(problem, OverloadedError):  # what it has put out would be lost
+            return self._next_index > 0
         # What was begun lives on at its workers, whatever keeps this router from it.
         return self._was_taken and isinstance(problem, UnavailableError)
 

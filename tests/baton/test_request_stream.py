@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import grpc
 import pytest
 
-from baton.errors import BatonError, InvalidRequestError
+from baton import status
+from baton.errors import BatonError, InvalidRequestError, OverloadedError
 from baton.events import Tokens
 from baton.request_stream import RequestStream, build_request
 from baton.v1.router_pb2 import GenerateResponse, Routed
@@ -83,3 +85,33 @@ def test_a_reconnect_brings_back_what_the_last_router_told_of_the_model() -> Non
     for told in ([b"first"], [b"second", b"third"]):
         stream.absorb(GenerateResponse(routed=Routed(seed=5, model_fingerprints=told)))
         assert list(stream.request().model_fingerprints) == told
+
+
+class Refused:
+    """A call that a router ended with this error."""
+
+    def __init__(self, error: BatonError) -> None:
+        self._error = error
+
+    def code(self) -> grpc.StatusCode:
+        return status.status_code(self._error)
+
+    def details(self) -> str:
+        return self._error.message
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        return status.status_metadata(self._error)
+
+
+def test_a_busy_router_ends_no_stream_that_has_put_out_tokens() -> None:
+    busy = Refused(OverloadedError("the line is full", retry_after_s=1.5))
+    stream = RequestStream(build_request("a"), ["nowhere"])
+    stream.absorb(GenerateResponse(routed=Routed(seed=5)))
+    with pytest.raises(OverloadedError):
+        stream.lost(busy)
+    stream = RequestStream(build_request("a"), ["nowhere"], reconnect_within_s=0.0)
+    stream.absorb(tokens(0, [5], "a"))
+    assert stream.lost(busy) == 1.5
+    assert stream.request().resume_from_index == 1
+    with pytest.raises(OverloadedError, match="the line is full"):
+        stream.lost(busy)
