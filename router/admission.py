@@ -18,7 +18,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +34,9 @@ from router.prompt import PromptBlocks
 from router.refusals import stranded, too_large
 from router.ticket import Placed, Ticket
 
-SCAN_AHEAD = 32  # requests tried per round, of those that fit some open worker and can run at all
+# Requests tried per round for each class of workers, of those that fit some open worker of their
+# cohort and can run at all.
+SCAN_AHEAD = 32
 POLL_S = 0.25  # longest time between rounds while requests wait
 ROUND_PAUSE = 4.0  # times what a round spent in vain: the event loop is left to the streams
 
@@ -51,6 +53,27 @@ class _Tally:
     @property
     def share_in_vain(self) -> float:
         return self.num_in_vain / self.num_tries if self.num_tries else 1.0
+
+
+class _Tries:
+    """Left of one round, for each class of workers: many who may use one alone keep nobody from
+    another's."""
+
+    def __init__(self, classes: Iterable[int]) -> None:
+        self._left = dict.fromkeys(classes, SCAN_AHEAD)
+
+    @property
+    def are_over(self) -> bool:
+        return not self._left
+
+    def take(self, classes: Iterable[int]) -> bool:
+        """Whether one is left for a request that may use these: it counts for each of them."""
+        open_ = [number for number in classes if number in self._left]
+        for number in open_:
+            self._left[number] -= 1
+            if not self._left[number]:
+                del self._left[number]
+        return bool(open_)
 
 
 class Admission:
@@ -225,8 +248,8 @@ class Admission:
             self._seen, self._looked_at_s = seen, now
             self._refuse_stranded(within_reach, is_new, now)
         tally = _Tally(self._next_release_s(now))
-        for waiting, reserved in self._by_cohort():
-            self._try_in_order(waiting, reserved, within_reach, tally)
+        for waiting, reserved, tries in self._by_cohort():
+            self._try_in_order(waiting, reserved, tries, within_reach, tally)
         ended_s = self._clock()
         self._pause_until_s = ended_s + ROUND_PAUSE * (ended_s - now) * tally.share_in_vain
         self._waiting = [t for t in self._waiting if t.placed is not None and not t.placed.done()]
@@ -237,36 +260,45 @@ class Admission:
             self._shares.idle()
             self._unschedule()
 
-    def _by_cohort(self) -> Iterator[tuple[list[Ticket], Bools]]:
-        """Who waits for each, and the workers that they cannot have: one cohort's requests do not
-        hold up another's."""
-        cohorts = self._fleet.kinds.cohorts
+    def _by_cohort(self) -> Iterator[tuple[list[Ticket], Bools, _Tries]]:
+        """Who waits for each, the workers that they cannot have, and how many are tried: one
+        cohort's requests do not hold up another's."""
+        cohorts, classes = self._fleet.kinds.cohorts, self._fleet.kinds.classes
         if len(cohorts) == 1:
-            yield self._waiting, np.zeros(self._fleet.num_slots, dtype=np.bool_)
+            none = np.zeros(self._fleet.num_slots, dtype=np.bool_)
+            yield self._waiting, none, _Tries(number for _, number in classes)
             return
         self._settle()
         for cohort in cohorts:
             waiting = [ticket for ticket in self._waiting if ticket.cohort == cohort]
             if waiting:
-                yield waiting, ~self._fleet.slots_in(cohort)
+                own = [number for kv_class, number in classes if kv_class.cohort == cohort]
+                yield waiting, ~self._fleet.slots_in(cohort), _Tries(own)
 
     def _try_in_order(
-        self, waiting: Sequence[Ticket], reserved: Bools, within_reach: Reach, tally: _Tally
+        self,
+        waiting: Sequence[Ticket],
+        reserved: Bools,
+        tries: _Tries,
+        within_reach: Reach,
+        tally: _Tally,
     ) -> None:
         """Place who can start, on decode workers that are not reserved."""
-        config, arrays, now, tries = self._config, self._fleet.arrays, self._clock(), 0
+        config, arrays, now = self._config, self._fleet.arrays, self._clock()
+        class_numbers = self._placing.class_numbers()
         longest = longest_open(arrays, reserved, now)
         if longest:
             self._settle()
         for ticket in waiting:
-            if not longest or tries == SCAN_AHEAD:
+            if not longest or tries.are_over:
                 break
             assert ticket.placed is not None
             if ticket.placed.done() or ticket.num_tokens > longest:
                 continue
             if ticket.stranded_since_s is not None:
                 continue  # and no worker's reach has changed since that was seen
-            tries += 1
+            if not tries.take(class_numbers(ticket)):
+                continue
             tally.num_tries += 1
             best = self._placing.best(ticket, reserved, now)
             if best is not None and best.queue_s <= config.lease_lead_s:

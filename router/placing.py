@@ -5,7 +5,7 @@ serve it, the cheapest placement, its booking.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from router.placement import Bools, Placement, PlacementQuery, Reach, choose, ra
 from router.prediction import earliest_first_token_s
 from router.prefix_index import PrefixIndex
 from router.ticket import Placed, Ticket
-from router.worker_facts import KvClass
+from router.worker_facts import KvClass, ModelIds
 
 Kinds = Mapping[KvClass, set[tuple[float, float]]]
 """Per class of workers, (request tokens, prompt tokens) of its decode workers (`Reach.kinds`)."""
@@ -56,6 +56,19 @@ class Placing:
         """[slots] The workers of its cohort and model."""
         numbers = [number for _, number in self._classes_for(ticket)]
         return np.isin(self._fleet.arrays.kv_class, numbers)
+
+    def class_numbers(self) -> Callable[[Ticket], Sequence[int]]:
+        """Of the classes of workers that a request may use, for as long as the fleet is as it is
+        now: many in line may use the same."""
+        known: dict[tuple[Cohort | None, ModelIds], Sequence[int]] = {}
+
+        def numbers_for(ticket: Ticket) -> Sequence[int]:
+            key = (ticket.cohort, ticket.model_ids)
+            if key not in known:
+                known[key] = [number for _, number in self._classes_for(ticket)]
+            return known[key]
+
+        return numbers_for
 
     def _classes_for(self, ticket: Ticket) -> Sequence[tuple[KvClass, int]]:
         kinds = self._fleet.kinds

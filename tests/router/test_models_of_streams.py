@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import InvalidRequestError, NotResumableError
 from baton.v1 import control_pb2, worker_pb2
-from router.admission import Admission
+from router.admission import SCAN_AHEAD, Admission
 from router.fleet import Fleet, ReportedLoad
 from router.resume import cohort_to_run_in
 from router.router import Router
@@ -149,6 +149,55 @@ async def test_what_waits_for_its_model_keeps_no_other_s_workers() -> None:
     assert not waiting.done()
     waiting.cancel()
     await asyncio.wait([waiting])
+
+
+@pytest.mark.parametrize("max_bypass_s", [0.0, 60.0])
+@pytest.mark.parametrize("is_full", [True, False], ids=["no place", "no memory"])
+async def test_however_many_wait_for_one_model_the_other_s_workers_do_not_idle(
+    is_full: bool, max_bypass_s: float
+) -> None:
+    clock = Clock()
+    fleet = two_models(clock)
+    worker = fleet.get("d-one")
+    assert worker is not None
+    quarantined = worker.facts.num_blocks - 2  # two are left: the prompt fits, not beside another
+    load = ReportedLoad(num_requests=1000)
+    if not is_full:
+        load = ReportedLoad(num_requests=1, num_quarantined_blocks=quarantined)
+    fleet.report(worker, load)
+    admission = admission_of(fleet, clock, max_bypass_s=max_bypass_s)
+    mine = [bound_to(admission, b"kv1", ONE) for _ in range(SCAN_AHEAD + 8)]
+    for ticket in mine:
+        ticket.max_new_tokens = 100
+    waiting = [asyncio.create_task(admission.place(ticket)) for ticket in mine]
+    await rounds(admission, clock, 1.0)
+    behind = [admission.ticket(prompt(10), 4), bound_to(admission, b"kv2", OTHER)]
+    placing = [asyncio.create_task(where(admission, fleet, ticket)) for ticket in behind]
+    await rounds(admission, clock, 1.0)
+    assert [task.done() and task.result() for task in placing] == ["d-other", "d-other"]
+    assert not any(task.done() for task in waiting)
+    for task in (*waiting, *placing):
+        task.cancel()
+    await asyncio.wait([*waiting, *placing])
+
+
+async def test_of_those_who_may_use_one_worker_whoever_came_first_goes_first() -> None:
+    clock = Clock()
+    fleet = two_models(clock)
+    leave(fleet, "p-other", "d-other")
+    admission = admission_of(fleet, clock)
+    order: list[int] = []
+
+    async def one(number: int, ticket: Ticket) -> None:
+        await admission.place(ticket)
+        order.append(number)
+
+    tickets = [
+        bound_to(admission, b"kv1", ONE) if number % 2 else admission.ticket(prompt(10), 4)
+        for number in range(6)
+    ]
+    await asyncio.gather(*(one(number, ticket) for number, ticket in enumerate(tickets)))
+    assert order == [0, 1, 2, 3, 4, 5]
 
 
 # --- run again after a lost router ----------------------------------------------------------------
