@@ -24,7 +24,8 @@ from router.worker_facts import ModelIds
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 _MAX_FINGERPRINTS, _MAX_FINGERPRINT_BYTES = 64, 64
 _ROLES = ("system", "user", "assistant")
-# What a client may change when it comes back for a request that runs.
+# What a client may change when it comes back for a request that runs. A field that a release adds
+# belongs here: routers of the release before, and of this one, are to know the request again.
 _NOT_IN_DIGEST = (
     "cohort",
     "model_fingerprints",
@@ -159,6 +160,7 @@ def body_digest(request: router_pb2.GenerateRequest) -> bytes:
     """16 bytes; equal for requests that ask for the same, seed aside."""
     body = router_pb2.GenerateRequest()
     body.CopyFrom(request)
+    body.DiscardUnknownFields()  # of a client of a later release
     for name in _NOT_IN_DIGEST:
         body.ClearField(name)  # type: ignore[arg-type]
     return hashlib.blake2b(body.SerializeToString(deterministic=True), digest_size=16).digest()

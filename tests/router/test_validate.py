@@ -198,6 +198,18 @@ def test_the_same_body_is_the_same_request_whatever_a_reconnect_changes(model: T
     assert parse(cache_salt="x")[0] != first.body_digest
 
 
+def test_what_only_a_newer_client_knows_makes_no_other_request(model: TextModel) -> None:
+    newer = b"\xf2\x7d\x03new"  # field 2014, three bytes
+    plain = GenerateRequest(text="the fox", request_id="r", sampling=SamplingParams(top_k=3))
+    sampling = SamplingParams.FromString(plain.sampling.SerializeToString() + newer)
+    deep = GenerateRequest(text="the fox", request_id="r", sampling=sampling)
+    flat = GenerateRequest.FromString(plain.SerializeToString() + newer)
+    assert newer in flat.SerializeToString()
+    assert newer in deep.SerializeToString()
+    digests = {parse_generate(one, model, LIMITS).body_digest for one in (plain, flat, deep)}
+    assert len(digests) == 1
+
+
 def test_text_that_is_not_unicode_never_gets_into_a_message() -> None:
     with pytest.raises(ValueError, match=r"surrogate|UTF"):
         GenerateRequest(text="\ud800")
