@@ -7,27 +7,22 @@ Pure but for the times that come in.
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.v1 import control_pb2
 from router.cohorts import Cohort
+from router.recent import Recent, Spans
 
 WINDOW_S = 10.0
-_SPAN_S = 1.0
-_MAX_GAPS = 1000  # of one span: enough for a median
 
 
 @dataclass
-class _Span:
-    """One second, about."""
+class _Ended:
+    """Requests, in one second."""
 
-    began_s: float
-    num_ended: int = 0
+    num_all: int = 0
     num_failed: int = 0
-    gaps_s: list[float] = field(default_factory=list)
 
 
 class CohortMeter:
@@ -35,45 +30,32 @@ class CohortMeter:
 
     def __init__(self, cohort: Cohort, clock: Callable[[], float]) -> None:
         self.cohort, self._clock = cohort, clock
-        self._spans: deque[_Span] = deque()
+        self._ended = Spans(WINDOW_S, _Ended)
+        self._gaps_s = Recent(WINDOW_S)
 
     def ended(self, failed: bool) -> None:
         """A request ended here, or went elsewhere because it `failed` here."""
-        span = self._span(self._clock())
-        span.num_ended += 1
-        span.num_failed += failed
+        ended = self._ended.at(self._clock())
+        ended.num_all += 1
+        ended.num_failed += failed
 
     def saw_gap(self, gap_s: float, now_s: float) -> None:
         """Between two tokens of a stream."""
-        gaps = self._span(now_s).gaps_s
-        if len(gaps) < _MAX_GAPS:
-            gaps.append(gap_s)
+        self._gaps_s.add(gap_s, now_s)
 
     def figures(self) -> control_pb2.CohortFigures | None:
         """None: nothing was seen."""
         now = self._clock()
-        self._forget(now)
-        if not self._spans:
+        ended, itl_s = list(self._ended.within(now)), self._gaps_s.quantile(0.5, now)
+        if not ended and itl_s is None:
             return None
-        seconds = max(now - self._spans[0].began_s, _SPAN_S)
-        gaps = [gap_s for span in self._spans for gap_s in span.gaps_s]
+        seconds = self._ended.seconds(now)
         return control_pb2.CohortFigures(
             cohort=self.cohort,
-            requests_per_s=sum(span.num_ended for span in self._spans) / seconds,
-            failures_per_s=sum(span.num_failed for span in self._spans) / seconds,
-            itl_s=statistics.median(gaps) if gaps else None,
+            requests_per_s=sum(each.num_all for each in ended) / seconds,
+            failures_per_s=sum(each.num_failed for each in ended) / seconds,
+            itl_s=itl_s,
         )
-
-    def _span(self, now: float) -> _Span:
-        spans = self._spans
-        if not spans or now - spans[-1].began_s >= _SPAN_S:
-            self._forget(now)
-            spans.append(_Span(now))
-        return spans[-1]
-
-    def _forget(self, now: float) -> None:
-        while self._spans and self._spans[0].began_s <= now - WINDOW_S:
-            self._spans.popleft()
 
 
 class CohortFigures:

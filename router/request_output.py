@@ -107,8 +107,10 @@ class RequestOutput:
 
     def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
         now = self._parts.clock()
-        if self._booking is not None:
-            self._parts.fleet.release_prefill(self._booking)
+        booking = self._booking
+        prefilled = booking is not None and booking.prefill_held  # else found where it ran
+        if booking is not None:
+            self._parts.fleet.release_prefill(booking)
         if self.log.ids:
             return  # a later attempt: the client has had its first token
         if first is None:
@@ -119,8 +121,8 @@ class RequestOutput:
         self._num_cached_tokens = num_cached_tokens
         ttft_s = now - self._arrival.arrived_s
         self._parts.metrics.ttft.observe(ttft_s)
-        if self._booking is not None:
-            self._parts.pool_figures.saw_first_token(self._booking.prefill.facts.pool, ttft_s)
+        if booking is not None and prefilled:
+            self._parts.pool_figures.saw_first_token(booking.prefill.facts.pool, ttft_s)
         self._parts.metrics.cached_tokens.inc(self._num_cached_tokens)
         self._parts.metrics.prefilled_tokens.inc(len(self._arrival.parsed.token_ids))
         self.log.mark(Prefilled(ttft_s, self._num_cached_tokens))
