@@ -223,18 +223,20 @@ class RequestStream:
                 raise problem
             raise UnavailableError(f"no router listens at {', '.join(self._addresses)}")
         self._lost_at = self._lost_at or now
-        if now - self._lost_at > self._reconnect_within_s:
-            if isinstance(problem, OverloadedError):
+        pause_s = next(self._pauses) * random.uniform(0.5, 1.0)
+        ends_at = min(self._deadline, self._lost_at + self._reconnect_within_s)
+        if isinstance(problem, OverloadedError):
+            pause_s = max(pause_s, problem.retry_after_s or 0.0)
+            if now + pause_s > ends_at:
                 raise problem
+        if now > ends_at:
             why = "shuts down" if self.was_sent_away else "was lost"
             raise UnavailableError(
                 f"the router {why}, and none at {', '.join(self._addresses)} took request "
                 f"{self.request_id} over within {self._reconnect_within_s:g} s"
             )
         self._position = (self._position + 1) % len(self._addresses)
-        pause_s = next(self._pauses) * random.uniform(0.5, 1.0)
-        asked_s = problem.retry_after_s if isinstance(problem, OverloadedError) else None
-        return max(pause_s, asked_s or 0.0)
+        return pause_s
 
     def _may_retry(self, failure: status.RpcFailure, problem: BatonError) -> bool:
         if status.is_connection_lost(failure) or isinstance(problem, ShuttingDownError):

@@ -109,9 +109,19 @@ def test_a_busy_router_ends_no_stream_that_has_put_out_tokens() -> None:
     stream.absorb(GenerateResponse(routed=Routed(seed=5)))
     with pytest.raises(OverloadedError):
         stream.lost(busy)
-    stream = RequestStream(build_request("a"), ["nowhere"], reconnect_within_s=0.0)
+    stream = RequestStream(build_request("a"), ["nowhere"], reconnect_within_s=5.0)
     stream.absorb(tokens(0, [5], "a"))
     assert stream.lost(busy) == 1.5
     assert stream.request().resume_from_index == 1
+
+
+@pytest.mark.parametrize(("timeout_ms", "reconnect_within_s"), [(600_000, 5.0), (3000, 60.0)])
+def test_nobody_waits_for_a_busy_router_beyond_the_time_that_the_request_has(
+    timeout_ms: int, reconnect_within_s: float
+) -> None:
+    request = build_request("a")
+    request.timeout_ms = timeout_ms
+    stream = RequestStream(request, ["nowhere"], reconnect_within_s=reconnect_within_s)
+    stream.absorb(tokens(0, [5], "a"))
     with pytest.raises(OverloadedError, match="the line is full"):
-        stream.lost(busy)
+        stream.lost(Refused(OverloadedError("the line is full", retry_after_s=295.0)))
