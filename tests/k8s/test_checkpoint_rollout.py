@@ -198,6 +198,7 @@ class Changing:
     def serves(self, phase: str, model: str) -> bool:
         """Whether the rollout is over, and all that runs is of this model."""
         cohort = self.status()["cohort"]
+        assert phase == "Returned" or not cohort.get("isFault"), cohort
         is_over = cohort["phase"] == phase and self.models[cohort["serving"]] == model
         return is_over and self.running() == {model}
 
