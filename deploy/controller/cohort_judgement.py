@@ -40,7 +40,7 @@ class Failures(StrEnum):
     FEW = "few"
     """As far as is known: no more than allowed beyond the serving cohort's, or by chance."""
     IN_DOUBT = "in doubt"
-    """Too many, of too few requests."""
+    """Too many, of too few requests, or beside too few of the serving cohort's."""
     MANY = "many"
 
 
@@ -50,8 +50,9 @@ def failures(new: Figures, serving: Figures, rollout: CohortRollout) -> Failures
         return Failures.FEW
     if new.num_requests < MIN_REQUESTS:
         return Failures.IN_DOUBT
-    is_compared = round(serving.num_requests) > 0
-    return Failures.FEW if is_compared and chance(new, serving) >= _CHANCE else Failures.MANY
+    if not round(serving.num_requests) or chance(new, serving) < _CHANCE:
+        return Failures.MANY
+    return Failures.IN_DOUBT if serving.num_requests < MIN_REQUESTS else Failures.FEW
 
 
 def slowness(new: Figures, serving: Figures, rollout: CohortRollout) -> str:

@@ -69,3 +69,10 @@ def test_a_cohort_that_fails_a_tenth_more_is_found_out(share: float) -> None:
         of[1] += rng.random() < (0.05 if is_old else 0.15)
     new, old = (Figures(*each) for each in counts)
     assert failures(new, old, ROLLOUT) is Failures.MANY
+
+
+@pytest.mark.parametrize(("num_old", "told"), [(0, Failures.MANY), (3, Failures.IN_DOUBT)])
+def test_a_version_that_failed_everything_goes_no_further_for_want_of_a_comparison(
+    num_old: int, told: Failures
+) -> None:
+    assert failures(Figures(10, 10), Figures(num_old, 0), ROLLOUT) is told
