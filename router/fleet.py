@@ -107,7 +107,7 @@ class Fleet:
         self._on_change = on_change
         self._entries: dict[str, WorkerEntry] = {}
         self._by_slot: dict[Slot, WorkerEntry] = {}
-        self.kinds = WorkerKinds()
+        self.kinds = WorkerKinds(clock, config.max_timeout_s)  # no stream lives for longer
         self._booking_ids = itertools.count(1)
         self._bookings: dict[int, Booking] = {}
         self.arrays = FleetArrays.empty(8)

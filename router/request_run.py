@@ -35,7 +35,7 @@ from router.output import OutputLog, Routed, TokenLogprobs
 from router.prediction import least_prefill_s
 from router.prompt import PromptBlocks
 from router.request_output import RequestOutput
-from router.resume import cohort_to_run_in, find_running
+from router.resume import find_running, origin_of
 from router.retrying import OUT_OF_TIME, Retrying
 from router.run_parts import Arrival, RunParts
 from router.ticket import Placed, Ticket
@@ -256,8 +256,8 @@ class RequestRun:
     async def _resume(self) -> bool:
         """Attach to the request where it runs; True when it finished there.
 
-        Raises NotResumableError when it runs nowhere and it is not known how it would go on,
-        OverloadedError when too many are looked for.
+        Raises NotResumableError or UnavailableError when it runs nowhere and it is not, or not yet,
+        known how it would go on, OverloadedError when too many are looked for.
         """
         parsed, parts = self.arrival.parsed, self._parts
         num_tokens = len(parsed.token_ids)  # what is cached of it where it runs is not known here
@@ -272,8 +272,8 @@ class RequestRun:
             )
         self._is_sought = False
         if found is None:
-            fleet = parts.fleet
-            self._cohort = cohort_to_run_in(parsed, fleet.known_cohorts(), fleet.kinds)
+            origin = origin_of(parsed, parts.fleet)
+            self._cohort, self._model_ids = origin.cohort, origin.model_ids
             return False
         spec = found.response.spec
         if parsed.seed is not None and parsed.seed != spec.seed:

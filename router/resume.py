@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 
-from baton.errors import AlreadyExistsError, NotResumableError
+from baton.errors import AlreadyExistsError, NotResumableError, UnavailableError
 from baton.v1 import worker_pb2
 from router.attempt import Attempt
 from router.cohorts import Cohort
+from router.fleet import Fleet
 from router.fleet_links import FleetLinks
 from router.run_parts import Arrival
 from router.session import SessionLostError
 from router.validate import ParsedRequest
-from router.worker_facts import WorkerFacts
-from router.worker_kinds import WorkerKinds
+from router.worker_facts import ModelIds, WorkerFacts
 from router.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
@@ -32,24 +32,38 @@ class Found:
     response: worker_pb2.AttachResponse
 
 
-def cohort_to_run_in(
-    parsed: ParsedRequest, known: Collection[Cohort], kinds: WorkerKinds
-) -> Cohort | None:
-    """Of a request that no decode worker keeps, and that is run again; None: of any.
+@dataclass(frozen=True)
+class Origin:
+    """Of the tokens that a client has seen. None and empty: it has seen none."""
+
+    cohort: Cohort | None
+    model_ids: ModelIds
+
+
+def origin_of(parsed: ParsedRequest, fleet: Fleet) -> Origin:
+    """Of a request that no decode worker keeps, and that is run again.
 
     Raises NotResumableError when its client has seen tokens, and it is not known what they were
-    drawn with (its seed), or which cohort or model they come from.
+    drawn with (its seed), or which cohort or model they come from; UnavailableError while that may
+    yet be seen, for nobody of its cohort has been.
     """
     if not parsed.resume_from_index:
-        return None
+        return Origin(None, frozenset())
     if parsed.seed is None:
         raise _not_known("seed")
+    known = fleet.known_cohorts() | fleet.kinds.seen_cohorts()
     if parsed.cohort is None and len(known) > 1:
         raise _not_known("cohort")
     cohort = parsed.cohort if parsed.cohort is not None else next(iter(known), None)
-    if cohort is not None and not parsed.model_ids and kinds.num_models(cohort) > 1:
+    if cohort is not None and parsed.model_ids:
+        return Origin(cohort, parsed.model_ids)
+    seen: ModelIds = frozenset() if cohort is None else fleet.kinds.seen_model_ids(cohort)
+    if not seen and fleet.stopped.lacks(cohort):
+        message = "no worker that may go on with the request is known yet"
+        raise UnavailableError(message, retry_after_s=1.0)
+    if cohort is None or not seen or fleet.kinds.num_models_seen(cohort) > 1:
         raise _not_known("model_fingerprints")
-    return cohort
+    return Origin(cohort, seen)
 
 
 def _not_known(missing: str) -> NotResumableError:

@@ -14,12 +14,11 @@ from router.admission import SCAN_AHEAD, Admission
 from router.cohort_figures import WINDOW_S, CohortFigures
 from router.cohorts import Cohorts, draw
 from router.fleet import Fleet, ReportedLoad, WorkerState
-from router.resume import cohort_to_run_in
+from router.resume import Origin, origin_of
 from router.stopped_pools import PoolReport
 from router.text import TextModel
 from router.ticket import Ticket
 from router.validate import ParsedRequest, RequestLimits, parse_generate
-from router.worker_kinds import WorkerKinds
 from tests.router.deployment import ask_for
 from tests.router.scripted_worker import MODEL
 from tests.router.test_admission import admission_of, prompt, rounds
@@ -267,6 +266,7 @@ async def test_candidates_of_the_cohort_that_is_drawn_come_first() -> None:
 
 def resumed(text_model: TextModel, index: int, cohort: str | None) -> ParsedRequest:
     request = ask_for("hello", request_id="r", resume_from_index=index, cohort=cohort)
+    request.model_fingerprints[:] = [b"model"]
     return parse_generate(request, text_model, RequestLimits(512, model_names=(MODEL,)))
 
 
@@ -277,7 +277,6 @@ def resumed(text_model: TextModel, index: int, cohort: str | None) -> ParsedRequ
         (5, "new", ["old"], "new"),  # it has gone: the line says so
         (5, "", ["", "new"], ""),
         (5, None, ["old"], "old"),
-        (5, None, [], None),
         (0, "new", ["old", "new"], None),  # it may draw again
         (0, None, ["old", "new"], None),
     ],
@@ -285,13 +284,20 @@ def resumed(text_model: TextModel, index: int, cohort: str | None) -> ParsedRequ
 def test_a_request_that_is_run_again_goes_on_in_the_cohort_of_its_tokens(
     text_model: TextModel, index: int, told: str | None, known: Sequence[str], found: str | None
 ) -> None:
-    kinds = WorkerKinds()
-    assert cohort_to_run_in(resumed(text_model, index, told), known, kinds) == found
+    fleet = fleet_of()
+    fleet.set_pools([PoolReport(name, True, True, 1, cohort=name) for name in known])
+    origin = origin_of(resumed(text_model, index, told), fleet)
+    assert origin == Origin(found, frozenset() if found is None else frozenset({b"model"}))
+
+
+def test_where_no_cohort_is_known_yet_tokens_are_not_gone_on_with(text_model: TextModel) -> None:
+    with pytest.raises(UnavailableError):
+        origin_of(resumed(text_model, 5, None), fleet_of())
 
 
 def test_tokens_of_an_unknown_cohort_are_not_gone_on_with(text_model: TextModel) -> None:
     with pytest.raises(NotResumableError, match="cohort") as refused:
-        cohort_to_run_in(resumed(text_model, 5, None), ["old", "new"], WorkerKinds())
+        origin_of(resumed(text_model, 5, None), two_cohorts(Clock()))
     assert refused.value.field == "cohort"
 
 

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 import grpc.aio
 import pytest
 
-from baton.errors import InvalidRequestError, NotResumableError
+from baton.errors import InvalidRequestError, NotResumableError, UnavailableError
 from baton.v1 import control_pb2, worker_pb2
 from router.admission import SCAN_AHEAD, Admission
 from router.fleet import Fleet, ReportedLoad
-from router.resume import cohort_to_run_in
+from router.resume import Origin, origin_of
 from router.router import Router
 from router.stopped_pools import PoolReport
 from router.text import TextModel
 from router.ticket import Ticket
-from router.validate import RequestLimits, parse_generate
+from router.validate import ParsedRequest, RequestLimits, parse_generate
 from router.worker_facts import ModelIds, WorkerFacts
 from tests.router.deployment import (
     DECODE,
@@ -32,7 +32,7 @@ from tests.router.deployment import (
 from tests.router.scripted_worker import MODEL
 from tests.router.test_admission import admission_of, prompt, rounds
 from tests.router.test_cohort_streams import die
-from tests.router.test_placement import Clock, facts, fleet_of
+from tests.router.test_placement import POLICY, Clock, facts, fleet_of
 from tests.router.test_requests import expected
 
 ONE, OTHER = b"one", b"other"
@@ -203,28 +203,98 @@ async def test_of_those_who_may_use_one_worker_whoever_came_first_goes_first() -
 # --- run again after a lost router ----------------------------------------------------------------
 
 
+def resumed(text_model: TextModel, *model_ids: bytes) -> ParsedRequest:
+    request = ask_for("hello", request_id="r", resume_from_index=5, model_fingerprints=model_ids)
+    return parse_generate(request, text_model, RequestLimits(512, model_names=(MODEL,)))
+
+
 @pytest.mark.parametrize(
-    ("models", "told", "is_run"),
+    ("models", "told", "model_ids"),
     [
-        ((ONE, OTHER), [ONE], True),
-        ((ONE, OTHER), [], False),
-        ((ONE,), [], True),
-        ((ONE, b""), [], True),  # nothing says that it is another
+        ((ONE, OTHER), [ONE], {ONE}),
+        ((ONE, OTHER), [], None),
+        ((ONE,), [], {ONE, b"kv0"}),
+        ((ONE, b""), [], {ONE, b"kv0", b"kv1"}),  # nothing says that it is another
     ],
 )
 def test_tokens_of_an_unknown_model_are_not_gone_on_with_where_there_are_several(
-    text_model: TextModel, models: Sequence[bytes], told: Sequence[bytes], is_run: bool
+    text_model: TextModel,
+    models: Sequence[bytes],
+    told: Sequence[bytes],
+    model_ids: ModelIds | None,
 ) -> None:
-    request = ask_for("hello", request_id="r", resume_from_index=5, model_fingerprints=told)
-    parsed = parse_generate(request, text_model, RequestLimits(512, model_names=(MODEL,)))
     members = [pair(f"w{n}", b"kv%d" % n, model) for n, model in enumerate(models)]
     fleet = fleet_of(*(each for both in members for each in both))
-    if is_run:
-        assert cohort_to_run_in(parsed, [""], fleet.kinds) == ""
+    if model_ids is not None:
+        assert origin_of(resumed(text_model, *told), fleet) == Origin("", model_ids)
         return
     with pytest.raises(NotResumableError) as refused:
-        cohort_to_run_in(parsed, [""], fleet.kinds)
+        origin_of(resumed(text_model, *told), fleet)
     assert refused.value.field == "model_fingerprints"
+
+
+def test_a_model_whose_workers_have_left_is_known_for_as_long_as_a_stream_of_it_may_live(
+    text_model: TextModel,
+) -> None:
+    clock = Clock()
+    fleet = two_models(clock)
+    leave(fleet, "p-one", "d-one")
+    clock.now_s += POLICY.max_timeout_s
+    with pytest.raises(NotResumableError) as refused:
+        origin_of(resumed(text_model), fleet)
+    assert refused.value.field == "model_fingerprints"
+    clock.now_s += 1.0
+    assert origin_of(resumed(text_model), fleet) == Origin("", frozenset({b"kv2", OTHER}))
+    fleet.check_integrity()
+
+
+def test_a_cohort_whose_workers_have_left_is_known_for_as_long(text_model: TextModel) -> None:
+    clock = Clock()
+    new = [dataclasses.replace(each, cohort="new") for each in pair("new", b"kv2", OTHER)]
+    fleet = fleet_of(*pair("one", b"kv1", ONE), *new, clock=clock)
+    leave(fleet, "p-one", "d-one")
+    with pytest.raises(NotResumableError) as refused:
+        origin_of(resumed(text_model, ONE), fleet)
+    assert refused.value.field == "cohort"
+    clock.now_s += POLICY.max_timeout_s + 1.0
+    assert origin_of(resumed(text_model), fleet).cohort == "new"
+
+
+def test_a_model_that_is_back_is_known_from_when_it_leaves_again(text_model: TextModel) -> None:
+    clock = Clock()
+    fleet = two_models(clock)
+    leave(fleet, "p-one", "d-one")
+    clock.now_s += POLICY.max_timeout_s
+    for each in pair("one", b"kv1", ONE):
+        fleet.add(each)
+    leave(fleet, "p-one", "d-one")
+    clock.now_s += POLICY.max_timeout_s
+    with pytest.raises(NotResumableError):
+        origin_of(resumed(text_model), fleet)
+
+
+async def test_a_stream_of_the_one_model_that_was_seen_takes_no_token_of_one_that_comes(
+    text_model: TextModel,
+) -> None:
+    clock = Clock()
+    fleet = fleet_of(*pair("one", b"kv1", ONE), clock=clock)
+    fleet.set_pools([PoolReport("all", True, True, 1, 1)])
+    leave(fleet, "p-one", "d-one")
+    origin = origin_of(resumed(text_model), fleet)
+    back = fleet_of(*pair("other", b"kv2", OTHER), *pair("same", b"kv3", ONE, 32), clock=clock)
+    admission = admission_of(back, clock)
+    assert await where(admission, back, bound_to(admission, *origin.model_ids)) == "d-same"
+
+
+@pytest.mark.parametrize("is_to_come", [True, False])
+def test_a_stream_of_whose_cohort_nobody_was_seen_waits_or_has_to_tell_its_model(
+    text_model: TextModel, is_to_come: bool
+) -> None:
+    fleet = fleet_of()
+    fleet.set_pools([PoolReport("all", True, True, 1, 0 if is_to_come else 1)])
+    assert origin_of(resumed(text_model, ONE), fleet) == Origin("", frozenset({ONE}))
+    with pytest.raises(UnavailableError if is_to_come else NotResumableError):
+        origin_of(resumed(text_model), fleet)
 
 
 def test_fingerprints_are_bounded_and_make_no_other_request(text_model: TextModel) -> None:
