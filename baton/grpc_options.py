@@ -4,6 +4,8 @@ from __future__ import annotations
 
 Options = tuple[tuple[str, int], ...]
 
+WORKER_MESSAGE_BYTES = 32 << 20
+"""That a worker takes at most: a larger one ends the session it comes on, for all that is on it."""
 
 DIRECT: Options = (("grpc.enable_http_proxy", 0),)
 """For a channel: the environment's http_proxy is not for Baton's own connections."""

@@ -25,7 +25,7 @@ import prometheus_client
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from baton.grpc_options import accepts_pings
+from baton.grpc_options import WORKER_MESSAGE_BYTES, accepts_pings
 from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
 from cluster.integrity import EngineBooks, TokenCount, problems_of, report
 from cluster.kv_feed import KvFeed
@@ -54,11 +54,10 @@ log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.1
 _TAKEN_WITHIN_S = 5.0  # a router that takes nothing for so long is given up by a worker that leaves
-_MAX_MESSAGE_BYTES = 32 << 20
 # Routers ping every few seconds, also while nothing is asked: that is how a dead host is noticed.
 _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", WORKER_MESSAGE_BYTES),
     *accepts_pings(),
 )
 

@@ -26,6 +26,7 @@ from baton.errors import (
     DeadlineError,
     ShuttingDownError,
 )
+from baton.grpc_options import WORKER_MESSAGE_BYTES
 from baton.v1 import common_pb2, worker_pb2
 from router.attempt import Attempt
 from router.cohorts import Cohort
@@ -189,15 +190,17 @@ class RequestRun:
 
     async def _try_placed(self, placed: Placed) -> None:
         """One attempt where the request was placed; raises AttemptError."""
+        parts = self._parts
         try:
             workers = self._workers(placed)
             self._retrying.begin_attempt()
             routed, placement = self._routed(placed), placed.placement
             attempt = self._new_attempt(workers, placement.first_token_s)
-            running = attempt.run(self._spec(placed), self._emitted_logprobs())
+            spec, limit = self._spec(placed), parts.config.max_message_bytes
+            running = attempt.run(spec, sendable_logprobs(self.log.logprobs, spec, limit))
             await self._follow(attempt, running, placed.booking, routed)
         finally:
-            self._parts.fleet.release(placed.booking)
+            parts.fleet.release(placed.booking)
 
     def _workers(self, placed: Placed) -> Workers:
         """Raises AttemptError on the one that has left since the request was placed there."""
@@ -328,13 +331,6 @@ class RequestRun:
             kv_fingerprint=placed.kv_fingerprint,
         )
 
-    def _emitted_logprobs(self) -> Sequence[TokenLogprobs]:
-        """Of all tokens put out so far; none where they might be too large for a message, which
-        would cost every request of the worker's session."""
-        known = self.log.logprobs
-        num_bytes = sum(one.ByteSize() for one in known)
-        return known if num_bytes <= self._parts.config.max_message_bytes // 2 else ()
-
     def _sampling(self, placed: Placed) -> common_pb2.SamplingParams:
         """A client that named no `max_tokens` gets what fits where its request runs."""
         asked = self.arrival.parsed.sampling
@@ -364,3 +360,13 @@ class RequestRun:
 
     def _fingerprints(self, worker: WorkerEntry) -> tuple[bytes, ...]:
         return tuple(sorted(self._parts.fleet.kinds.model_ids(worker.facts)))
+
+
+def sendable_logprobs(
+    known: Sequence[TokenLogprobs], spec: worker_pb2.RequestSpec, max_message_bytes: int
+) -> Sequence[TokenLogprobs]:
+    """Of all tokens put out so far; none where they and the request might be too large for a
+    message between this router, with its own limit, and a worker: that would cost every request of
+    the worker's session."""
+    num_bytes = spec.ByteSize() + sum(one.ByteSize() for one in known)
+    return known if num_bytes <= min(max_message_bytes, WORKER_MESSAGE_BYTES) // 2 else ()
