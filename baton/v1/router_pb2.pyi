@@ -135,7 +135,7 @@ class GenerateRequest(_message.Message):
     traceparent: _builtins.str
     cohort: _builtins.str
     """On a reconnect: the cohort that Routed told last, which a request never leaves once it has put
-    out tokens. NOT_RESUMABLE without it where nobody else knows and there are several.
+    out tokens. NOT_RESUMABLE without it where nobody else knows and there are, or lately were, several.
     """
     @_builtins.property
     def chat(self) -> Global___ChatMessages: ...
@@ -150,7 +150,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def model_fingerprints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """On a reconnect: as Routed told last. Without it, too, NOT_RESUMABLE where nobody else knows and
-        the cohort's workers run several models.
+        the cohort's workers run, or lately ran, several models.
         """
 
     def __init__(
