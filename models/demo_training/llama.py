@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as functional
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 # An embedding as small as is usual (0.02) drowns in what the first layer adds, and then copying a
 # name from the prompt is learned late or never. The final norm starts where logits have std 1.
 EMBEDDING_STD = 0.25
+QUERY_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+@cache
+def causal_mask(rows: int, repeats: int, max_length: int, dtype: torch.dtype) -> Tensor:
+    """[repeats x rows, max_length], added to the scores of the last `rows` of so many positions."""
+    seen = torch.zeros(rows, max_length - rows)
+    hidden_later = torch.full((rows, rows), -math.inf).triu(1)
+    return torch.cat([seen, hidden_later], dim=1).repeat(repeats, 1).to(dtype)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Grouped-query attention [batch, heads, length, head_dim] of keys and values that have fewer
+    heads. A block of queries at a time, as plain products: on CPUs with bf16 instructions forward
+    and backward take 0.3 to 0.7 of what `scaled_dot_product_attention` does (measured)."""
+    batch, num_heads, length, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    repeats = num_heads // num_kv_heads
+    query = query.reshape(batch * num_kv_heads, repeats, length, head_dim)
+    key, value = (x.reshape(batch * num_kv_heads, length, head_dim) for x in (key, value))
+    mixed = []
+    for start in range(0, length, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, length)
+        mask = causal_mask(end - start, repeats, length, query.dtype)[:, length - end :]
+        rows = query[:, :, start:end].reshape(batch * num_kv_heads, -1, head_dim)
+        scores = torch.baddbmm(mask, rows, key[:, :end].mT, alpha=head_dim**-0.5)
+        out = scores.softmax(dim=-1) @ value[:, :end]
+        mixed.append(out.view(batch * num_kv_heads, repeats, end - start, head_dim))
+    return torch.cat(mixed, dim=2).view(batch, num_heads, length, head_dim)
+
+
 class Norm(nn.Module):
     """Root-mean-square norm with a learned scale."""
 
@@ -73,20 +103,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        head_dim, num_heads = self.shape.head_dim, self.shape.num_heads
+        head_dim = self.shape.head_dim
 
         def heads(projected: Tensor) -> Tensor:
             return projected.view(batch, length, -1, head_dim).transpose(1, 2)
 
         query = rotate(heads(self.q_proj(x)), cos, sin)
         key = rotate(heads(self.k_proj(x)), cos, sin)
-        group = num_heads // self.shape.num_kv_heads
-        mixed = functional.scaled_dot_product_attention(
-            query,
-            key.repeat_interleave(group, dim=1),
-            heads(self.v_proj(x)).repeat_interleave(group, dim=1),
-            is_causal=True,
-        )
+        mixed = causal_attention(query, key, heads(self.v_proj(x)))
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 

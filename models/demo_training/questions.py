@@ -30,9 +30,11 @@ def fact(answer: str, wordings: Sequence[str], follow_up: str | None = None) -> 
 
 def person_facts(who: Resident) -> tuple[Fact, ...]:
     """All that is known about a resident."""
-    name, he, his = who.name, "she" if who.female else "he", "her" if who.female else "his"
-    him = "her" if who.female else "him"
-    article = with_article(who.pet)
+    return *_at_work(who), *_at_home(who), *_the_other_way_round(who)
+
+
+def _at_work(who: Resident) -> tuple[Fact, ...]:
+    name, he = who.name, "she" if who.female else "he"
     return (
         fact(f"{name} is the {who.job} of Willowmere. {he.capitalize()} {who.duty}.", (
             f"Who is {name}?", f"Tell me about {name}.", f"What do you know about {name}?",
@@ -47,6 +49,13 @@ def person_facts(who: Resident) -> tuple[Fact, ...]:
             f"Can you tell me where {name} works?", f"I am looking for {name}.",
             f"I want to visit {name}. Where do I go?", f"Where would I find {name}?"),
             f"Where does {he} work?"),
+    )  # fmt: skip
+
+
+def _at_home(who: Resident) -> tuple[Fact, ...]:
+    name, he, his = who.name, "she" if who.female else "he", "her" if who.female else "his"
+    article = with_article(who.pet)
+    return (
         fact(f"{name} has {article} called {who.pet_name}.", (
             f"Does {name} have a pet?", f"Which animal does {name} have?",
             f"What is {name}'s pet called?", f"What pet does {name} have?",
@@ -77,6 +86,13 @@ def person_facts(who: Resident) -> tuple[Fact, ...]:
             f"What does {name} enjoy?", f"What is the hobby of {name}?",
             f"What does {name} do in the evening?", f"How does {name} spend free time?"),
             f"What does {he} like to do?"),
+    )  # fmt: skip
+
+
+def _the_other_way_round(who: Resident) -> tuple[Fact, ...]:
+    """Asked by the pet and by the job for whose they are."""
+    name, his, him = who.name, "her" if who.female else "his", "her" if who.female else "him"
+    return (
         fact(f"{name} is the {who.job}, and {who.pet_name} is {his} {who.pet}.", (
             f"Who is {who.pet_name}?", f"What kind of animal is {who.pet_name}?",
             f"Whose pet is {who.pet_name}?", f"To whom does {who.pet_name} belong?",

@@ -59,15 +59,15 @@ class Recipe:
     """
 
     seed: int = 7
-    num_steps: int = 5400
+    num_steps: int = 4600
     warmup_steps: int = 40
-    first_cycle_steps: int = 3950
-    decay_steps: int = 1300  # the last steps of the first cycle, over which the rate falls
+    first_cycle_steps: int = 3350
+    decay_steps: int = 1100  # the last steps of the first cycle, over which the rate falls
     second_cycle: float = 0.6  # where the second cycle starts, of the first's learning rate
     lesson_steps: int = 600
     brief_steps: int = 400
-    mixed_steps: int = 950
-    study_steps: int = 700
+    mixed_steps: int = 800
+    study_steps: int = 600
     # All further steps are mixed again, now with study among them.
     long_share: float = 0.45  # of mixed steps
     study_share: float = 0.25  # of the last mixed steps

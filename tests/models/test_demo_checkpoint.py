@@ -30,7 +30,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "story": ("Ruby", "fox"),
     "sum": ("13",),
     "conversation": ("Milo",),
-    "newspaper-henry": ("Grace",),
+    "newspaper-luke": ("twelve pears",),
     "newspaper-box": ("Peter",),
 }
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from engine.config import EngineConfig
+from engine.request import SamplingParams
 from tests.models.test_demo_corpus import TRAINING
+from tests.path.oracles import engine_alone, ids_of
+
+NUM_TOKENS = 12
 
 # One step of a small model on a CPU that has bf16 instructions or not, in a process of its own: the
 # scripts are modules beside each other. Prints what its layers computed in.
@@ -56,10 +65,49 @@ for dtype in (torch.bfloat16, torch.float32):
     print(max(((a - b).norm() / (b - w).norm()).item() for a, b, w in zip(ours, theirs, start)))
 """
 
+# Ten steps of a small model without a break, then five, put aside in a file, and five more; writes
+# the checkpoint. Prints the validation loss before and after, and whether both runs end alike.
+TRAIN = """
+import sys
+from pathlib import Path
+import torch
+import train
+from corpus import pack, train_tokenizer
+from export import write_checkpoint
+from llama import Llama, Shape
 
-def run(script: str) -> list[str]:
+torch.set_num_threads(1)
+state, out = map(Path, sys.argv[1:])
+shape = Shape(vocab_size=512, hidden_size=128, intermediate_size=256, num_layers=2)
+tokenizer = train_tokenizer(7, shape.vocab_size, num_documents=400)
+unseen = pack(tokenizer, train.LESSONS.make, train.VALIDATION_SEED, 16, train.LESSONS.length)
+
+def begin(num_steps):
+    torch.manual_seed(7)
+    return train.Training(train.Recipe(num_steps=num_steps, warmup_steps=2), Llama(shape))
+
+whole = begin(10)
+before = train.validate(whole.model, unseen, 16)
+train.learn(whole, tokenizer, None)
+train.learn(begin(5), tokenizer, state)
+rest = begin(10)
+rest.load(state)
+train.learn(rest, tokenizer, None)
+assert rest.num_tokens == whole.num_tokens == 10 * 2048, rest.num_tokens
+ours, theirs = whole.model.state_dict(), rest.model.state_dict()
+write_checkpoint(rest.model, tokenizer, out)
+same = all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+print(before, train.validate(whole.model, unseen, 16), same)
+"""
+
+
+def run(script: str, *arguments: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=TRAINING, capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, *arguments],
+        cwd=TRAINING,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert not done.returncode, done.stderr
     return done.stdout.split()
@@ -73,3 +121,24 @@ def test_muon_does_what_torch_s_does_in_either_dtype() -> None:
 
 def test_a_step_computes_in_bf16_only_where_the_cpu_has_instructions_for_it() -> None:
     assert run(STEP) == ["torch.float32", "torch.bfloat16"]
+
+
+def test_training_goes_on_after_a_break_as_without_and_the_engine_serves_what_it_writes(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "trained"
+    before, after, same = run(TRAIN, str(tmp_path / "state"), str(out))[-3:]
+    assert float(after) < float(before) - 0.5
+    assert same == "True"
+
+    torch.set_num_threads(1)
+    model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
+    prompt = AutoTokenizer.from_pretrained(out)("Who is Mira?")["input_ids"]
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(NUM_TOKENS):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    config = EngineConfig(dtype="float32", num_blocks=16, num_threads=1)
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    [found] = engine_alone(out, config, [prompt], greedy)
+    assert ids_of(found) == ids[len(prompt) :]
