@@ -271,6 +271,7 @@ class ReportRouterRequest(_message.Message):
     WAITING_FOR_DECODE_FIELD_NUMBER: _builtins.int
     COHORTS_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
+    UNREAD_COHORTS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     requests_per_s: _builtins.float
     """Arrivals of the last seconds, of requests and of prompt tokens that were not cached."""
@@ -289,6 +290,10 @@ class ReportRouterRequest(_message.Message):
 
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolFigures]: ...
+    @_builtins.property
+    def unread_cohorts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Cohorts that get nothing from this router, for it has not read the text of their model."""
+
     def __init__(
         self,
         *,
@@ -301,10 +306,11 @@ class ReportRouterRequest(_message.Message):
         waiting_for_decode: Global___QueueFigures | None = ...,
         cohorts: _abc.Iterable[Global___CohortFigures] | None = ...,
         pools: _abc.Iterable[Global___PoolFigures] | None = ...,
+        unread_cohorts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "output_tokens", b"output_tokens", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "cohorts", b"cohorts", "num_held", b"num_held", "output_tokens", b"output_tokens", "pools", b"pools", "requests_per_s", b"requests_per_s", "router_id", b"router_id", "uncached_tokens_per_s", b"uncached_tokens_per_s", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "cohorts", b"cohorts", "num_held", b"num_held", "output_tokens", b"output_tokens", "pools", b"pools", "requests_per_s", b"requests_per_s", "router_id", b"router_id", "uncached_tokens_per_s", b"uncached_tokens_per_s", "unread_cohorts", b"unread_cohorts", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__output_tokens: _TypeAlias = _typing.Literal["output_tokens"]  # noqa: Y015
     _WhichOneofArgType__output_tokens: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens"]  # noqa: Y015
@@ -360,6 +366,7 @@ class CohortFigures(_message.Message):
     REQUESTS_PER_S_FIELD_NUMBER: _builtins.int
     FAILURES_PER_S_FIELD_NUMBER: _builtins.int
     ITL_S_FIELD_NUMBER: _builtins.int
+    ABANDONED_PER_S_FIELD_NUMBER: _builtins.int
     cohort: _builtins.str
     requests_per_s: _builtins.float
     """Without those that their clients ended, or gave no time in which they could be served."""
@@ -367,6 +374,10 @@ class CohortFigures(_message.Message):
     """Of these, how many ended with an error that is not their client's."""
     itl_s: _builtins.float
     """Median gap between tokens, seconds; unset: none was seen."""
+    abandoned_per_s: _builtins.float
+    """Beside those above, requests that their clients ended after these had stood still for far longer
+    than requests take where they are served fastest.
+    """
     def __init__(
         self,
         *,
@@ -374,10 +385,11 @@ class CohortFigures(_message.Message):
         requests_per_s: _builtins.float = ...,
         failures_per_s: _builtins.float = ...,
         itl_s: _builtins.float | None = ...,
+        abandoned_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "itl_s", b"itl_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "cohort", b"cohort", "failures_per_s", b"failures_per_s", "itl_s", b"itl_s", "requests_per_s", b"requests_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "abandoned_per_s", b"abandoned_per_s", "cohort", b"cohort", "failures_per_s", b"failures_per_s", "itl_s", b"itl_s", "requests_per_s", b"requests_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__itl_s: _TypeAlias = _typing.Literal["itl_s"]  # noqa: Y015
     _WhichOneofArgType__itl_s: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s"]  # noqa: Y015
@@ -503,6 +515,7 @@ class PoolStatus(_message.Message):
     COHORT_WEIGHT_FIELD_NUMBER: _builtins.int
     SETTINGS_DIGEST_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
     desired_replicas: _builtins.int
@@ -531,6 +544,12 @@ class PoolStatus(_message.Message):
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolPlace]:
         """All of the pool's places, also those whose worker has not registered yet."""
 
+    @_builtins.property
+    def text(self) -> Global___TextSource:
+        """What routers read a request with that goes to the pool, and its answer. Unset, by releases that
+        tell of none: what they read themselves.
+        """
+
     def __init__(
         self,
         *,
@@ -546,14 +565,44 @@ class PoolStatus(_message.Message):
         cohort_weight: _builtins.int = ...,
         settings_digest: _builtins.bytes = ...,
         places: _abc.Iterable[Global___PoolPlace] | None = ...,
+        text: Global___TextSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["role_plan", b"role_plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["role_plan", b"role_plan", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "cohort_weight", b"cohort_weight", "desired_replicas", b"desired_replicas", "last_error", b"last_error", "live_replicas", b"live_replicas", "name", b"name", "num_failed_starts", b"num_failed_starts", "pending_replicas", b"pending_replicas", "places", b"places", "role", b"role", "role_plan", b"role_plan", "settings_digest", b"settings_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "cohort_weight", b"cohort_weight", "desired_replicas", b"desired_replicas", "last_error", b"last_error", "live_replicas", b"live_replicas", "name", b"name", "num_failed_starts", b"num_failed_starts", "pending_replicas", b"pending_replicas", "places", b"places", "role", b"role", "role_plan", b"role_plan", "settings_digest", b"settings_digest", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class TextSource(_message.Message):
+    """Where the tokenizer, chat template and sampling defaults of a pool's model are, as the pool's
+    cluster file says it; empty: the model's main branch, the model's own tokenizer.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_REVISION_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    model_revision: _builtins.str
+    tokenizer: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        model_revision: _builtins.str = ...,
+        tokenizer: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_revision", b"model_revision", "tokenizer", b"tokenizer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextSource: _TypeAlias = TextSource  # noqa: Y015
 
 @_typing.final
 class PoolPlace(_message.Message):
@@ -561,20 +610,29 @@ class PoolPlace(_message.Message):
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     POD_NAME_FIELD_NUMBER: _builtins.int
+    STANDING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     pod_name: _builtins.str
     """Where its ranks start or run; empty outside Kubernetes, and while no pod has room for it."""
+    standing: _builtins.int
+    """Places of the greatest standing leave first when the pool gets smaller: first those whose worker
+    does not serve, then the highest. Unset: it is leaving. A release that tells of none lets the
+    highest go, whatever serves.
+    """
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         pod_name: _builtins.str = ...,
+        standing: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_standing", b"_standing", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pod_name", b"pod_name", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_standing", b"_standing", "pod_name", b"pod_name", "standing", b"standing", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__standing: _TypeAlias = _typing.Literal["standing"]  # noqa: Y015
+    _WhichOneofArgType__standing: _TypeAlias = _typing.Literal["_standing", b"_standing"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__standing) -> _WhichOneofReturnType__standing | None: ...
 
 Global___PoolPlace: _TypeAlias = PoolPlace  # noqa: Y015
 

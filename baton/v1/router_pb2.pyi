@@ -124,12 +124,16 @@ class GenerateRequest(_message.Message):
     timeout_ms: _builtins.int
     """Wall-clock limit for the whole request, milliseconds from its arrival."""
     ttft_target_ms: _builtins.int
-    """Targets the request is judged by; they do not abort it."""
+    """The request's line in the router's log, and a counter, say whether it met these: for the time
+    from its arrival to its first token, and for the median gap between tokens (Timings.itl_ms). Where
+    it runs, and when, does not depend on them. One that is resumed is not judged.
+    """
     itl_target_ms: _builtins.int
     tenant: _builtins.str
     cache_salt: _builtins.str
     """Requests with different salts never share cached blocks."""
     session_id: _builtins.str
+    """Told in the request's line in the router's log; requests of one session are treated as any."""
     resume_from_index: _builtins.int
     """Present on a reconnect: the first index the client has not seen."""
     traceparent: _builtins.str
