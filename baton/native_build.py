@@ -35,7 +35,7 @@ class Recipe:
     sources: tuple[Path, ...]
     flags: tuple[str, ...]
     compilers: tuple[str, ...]
-    """The first that the machine has is used."""
+    """The first of these that the machine has, and that can compile it, is used."""
     headers: tuple[Path, ...] = ()
 
 
@@ -44,18 +44,34 @@ def build(recipe: Recipe, cache: Path | None = None) -> Path:
 
     `cache`: a folder to keep it in; None: the user's.
     """
-    compiler = next(filter(None, map(shutil.which, recipe.compilers)), None)
-    if compiler is None:
+    compilers = [found for name in recipe.compilers if (found := shutil.which(name))]
+    if not compilers:
         raise NativeBuildError(f"no compiler ({' or '.join(recipe.compilers)}) on this machine")
     try:
         folder = cache_folder() if cache is None else _own(cache)
-        library = folder / f"{recipe.name}-{_digest(recipe, compiler)}.so"
-        if not library.exists():
-            log.info("compiling %s for this machine (once; a few seconds)", recipe.name)
-            _compile(recipe, compiler, library)
+        libraries = {c: folder / f"{recipe.name}-{_digest(recipe, c)}.so" for c in compilers}
+        return _kept(libraries) or _built(recipe, libraries)
     except OSError as error:
         raise NativeBuildError(str(error)) from error
-    return library
+
+
+def _kept(libraries: dict[str, Path]) -> Path | None:
+    """One that is there already, whatever compiler has failed before."""
+    return next((library for library in libraries.values() if library.exists()), None)
+
+
+def _built(recipe: Recipe, libraries: dict[str, Path]) -> Path:
+    """By the first compiler that can. Raises NativeBuildError with what each has said."""
+    log.info("compiling %s for this machine (once; a few seconds)", recipe.name)
+    failures = []
+    for compiler, library in libraries.items():
+        try:
+            _compile(recipe, compiler, library)
+        except NativeBuildError as error:
+            failures.append(str(error))
+        else:
+            return library
+    raise NativeBuildError("; ".join(failures))
 
 
 def cache_folder() -> Path:

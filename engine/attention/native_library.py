@@ -25,7 +25,7 @@ KERNELS = Recipe(
         "-shared",
         "-fPIC",
     ),
-    compilers=("c++", "g++"),
+    compilers=("c++", "g++", "clang++"),
     headers=tuple(sorted(_SOURCES.glob("*.h"))),
 )
 

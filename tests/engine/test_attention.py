@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import logging
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.native_build import build
 from engine.attention import native_library
+from engine.attention.choice import pick_kernels
 from engine.attention.kernels import AttentionShape, HeadNorms, Kernels, Rotation
 from engine.attention.native_kernels import NativeKernels
 from engine.attention.paged_kv import LayerKv
@@ -29,15 +33,31 @@ MANY = (0, 1, 15, 16, 17, 31, 33, 47, 48, 63, 100, 127, 128, 255, 257, 1023, 120
 TOLERANCE = {F32: 1e-5, BF16: 8e-3}
 
 
-@pytest.fixture(scope="module", params=["torch", "native"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    torch.set_num_threads(1)
-    if request.param == "torch":
-        return TorchKernels()
+def native(*flags: str) -> NativeKernels:
+    """As they are here, or as with `flags` on another machine."""
     library = native_library.native_library()
     if library is None:
         pytest.skip("no C++ compiler on this machine")
+    if flags:
+        if platform.machine() != "x86_64":
+            pytest.skip("flags of x86-64's compilers")
+        recipe = native_library.KERNELS
+        library = ctypes.CDLL(str(build(dataclasses.replace(recipe, flags=recipe.flags + flags))))
     return NativeKernels(library)
+
+
+MAKERS: dict[str, Callable[[], Kernels]] = {
+    "torch": TorchKernels,
+    "native": native,
+    "without AVX-512's bf16": lambda: native("-mno-avx512bf16"),
+    "without AVX-512": lambda: native("-mno-avx512f"),
+}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    torch.set_num_threads(1)
+    return MAKERS[request.param]()
 
 
 @dataclass
@@ -193,26 +213,22 @@ def test_native_attention_is_right_for_any_shape(
     dtype: torch.dtype,
     threads: int,
 ) -> None:
-    library = native_library.native_library()
-    if library is None:
-        pytest.skip("no C++ compiler on this machine")
+    kernels = native()
     torch.set_num_threads(threads)
     try:
-        Case(seqs, *heads, head_dim, block_size, dtype, window).check(NativeKernels(library))
+        Case(seqs, *heads, head_dim, block_size, dtype, window).check(kernels)
     finally:
         torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("window", [None, 700])
 def test_keys_of_one_long_sequence_split_over_threads_and_merge(window: int | None) -> None:
-    library = native_library.native_library()
-    if library is None:
-        pytest.skip("no C++ compiler on this machine")
+    kernels = native()
     torch.set_num_threads(4)
     try:
         for dtype in (F32, BF16):
             case = Case([(1501, 1)], 4, 1, 64, 16, dtype, window)
-            case.check(NativeKernels(library))
+            case.check(kernels)
     finally:
         torch.set_num_threads(1)
 
@@ -311,16 +327,13 @@ def test_rotation_and_write_are_those_of_the_definition(
 
 
 def test_without_a_compiler_torch_serves_and_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    no_compiler: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
     native_library.native_library.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING):
-            assert native_library.native_library() is None
-            assert native_library.native_library() is None
-        assert [record.getMessage() for record in caplog.records] == [
-            "no native attention kernels, using torch's: no compiler (c++ or g++) on this machine"
-        ]
-    finally:
-        native_library.native_library.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(pick_kernels(CPU, BF16), TorchKernels)
+        assert isinstance(pick_kernels(CPU, F32), TorchKernels)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no native attention kernels, using torch's: "
+        "no compiler (c++ or g++ or clang++) on this machine"
+    ]

@@ -26,6 +26,8 @@ from tests.engine.fakes import drain, pool_is_whole
 
 FAMILIES = list(checkpoints.FAMILIES)
 NUM_TOKENS = 12
+# Of heads that the C++ attention serves; torch's serves the others', with a compiler or without.
+NATIVE = ("mistral", "qwen3")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,17 +96,8 @@ def test_greedy_tokens_are_those_of_transformers_in_every_combination(
         check(folders(family), family, lengths, chunk, block_size)
 
 
-@pytest.mark.parametrize(
-    ("device", "family"),
-    [
-        ("cpu", "qwen3-windows"),
-        *(pytest.param("cuda", family, marks=pytest.mark.gpu) for family in FAMILIES),
-    ],
-)
-def test_a_whole_engine_with_its_kv_in_a_tensor_gives_the_tokens_of_transformers(
-    folders: Callable[[str], Path], device: str, family: str
-) -> None:
-    path = str(folders(family))
+def check_whole_engine(folder: Path, family: str, device: str) -> None:
+    path = str(folder)
     config = EngineConfig(
         dtype="float32",
         num_blocks=64,
@@ -125,6 +118,34 @@ def test_a_whole_engine_with_its_kv_in_a_tensor_gives_the_tokens_of_transformers
     streams = drain(engine)
     assert streams.tokens == {str(n): oracle_answer(family, n).ids for n in lengths}
     pool_is_whole(engine)
+
+
+@pytest.mark.parametrize(
+    ("device", "family"),
+    [
+        ("cpu", "qwen3-windows"),
+        *(("cpu", family) for family in NATIVE),
+        *(pytest.param("cuda", family, marks=pytest.mark.gpu) for family in FAMILIES),
+    ],
+)
+def test_a_whole_engine_with_its_kv_in_a_tensor_gives_the_tokens_of_transformers(
+    folders: Callable[[str], Path], device: str, family: str
+) -> None:
+    check_whole_engine(folders(family), family, device)
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in NATIVE else pytest.mark.full)
+        for family in FAMILIES
+    ],
+)
+def test_a_whole_engine_without_a_compiler_gives_the_tokens_of_transformers(
+    folders: Callable[[str], Path], family: str
+) -> None:
+    check_whole_engine(folders(family), family, "cpu")
 
 
 def test_a_kv_pool_on_another_device_than_the_model_is_refused(

@@ -25,6 +25,7 @@ from tests.engine import checkpoints, tp_rank
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
 
 CONFIG = EngineConfig(dtype="float32", num_blocks=200, num_threads=1)
+QUICK = ("mistral", "qwen2", "qwen3-moe")
 
 
 @contextmanager
@@ -54,21 +55,7 @@ def replica(folder: Path, size: int) -> Iterator[tuple[Setup, list[BaseProcess]]
                 other.join()
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen2",
-        "qwen3-moe",
-        *(
-            pytest.param(name, marks=pytest.mark.full)
-            for name in checkpoints.FAMILIES
-            if name not in ("qwen2", "qwen3-moe")
-        ),
-    ],
-)
-def test_two_ranks_give_the_oracles_tokens_and_one_ranks_fingerprint(
-    family: str, tmp_path: Path
-) -> None:
+def check_two_ranks(family: str, tmp_path: Path) -> None:
     oracle = checkpoints.save(family, tmp_path)
     prompts = [random_prompt(n, checkpoints.VOCAB, n) for n in (1, 40, 131)]
     with replica(tmp_path, 2) as (setup, others):
@@ -76,6 +63,24 @@ def test_two_ranks_give_the_oracles_tokens_and_one_ranks_fingerprint(
         found = generate(Driver(setup), prompts, 8, chunk=64)
         assert found == [checkpoints.greedy_answer(oracle, prompt, 8) for prompt in prompts]
     assert [other.exitcode for other in others] == [0]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.full)
+        for name in checkpoints.FAMILIES
+    ],
+)
+def test_two_ranks_give_the_oracles_tokens_and_one_ranks_fingerprint(
+    family: str, tmp_path: Path
+) -> None:
+    check_two_ranks(family, tmp_path)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_two_ranks_without_a_compiler_give_the_oracles_tokens(tmp_path: Path) -> None:
+    check_two_ranks("mistral", tmp_path)
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -124,22 +125,36 @@ inline F16 dot(F16 sum, U16 a, U16 b) {
   }
 }
 
+// For each lane of the result the number of one of a's, or, from 16 on, of b's.
+template <uint32_t... kFrom>
+inline U16 shuffle(U16 a, U16 b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, kFrom...);
+#else
+  return __builtin_shuffle(a, b, U16{kFrom...});
+#endif
+}
+
+// In the lanes with bit kStep set, rows without that bit take what the rows kStep on have in the
+// lanes without it, and the other way round.
+template <uint32_t kStep, uint32_t... kLane>
+inline void exchange(U16* rows, std::integer_sequence<uint32_t, kLane...>) {
+#pragma GCC unroll 16
+  for (uint32_t i = 0; i < 16; i++) {
+    if (i & kStep) continue;
+    U16 a = rows[i], b = rows[i + kStep];
+    rows[i] = shuffle<(kLane & kStep ? kLane - kStep + 16 : kLane)...>(a, b);
+    rows[i + kStep] = shuffle<(kLane & kStep ? kLane + 16 : kLane + kStep)...>(a, b);
+  }
+}
+
 // Transpose 16 x 16 words in place.
 inline void transpose(U16* rows) {
-  const U16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#pragma GCC unroll 4
-  for (uint32_t step = 1; step < 16; step *= 2) {
-    U16 upper = (lane & step) != 0;  // all ones where the bit is set
-    U16 low = (lane & ~upper) | ((lane - step + 16) & upper);
-    U16 high = ((lane + step) & ~upper) | ((lane + 16) & upper);
-#pragma GCC unroll 16
-    for (uint32_t i = 0; i < 16; i++) {
-      if (i & step) continue;
-      U16 a = rows[i], b = rows[i + step];
-      rows[i] = __builtin_shuffle(a, b, low);
-      rows[i + step] = __builtin_shuffle(a, b, high);
-    }
-  }
+  constexpr auto lanes = std::make_integer_sequence<uint32_t, kLanes>();
+  exchange<1>(rows, lanes);
+  exchange<2>(rows, lanes);
+  exchange<4>(rows, lanes);
+  exchange<8>(rows, lanes);
 }
 
 }  // namespace baton
