@@ -1,6 +1,7 @@
 """Handoff bandwidth beside memcpy, and how long a handoff's answer takes.
 
     python -m bench.handoff [--rounds 15] [--library wheel|system|PATH] [--python-loop]
+        [--checksum off|sampled|always]
 
 Two processes, one Baton handoff a round: scattered blocks go into the other process (256, a short
 prompt's; 2,048, a long one's), then `done` -> admission -> `Ack`. In the same round, before or
@@ -265,8 +266,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--library", default="wheel")
     parser.add_argument("--python-loop", action="store_true", help="post from Python, not from C")
+    parser.add_argument("--checksum", default="off", choices=("off", "sampled", "always"))
     options = parser.parse_args()
-    config = TransferConfig(ucx_library=options.library, native=not options.python_loop)
+    config = TransferConfig(
+        ucx_library=options.library, native=not options.python_loop, checksum=options.checksum
+    )
     header = (
         "blocks",
         "memcpy GB/s",

@@ -87,7 +87,16 @@ class TransferRank:
         mine = RankLease(tp_rank, memory.regions)
         self._offers.add(mine)
         self._rank0_address = rank0_address
-        self._handlers: dict[str, Callable[[transfer_pb2.TransferMessage], None]] = {
+        self._handlers = self._handler_of_kind()
+        transport.start(self._receive, self._peer_lost)
+        if rank0_address is not None:
+            message = self.new_message("", 0)
+            message.rank_regions.lease.CopyFrom(mine.to_proto())
+            self.send(rank0_address, message)
+
+    def _handler_of_kind(self) -> dict[str, Callable[[transfer_pb2.TransferMessage], None]]:
+        """By a message's kind, the name of its field."""
+        return {
             "done": self.arrivals.done,
             "rank_done": self.arrivals.rank_done,
             "progress": self.arrivals.progress,
@@ -102,11 +111,6 @@ class TransferRank:
             "rank_books": self.exporter_mail.put,
             "rank_regions": lambda m: self._offers.add(RankLease.from_proto(m.rank_regions.lease)),
         }
-        transport.start(self._receive, self._peer_lost)
-        if rank0_address is not None:
-            message = self.new_message("", 0)
-            message.rank_regions.lease.CopyFrom(mine.to_proto())
-            self.send(rank0_address, message)
 
     @staticmethod
     def address_of(transport: Transport, tp_rank: int) -> RankAddress:

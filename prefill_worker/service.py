@@ -69,6 +69,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         except LeaseError as error:  # no lease, or a misfit of the two workers: never to be served
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
         self._asked_again[grant] = False
+        is_told = False  # the first token, as far as this worker knows
         try:
             while (outcome := await prefill.next()) is not None:
                 if isinstance(outcome, Refused):
@@ -76,9 +77,12 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
                     await abort(context, InvalidRequestError(outcome.message, field=field))
                 if isinstance(outcome, Stopped):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, outcome.message)
+                is_told |= isinstance(outcome, FirstTokenReady)
                 yield _message(outcome)
         finally:
-            if not self._asked_again.pop(grant):
+            # A told token must not be sampled again: whoever gives it up tells the lease's owner,
+            # and a router that is gone leaves it for the next one.
+            if not (self._asked_again.pop(grant) or is_told):
                 prefill.cancel()
 
     def _start(self, request: worker_pb2.PrefillRequest) -> PrefillRun:

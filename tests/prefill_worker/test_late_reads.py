@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from baton.v1 import worker_pb2
 from cluster.role_plan import Role
 from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler
 from tests.cluster.conftest import (
@@ -51,10 +52,11 @@ async def test_blocks_that_a_put_may_still_read_are_not_free_until_it_has_draine
         router = MiniRouter(prefill.address, link)
         spec = make_spec("stuck", 60)
         lease = await router.reserve(spec, prefill.info().ref)
-        call = router.prefill.Prefill(worker_pb2.PrefillRequest(spec=spec, lease=lease))
+        handing_off = asyncio.create_task(router.hand_off(spec, lease))
         await until(lambda: puts.held)
-        call.cancel()
+        await link.cancel("stuck")
         await until(lambda: "not every rank has drained" in caplog.text)
+        assert (await handing_off)[-1].handoff_failed.reason == "FENCED"
         puts.holds = False
         # Another prompt comes and goes: whatever was to be let go of has been.
         other = make_spec("other", 7)
