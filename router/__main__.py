@@ -14,6 +14,7 @@ from prometheus_client import start_http_server
 
 from baton.config import ClusterConfig, load_config
 from baton.errors import ConfigError
+from router.cohort_texts import TextSource
 from router.config import RouterConfig
 from router.listening import cannot_listen, split_address
 from router.metrics import RouterMetrics
@@ -30,7 +31,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="cluster.yaml; without it, the defaults")
     parser.add_argument("--listen", metavar="HOST:PORT", help="overrides the configuration")
     levels = ("debug", "info", "warning", "error")
-    parser.add_argument("--log-level", default="info", choices=levels)
+    parser.add_argument("--log-level", choices=levels, help="overrides the configuration")
     return parser.parse_args()
 
 
@@ -42,7 +43,13 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     text_model = await asyncio.to_thread(
         TextModel.load, config.model, config.model_revision, config.tokenizer
     )
-    router = Router(config.router, control, config.model_name, text_model)
+    router = Router(
+        config.router,
+        control,
+        config.model_name,
+        text_model,
+        text_source=TextSource(config.model, config.model_revision or "", config.tokenizer or ""),
+    )
     metrics = _serve_metrics(config.router, router.metrics)
     server = RouterServer(router, config.router, listen)
     signals: asyncio.Queue[int] = asyncio.Queue()
@@ -80,12 +87,12 @@ def _serve_metrics(config: RouterConfig, metrics: RouterMetrics) -> WSGIServer |
 
 def main() -> int:
     arguments = _arguments()
-    logging.basicConfig(
-        level=arguments.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
     try:
         config = load_config(arguments.config) if arguments.config else ClusterConfig()
+        logging.basicConfig(
+            level=(arguments.log_level or config.log_level).upper(),
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        )
         listen = arguments.listen or f"{config.router.host}:{config.router.port}"
         split_address(arguments.control)
         return uvloop.run(serve(config, arguments.control, listen))

@@ -32,7 +32,7 @@ from router.placing import Kinds, Placing
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
 from router.refusals import stranded, too_large
-from router.ticket import Placed, Ticket
+from router.ticket import OtherTextError, Placed, Ticket
 
 # Requests tried per round for each class of workers, of those that fit some open worker of their
 # cohort and can run at all.
@@ -71,9 +71,14 @@ class _Tries:
         open_ = [number for number in classes if number in self._left]
         for number in open_:
             self._left[number] -= 1
-            if not self._left[number]:
-                del self._left[number]
         return bool(open_)
+
+    def close(self) -> Sequence[int]:
+        """The classes whose last one was taken since this was asked before."""
+        used_up = [number for number, left in self._left.items() if not left]
+        for number in used_up:
+            del self._left[number]
+        return used_up
 
 
 class Admission:
@@ -96,7 +101,7 @@ class Admission:
         self._waiting: list[Ticket] = []
         self._round: asyncio.TimerHandle | asyncio.Handle | None = None
         self._round_at_s = self._pause_until_s = 0.0
-        self._seen: tuple[Kinds, int] = ({}, 0)  # workers' kinds and cohorts' weights
+        self._seen: tuple[Kinds, int, int] = ({}, 0, 0)  # workers' kinds, cohorts' weights, texts
         self._looked_at_s = -math.inf  # at them, for who is stranded
 
     def __len__(self) -> int:
@@ -119,12 +124,15 @@ class Admission:
         rank = (-priority, self._shares.stamp(tenant), next(self._arrivals))
         if len(self._waiting) >= self._config.max_queue and not self._shed_after(rank):
             raise self._full()
-        growth = min(max_new_tokens, self._config.decode_growth_tokens)
-        work = len(prompt) + growth
-        self._shares.charge(tenant, work)
-        ticket = Ticket(rank, prompt, max_new_tokens, max_new_tokens, tenant, work)
+        ticket = Ticket(rank, prompt, max_new_tokens, max_new_tokens, tenant)
         ticket.deadline_s, ticket.uncached_tokens = deadline_s, len(prompt)
+        self._charge(ticket)
         return ticket
+
+    def _charge(self, ticket: Ticket) -> None:
+        growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
+        ticket.charged = len(ticket.prompt) + growth
+        self._shares.charge(ticket.tenant, ticket.charged)
 
     def emitted(self, tenant: str, num_before: int, num_after: int) -> None:
         """A request of the tenant has put out more tokens: it pays for those that its ticket did
@@ -167,8 +175,11 @@ class Admission:
         """Wait in line, then return a booked placement: the caller releases the booking.
 
         Raises NoCapacityError when the request is too large for any worker, UnavailableError when
-        no usable worker took it for `fleet_wait_s`, OverloadedError when it would come too late.
+        no usable worker took it for `fleet_wait_s`, OverloadedError when it would come too late,
+        OtherTextError when it is to be read anew first.
         """
+        if not (ticket.charged or ticket.was_placed):
+            self._charge(ticket)  # it was read anew
         try:
             return await self._wait_in_line(ticket)
         finally:
@@ -182,6 +193,8 @@ class Admission:
         if not ticket.is_bound:
             ticket.cohort = None
             self._placing.draw_at_once(ticket)
+            if (text := self._placing.other_text(ticket)) is not None:
+                raise OtherTextError(text)
         if not ticket.was_placed and (self._waiting or ticket.deadline_s is not None):
             self._refuse_too_late(ticket)
         ticket.since_s, ticket.stranded_since_s = self._clock(), None
@@ -242,7 +255,8 @@ class Admission:
         self._round = None
         now = self._clock()
         within_reach = self._placing.reach()
-        seen = (self._placing.kinds(within_reach), self._fleet.cohorts.version)
+        versions = self._fleet.cohorts.version, self._fleet.texts.version
+        seen = (self._placing.kinds(within_reach), *versions)
         is_new = seen != self._seen
         if is_new or now - self._looked_at_s >= POLL_S:
             self._seen, self._looked_at_s = seen, now
@@ -293,23 +307,22 @@ class Admission:
             if not longest or tries.are_over:
                 break
             assert ticket.placed is not None
-            if ticket.placed.done() or ticket.num_tokens > longest:
-                continue
-            if ticket.stranded_since_s is not None:
-                continue  # and no worker's reach has changed since that was seen
-            if not tries.take(class_numbers(ticket)):
+            if not ticket.may_fit(longest) or not tries.take(class_numbers(ticket)):
                 continue
             tally.num_tries += 1
-            best = self._placing.best(ticket, reserved, now)
+            best, used_up = self._placing.best(ticket, reserved, now), tries.close()
             if best is not None and best.queue_s <= config.lease_lead_s:
                 ticket.placed.set_result(self._book(ticket, best, now))
             else:
                 tally.num_in_vain += 1
                 if best is not None:
                     tally.next_s = min(tally.next_s, best.queue_s - config.lease_lead_s)
-                if now - ticket.since_s <= config.max_bypass_s:
+                if now - ticket.since_s > config.max_bypass_s:
+                    self._reserve(reserved, ticket, best, within_reach)
+                elif not used_up:
                     continue
-                self._reserve(reserved, ticket, best, within_reach)
+            if used_up:  # whoever got no try of a class is not to be overtaken there
+                reserved |= np.isin(arrays.kv_class, used_up)
             longest = longest_open(arrays, reserved, now)
 
     def _reserve(
@@ -346,10 +359,14 @@ class Admission:
                 ticket, now
             )  # those behind it are told how much it has to compute
             return
+        class_numbers = self._placing.class_numbers()
+        own = frozenset(class_numbers(ticket))
         ahead = sum(
             other.uncached_tokens
             for other in self._waiting
-            if other.rank < ticket.rank and other.cohort == ticket.cohort
+            if other.rank < ticket.rank
+            and other.stranded_since_s is None
+            and not own.isdisjoint(class_numbers(other))
         )
         expected_s, left_s = self._placing.earliest_s(ticket, ahead, now), ticket.deadline_s - now
         if expected_s is not None and expected_s > left_s:
@@ -370,6 +387,8 @@ class Admission:
                 continue
             if self._placing.draw(ticket, self._seen[0], draw_anew):
                 ticket.stranded_since_s = None
+                if (text := self._placing.other_text(ticket)) is not None:
+                    ticket.placed.set_exception(OtherTextError(text))
             elif error := self._too_large(ticket):  # those that could take it have left
                 ticket.placed.set_exception(error)
             elif ticket.stranded_since_s is None or (are_held and not ticket.is_bound):

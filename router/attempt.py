@@ -230,7 +230,7 @@ class Attempt:
         # Else the first router has to have asked it: how long to wait is the lease's affair.
         if not self._reserved:  # told after the prefill was asked for: that must not wait for it
             self._reserved = True
-            self._sink.reserved()
+            self._sink.reserved(reserved.lease.lease_id)
 
     def _writer_of(self, lease: worker_pb2.Lease) -> WorkerLink | None:
         """The prefill worker of the placement; of another router's placement the one it chose."""

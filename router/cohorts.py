@@ -49,6 +49,10 @@ class Cohorts:
         """All that the registry has pools of."""
         return self._weights.keys()
 
+    @property
+    def weights(self) -> Mapping[Cohort, int]:
+        return self._weights
+
     def update(self, weights: Mapping[Cohort, int]) -> bool:
         """Take in every cohort's weight; whether anything is new."""
         if weights == self._weights:

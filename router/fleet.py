@@ -16,6 +16,7 @@ from typing import NewType
 
 import numpy as np
 
+from router.cohort_texts import CohortTexts
 from router.cohorts import Cohort, Cohorts
 from router.config import RouterConfig
 from router.placement import Bools, FleetArrays, Placement
@@ -111,7 +112,7 @@ class Fleet:
         self._booking_ids = itertools.count(1)
         self._bookings: dict[int, Booking] = {}
         self.arrays = FleetArrays.empty(8)
-        self.stopped, self.cohorts = StoppedPools(), Cohorts()
+        self.stopped, self.cohorts, self.texts = StoppedPools(), Cohorts(), CohortTexts()
 
     # --- membership ----------------------------------------------------------------------------
 

@@ -82,6 +82,10 @@ class FleetLinks:
     def num_degraded(self) -> int:
         return sum(link.index_state is IndexState.DEGRADED for link in self._links.values())
 
+    async def wait_heard(self) -> None:
+        """Until the registry has told of a fleet."""
+        await self._heard.wait()
+
     async def wait_tried(self, timeout_s: float) -> None:
         """Until the fleet is known and every link has been tried once, or the time is up."""
         try:

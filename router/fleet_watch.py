@@ -11,6 +11,7 @@ import grpc.aio
 
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from router.backoff import Backoff
+from router.cohort_texts import TextSource
 from router.cohorts import Cohort
 from router.config import RouterConfig
 from router.fleet import ReportedLoad, WorkerState
@@ -97,9 +98,15 @@ def read_pools(message: control_pb2.WatchFleetResponse) -> list[PoolReport]:
             num_failed_starts=pool.num_failed_starts,
             cohort=pool.cohort,
             cohort_weight=pool.cohort_weight,
+            text=read_text(pool),
         )
         for pool in message.pools
     ]
+
+
+def read_text(pool: control_pb2.PoolStatus) -> TextSource | None:
+    told = pool.text
+    return TextSource(told.model, told.model_revision, told.tokenizer) if told.model else None
 
 
 class FleetWatch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from router.figures import Counts
@@ -16,47 +18,42 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         r = self.registry = CollectorRegistry()
-        self.requests = Counter("baton_requests", "Requests by how they ended", ["end"], registry=r)
-        self.cohort_requests = Counter(
+        counter, gauge = partial(Counter, registry=r), partial(Gauge, registry=r)
+        seconds = partial(Histogram, registry=r, buckets=SECONDS)
+        self.requests = counter("baton_requests", "Requests by how they ended", ["end"])
+        self.cohort_requests = counter(
             "baton_cohort_requests",
             "Requests by where they ran, and how they were served there",
             ["cohort", "end"],
-            registry=r,
         )
-        self.failures = Counter(
-            "baton_attempt_failures", "Failed attempts by cause", ["failure"], registry=r
+        self.targets = counter(
+            "baton_targets",
+            "Targets that requests named, ttft and itl, by whether they were met",
+            ["target", "result"],
         )
-        self.migrations = Counter("baton_migrations", "Requests moved after a token", registry=r)
-        self.tokens = Counter("baton_output_tokens", "Tokens emitted", registry=r)
-        self.arrivals = Counter("baton_arrivals", "Requests that came in", registry=r)
-        self.prompt_tokens = Counter("baton_prompt_tokens", "Prompt tokens taken in", registry=r)
-        self.cached_tokens = Counter(
-            "baton_cached_prompt_tokens", "Prompt tokens found cached where they ran", registry=r
+        self.failures = counter("baton_attempt_failures", "Failed attempts by cause", ["failure"])
+        self.migrations = counter("baton_migrations", "Requests moved after a token")
+        self.tokens = counter("baton_output_tokens", "Tokens emitted")
+        self.arrivals = counter("baton_arrivals", "Requests that came in")
+        self.prompt_tokens = counter("baton_prompt_tokens", "Prompt tokens taken in")
+        self.cached_tokens = counter(
+            "baton_cached_prompt_tokens", "Prompt tokens found cached where they ran"
         )
-        self.prefilled_tokens = Counter(
-            "baton_prefilled_prompt_tokens", "Prompt tokens prefilled or found cached", registry=r
+        self.prefilled_tokens = counter(
+            "baton_prefilled_prompt_tokens", "Prompt tokens prefilled or found cached"
         )
-        self.handoff_bytes = Counter("baton_handoff_bytes", "KV bytes handed off", registry=r)
-        self.queue = Gauge("baton_queue_length", "Requests waiting for a placement", registry=r)
-        self.active = Gauge("baton_active_requests", "Requests in this router", registry=r)
-        self.workers = Gauge(
-            "baton_fleet_workers", "Workers by their state here", ["state"], registry=r
-        )
-        self.degraded = Gauge(
-            "baton_prefix_index_degraded", "Workers whose KV events have a gap", registry=r
-        )
-        self.index_blocks = Gauge("baton_prefix_index_blocks", "Blocks in the index", registry=r)
-        self.ttft = Histogram(
-            "baton_ttft_seconds", "Time to first token", buckets=SECONDS, registry=r
-        )
-        self.e2e = Histogram("baton_e2e_seconds", "Whole request", buckets=SECONDS, registry=r)
-        self.queue_wait = Histogram(
-            "baton_queue_seconds", "Wait for a placement", buckets=SECONDS, registry=r
-        )
-        self.itl = Histogram(
+        self.handoff_bytes = counter("baton_handoff_bytes", "KV bytes handed off")
+        self.queue = gauge("baton_queue_length", "Requests waiting for a placement")
+        self.active = gauge("baton_active_requests", "Requests in this router")
+        self.workers = gauge("baton_fleet_workers", "Workers by their state here", ["state"])
+        self.degraded = gauge("baton_prefix_index_degraded", "Workers whose KV events have a gap")
+        self.index_blocks = gauge("baton_prefix_index_blocks", "Blocks in the index")
+        self.ttft = seconds("baton_ttft_seconds", "Time to first token")
+        self.e2e = seconds("baton_e2e_seconds", "Whole request")
+        self.queue_wait = seconds("baton_queue_seconds", "Wait for a placement")
+        self.itl = seconds(
             "baton_itl_seconds",
             "Median gap between a request's tokens",
-            registry=r,
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
         )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.errors import BatonError
+from baton.grpc_options import WORKER_MESSAGE_BYTES
 from baton.session_wire import DEADLINE
 from baton.v1 import common_pb2, worker_pb2
 from router.cohorts import Cohort
@@ -219,6 +220,16 @@ class OutputReader:
         return TokenRun(start, log.ids[start:stop], text, log.logprobs[start:stop])
 
 
+def sendable_logprobs(
+    known: Sequence[TokenLogprobs], spec: worker_pb2.RequestSpec, max_message_bytes: int
+) -> Sequence[TokenLogprobs]:
+    """Of all tokens put out so far; none where they and the request might be too large for a
+    message between this router, with its own limit, and a worker: that would cost every request of
+    the worker's session."""
+    num_bytes = spec.ByteSize() + sum(one.ByteSize() for one in known)
+    return known if num_bytes <= min(max_message_bytes, WORKER_MESSAGE_BYTES) // 2 else ()
+
+
 class TokenSink(Protocol):
     """What an attempt puts a request's output into."""
 
@@ -232,7 +243,9 @@ class TokenSink(Protocol):
     ) -> bool:
         """Put out the next tokens; True when the request is over with them."""
 
-    def reserved(self) -> None: ...
+    def reserved(self, lease_id: str) -> None:
+        """The decode worker has room; the lease's id is empty where it prefills by itself."""
+
     def attached(self, num_cached_tokens: int) -> None:
         """Another router had the prompt computed, all but what was cached."""
 

@@ -5,17 +5,18 @@ serve it, the cheapest placement, its booking.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from router.cohort_texts import TextId
 from router.cohorts import Cohort
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.placement import Bools, Placement, PlacementQuery, Reach, choose, ranked, reach
 from router.prediction import earliest_first_token_s
 from router.prefix_index import PrefixIndex
-from router.ticket import Placed, Ticket
+from router.ticket import Placed, Size, Ticket
 from router.worker_facts import KvClass, ModelIds
 
 Kinds = Mapping[KvClass, set[tuple[float, float]]]
@@ -42,15 +43,35 @@ class Placing:
         held = self._fleet.arrays.kv_class
         return {kv_class: within_reach.of(held == number).kinds() for kv_class, number in classes}
 
-    def _able(self, ticket: Ticket, kinds: Kinds) -> Collection[Cohort]:
+    def _able(self, ticket: Ticket, kinds: Kinds) -> set[Cohort]:
         """The cohorts that can serve the request, once they have room."""
-        total, num_tokens = ticket.num_tokens, len(ticket.prompt)
-        return {
-            kv_class.cohort
-            for kv_class, taken in kinds.items()
-            if self._fleet.kinds.runs(kv_class, ticket.model_ids)
-            and any(total <= longest and num_tokens <= prompt for longest, prompt in taken)
-        }
+        able = set()
+        for kv_class, taken in kinds.items():
+            size = self._size_at(ticket, kv_class.cohort)
+            if size is None or not self._fleet.kinds.runs(kv_class, ticket.model_ids):
+                continue
+            total, num_tokens = size
+            if any(total <= longest and num_tokens <= prompt for longest, prompt in taken):
+                able.add(kv_class.cohort)
+        return able
+
+    def _size_at(self, ticket: Ticket, cohort: Cohort) -> Size | None:
+        """With the cohort's text, as far as is known: about as with another. None: that text is not
+        read, or refuses it."""
+        texts = self._fleet.texts
+        text = texts.of(cohort)
+        if ticket.is_bound or text == ticket.text:
+            return ticket.size
+        if text is None or (ticket.is_of_ids and not texts.have_the_same_ids(text, ticket.text)):
+            return None
+        return ticket.other_sizes.get(text, ticket.size)
+
+    def other_text(self, ticket: Ticket) -> TextId | None:
+        """What the request has to be read with before it can go where it has drawn; None: it is."""
+        if ticket.is_bound or ticket.cohort is None:
+            return None
+        text = self._fleet.texts.of(ticket.cohort)
+        return None if text == ticket.text else text
 
     def slots_for(self, ticket: Ticket) -> Bools:
         """[slots] The workers of its cohort and model."""
@@ -60,10 +81,10 @@ class Placing:
     def class_numbers(self) -> Callable[[Ticket], Sequence[int]]:
         """Of the classes of workers that a request may use, for as long as the fleet is as it is
         now: many in line may use the same."""
-        known: dict[tuple[Cohort | None, ModelIds], Sequence[int]] = {}
+        known: dict[tuple[Cohort | None, ModelIds, TextId | None], Sequence[int]] = {}
 
         def numbers_for(ticket: Ticket) -> Sequence[int]:
-            key = (ticket.cohort, ticket.model_ids)
+            key = (ticket.cohort, ticket.model_ids, None if ticket.is_bound else ticket.text)
             if key not in known:
                 known[key] = [number for _, number in self._classes_for(ticket)]
             return known[key]
@@ -71,25 +92,36 @@ class Placing:
         return numbers_for
 
     def _classes_for(self, ticket: Ticket) -> Sequence[tuple[KvClass, int]]:
-        kinds = self._fleet.kinds
+        """None of another text, whatever is drawn: its workers would be given another's ids. Those
+        of a stream that has begun are its model's."""
+        kinds, texts = self._fleet.kinds, self._fleet.texts
         return [
             (kv_class, number)
             for kv_class, number in kinds.classes
-            if ticket.cohort in (None, kv_class.cohort) and kinds.runs(kv_class, ticket.model_ids)
+            if ticket.cohort in (None, kv_class.cohort)
+            and (ticket.is_bound or texts.of(kv_class.cohort) == ticket.text)
+            and kinds.runs(kv_class, ticket.model_ids)
         ]
 
     def draw(self, ticket: Ticket, kinds: Kinds, anew: bool) -> bool:
         """Give the request its cohort, unless it is bound to one, or has one that can serve it and
-        nothing has changed (`anew`); whether it can be served."""
-        able = self._able(ticket, kinds)
-        if ticket.is_bound or (ticket.cohort in able and not anew):
+        nothing has changed (`anew`); whether it can be served. One that failed it again and again
+        is its last choice: a version that is not fit must not cost its clients an error."""
+        cohorts, able = self._fleet.cohorts, self._able(ticket, kinds)
+        if ticket.is_bound:
             return ticket.cohort in able
-        ticket.cohort = self._fleet.cohorts.draw(ticket.wire_id, able) if able else None
+        others = able - ticket.failed_cohorts
+        if any(cohorts.weights.get(cohort) for cohort in others):
+            able = others
+        if ticket.cohort in able and not anew:
+            return True
+        ticket.cohort = cohorts.draw(ticket.wire_id, able) if able else None
         return bool(able)
 
     def draw_at_once(self, ticket: Ticket) -> None:
-        """Before it is in line: with one cohort there is nothing to draw."""
-        if len(self._fleet.kinds.cohorts) > 1:
+        """Before it is in line: with one cohort of its text there is nothing to draw."""
+        here = self._fleet.kinds.cohorts
+        if len(here) > 1 or not self._fleet.texts.is_only(ticket.text):
             self.draw(ticket, self.kinds(self.reach()), anew=True)
 
     # --- where it goes -------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+import numpy as np
+
 SPAN_S = 1.0
 _MAX_SAMPLES = 64  # of one span: quantiles over many spans take a millisecond
 T = TypeVar("T")
@@ -32,11 +34,6 @@ class Spans(Generic[T]):
         self._forget(now_s)
         return (each for _, each in self._spans)
 
-    def seconds(self, now_s: float) -> float:
-        """Since the oldest of them began; a span at least."""
-        self._forget(now_s)
-        return max(now_s - self._spans[0][0], SPAN_S) if self._spans else SPAN_S
-
     def _forget(self, now_s: float) -> None:
         while self._spans and self._spans[0][0] <= now_s - self._window_s:
             self._spans.popleft()
@@ -47,18 +44,19 @@ class _Samples:
 
     def __init__(self) -> None:
         self.kept: list[float] = []
-        self._num_seen = 0
+        self.num_seen = 0
 
     def add(self, sample: float, rng: random.Random) -> None:
-        self._num_seen += 1
+        self.num_seen += 1
         if len(self.kept) < _MAX_SAMPLES:
             self.kept.append(sample)
-        elif (place := rng.randrange(self._num_seen)) < _MAX_SAMPLES:
+        elif (place := rng.randrange(self.num_seen)) < _MAX_SAMPLES:
             self.kept[place] = sample
 
 
 class Recent:
-    """Own samples of what was measured within `window_s`."""
+    """Own samples of what was measured within `window_s`: each stands for as many as its second
+    had for one that was kept."""
 
     def __init__(self, window_s: float) -> None:
         self._spans = Spans(window_s, _Samples)
@@ -69,7 +67,13 @@ class Recent:
 
     def quantile(self, share: float, now_s: float) -> float | None:
         """The least sample that `share` (0 to 1) of all are not above; None: there is none."""
-        samples = sorted(sample for span in self._spans.within(now_s) for sample in span.kept)
-        if not samples:
+        spans = list(self._spans.within(now_s))
+        if not spans:
             return None
-        return samples[min(len(samples) - 1, int(share * len(samples)))]
+        samples = np.concatenate([span.kept for span in spans])
+        num_kept = [len(span.kept) for span in spans]
+        stands_for = [span.num_seen / len(span.kept) for span in spans]
+        order = np.argsort(samples)
+        num_up_to = np.cumsum(np.repeat(stands_for, num_kept)[order])
+        at = np.searchsorted(num_up_to, share * num_up_to[-1], side="right")
+        return float(samples[order[min(at, len(samples) - 1)]])

@@ -44,8 +44,11 @@ def stranded(
         )
     total_tokens, num_tokens = ticket.num_tokens, len(ticket.prompt)
     longest = int(within_reach.request_tokens.max(initial=0.0))
+    unread = [cohort for cohort in fleet.kinds.cohorts if fleet.texts.of(cohort) is None]
     if not longest:
         message = "no decode worker is live"
+    elif len(unread) == len(fleet.kinds.cohorts):
+        message = "this router has not read the text of the model that is live"
     elif total_tokens > longest:
         message = f"no decode worker that takes {total_tokens} tokens is live"
     elif not within_reach.prompt_tokens.any():

@@ -27,6 +27,8 @@ from router.output import (
     Timings,
     TokenLogprobs,
 )
+from router.prediction import least_prefill_s
+from router.request_line import RequestLine, judged, trace_id
 from router.run_parts import Arrival, RunParts
 from router.text import Detokenizer
 
@@ -38,6 +40,8 @@ class CohortEnd(enum.Enum):
 
     SERVED = "served"
     FAILED = "failed"
+    ABANDONED = "abandoned"
+    """It stood still for so long that its client ended it."""
     NOT_JUDGED = "not judged"
     """Its client ended it, or another router goes on with it."""
 
@@ -48,29 +52,36 @@ class RequestOutput:
     def __init__(self, arrival: Arrival, parts: RunParts) -> None:
         self.log = OutputLog()
         self.queue_s = 0.0
-        self._arrival, self._parts = arrival, parts
-        parsed = arrival.parsed
-        self._detokenizer = Detokenizer(
-            parts.text_model,
-            parsed.stop,
-            after_text=not parsed.is_chat,
-            min_tokens=parsed.sampling.min_tokens,
-        )
-        self._ends = frozenset(parsed.stop_token_ids)
+        self._parts = parts
+        self.speak(arrival)
         self._booking: Booking | None = None
         self._routed: Routed | None = None
         self._on_taken_in: Callable[[], None] = lambda: None
+        self._num_attempts, self._lease_id = 0, ""
         self._meter: CohortMeter | None = None
         self.has_failed = False
         """In its cohort, by no fault of the client's."""
         self._had_time = False
         self._attempt_at_s = 0.0
+        self._still_s = 0.0  # in attempts of its cohort that are over, since the last token
         self._first_at_s = self._last_at_s = 0.0  # of the tokens, once there are any
         self._gaps_s: list[float] = []  # one per token after those that came first
         self._second_token_s = 0.0
         self._reserve_s = self._prefill_queue_s = self._prefill_s = 0.0
         self._num_cached_tokens = 0
         self._reason, self._stop_found = FinishReason.ABORTED, ""  # until `emit` knows
+
+    def speak(self, arrival: Arrival) -> None:
+        """Put tokens out in the text that the request was read with; before any of them comes."""
+        assert not self.log.ids, "two texts in one answer"
+        parsed = arrival.parsed
+        self._arrival, self._ends = arrival, frozenset(parsed.stop_token_ids)
+        self._detokenizer = Detokenizer(
+            self._parts.texts[arrival.text],
+            parsed.stop,
+            after_text=not parsed.is_chat,
+            min_tokens=parsed.sampling.min_tokens,
+        )
 
     # --- what attempts call --------------------------------------------------------------------
 
@@ -86,17 +97,25 @@ class RequestOutput:
         as is known, for somebody to serve it."""
         self._booking, self._attempt_at_s = booking, self._parts.clock()
         self._routed, self._on_taken_in = routed, on_taken_in
+        self._num_attempts, self._lease_id = self._num_attempts + 1, ""
         meter = self._parts.cohort_figures.meter(booking.decode.facts.cohort)
         if self.has_failed and self._meter not in (None, meter):
             self._end_in_cohort(CohortEnd.FAILED)
-        self._had_time = has_time or (self._had_time and self._meter is meter)
+        is_same = self._meter is meter
+        self._had_time = has_time or (self._had_time and is_same)
+        self._still_s = self._still_s if is_same else 0.0
         self._meter = meter
+
+    def attempt_over(self) -> None:
+        """What follows in line is no worker's doing."""
+        self._still_s += self._parts.clock() - max(self._attempt_at_s, self._last_at_s)
 
     @property
     def num_emitted(self) -> int:
         return len(self.log.ids)
 
-    def reserved(self) -> None:
+    def reserved(self, lease_id: str) -> None:
+        self._lease_id = lease_id
         self._reserve_s = self._parts.clock() - self._attempt_at_s
         self._on_taken_in()
         if self._routed is not None:
@@ -113,6 +132,8 @@ class RequestOutput:
             self._parts.fleet.release_prefill(booking)
         if self.log.ids:
             return  # a later attempt: the client has had its first token
+        if self._meter is not None and prefilled:
+            self._meter.saw_first_token(now - self._attempt_at_s)
         if first is None:
             self._prefill_s = now - self._attempt_at_s - self._reserve_s
         else:
@@ -186,7 +207,7 @@ class RequestOutput:
             else:
                 self._tell_gap(gap_s / num_new, now)
             self._gaps_s += [gap_s / num_new] * num_new
-        self._last_at_s = now
+        self._last_at_s, self._still_s = now, 0.0
 
     def _tell_gap(self, gap_s: float, now_s: float) -> None:
         if self._meter is not None:
@@ -220,6 +241,7 @@ class RequestOutput:
     def fail(self, error: BatonError) -> None:
         self._parts.metrics.requests.labels(error.reason).inc()
         self._end_in_cohort(self._end_of(error))
+        self._tell_end(error.reason, self._timings())
         self.log.close(error)
 
     def _end_of(self, error: BatonError) -> CohortEnd:
@@ -232,9 +254,19 @@ class RequestOutput:
         # One that hangs until its client's patience ends is served no better than one that fails.
         return CohortEnd.FAILED if self._had_time else CohortEnd.NOT_JUDGED
 
+    def _end_by_client(self) -> CohortEnd:
+        if self._booking is None:
+            return CohortEnd.NOT_JUDGED
+        parts = self._parts
+        least_s = least_prefill_s(self._booking.prefill_tokens, parts.fleet.arrays)
+        is_still = self._still_s > parts.cohort_figures.too_long_s(least_s)
+        return CohortEnd.ABANDONED if is_still else CohortEnd.NOT_JUDGED
+
     def _end_in_cohort(self, end: CohortEnd) -> None:
         if self._meter is not None:
-            if end is not CohortEnd.NOT_JUDGED:
+            if end is CohortEnd.ABANDONED:
+                self._meter.abandoned()
+            elif end is not CohortEnd.NOT_JUDGED:
                 self._meter.ended(failed=end is CohortEnd.FAILED)
             self._parts.metrics.cohort_requests.labels(self._meter.cohort, end.value).inc()
         self.has_failed = False
@@ -243,11 +275,12 @@ class RequestOutput:
         metrics, timings = self._parts.metrics, self._timings()
         metrics.requests.labels(reason.value).inc()
         is_aborted = reason is FinishReason.ABORTED
-        self._end_in_cohort(CohortEnd.NOT_JUDGED if is_aborted else CohortEnd.SERVED)
+        self._end_in_cohort(self._end_by_client() if is_aborted else CohortEnd.SERVED)
         metrics.e2e.observe(timings.e2e_s)
         metrics.queue_wait.observe(timings.queue_s)
         if timings.itl_s:
             metrics.itl.observe(timings.itl_s)
+        self._tell_end(reason.value, timings)
         self.log.close(
             Finished(
                 reason=reason,
@@ -258,6 +291,53 @@ class RequestOutput:
                 stop=stop,
             )
         )
+
+    def _tell_end(self, outcome: str, timings: Timings) -> None:
+        """To whoever operates this, in the log and by the counters of targets."""
+        arrival, parsed, booking = self._arrival, self._arrival.parsed, self._booking
+        cohort = prefill = decode = ""
+        if booking is not None:
+            cohort, decode = booking.decode.facts.cohort, booking.decode.facts.worker_id
+            prefill = "" if booking.prefill is booking.decode else booking.prefill.facts.worker_id
+        ttft_target, itl_target = self._judged(timings)
+        RequestLine(
+            request_id=arrival.request_id,
+            tenant=parsed.tenant,
+            outcome=outcome,
+            e2e_ms=timings.e2e_s * 1e3,
+            session_id=parsed.session_id,
+            trace_id=trace_id(arrival.traceparent),
+            cohort=cohort,
+            prefill_worker=prefill,
+            decode_worker=decode,
+            lease_id=self._lease_id,
+            num_attempts=self._num_attempts,
+            num_prompt_tokens=len(parsed.token_ids),
+            num_cached_tokens=self._num_cached_tokens if self.log.ids else None,
+            num_output_tokens=len(self.log.ids),
+            queue_ms=timings.queue_s * 1e3,
+            ttft_ms=timings.ttft_s * 1e3 if self.log.ids else None,
+            itl_ms=timings.itl_s * 1e3 or None,
+            ttft_target=ttft_target,
+            itl_target=itl_target,
+        ).write()
+
+    def _judged(self, timings: Timings) -> tuple[str, str]:
+        """Its targets for the first token and for the median gap. A client that resumes has waited
+        for longer than this router knows."""
+        parsed, metrics = self._arrival.parsed, self._parts.metrics
+        if parsed.resume_from_index is not None:
+            return "", ""
+        has_begun = bool(self.log.ids)
+        first_s = timings.ttft_s if has_begun else timings.e2e_s
+        found = (
+            judged(parsed.ttft_target_s, first_s, is_over=has_begun),
+            judged(parsed.itl_target_s, timings.itl_s, is_over=timings.itl_s > 0),
+        )
+        for target, result in zip(("ttft", "itl"), found):
+            if result:
+                metrics.targets.labels(target, result).inc()
+        return found
 
     def _timings(self) -> Timings:
         """The gap before the second token is told apart: the handoff is in it."""

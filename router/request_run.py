@@ -14,7 +14,8 @@ Clients read its `OutputLog`; none has to be there for it to go on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import logging
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 
@@ -24,24 +25,30 @@ from baton.errors import (
     AlreadyExistsError,
     BatonError,
     DeadlineError,
+    InvalidRequestError,
+    NoCapacityError,
+    OverloadedError,
     ShuttingDownError,
 )
-from baton.grpc_options import WORKER_MESSAGE_BYTES
 from baton.v1 import common_pb2, worker_pb2
 from router.attempt import Attempt
+from router.cohort_texts import TextId
 from router.cohorts import Cohort
 from router.failure import AttemptError, Failure
 from router.fleet import Booking, WorkerEntry
-from router.output import OutputLog, Routed, TokenLogprobs
+from router.output import OutputLog, Routed, sendable_logprobs
+from router.placement import Placement
 from router.prediction import least_prefill_s
 from router.prompt import PromptBlocks
 from router.request_output import RequestOutput
-from router.resume import find_running, origin_of
+from router.resume import find_running, origin_of, text_of_stream
 from router.retrying import OUT_OF_TIME, Retrying
 from router.run_parts import Arrival, RunParts
-from router.ticket import Placed, Ticket
+from router.ticket import OtherTextError, Placed, Ticket
 from router.worker_facts import ModelIds
-from router.worker_link import WorkerLink, Workers
+from router.worker_link import Workers
+
+log = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "the router is shutting down"
 
@@ -81,7 +88,7 @@ class RequestRun:
     def _let_go(self) -> None:
         """Of what only its attempts needed: an ended request is asked for its output alone."""
         parsed = replace(self.arrival.parsed, token_ids=np.empty(0, np.uint32))
-        self.arrival = replace(self.arrival, parsed=parsed)
+        self.arrival = replace(self.arrival, parsed=parsed, read=None)
         del self._prompt, self._output
 
     def abort(self) -> None:
@@ -140,21 +147,42 @@ class RequestRun:
             raise DeadlineError(OUT_OF_TIME) from None
 
     async def _drive(self) -> None:
-        parsed, parts = self.arrival.parsed, self._parts
-        if parsed.resume_from_index is not None and await self._resume():
+        if self.arrival.parsed.cohort is not None:  # first: what is attached is followed at once
+            await self._speak_as(self.arrival.parsed.cohort)
+        if self.arrival.parsed.resume_from_index is not None and await self._resume():
             return
+        if self._cohort is not None and self._is_bound and not self.log.ids:
+            await self._speak_as(self._cohort)
         ticket = self._ticket()
         while True:
-            self._prompt.extend_to(self.log.ids)
-            ticket.max_new_tokens = max(1, parsed.sampling.max_tokens - len(self.log.ids))
-            ticket.least_new_tokens = max(1, parsed.least_tokens - len(self.log.ids))
-            ticket.cohort, ticket.is_bound = self._cohort, self._is_bound
-            ticket.model_ids = self._model_ids if self._is_bound else frozenset()
-            queued_at_s = parts.clock()
-            placed = await parts.admission.place(ticket)
-            self._output.queue_s += parts.clock() - queued_at_s
+            queued_at_s = self._parts.clock()
+            placed = await self._place(ticket)
+            self._output.queue_s += self._parts.clock() - queued_at_s
             if await self._ends_well(self._try_placed(placed)):
                 return
+
+    async def _place(self, ticket: Ticket) -> Placed:
+        """In line, as often as the request has to be read anew."""
+        while True:
+            parsed, num_out = self.arrival.parsed, len(self.log.ids)
+            self._prompt.extend_to(self.log.ids)
+            ticket.prompt, ticket.text = self._prompt, self.arrival.text
+            ticket.max_new_tokens = max(1, parsed.sampling.max_tokens - num_out)
+            ticket.least_new_tokens = max(1, parsed.least_tokens - num_out)
+            ticket.cohort, ticket.is_bound = self._cohort, self._is_bound
+            ticket.failed_cohorts = self._retrying.failed_cohorts
+            ticket.model_ids = self._model_ids if self._is_bound else frozenset()
+            try:
+                return await self._parts.admission.place(ticket)
+            except OtherTextError as other:
+                ticket.other_sizes[ticket.text] = ticket.size
+                try:
+                    await self._read_with(other.text)
+                except (InvalidRequestError, NoCapacityError) as error:
+                    log.info("request %s: %s", self.arrival.request_id, error.message)
+                    ticket.other_sizes[other.text] = None  # it goes to cohorts that take it
+                except OverloadedError as busy:  # many draw anew when weights change
+                    await asyncio.sleep(busy.retry_after_s or 1.0)
 
     def _ticket(self) -> Ticket:
         """A place in line, which a request that runs already does not need.
@@ -167,7 +195,22 @@ class RequestRun:
             self._prompt, parsed.sampling.max_tokens, parsed.priority, parsed.tenant, deadline_s
         )
         ticket.failed, ticket.wire_id = self._retrying.failed, self.arrival.wire_id
+        ticket.is_of_ids = parsed.is_of_ids
         return ticket
+
+    async def _speak_as(self, cohort: Cohort) -> None:
+        """Of a stream that has begun. Raises UnavailableError where its text is not read here."""
+        await self._read_with(text_of_stream(cohort, self._parts.fleet.texts))
+
+    async def _read_with(self, text: TextId) -> None:
+        """Have the request read, and its tokens put out, with this text."""
+        if text == self.arrival.text:
+            return
+        assert self.arrival.read is not None, "an ended request is read no more"
+        parsed = await self.arrival.read(text)
+        self.arrival = replace(self.arrival, parsed=parsed, text=text)
+        self._prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
+        self._output.speak(self.arrival)
 
     @property
     def _is_bound(self) -> bool:
@@ -194,7 +237,8 @@ class RequestRun:
         try:
             workers = self._workers(placed)
             self._retrying.begin_attempt()
-            routed, placement = self._routed(placed), placed.placement
+            placement = placed.placement
+            routed = self._routed(placed.booking.decode, placement.reason, placement)
             attempt = self._new_attempt(workers, placement.first_token_s)
             spec, limit = self._spec(placed), parts.config.max_message_bytes
             running = attempt.run(spec, sendable_logprobs(self.log.logprobs, spec, limit))
@@ -232,6 +276,7 @@ class RequestRun:
             raise
         finally:
             self._attempt = None
+            self._output.attempt_over()
             if not self._orphaned:
                 attempt.cancel_on_worker()
 
@@ -273,41 +318,32 @@ class RequestRun:
                 ),
                 parts.config.attach_timeout_s,
             )
-        self._is_sought = False
         if found is None:
+            self._is_sought = False
             origin = origin_of(parsed, parts.fleet)
             self._cohort, self._model_ids = origin.cohort, origin.model_ids
             return False
         spec = found.response.spec
-        if parsed.seed is not None and parsed.seed != spec.seed:
+        try:
+            if parsed.seed is not None and parsed.seed != spec.seed:
+                raise AlreadyExistsError(f"the request runs with seed {spec.seed}", field="seed")
+            await self._speak_as(found.link.entry.facts.cohort)
+        except BaseException:
             found.attempt.abandon()
-            raise AlreadyExistsError(f"the request runs with seed {spec.seed}", field="seed")
+            raise
+        finally:
+            self._is_sought = False
         self.seed = spec.seed
         self._retrying.go_on_with(spec.attempt)
-        self.log.mark(self._attached(found.link))
-        growth = min(parsed.sampling.max_tokens, parts.config.decode_growth_tokens)
-        booking = parts.fleet.book_running(found.link.entry, len(self._prompt) + growth)
+        worker = found.link.entry
+        self.log.mark(self._routed(worker, f"found running on {worker.facts.worker_id}"))
+        growth = min(self.arrival.parsed.sampling.max_tokens, parts.config.decode_growth_tokens)
+        booking = parts.fleet.book_running(worker, len(self._prompt) + growth)
         running = found.attempt.run_adopted(found.response, parts.links.find)
         try:
             return await self._ends_well(self._follow(found.attempt, running, booking))
         finally:
             parts.fleet.release(booking)
-
-    def _attached(self, link: WorkerLink) -> Routed:
-        worker_id = link.entry.facts.worker_id
-        return Routed(
-            request_id=self.arrival.request_id,
-            seed=self.seed,
-            prefill_worker="",
-            decode_worker=worker_id,
-            reason=f"found running on {worker_id}",
-            num_prompt_tokens=self._prompt.num_prompt_tokens,
-            num_cached_tokens_prefill=0,
-            num_cached_tokens_decode=0,
-            attempt=self._retrying.attempt_number,
-            cohort=link.entry.facts.cohort,
-            model_fingerprints=self._fingerprints(link.entry),
-        )
 
     # --- values for workers and clients --------------------------------------------------------
 
@@ -342,31 +378,23 @@ class RequestRun:
         sampling.max_tokens = room
         return sampling
 
-    def _routed(self, placed: Placed) -> Routed:
-        placement = placed.placement
+    def _routed(
+        self, decode: WorkerEntry, reason: str, placement: Placement | None = None
+    ) -> Routed:
+        """`placement` None: another router's."""
         return Routed(
             request_id=self.arrival.request_id,
             seed=self.seed,
-            prefill_worker=placement.prefill_worker,
-            decode_worker=placement.decode_worker,
-            reason=placement.reason,
+            prefill_worker="" if placement is None else placement.prefill_worker,
+            decode_worker=decode.facts.worker_id,
+            reason=reason,
             num_prompt_tokens=self._prompt.num_prompt_tokens,
-            num_cached_tokens_prefill=placement.num_cached_tokens_prefill,
-            num_cached_tokens_decode=placement.num_cached_tokens_decode,
+            num_cached_tokens_prefill=placement.num_cached_tokens_prefill if placement else 0,
+            num_cached_tokens_decode=placement.num_cached_tokens_decode if placement else 0,
             attempt=self._retrying.attempt_number,
-            cohort=placement.cohort,
-            model_fingerprints=self._fingerprints(placed.booking.decode),
+            cohort=decode.facts.cohort,
+            model_fingerprints=self._fingerprints(decode),
         )
 
     def _fingerprints(self, worker: WorkerEntry) -> tuple[bytes, ...]:
         return tuple(sorted(self._parts.fleet.kinds.model_ids(worker.facts)))
-
-
-def sendable_logprobs(
-    known: Sequence[TokenLogprobs], spec: worker_pb2.RequestSpec, max_message_bytes: int
-) -> Sequence[TokenLogprobs]:
-    """Of all tokens put out so far; none where they and the request might be too large for a
-    message between this router, with its own limit, and a worker: that would cost every request of
-    the worker's session."""
-    num_bytes = spec.ByteSize() + sum(one.ByteSize() for one in known)
-    return known if num_bytes <= min(max_message_bytes, WORKER_MESSAGE_BYTES) // 2 else ()

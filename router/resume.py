@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
 import grpc
@@ -13,6 +13,7 @@ import grpc.aio
 from baton.errors import AlreadyExistsError, NotResumableError, UnavailableError
 from baton.v1 import worker_pb2
 from router.attempt import Attempt
+from router.cohort_texts import CohortTexts, TextId
 from router.cohorts import Cohort
 from router.fleet import Fleet
 from router.fleet_links import FleetLinks
@@ -23,6 +24,14 @@ from router.worker_facts import ModelIds, WorkerFacts
 from router.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
+
+# The last one: of a worker that has not yet read that there is a session.
+_NO_ANSWER = {
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,15 @@ def origin_of(parsed: ParsedRequest, fleet: Fleet) -> Origin:
     return Origin(cohort, seen)
 
 
+def text_of_stream(cohort: Cohort, texts: CohortTexts) -> TextId:
+    """What a cohort's tokens are read with. Raises UnavailableError where that is not read here."""
+    text = texts.of(cohort)
+    if text is None:
+        message = f"this router has not read the text of cohort {cohort!r}"
+        raise UnavailableError(message, retry_after_s=1.0)
+    return text
+
+
 def _not_known(missing: str) -> NotResumableError:
     return NotResumableError(
         f"no decode worker keeps the request, and without its {missing} it cannot be run again;"
@@ -84,22 +102,20 @@ async def find_running(
     several attempts the newest is taken, the others are cancelled.
 
     Raises AlreadyExistsError when the id runs with another body or seed only: it is left where it
-    is. Where the request itself runs too, that one is followed: asking has moved it here.
+    is. Where the request itself runs too, that one is followed: asking has moved it here. Raises
+    UnavailableError when tokens are out and a worker that may keep them has yet to answer: run
+    again they would be sampled again.
     """
     await links.wait_tried(timeout_s)
-    asked = [
-        asyncio.create_task(_ask(link, make_attempt(link), arrival, timeout_s))
+    asked = {
+        link: asyncio.create_task(_ask(link, make_attempt(link), arrival, timeout_s))
         for link in links.with_open_session()
         if _can_keep(link.entry.facts, arrival.parsed)
-    ]
+    }
     try:
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*asked.values(), return_exceptions=True)
     except asyncio.CancelledError:
-        for task in asked:
-            if task.done() and not task.cancelled() and task.exception() is None:
-                one = task.result()
-                if one is not None:
-                    one.attempt.abandon()
+        _abandon(asked.values())
         raise
     found = [answer for answer in answers if isinstance(answer, Found)]
     found.sort(key=lambda one: one.response.spec.attempt)
@@ -108,10 +124,36 @@ async def find_running(
         older.link.session.cancel(arrival.wire_id, older.response.spec.attempt)
     if found:
         return found[-1]
-    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    heard = {
+        link: answer
+        for link, answer in zip(asked, answers, strict=True)
+        if not isinstance(answer, _NoAnswerError)
+    }
+    if arrival.parsed.resume_from_index:
+        _check_all_heard(arrival, links, heard.keys())
+    errors = [answer for answer in heard.values() if isinstance(answer, BaseException)]
     if errors:
         raise errors[0]
     return None
+
+
+def _abandon(asked: Iterable[asyncio.Task[Found | None]]) -> None:
+    for task in asked:
+        if task.done() and not task.cancelled() and task.exception() is None:
+            one = task.result()
+            if one is not None:
+                one.attempt.abandon()
+
+
+def _check_all_heard(arrival: Arrival, links: FleetLinks, heard: Set[WorkerLink]) -> None:
+    """Raises UnavailableError for a worker that may keep the request, and be heard in a moment."""
+    for link in links:
+        if link in heard or not link.may_be_heard_again:
+            continue
+        facts = link.entry.facts
+        if _can_keep(facts, arrival.parsed):
+            message = f"{facts.worker_id} has yet to tell whether it keeps the request"
+            raise UnavailableError(message, retry_after_s=1.0)
 
 
 def _can_keep(facts: WorkerFacts, parsed: ParsedRequest) -> bool:
@@ -122,6 +164,10 @@ def _can_keep(facts: WorkerFacts, parsed: ParsedRequest) -> bool:
     )
 
 
+class _NoAnswerError(Exception):
+    """A worker did not say whether it keeps the request."""
+
+
 async def _ask(
     link: WorkerLink, attempt: Attempt, arrival: Arrival, timeout_s: float
 ) -> Found | None:
@@ -129,9 +175,9 @@ async def _ask(
     parsed = arrival.parsed
     try:
         attempt.listen()
-    except SessionLostError:
+    except SessionLostError as error:
         attempt.abandon()
-        return None
+        raise _NoAnswerError from error
     kept = False
     try:
         response = await link.attach(
@@ -147,6 +193,8 @@ async def _ask(
             ) from None
         if error.code() is not grpc.StatusCode.NOT_FOUND:
             log.warning("attach at %s: %s", link.entry.facts.worker_id, error.code().name)
+        if error.code() in _NO_ANSWER:
+            raise _NoAnswerError from error
         return None
     except asyncio.CancelledError:
         task = asyncio.current_task()

@@ -14,18 +14,19 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
 from baton.v1 import control_pb2
 from router.admission import Admission
 from router.cohort_figures import CohortFigures
+from router.cohort_texts import OWN, TextId, TextSource
 from router.cohorts import Cohort
 from router.config import RouterConfig
 from router.figures import Figures
 from router.fleet import Fleet
-from router.fleet_links import FleetLinks
+from router.fleet_links import FleetLinks, WorkerReport
 from router.fleet_watch import FleetWatch
 from router.metrics import RouterMetrics
 from router.output import Finished, FinishReason, OutputReader
@@ -35,11 +36,14 @@ from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
 from router.reporting import Reporting, waiting_requests
 from router.request_run import SHUTTING_DOWN, RequestRun
+from router.resume import text_of_stream
 from router.retry_budget import RetryBudget
 from router.run_parts import Arrival, RunParts, wire_id
 from router.searching import Searching
 from router.session import RouterIdentity
+from router.stopped_pools import PoolReport
 from router.text import TextModel
+from router.texts import Texts
 from router.ticket import Ticket
 from router.validate import ParsedRequest, RequestLimits
 from router.worker_facts import NO_BOUND, WorkerFacts
@@ -47,6 +51,8 @@ from router.worker_facts import NO_BOUND, WorkerFacts
 log = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
+HEARD_WITHIN_S = 2.0
+READ_WITHIN_S = 30.0
 
 
 class Router:
@@ -59,10 +65,12 @@ class Router:
         model_name: str,
         text_model: TextModel,
         *,
+        text_source: TextSource | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        self.config, self.model_name, self.text_model = config, model_name, text_model
+        """`text_model`, read from `text_source`, is the text of the model in the router's file."""
+        self.config, self.model_name = config, model_name
         self.clock = clock
         self._rng = rng or random.SystemRandom()
         self._control_address = control_address
@@ -73,23 +81,9 @@ class Router:
         self.fleet = Fleet(config, clock, self._fleet_changed)
         self.links = FleetLinks(config, self.identity, self.fleet, self.index, self._is_served)
         self.admission = Admission(config, self.fleet, self.index, clock, random.Random())
-        self.watch = FleetWatch(
-            control_address, config, self.links.update, self.fleet.forget_others
-        )
-        self._parts = RunParts(
-            config=config,
-            text_model=text_model,
-            fleet=self.fleet,
-            links=self.links,
-            admission=self.admission,
-            searching=Searching(config),
-            retries=RetryBudget(config, clock),
-            metrics=self.metrics,
-            cohort_figures=CohortFigures(clock),
-            pool_figures=PoolFigures(clock),
-            clock=clock,
-            rng=self._rng,
-        )
+        self.watch = FleetWatch(control_address, config, self._take_fleet, self.fleet.forget_others)
+        self.texts = Texts(text_model, text_source, self.fleet.texts, self._fleet_changed)
+        self._parts = self._make_parts()
         self._runs: dict[tuple[str, str], RequestRun] = {}
         self._timers: dict[RequestRun, asyncio.TimerHandle] = {}
         self._remembered: dict[RequestRun, int] = {}  # ended, oldest first: bytes of its output
@@ -99,6 +93,23 @@ class Router:
         self.fault: asyncio.Future[None]
         """Done once the router, which goes on with what runs, cannot serve any longer."""
 
+    def _make_parts(self) -> RunParts:
+        """What requests share."""
+        return RunParts(
+            config=self.config,
+            texts=self.texts,
+            fleet=self.fleet,
+            links=self.links,
+            admission=self.admission,
+            searching=Searching(self.config),
+            retries=RetryBudget(self.config, self.clock),
+            metrics=self.metrics,
+            cohort_figures=CohortFigures(self.clock),
+            pool_figures=PoolFigures(self.clock),
+            clock=self.clock,
+            rng=self._rng,
+        )
+
     async def start(self) -> None:
         """Begin to follow the fleet."""
         self.fault = asyncio.get_running_loop().create_future()
@@ -107,6 +118,21 @@ class Router:
             task = asyncio.create_task(work)
             task.add_done_callback(self.tell_fault)
             self._stack.push_async_callback(_stop, task)
+
+    async def can_serve(self) -> None:
+        """Return once requests can go where the weights send them: the text of each cohort that
+        gets some is read, or, where that takes long, one's: what cannot be read must not keep
+        requests from what can. A registry that says nothing is not waited for."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEARD_WITHIN_S):
+                await self.links.wait_heard()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READ_WITHIN_S):
+                return await self.texts.until_read(self._gets_requests)
+        await self.texts.until_one_is_read(self._gets_requests)
+
+    def _gets_requests(self, cohort: Cohort) -> bool:
+        return bool(self.fleet.cohorts.weights.get(cohort))
 
     def tell_fault(self, ended: asyncio.Task[None]) -> None:
         """Of a task that must not end while the router serves."""
@@ -131,6 +157,7 @@ class Router:
         self._runs.clear()
         self._remembered.clear()
         await self._stack.aclose()
+        await self.texts.close()
         await self.links.close()
 
     def leave_requests(self) -> None:
@@ -193,17 +220,36 @@ class Router:
         with contextlib.suppress(NotFoundError):
             self.abort(tenant, request_id)
 
-    def candidates(self, parsed: ParsedRequest, limit: int) -> list[Placement]:
+    async def text_for(self, wire_id: str, cohort: Cohort | None, *, is_of_ids: bool) -> TextId:
+        """What a new request is read with. `cohort`: of the tokens that its client has seen.
+
+        Raises UnavailableError where that cohort's text is not read.
+        """
+        await self.texts.settled(self._gets_requests)
+        texts, cohorts = self.fleet.texts, self.fleet.cohorts
+        if texts.is_only(OWN):
+            return OWN
+        if cohort is not None:
+            return text_of_stream(cohort, texts)
+        if is_of_ids:
+            return texts.main(cohorts.weights)
+        read = [each for each in self.fleet.kinds.cohorts if texts.of(each) is not None]
+        text = texts.of(cohorts.draw(wire_id, read)) if read else None
+        return texts.main(cohorts.weights) if text is None else text
+
+    def candidates(self, parsed: ParsedRequest, text: TextId, limit: int) -> list[Placement]:
         """Where a request could go, cheapest first; its own cohort comes before all others. Books
         nothing."""
         prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
         ticket = Ticket((0, 0.0, 0), prompt, parsed.sampling.max_tokens, parsed.least_tokens)
         ticket.wire_id = wire_id(parsed.tenant, parsed.request_id)
+        ticket.text, ticket.is_of_ids = text, parsed.is_of_ids
         return self.admission.candidates(ticket, limit)
 
     def cohort_shares(self) -> dict[Cohort, float]:
         """Of new requests, each cohort's part; empty where there is one cohort only."""
-        here = self.fleet.kinds.cohorts
+        texts = self.fleet.texts
+        here = [each for each in self.fleet.kinds.cohorts if texts.of(each) is not None]
         return self.fleet.cohorts.shares(here) if len(self.fleet.known_cohorts()) > 1 else {}
 
     def _ended(self, run: RequestRun) -> None:
@@ -240,6 +286,11 @@ class Router:
 
     # --- the fleet -----------------------------------------------------------------------------
 
+    def _take_fleet(self, reports: Sequence[WorkerReport], pools: Sequence[PoolReport]) -> None:
+        """Texts first: no worker is here before it is known which is its."""
+        self.texts.update(pools)
+        self.links.update(reports, pools)
+
     def _is_served(self, facts: WorkerFacts) -> bool:
         return facts.model == self.model_name
 
@@ -249,15 +300,20 @@ class Router:
     def max_model_len(self) -> int | None:
         """The longest prompt plus output that some decode worker takes; None: not known yet."""
         longest = self.fleet.longest_request
-        return self.text_model.max_model_len if longest in (None, NO_BOUND) else longest
+        return self.main_text.max_model_len if longest in (None, NO_BOUND) else longest
 
-    def request_limits(self) -> RequestLimits:
+    @property
+    def main_text(self) -> TextModel:
+        """Of the model that most new requests go to: whoever asks for token ids gets its."""
+        return self.texts[self.fleet.texts.main(self.fleet.cohorts.weights)]
+
+    def request_limits(self, text: TextModel) -> RequestLimits:
         decodes = [entry.facts for entry in self.fleet if entry.facts.can_decode]
         longest = max(decodes, key=lambda facts: facts.longest_request, default=None)
         by_memory = longest is not None and longest.is_bound_by_memory
         return RequestLimits(
             max_model_len=self.max_model_len() or NO_BOUND,
-            model_context=self.text_model.max_model_len if by_memory else None,
+            model_context=text.max_model_len if by_memory else None,
             model_names=(self.model_name,),
         )
 
@@ -266,6 +322,8 @@ class Router:
         report = self._figures.report(self.metrics.counts(), waiting)
         report.cohorts.extend(self._parts.cohort_figures.report())
         report.pools.extend(self._parts.pool_figures.report())
+        told = self.fleet.cohorts.told
+        report.unread_cohorts.extend(each for each in self.fleet.texts.unread if each in told)
         return report
 
     async def _measure(self) -> None:

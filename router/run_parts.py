@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from urllib.parse import quote
 
 from router.admission import Admission
 from router.cohort_figures import CohortFigures
+from router.cohort_texts import OWN, TextId
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.fleet_links import FleetLinks
@@ -16,14 +17,14 @@ from router.metrics import RouterMetrics
 from router.pool_figures import PoolFigures
 from router.retry_budget import RetryBudget
 from router.searching import Searching
-from router.text import TextModel
+from router.texts import Texts
 from router.validate import ParsedRequest
 
 
 @dataclass(frozen=True)
 class RunParts:
     config: RouterConfig
-    text_model: TextModel
+    texts: Texts
     fleet: Fleet
     links: FleetLinks
     admission: Admission
@@ -45,6 +46,10 @@ class Arrival:
     traceparent: str
     arrived_s: float
     tokenize_s: float
+    text: TextId = OWN
+    """What it was read with."""
+    read: Callable[[TextId], Awaitable[ParsedRequest]] | None = None
+    """Reads it with another text, after those in line; None: its message is not kept any more."""
 
     @property
     def key(self) -> tuple[str, str]:

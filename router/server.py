@@ -42,6 +42,7 @@ class RouterServer:
         self.health_port = None if self._health_server is None else self._health_server.port
         self._access = Access(config)
         self._following: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[None] | None = None
         self._server = grpc.aio.server(
             interceptors=(Gate(SERVICE, self._access.callers),),
             options=(
@@ -70,7 +71,8 @@ class RouterServer:
             await self._health_server.start()
         self._following = asyncio.create_task(self._access.follow())
         self._following.add_done_callback(self.router.tell_fault)
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._starting = asyncio.create_task(self._tell_serving())
         log.info("router %s listens on %s", self.router.identity.router_id, self.address)
 
     async def stop(self, drain_s: float) -> None:
@@ -79,6 +81,9 @@ class RouterServer:
         gRPC's server goes on until then, and new requests are refused by name: were it told to stop
         at once, no call but those under way would get here, and Abort has to, for these.
         """
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self.router.close(drain_s)
         await self._server.stop(grace=1.0)
@@ -88,6 +93,11 @@ class RouterServer:
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
+
+    async def _tell_serving(self) -> None:
+        """It serves whoever asks it all the same: only who looks for a router is told to wait."""
+        await self.router.can_serve()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -19,6 +20,7 @@ from baton.errors import BatonError, NotFoundError
 from baton.status import abort
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.arriving import Arriving
+from router.cohort_texts import TextId
 from router.cohorts import Cohort
 from router.output import (
     Event,
@@ -26,24 +28,31 @@ from router.output import (
     FinishReason,
     HandedOff,
     Migrated,
+    OutputReader,
     Prefilled,
     Routed,
     Timings,
     TokenRun,
 )
 from router.placement import Placement
+from router.request_line import of_refused
+from router.request_run import RequestRun
 from router.router import Router
-from router.run_parts import Arrival
+from router.run_parts import Arrival, wire_id
 from router.tokenizing import Tokenizing
 from router.validate import (
     ParsedRequest,
+    RequestLimits,
     check_names,
     check_tokenize_names,
     encode_prompt,
     parse_generate,
 )
+from router.worker_facts import NO_BOUND
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+_Read = tuple[TextId, ParsedRequest]
 
 MAX_CANDIDATES = 100
 READ_AT_ONCE_BYTES = 16_384  # of a request with token ids: a thread would cost more than it
@@ -61,6 +70,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._router = router
         self.tokenizing = Tokenizing(router.config)
         self._arriving = Arriving()
+        self._of_names = RequestLimits(NO_BOUND, model_names=(router.model_name,))
 
     def close(self) -> None:
         self.tokenizing.close()
@@ -72,11 +82,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
         arrived_s = self._router.clock()
         try:
-            arrival = await self._arrive(request, arrived_s)
-            if arrival is None:
+            opened = await self._open(request, arrived_s)
+            if opened is None:
                 yield _response(_aborted(self._router.clock() - arrived_s))
                 return
-            run, reader = self._router.open(arrival)
+            run, reader = opened
             try:
                 while events := await reader.take():
                     for event in events:
@@ -86,33 +96,65 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         except BatonError as error:
             await abort(context, error)
 
+    async def _open(
+        self, request: router_pb2.GenerateRequest, arrived_s: float
+    ) -> tuple[RequestRun, OutputReader] | None:
+        """None: aborted before the router knew it. What comes no further leaves its line here."""
+        outcome, opened = FinishReason.ABORTED.value, None
+        try:
+            arrival = await self._arrive(request, arrived_s)
+            if arrival is not None:
+                opened = self._router.open(arrival)
+        except BatonError as error:
+            outcome = error.reason
+            raise
+        finally:
+            if opened is None:
+                of_refused(request, outcome, self._router.clock() - arrived_s).write()
+        return opened
+
     async def _arrive(
         self, request: router_pb2.GenerateRequest, arrived_s: float
     ) -> Arrival | None:
         """None: aborted before the router knew it. Only what its client named can be."""
         started_s = time.perf_counter()
-        parsing: Coroutine[Any, Any, ParsedRequest | None] = self._parse(request)
+        request_id = request.request_id or uuid.uuid4().hex
+        reading: Coroutine[Any, Any, _Read | None] = self._read(request, request_id)
         if request.request_id:
-            parsing = self._arriving.run((request.tenant, request.request_id), parsing)
-        parsed = await parsing
-        if parsed is None:
+            reading = self._arriving.run((request.tenant, request.request_id), reading)
+        read = await reading
+        if read is None:
             return None
+        text, parsed = read
         return Arrival(
-            request_id=parsed.request_id or uuid.uuid4().hex,
+            request_id=request_id,
             parsed=parsed,
             traceparent=request.traceparent,
             arrived_s=arrived_s,
             tokenize_s=time.perf_counter() - started_s,
+            text=text,
+            read=partial(self._read_with, request),
         )
 
-    async def _parse(self, request: router_pb2.GenerateRequest) -> ParsedRequest:
-        router, limits = self._router, self._router.request_limits()
-        check_names(request, limits)  # the line before the tokenizer keeps the tenant's
+    async def _read(self, request: router_pb2.GenerateRequest, request_id: str) -> _Read:
+        """With the text of the cohort that it draws."""
+        router = self._router
+        check_names(request, self._of_names)  # the line before the tokenizer keeps the tenant's
+        text = await router.text_for(
+            wire_id(request.tenant, request_id),
+            request.cohort if request.resume_from_index and request.HasField("cohort") else None,
+            is_of_ids=request.HasField("token_ids"),
+        )
+        return text, await self._read_with(request, text)
+
+    async def _read_with(self, request: router_pb2.GenerateRequest, text: TextId) -> ParsedRequest:
+        router, model = self._router, self._router.texts[text]
+        limits = router.request_limits(model)
         if request.HasField("token_ids") and request.ByteSize() <= READ_AT_ONCE_BYTES:
-            return parse_generate(request, router.text_model, limits)
+            return parse_generate(request, model, limits)
         named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
         return await self.tokenizing.run(
-            lambda: parse_generate(request, router.text_model, limits),
+            lambda: parse_generate(request, model, limits),
             request.tenant,
             request.ByteSize(),
             router.config.timeout_s(named_s),
@@ -139,14 +181,15 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         model = router_pb2.Model(
             name=router.model_name,
             max_model_len=router.max_model_len() or 0,
-            vocab_size=router.text_model.vocab_size,
+            vocab_size=router.main_text.vocab_size,
         )
         return router_pb2.ListModelsResponse(models=[model])
 
     async def Tokenize(  # noqa: N802
         self, request: router_pb2.TokenizeRequest, context: Context
     ) -> router_pb2.TokenizeResponse:
-        model, limits = self._router.text_model, self._router.request_limits()
+        model = self._router.main_text
+        limits = self._router.request_limits(model)
         try:
             check_tokenize_names(request, limits)
             ids = await self.tokenizing.run(
@@ -163,10 +206,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.ExplainRouteRequest, context: Context
     ) -> router_pb2.ExplainRouteResponse:
         try:
-            parsed = await self._parse(request.request)
+            text, parsed = await self._read(request.request, request.request.request_id)
         except BatonError as error:
             await abort(context, error)
-        found = self._router.candidates(parsed, MAX_CANDIDATES)
+        found = self._router.candidates(parsed, text, MAX_CANDIDATES)
         shares = self._router.cohort_shares()
         candidates = [_candidate(one, shares) for one in found]
         return router_pb2.ExplainRouteResponse(candidates=candidates)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from router.cohort_texts import TextSource
 from router.cohorts import Cohort
 from router.config import LocalPrefill
 
@@ -30,6 +31,8 @@ class PoolReport:
     num_failed_starts: int = 0
     cohort: Cohort = ""
     cohort_weight: int = 0
+    text: TextSource | None = None
+    """None: it is not told, as by registries of former releases."""
 
 
 class StoppedPools:

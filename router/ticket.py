@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from router.cohort_texts import OWN, TextId
 from router.cohorts import Cohort
 from router.fleet import Booking
 from router.placement import Placement
 from router.prompt import PromptBlocks
 from router.worker_facts import ModelIds
+
+
+class Size(NamedTuple):
+    num_tokens: int
+    """Of prompt and output, all that must fit where it runs."""
+    num_prompt_tokens: int
+
+
+class OtherTextError(Exception):
+    """The request has drawn a cohort of another text: it is to come again, read with that one."""
+
+    def __init__(self, text: TextId) -> None:
+        super().__init__(text)
+        self.text = text
 
 
 @dataclass(order=True)
@@ -41,17 +57,35 @@ class Ticket:
     wire_id: str = field(compare=False, default="")
     cohort: Cohort | None = field(compare=False, default=None)
     """Where it goes; None: not drawn, for there is one cohort only or none that takes it."""
+    failed_cohorts: frozenset[Cohort] = field(compare=False, default=frozenset())
+    """It failed there: others that can serve it come first."""
     is_bound: bool = field(compare=False, default=False)
     """To its cohort and model, whose tokens it has put out."""
     model_ids: ModelIds = field(compare=False, default=frozenset())
     """Of the tokens that it has put out; empty: of none, or of an unknown model."""
+    text: TextId = field(compare=False, default=OWN)
+    """What the prompt was read with: no worker of another one is asked."""
+    is_of_ids: bool = field(compare=False, default=False)
+    """The prompt came as token ids: another tokenizer makes nothing of them."""
+    other_sizes: dict[TextId, Size | None] = field(compare=False, default_factory=dict)
+    """Of the prompt read with other texts before; None: that text refuses it."""
     explores: bool = field(compare=False, default=False)
     """Its next placement does not trust old measures of the workers' speed."""
+
+    @property
+    def size(self) -> Size:
+        return Size(self.num_tokens, len(self.prompt))
 
     @property
     def num_tokens(self) -> int:
         """Of prompt and output, all that must fit where it runs."""
         return len(self.prompt) + self.least_new_tokens
+
+    def may_fit(self, longest: float) -> bool:
+        """It waits for a worker, and fits one with room for so many tokens. Of who is stranded no
+        worker's reach has changed since that was seen."""
+        waits = self.placed is not None and not self.placed.done()
+        return waits and self.stranded_since_s is None and self.num_tokens <= longest
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -94,12 +94,18 @@ class ParsedRequest:
     timeout_s: float | None
     cache_salt: str
     priority: int
+    ttft_target_s: float | None
+    """None: the client named none."""
+    itl_target_s: float | None
+    session_id: str
     resume_from_index: int | None
     cohort: Cohort | None
     """Of the tokens that the client has seen, as it was told; None: it was not, or saw none."""
     model_ids: ModelIds
     """Likewise; empty: unknown."""
     is_chat: bool
+    is_of_ids: bool
+    """The prompt came as token ids."""
     body_digest: bytes
     """Of all that makes two requests of one id the same, but the seed (see `is_same_as`)."""
 
@@ -132,6 +138,7 @@ def parse_generate(
     ends = set(request.stop_token_ids)
     if not sampling.ignore_eos:
         ends |= model.eos_token_ids
+    index = request.resume_from_index if request.HasField("resume_from_index") else None
     return ParsedRequest(
         request_id=request.request_id,
         tenant=request.tenant,
@@ -141,19 +148,28 @@ def parse_generate(
         seed=request.seed if request.HasField("seed") else None,
         stop=tuple(request.stop),
         stop_token_ids=tuple(sorted(ends)),
-        timeout_s=request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None,
+        timeout_s=_seconds(request, "timeout_ms"),
         cache_salt=request.cache_salt,
         priority=request.priority,
-        resume_from_index=(
-            request.resume_from_index if request.HasField("resume_from_index") else None
-        ),
-        cohort=(
-            request.cohort if request.resume_from_index and request.HasField("cohort") else None
-        ),
-        model_ids=frozenset(request.model_fingerprints if request.resume_from_index else ()),
+        ttft_target_s=_seconds(request, "ttft_target_ms"),
+        itl_target_s=_seconds(request, "itl_target_ms"),
+        session_id=request.session_id,
+        resume_from_index=index,
+        cohort=request.cohort if index and request.HasField("cohort") else None,
+        model_ids=frozenset(request.model_fingerprints if index else ()),
         is_chat=request.WhichOneof("prompt") == "chat",
+        is_of_ids=request.WhichOneof("prompt") == "token_ids",
         body_digest=body_digest(request),
     )
+
+
+def _seconds(
+    request: router_pb2.GenerateRequest,
+    field: Literal["timeout_ms", "ttft_target_ms", "itl_target_ms"],
+) -> float | None:
+    """None where the client named none."""
+    milliseconds: int = getattr(request, field)
+    return milliseconds / 1e3 if request.HasField(field) else None
 
 
 def body_digest(request: router_pb2.GenerateRequest) -> bytes:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 import random
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,6 +32,7 @@ from router.session import RouterIdentity, Session
 log = logging.getLogger(__name__)
 
 ATTACH_AGAIN_S = 0.005  # while the session's first message is on its way to the worker
+LOST_FOR = 2.0  # times `attach_timeout_s`: what a worker kept is waited for no longer
 
 PrefillCall = grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]
 
@@ -88,6 +90,7 @@ class WorkerLink:
         self._kv = KvFollower(index, entry.slot, facts.incarnation)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_stopped = False
+        self._lost_at_s = time.monotonic()  # the connection, where it is lost
         self.tried = asyncio.Event()
         """Set when the first try to connect has ended, well or not."""
 
@@ -136,6 +139,16 @@ class WorkerLink:
     def has_left(self) -> bool:
         """The fleet: it can be asked for nothing any more."""
         return self._is_stopped
+
+    @property
+    def may_be_heard_again(self) -> bool:
+        """Whether a decode worker that does not answer now may do so in a moment, with all that it
+        kept: the registry takes it for well, and its connection has not been lost for long."""
+        entry = self.entry
+        if not entry.facts.can_decode or entry.state in (WorkerState.STARTING, WorkerState.SUSPECT):
+            return False
+        lost_s = time.monotonic() - self._lost_at_s
+        return entry.connected or lost_s < LOST_FOR * self._config.attach_timeout_s
 
     def prefill(self, request: worker_pb2.PrefillRequest, timeout_s: float) -> PrefillCall:
         return self._prefill.Prefill(request, timeout=timeout_s)
@@ -237,6 +250,7 @@ class WorkerLink:
     def _set_connected(self, connected: bool) -> None:
         self.tried.set()
         if connected != self.entry.connected:
+            self._lost_at_s = time.monotonic()
             log.info(
                 "%s %s", self.entry.facts.worker_id, "connected" if connected else "disconnected"
             )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
+from baton.model_folder import is_hub_name
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TEXT_FILES = ["*.json", "chat_template.jinja"]
 _NOT_READ = ["*/*"]  # nothing in a subfolder is
 
@@ -43,10 +44,18 @@ class ModelFiles:
     max_model_len: int | None
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
+    @cached_property
+    def vocabulary(self) -> bytes:
+        """Of what a token id means."""
+        return hashlib.sha256(self.tokenizer_path.read_bytes()).digest()
 
-def is_hub_name(model: str) -> bool:
-    """Whether it can be a name on the Hugging Face hub."""
-    return _HUB_NAME.fullmatch(model) is not None
+    @cached_property
+    def digest(self) -> bytes:
+        """Of all that is read here, wherever it lies: equal ones make the same of every text."""
+        special, ends = sorted(self.special_tokens.items()), sorted(self.eos_token_ids)
+        sizes = (self.vocab_size, self.max_model_len)
+        said = repr((self.chat_template, special, ends, sizes, self.defaults))
+        return hashlib.sha256(self.vocabulary + said.encode()).digest()
 
 
 def read_model_files(

@@ -52,10 +52,10 @@ QUICK = RouterConfig(
 )
 
 
-def byte_model(folder: Path) -> TextModel:
-    """A model whose tokens are the bytes of the text, id = byte; 256 ends a text."""
+def byte_model(folder: Path, shift: int = 0) -> TextModel:
+    """A model whose tokens are the bytes of the text, id = byte + `shift`; 256 ends a text."""
     alphabet = _byte_alphabet()
-    vocab = {character: byte for byte, character in enumerate(alphabet)}
+    vocab = {character: (byte + shift) % 256 for byte, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

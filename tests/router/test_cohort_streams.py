@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -198,6 +199,35 @@ async def test_a_request_without_tokens_goes_to_the_other_cohort_when_its_own_fa
         await d.check_empty()
 
 
+async def test_a_cohort_that_fails_a_request_twice_leaves_it_to_the_other(
+    text_model: TextModel,
+) -> None:
+    """Each of its handoffs fails, and no worker of it is to blame alone."""
+    async with two_cohorts(text_model) as d:
+        d.worker("new-p0").faults.fail_prefills = 1000
+        await add(d, "new", "p1")
+        d.worker("new-p1").faults.fail_prefills = 1000
+        await d.connected(7)
+        answer = await d.client.ask(ask_for(PROMPT, request_id=name_drawn("new")))
+        assert assert_of_one_cohort(answer, PROMPT) == "old"
+        assert sum(1000 - d.worker(p).faults.fail_prefills for p in ("new-p0", "new-p1")) == 2
+        told = {one.cohort: one for one in d.router._report().cohorts}
+        assert told["new"].failures_per_s == told["new"].requests_per_s > 0
+        assert told["old"].failures_per_s == 0
+        await d.check_empty()
+
+
+async def test_a_cohort_without_weight_gets_nothing_that_another_failed(
+    text_model: TextModel,
+) -> None:
+    async with two_cohorts(text_model, max_attempts=4) as d:
+        await tell_weights(d, old=0, new=1)
+        d.worker("new-p0").faults.fail_prefills = 3
+        answer = await d.client.ask(ask_for(PROMPT, request_id="r1"))
+        assert assert_of_one_cohort(answer, PROMPT) == "new"
+        await d.check_empty()
+
+
 async def test_a_cohort_in_which_requests_hang_until_their_deadline_fails_them(
     text_model: TextModel,
 ) -> None:
@@ -246,6 +276,38 @@ async def test_a_request_that_its_client_cancels_says_nothing_of_its_cohort(
         assert answer.finished is not None
         assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
         assert not d.router._report().cohorts
+        await d.check_empty()
+
+
+class AheadClock:
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.mark.parametrize("hangs_before", ["first token", "next token"])
+@pytest.mark.parametrize(("still_s", "is_counted"), [(3.0, False), (6.0, True)])
+async def test_a_request_that_stood_still_until_its_client_gave_up_is_told_of_its_cohort(
+    text_model: TextModel, hangs_before: str, still_s: float, is_counted: bool
+) -> None:
+    clock = AheadClock()
+    async with two_cohorts(text_model, clock=clock) as d:
+        for worker in ("new-p0", "new-d0", "new-d1"):
+            hangs = d.worker(worker)
+            (hangs.may_prefill if hangs_before == "first token" else hangs.may_decode).clear()
+        name = name_drawn("new")
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id=name)))
+        if hangs_before == "first token":
+            await d.until(lambda: d.worker("new-p0").num_prefilling == 1)
+        else:
+            await d.until(lambda: any(run.log.ids for run in d.router._runs.values()))
+        clock.ahead_s = still_s
+        await d.client.stub.Abort(router_pb2.AbortRequest(request_id=name))
+        assert (await asking).finished is not None
+        told = [(one.cohort, one.abandoned_per_s > 0) for one in d.router._report().cohorts]
+        assert told == ([("new", True)] if is_counted else [])
         await d.check_empty()
 
 

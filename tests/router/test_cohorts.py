@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from baton.errors import NotResumableError, UnavailableError
+from baton.errors import NotResumableError, OverloadedError, UnavailableError
 from router.admission import SCAN_AHEAD, Admission
 from router.cohort_figures import WINDOW_S, CohortFigures
 from router.cohorts import Cohorts, draw
@@ -155,6 +155,48 @@ async def test_what_waits_for_a_full_cohort_holds_up_no_request_of_another() -> 
     await asyncio.wait(held)
     fleet.release(held[0].result().booking)
     fleet.check_integrity()
+
+
+async def in_line(fleet: Fleet, cohort: str, deadline_s: float, name: str = "late") -> bool:
+    """Whether a request of that deadline is let into the line behind 900 tokens of streams, which
+    are bound to `cohort`; nobody has room now."""
+    clock = Clock()
+    for entry in fleet:
+        if entry.facts.can_prefill:
+            fleet.report(entry, ReportedLoad(prefill_tokens_per_s=100.0))
+    fleet.arrays.max_running[:] = 0
+    admission = admission_of(fleet, clock)
+    tickets = [admission.ticket(prompt(90, number * 90), 4) for number in range(10)]
+    for ticket in tickets:
+        ticket.cohort, ticket.is_bound = cohort, True
+    late = admission.ticket(prompt(100), 4, deadline_s=clock() + deadline_s)
+    late.wire_id = name
+    placing = [asyncio.create_task(admission.place(ticket)) for ticket in (*tickets, late)]
+    await asyncio.sleep(0)
+    is_refused = placing[-1].done()
+    if is_refused:
+        with pytest.raises(OverloadedError, match="the first token is expected in 10"):
+            await placing[-1]
+    for task in placing:
+        task.cancel()
+    await asyncio.wait(placing)
+    return not is_refused
+
+
+async def test_streams_that_are_bound_to_the_only_cohort_are_ahead_of_who_has_a_deadline() -> None:
+    def fleet() -> Fleet:
+        p, d = facts("p", True, False, cohort="old"), facts("d", False, True, cohort="old")
+        return fleet_of(p, d, clock=Clock())
+
+    assert not await in_line(fleet(), "old", deadline_s=9.0)
+    assert await in_line(fleet(), "old", deadline_s=11.0)
+    assert await in_line(fleet(), "gone", deadline_s=9.0), "they wait for others' workers"
+
+
+async def test_who_waits_for_another_cohort_is_ahead_of_nobody_here() -> None:
+    (name,) = names_drawn("new", {"old": 1, "new": 1}, 1)
+    assert await in_line(two_cohorts(Clock(), old=1, new=1), "old", 9.0, name)
+    assert not await in_line(two_cohorts(Clock(), old=1, new=1), "new", 9.0, name)
 
 
 async def test_weights_count_at_once_also_for_who_is_in_line() -> None:
@@ -325,3 +367,15 @@ def test_each_cohort_s_figures_are_those_of_the_last_seconds() -> None:
     assert not new.HasField("itl_s")
     clock.now_s += WINDOW_S
     assert figures.report() == []
+
+
+@pytest.mark.parametrize("pause_s", [0.3, 2.0, 12.0, 30.0])
+def test_summed_over_time_each_request_counts_as_one(pause_s: float) -> None:
+    clock, told_each_s, num_requests = Clock(), 0.5, 0.0
+    figures = CohortFigures(clock)
+    for tick in range(1200):
+        if tick * told_each_s % pause_s < told_each_s:
+            figures.meter("new").ended(failed=True)
+        clock.now_s += told_each_s
+        num_requests += sum(each.failures_per_s * told_each_s for each in figures.report())
+    assert num_requests == pytest.approx(600 / max(pause_s, told_each_s), rel=0.1)

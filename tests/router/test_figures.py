@@ -112,6 +112,17 @@ def test_each_pool_s_slowest_but_a_twentieth_are_told_for_a_minute() -> None:
     assert figures.report() == []
 
 
+def test_a_second_in_which_little_was_seen_counts_for_little() -> None:
+    clock = Clock()
+    figures = PoolFigures(clock)
+    for second in range(10):
+        for _ in range(64 if second == 4 else 6400):
+            figures.saw_gap("decode-a", 0.5 if second == 4 else 0.02)
+        clock.now_s += 1.0
+    (decode,) = figures.report()
+    assert decode.itl_p95_s == pytest.approx(0.02)
+
+
 async def test_a_router_tells_what_clients_saw_of_the_pools_that_served_them(
     text_model: TextModel,
 ) -> None:

@@ -17,9 +17,7 @@ from router.text import TextModel
 from router.ticket import Ticket
 from router.validate import ParsedRequest, RequestLimits, parse_generate
 from router.worker_facts import ModelIds, WorkerFacts
-from tests.router.deployment import (
-    ask_for,
-)
+from tests.router.deployment import ask_for
 from tests.router.scripted_worker import MODEL
 from tests.router.test_admission import admission_of, prompt, rounds
 from tests.router.test_placement import POLICY, Clock, facts, fleet_of
@@ -168,6 +166,43 @@ async def test_however_many_wait_for_one_model_the_other_s_workers_do_not_idle(
     for task in (*waiting, *placing):
         task.cancel()
     await asyncio.wait([*waiting, *placing])
+
+
+@pytest.mark.parametrize("num_in_front", [8, SCAN_AHEAD + 8])
+async def test_whoever_may_use_any_model_overtakes_none_of_those_who_wait_for_one(
+    num_in_front: int,
+) -> None:
+    """However many in front are too large for what room there is."""
+    clock = Clock()
+    fleet = two_models(clock)
+    one, other = fleet.get("d-one"), fleet.get("d-other")
+    assert one is not None
+    assert other is not None
+    quarantined = one.facts.num_blocks - 8
+    fleet.report(one, ReportedLoad(num_requests=1, num_quarantined_blocks=quarantined))
+    fleet.report(other, ReportedLoad(num_requests=1000))
+    admission = admission_of(fleet, clock, max_bypass_s=60.0)
+    in_front = [bound_to(admission, b"kv1", ONE) for _ in range(num_in_front)]
+    for ticket in in_front:
+        ticket.max_new_tokens = 5000
+    waiting = [asyncio.create_task(admission.place(ticket)) for ticket in in_front]
+    await rounds(admission, clock, 0.5)
+    order: list[str] = []
+
+    async def one_of(name: str, ticket: Ticket) -> None:
+        await admission.place(ticket)
+        order.append(name)
+
+    behind = {"bound": bound_to(admission, b"kv1", ONE), "free": admission.ticket(prompt(10), 4)}
+    placing = [asyncio.create_task(one_of(*each)) for each in behind.items()]
+    await rounds(admission, clock, 1.0)
+    assert order == ([] if num_in_front > SCAN_AHEAD else ["bound", "free"])
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    await rounds(admission, clock, 1.0)
+    assert order == ["bound", "free"]
+    await asyncio.wait(placing)
 
 
 async def test_of_those_who_may_use_one_worker_whoever_came_first_goes_first() -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import IO
 
 import grpc
 import grpc.aio
@@ -34,16 +35,19 @@ from tests.router.test_requests import assert_whole
 
 @asynccontextmanager
 async def router_process(
-    control: str, folder: Path
+    control: str, folder: Path, log_level: str = "warning", log: IO[str] | None = None
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, Client]]:
+    """`log`: where its log goes; None: where this process's goes."""
     config = folder / "cluster.yaml"
     config.write_text(
-        f"model: {folder}\nserved_model_name: {MODEL}\nrouter:\n  local_prefill: never\n"
+        f"model: {folder}\nserved_model_name: {MODEL}\nlog_level: {log_level}\n"
+        "router:\n  local_prefill: never\n"
     )
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "router", "--control", control, "--config", str(config)),
-        *("--listen", "127.0.0.1:0", "--log-level", "warning"),
+        *("--listen", "127.0.0.1:0"),
         stdout=asyncio.subprocess.PIPE,
+        stderr=log,
     )
     try:
         assert process.stdout is not None
@@ -115,6 +119,19 @@ async def test_sigterm_drains_and_ends_the_process(text_model: TextModel, tmp_pa
         d.worker("d0").may_decode.set()
         assert_whole(await asking, PROMPT)
         assert await process.wait() == 0
+
+
+async def test_a_request_s_line_is_in_the_log_unless_the_cluster_s_level_leaves_it_out(
+    text_model: TextModel, tmp_path: Path
+) -> None:
+    byte_model(tmp_path)
+    async with deployment(text_model) as d:
+        for level, num_lines in (("info", 1), ("warning", 0)):
+            with (tmp_path / level).open("w+") as log:
+                async with router_process(d.registry.address, tmp_path, level, log) as (_, client):
+                    assert_whole(await client.ask(ask_for(PROMPT)), PROMPT)
+                log.seek(0)
+                assert log.read().count('"outcome": "length"') == num_lines
 
 
 async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_streams(

@@ -18,16 +18,22 @@ from tests.router.scripted_worker import MODEL
 from tests.router.test_placement import Clock
 
 
+def output_for(
+    text_model: TextModel, clock: Clock, request: router_pb2.GenerateRequest
+) -> tuple[Router, RequestOutput]:
+    router = Router(QUICK, "127.0.0.1:1", MODEL, text_model, clock=clock, rng=random.Random(0))
+    parsed = parse_generate(request, text_model, RequestLimits(512, model_names=(MODEL,)))
+    arrival = Arrival("id", parsed, "", clock(), 0.0)
+    return router, RequestOutput(arrival, router._parts)
+
+
 def output_of(
     text_model: TextModel, clock: Clock, num_tokens: int, min_tokens: int = 0, stop: str = ""
 ) -> RequestOutput:
-    router = Router(QUICK, "127.0.0.1:1", MODEL, text_model, clock=clock, rng=random.Random(0))
-    request: router_pb2.GenerateRequest = ask_for("prompt", num_tokens)
+    request = ask_for("prompt", num_tokens)
     request.sampling.min_tokens = min_tokens
     request.stop.extend([stop] if stop else [])
-    parsed = parse_generate(request, text_model, RequestLimits(512, model_names=(MODEL,)))
-    arrival = Arrival("id", parsed, "", clock(), 0.0)
-    return RequestOutput(arrival, router._parts)
+    return output_for(text_model, clock, request)[1]
 
 
 def finish(output: RequestOutput) -> Finished:

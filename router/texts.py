@@ -1,0 +1,149 @@
+"""Reads the texts of cohorts whose model is another than the one in the router's own file.
+
+1. The registry tells of each pool where its cluster file has the model's text (`TextSource`).
+2. Where that is the model of the router's own file, the text is the router's own, whatever
+   tokenizer the pool's file names: the router's is newer. Another model's is read on a thread.
+   Texts whose files say the same are one.
+3. What cannot be read is told in the log once, and tried again every `AGAIN_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from baton.errors import ConfigError
+from router.cohort_texts import OWN, CohortTexts, TextId, TextSource
+from router.cohorts import Cohort
+from router.stopped_pools import PoolReport
+from router.text import TextModel
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 10.0
+SETTLE_S = 2.0
+"""Requests wait so long at most for a text that is being read."""
+
+
+class Texts:
+    """Own the texts and what is being read. Lives on one event loop."""
+
+    def __init__(
+        self,
+        own: TextModel,
+        source: TextSource | None,
+        of_cohorts: CohortTexts,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`source`: of the router's own text; None: it is no registry's."""
+        self._source, self._of_cohorts, self._on_change = source, of_cohorts, on_change
+        self._models = [own]  # by their ids
+        self._told: dict[Cohort, frozenset[TextSource]] = {}
+        self._known: dict[TextSource, TextId] = {}
+        self._reading: dict[TextSource, asyncio.Task[None]] = {}
+        self._since_s: dict[TextSource, float] = {}  # of the last try
+        self._said: dict[TextSource, str] = {}  # why one could not be read
+        self._settled, self._news = asyncio.Event(), asyncio.Event()
+        self._settled.set()
+
+    def __getitem__(self, text: TextId) -> TextModel:
+        return self._models[text]
+
+    def update(self, pools: Sequence[PoolReport]) -> None:
+        """Take in all pools as the registry sees them now."""
+        told: dict[Cohort, dict[tuple[str, str], TextSource]] = {}
+        for pool in pools:
+            models = told.setdefault(pool.cohort, {})
+            if pool.text is not None:
+                models[pool.text.of_model] = pool.text  # the newest pool's tokenizer
+        # A registry that is told of its pools anew has yet to hear of cohorts that go on serving.
+        self._told |= {cohort: frozenset(models.values()) for cohort, models in told.items()}
+        for source in frozenset[TextSource]().union(*self._told.values()):
+            self._look_at(source)
+        self._tell()
+
+    async def settled(self, is_wanted: Callable[[Cohort], bool]) -> None:
+        """Return once no text that is wanted is on its way and has just begun to be read."""
+        if not self._settled.is_set() and any(map(is_wanted, self._of_cohorts.unread)):
+            await self._settled.wait()
+
+    async def until_read(self, is_wanted: Callable[[Cohort], bool]) -> None:
+        """Return once the text of each cohort that is wanted is read."""
+        while any(map(is_wanted, self._of_cohorts.unread)):
+            self._news.clear()
+            await self._news.wait()
+
+    async def until_one_is_read(self, is_wanted: Callable[[Cohort], bool]) -> None:
+        """Return once there is a cohort that is wanted whose text is read."""
+        while not any(map(is_wanted, self._of_cohorts.read)):
+            self._news.clear()
+            await self._news.wait()
+
+    async def close(self) -> None:
+        tasks = list(self._reading.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- reading -------------------------------------------------------------------------------
+
+    def _look_at(self, source: TextSource) -> None:
+        """Have it read, if it is not and it is time to try."""
+        if source in self._known or source in self._reading:
+            return
+        if self._source is not None and source.of_model == self._source.of_model:
+            self._known[source] = OWN
+            return
+        now = time.monotonic()
+        if now - self._since_s.get(source, -AGAIN_S) < AGAIN_S:
+            return
+        if source not in self._since_s:
+            log.info("reading the text of %s: its cohorts get no request before", source)
+            self._settled.clear()
+            asyncio.get_running_loop().call_later(SETTLE_S, self._settled.set)
+        self._since_s[source] = now
+        task = self._reading[source] = asyncio.create_task(self._read(source))
+        task.add_done_callback(partial(self._ended, source))
+
+    async def _read(self, source: TextSource) -> None:
+        try:
+            found = await asyncio.to_thread(
+                TextModel.load,
+                source.model,
+                source.revision or None,
+                source.tokenizer or None,
+                tuple(self._models),
+            )
+        except (ConfigError, OSError) as error:
+            if self._said.get(source) != str(error):
+                self._said[source] = str(error)
+                log.error("no request goes to the cohorts of %s: %s", source, error)
+            return
+        if found not in self._models:
+            self._models.append(found)
+        self._known[source] = TextId(self._models.index(found))
+        log.info("the text of %s is read", source)
+        self._tell()
+
+    def _ended(self, source: TextSource, task: asyncio.Task[None]) -> None:
+        del self._reading[source]
+        if not self._reading:
+            self._settled.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("reading the text of %s ended: %r", source, error, exc_info=error)
+
+    def _tell(self) -> None:
+        texts = {cohort: self._text(sources) for cohort, sources in self._told.items()}
+        vocabularies = {TextId(n): model.vocabulary for n, model in enumerate(self._models)}
+        if self._of_cohorts.update(texts, vocabularies):
+            self._on_change()
+        self._news.set()
+
+    def _text(self, sources: Iterable[TextSource]) -> TextId | None:
+        """Of a cohort whose pools name these: none where they are several models, whose texts are
+        not the same."""
+        found = {self._known.get(source) for source in sources} or {OWN}
+        return found.pop() if len(found) == 1 else None

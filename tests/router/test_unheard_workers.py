@@ -1,0 +1,171 @@
+"""A stream whose router is lost, and a worker that may keep it but does not answer the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.v1 import control_pb2, router_pb2
+from cluster.role_plan import Role
+from router.fleet import WorkerState
+from router.router import Router
+from router.text import TextModel
+from tests.cluster.conftest import nothing_held, running_worker
+from tests.router.deployment import PROMPT, Answer, Client, Deployment, ask_for, deployment
+from tests.router.proxy import Proxy
+from tests.router.test_clients import left_behind
+from tests.router.test_real_workers import NUM_TOKENS, Listed, alone, router_over, until
+from tests.router.test_requests import expected
+from tests.router.test_two_routers import CONFIG, SLOW, named
+
+PATIENT = dataclasses.replace(CONFIG, attach_timeout_s=2.0)
+
+
+def num_reserves(d: Deployment) -> int:
+    return sum(d.worker(name).num_reserves for name in ("d0", "d1"))
+
+
+async def refused(client: Client, request: router_pb2.GenerateRequest) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="has yet to tell") as caught:
+        await client.ask(request)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@contextlib.asynccontextmanager
+async def left_on_a_worker_that_hangs(
+    text_model: TextModel, num_hangs: int
+) -> AsyncIterator[tuple[Deployment, Client, router_pb2.GenerateRequest]]:
+    """The request is for its first token's successors."""
+    async with deployment(text_model, decode=2) as d:
+        request = ask_for(PROMPT, request_id="mine")
+        second = await d.add_router()
+        await d.connected(3, d.servers[1].router)
+        await left_behind(d, 0, "d0", request)
+        d.servers.pop(0)
+        d.worker("d0").may_decode.set()
+        d.worker("d0").faults.hang_attaches = num_hangs
+        request.resume_from_index = 1
+        yield d, second, request
+
+
+async def test_a_worker_that_does_not_answer_is_not_one_that_does_not_keep_the_request(
+    text_model: TextModel,
+) -> None:
+    async with left_on_a_worker_that_hangs(text_model, num_hangs=1) as (d, client, request):
+        await refused(client, request)
+        answer = await client.ask(request)
+        assert answer.ids == expected(PROMPT, 12)[1:]
+        assert [routed.attempt for routed in answer.routed] == [1]
+        assert num_reserves(d) == 1
+        await d.check_empty()
+
+
+async def test_what_a_worker_keeps_that_the_registry_suspects_is_run_again(
+    text_model: TextModel,
+) -> None:
+    async with left_on_a_worker_that_hangs(text_model, num_hangs=1) as (d, client, request):
+        d.worker("d0").state = control_pb2.WORKER_STATE_SUSPECT
+        await d.registry.publish()
+        entry = d.router.fleet.get("d0")
+        assert entry is not None
+        await d.until(lambda: entry.state is WorkerState.SUSPECT)
+        answer = await client.ask(request)
+        assert answer.ids == expected(PROMPT, 12)[1:]
+        assert [routed.decode_worker for routed in answer.routed] == ["d1"]
+        assert num_reserves(d) == 2
+
+
+async def test_a_client_that_has_seen_nothing_waits_for_no_worker_that_does_not_answer(
+    text_model: TextModel,
+) -> None:
+    async with left_on_a_worker_that_hangs(text_model, num_hangs=1) as (d, client, request):
+        request.resume_from_index = 0
+        assert (await client.ask(request)).ids == expected(PROMPT, 12)
+        assert num_reserves(d) > 1  # where it runs already that attempt is stale
+
+
+# --- over real workers: a worker that only this router does not reach -----------------------------
+
+
+class Cut:
+    """Own a stream's remains on one of two decode workers, to which the next router has lost its
+    connection."""
+
+    def __init__(self, router: Router, client: Client, seen: Answer, way: Proxy) -> None:
+        self.router, self.client, self.seen, self.way = router, client, seen, way
+        self.request = named(1)
+        self.request.resume_from_index = len(seen.ids)
+
+    @property
+    def is_whole(self) -> bool:
+        return sum(entry.usable for entry in self.router.fleet) == 3
+
+
+@contextlib.asynccontextmanager
+async def cut_off_from_its_worker(text_model: TextModel) -> AsyncIterator[Cut]:
+    async with (
+        running_worker("p0", Role.PREFILL, SLOW) as prefill,
+        running_worker("d0", Role.DECODE, SLOW) as first,
+        running_worker("d1", Role.DECODE, SLOW) as second,
+    ):
+        workers = {"p0": prefill, "d0": first, "d1": second}
+        listed = [Listed(worker, worker.address) for worker in workers.values()]
+        ways = {name: await Proxy.to(workers[name].address) for name in ("d0", "d1")}
+        behind = [listed[0], *(Listed(workers[name], way.address) for name, way in ways.items())]
+        try:
+            async with router_over(text_model, *behind, config=PATIENT) as (router, client):
+                async with router_over(text_model, *listed, config=PATIENT) as (lost, former):
+                    asking = asyncio.create_task(former.ask(named(1)))
+                    runs = lost._runs.values()
+                    await until(lambda: any(len(run.log.ids) > 3 for run in runs))
+                    (run,) = runs
+                    seen = Answer(0, list(run.log.ids[:3]))
+                    (name,) = (n for n in ways if workers[n].decode._runs)  # type: ignore[union-attr]
+                    await lost.close()
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await asking
+                ways[name].freeze()
+                ways[name].cut()
+                cut = Cut(router, client, seen, ways[name])
+                await until(lambda: not cut.is_whole)
+                yield cut
+        finally:
+            for way in ways.values():
+                await way.close()
+        await nothing_held(*workers.values())
+        later = [(await each.integrity()).num_later_tokens for each in (first, second)]
+        assert sorted(later)[1] == NUM_TOKENS - 1, later
+
+
+async def test_a_stream_waits_for_the_worker_that_keeps_it_to_be_reached_again(
+    text_model: TextModel,
+) -> None:
+    async with cut_off_from_its_worker(text_model) as cut:
+        await refused(cut.client, cut.request)
+        cut.way.thaw()
+        await until(lambda: cut.is_whole)
+        answer = await cut.client.ask(cut.request)
+        assert cut.seen.ids + answer.ids == alone(1)
+        assert [routed.attempt for routed in answer.routed] == [1]
+        assert not answer.migrated
+
+
+async def test_a_stream_goes_on_elsewhere_where_its_worker_is_not_reached_for_long(
+    text_model: TextModel,
+) -> None:
+    async with cut_off_from_its_worker(text_model) as cut:
+        await refused(cut.client, cut.request)
+        answer = None
+        async with asyncio.timeout(8.0):
+            while answer is None:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    answer = await cut.client.ask(cut.request)
+        assert cut.seen.ids + answer.ids == alone(1)
+        assert not cut.is_whole
+        cut.way.thaw()
