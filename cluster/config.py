@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 POD_LABEL = "baton.dev/pod"
 """The label of a Ray node that tells the name of the pod it is."""
+PORT_VARIABLE = "BATON_WORKER_PORT"
+"""In a pod's environment: where its worker listens, whatever its settings say."""
 
 
 def pod_resource(pool: str) -> str:
@@ -67,6 +69,8 @@ class WorkerSettings:
     """How long a drain waits for what runs; what still runs then is lost to this worker."""
     leave_timeout_s: float = 10.0
     """How long a worker that leaves waits for the engine's step under way."""
+    port: int = 0
+    """Where a worker's gRPC services listen; 0: any free port, which the registry is told."""
     metrics_port: int | None = 0
     """Prometheus metrics over HTTP; None: not served, 0: any free port."""
 
@@ -74,8 +78,10 @@ class WorkerSettings:
         _check_positive("heartbeat_s", self.heartbeat_s)
         _check_not_negative("drain_timeout_s", self.drain_timeout_s)
         _check_positive("leave_timeout_s", self.leave_timeout_s)
-        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
-            raise ValueError(f"metrics_port must be between 0 and 65535, not {self.metrics_port}")
+        for name in ("port", "metrics_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port <= 65535:
+                raise ValueError(f"{name} must be between 0 and 65535, not {port}")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Why a replica is not there.
+"""Why a replica is not there; why nothing is known of a machine's end.
 
 ReplicaError
   PodLostError
+MetadataError
 """
 
 from __future__ import annotations
@@ -13,3 +14,7 @@ class ReplicaError(RuntimeError):
 
 class PodLostError(ReplicaError):
     """The pod went away before the ranks were launched in it."""
+
+
+class MetadataError(RuntimeError):
+    """A cloud's metadata service has not answered what it was asked."""

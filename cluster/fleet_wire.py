@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from cluster.pool_book import Pool
+from cluster.pool_settings import TextSource
 from cluster.registry import FleetEntry, FleetSnapshot, WorkerState
 from cluster.role_plan import Role
 
@@ -33,13 +36,13 @@ def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
             )
             for entry in snapshot.workers
         ],
-        pools=[_pool_message(pool) for pool in snapshot.pools],
+        pools=[_pool_message(pool, snapshot.standings) for pool in snapshot.pools],
         routers=[control_pb2.ReportRouterRequest.FromString(told) for told in snapshot.routers],
         keeps_pools=snapshot.keeps_pools,
     )
 
 
-def _pool_message(pool: Pool) -> control_pb2.PoolStatus:
+def _pool_message(pool: Pool, standings: Mapping[str, int]) -> control_pb2.PoolStatus:
     return control_pb2.PoolStatus(
         name=pool.name,
         role=ROLES[pool.role],
@@ -53,9 +56,20 @@ def _pool_message(pool: Pool) -> control_pb2.PoolStatus:
         cohort_weight=pool.cohort_weight,
         settings_digest=pool.settings_digest,
         places=[
-            control_pb2.PoolPlace(worker_id=place.worker_id, pod_name=place.pod_name or "")
+            control_pb2.PoolPlace(
+                worker_id=place.worker_id,
+                pod_name=place.pod_name or "",
+                standing=standings.get(place.worker_id),
+            )
             for place in pool.places
         ],
+        text=None if pool.text is None else _text_message(pool.text),
+    )
+
+
+def _text_message(text: TextSource) -> control_pb2.TextSource:
+    return control_pb2.TextSource(
+        model=text.model, model_revision=text.revision or "", tokenizer=text.tokenizer or ""
     )
 
 

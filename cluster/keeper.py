@@ -112,6 +112,7 @@ class Keeper:
         if self._leaving.is_set():
             return
         self._leaving.set()
+        self._ground.registry.pools.leaves(self.worker_id)
         self._ask_to_drain()
 
     def _ask_to_drain(self) -> None:

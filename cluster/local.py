@@ -28,6 +28,7 @@ from types import TracebackType
 from baton.config import ClusterConfig
 from baton.control_client import ControlClient
 from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableError
+from baton.native_build import NativeBuildError, build
 from baton.process_tree import Process, descendants, still_alive, wait_until_gone
 from baton.v1 import control_pb2
 from cluster.error_text import one_line
@@ -35,11 +36,13 @@ from cluster.model_dtype import DtypeDecision
 from cluster.pool_settings import num_gpus_wanted, own_settings
 from cluster.reaper import Reaper, inherited, watched_over
 from cluster.router_process import RouterProcess, with_health_port
+from engine.attention.native_library import KERNELS
 
 log = logging.getLogger(__name__)
 
 OnProgress = Callable[[str], None]
 
+_CONFIG_FILE = "cluster.yaml"  # in the run directory
 _FAILED_STARTS = 2  # a first one may be bad luck
 _ROUTER_TIMEOUT_S = 60.0
 _RAY_GONE_S = 8.0
@@ -117,12 +120,7 @@ def up(
     Logs and the configuration lie in `run_dir`, or in a temporary folder that goes with the
     cluster, but stays when it cannot be started or is left because of an error.
     """
-    if config.runs_on != "machine":
-        raise ConfigError(
-            f"`baton up` starts everything on this machine: runs_on must be machine, not "
-            f"{config.runs_on}",
-            field="runs_on",
-        )
+    _check_runs_here(config)
     config = config.with_absolute_folders()
     config = dataclasses.replace(config, router=with_health_port(config.router))
     with contextlib.ExitStack() as stack:
@@ -131,14 +129,14 @@ def up(
             stack.push(partial(_clear_away, run_dir))
         reaper = stack.enter_context(watched_over())
         decision = stack.enter_context(DtypeDecision(config, reaper.variables))
+        _build_kernels(config, on_progress)
         on_progress("starting Ray")
         ray_processes = start_ray(stack, reaper)
         _check_gpus(config)
         config, dtype = decision.result()
         if dtype is not None:
             on_progress(dtype)
-        config_path = run_dir / "cluster.yaml"
-        config_path.write_text(config.to_yaml())
+        (run_dir / _CONFIG_FILE).write_text(config.to_yaml())
         on_progress("starting the supervisor")
         from cluster.supervisor_handle import SupervisorHandle
 
@@ -147,22 +145,56 @@ def up(
         control = supervisor.address()
         _wait_for_pools(control, on_progress, config.supervisor.start_timeout_s)
         on_progress("starting the router")
-        listen = f"{config.router.host}:{config.router.port}"
         for process in ray_processes:
             reaper.name(descendants(process.pid))
-        router = RouterProcess(
-            control,
-            config_path,
-            listen,
-            run_dir / "router.log",
-            config.router.drain_timeout_s,
-            reaper.variables,
-        )
-        stack.callback(router.close)
-        router.start(_ROUTER_TIMEOUT_S, config.router.health_port)
+        router = _start_router(stack, config, control, run_dir, reaper)
         heart = frozenset(process for process in ray_processes if process.name in _RAY_HEART)
         return RunningCluster(router, control, supervisor.pid, stack.pop_all(), heart, run_dir)
     raise AssertionError("unreachable")
+
+
+def _check_runs_here(config: ClusterConfig) -> None:
+    """Raises ConfigError."""
+    if config.runs_on != "machine":
+        raise ConfigError(
+            f"`baton up` starts everything on this machine: runs_on must be machine, not "
+            f"{config.runs_on}",
+            field="runs_on",
+        )
+
+
+def _build_kernels(config: ClusterConfig, on_progress: OnProgress) -> None:
+    """Before the ranks start, each of which would build them beside the others. Where they cannot
+    be built the ranks do without, which is told."""
+    engines = [config.pool_engine(pool) for pool in config.pools]
+    if not any(engine.backend == "torch" and engine.device == "cpu" for engine in engines):
+        return
+    on_progress("building the CPU kernels")
+    try:
+        build(KERNELS)
+    except NativeBuildError as error:
+        on_progress(f"torch's kernels have to do, several times slower ({one_line(error)})")
+
+
+def _start_router(
+    stack: contextlib.ExitStack,
+    config: ClusterConfig,
+    control_address: str,
+    run_dir: Path,
+    reaper: Reaper,
+) -> RouterProcess:
+    """Returns once it serves; the stack closes it."""
+    router = RouterProcess(
+        control_address,
+        run_dir / _CONFIG_FILE,
+        f"{config.router.host}:{config.router.port}",
+        run_dir / "router.log",
+        config.router.drain_timeout_s,
+        reaper.variables,
+    )
+    stack.callback(router.close)
+    router.start(_ROUTER_TIMEOUT_S, config.router.health_port)
+    return router
 
 
 def _clear_away(

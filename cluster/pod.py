@@ -15,6 +15,7 @@ from pathlib import Path
 from google.protobuf import json_format
 
 from baton.v1 import control_pb2
+from cluster.config import PORT_VARIABLE
 from kv_transfer.process import ProcessIdentity, is_gone
 
 
@@ -25,6 +26,8 @@ class Pod:
     name: str
     ip: str | None
     node_name: str
+    port: int = 0
+    """At which its worker listens; 0: as the worker's settings say."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Pod | None:
@@ -32,7 +35,8 @@ class Pod:
         name = environment.get("POD_NAME")
         if not name:
             return None
-        return cls(name, environment.get("POD_IP") or None, environment.get("NODE_NAME", ""))
+        ip, node_name = environment.get("POD_IP") or None, environment.get("NODE_NAME", "")
+        return cls(name, ip, node_name, int(environment.get(PORT_VARIABLE) or 0))
 
     @property
     def folder(self) -> Path:

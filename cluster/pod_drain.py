@@ -36,14 +36,14 @@ _CLOSED_WITHIN_SHARE = 0.25
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    timeout_s = _parse(arguments).timeout
+    options = _parse(arguments)
     pod = Pod.of(os.environ)
     if pod is None:
         problem = "POD_NAME is not set: this runs in a pod, whose container has it from the"
         print(f"pod_drain: {problem} downward API (metadata.name)", file=sys.stderr)
         return _USAGE_STATUS
     with contextlib.ExitStack() as stack:
-        return PodDrain(pod, timeout_s, stack).run()
+        return PodDrain(pod, options.timeout, options.leave, stack).run()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -54,6 +54,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         required=True,
         metavar="SECONDS",
         help="how long what runs may take to end; below the pod's terminationGracePeriodSeconds",
+    )
+    parser.add_argument(
+        "--leave",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="of that, what is left for workers to end that have given up what they ran",
     )
     return parser.parse_args(arguments)
 
@@ -102,9 +109,12 @@ class Draining:
 class PodDrain:
     """One drain of one pod; `stack` closes what it opens."""
 
-    def __init__(self, pod: Pod, timeout_s: float, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, pod: Pod, timeout_s: float, leave_s: float, stack: contextlib.ExitStack
+    ) -> None:
         self._pod = pod
         self._stack = stack
+        self._leave_s = leave_s
         self._began_at = time.monotonic()
         self._timeout_s = timeout_s
         self._workers = PodWorkers(pod)
@@ -167,7 +177,7 @@ class PodDrain:
                 _say(f"{draining.name} has left")
                 del self._drainings[key]
             else:
-                draining.ask(self._left_s())
+                draining.ask(self._left_s() - self._leave_s)
 
     def _holds(self) -> str:
         """What the drain still waits for."""

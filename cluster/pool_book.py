@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from baton.errors import AlreadyExistsError, InUseError, InvalidRequestError, NotFoundError
-from cluster.pool_settings import PoolSettings, cohort_dtype
+from cluster.pool_settings import PoolSettings, TextSource, cohort_dtype
 from cluster.role_plan import Role, RolePlan
 from engine.config import DTYPES
 
@@ -39,6 +39,15 @@ class Place:
     """Where its ranks start or run; None outside Kubernetes, and while no pod has room."""
     is_pending: bool = False
     """There is no pod yet that it could start on."""
+    is_adopted: bool = False
+    """A former supervisor left a worker here that served."""
+    is_leaving: bool = False
+    """It is wanted no longer, and closes when its worker has left."""
+
+    @property
+    def index(self) -> int:
+        """Among its pool's places, from 0."""
+        return int(self.worker_id.rpartition("-")[2])
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,8 @@ class Pool:
     cohort_weight: int = 0
     settings_digest: bytes = b""
     places: tuple[Place, ...] = ()
+    text: TextSource | None = None
+    """Of its workers' model."""
 
     @property
     def pending_replicas(self) -> int:
@@ -201,8 +212,12 @@ class PoolBook:
 
     # --- places, and what failed there ----------------------------------------------------------
 
-    def open_place(self, pool: str, worker_id: str) -> None:
-        self._book(Place(worker_id, pool))
+    def open_place(self, pool: str, worker_id: str, is_adopted: bool = False) -> None:
+        self._book(Place(worker_id, pool, is_adopted=is_adopted))
+
+    def leaves(self, worker_id: str) -> None:
+        """It is wanted no longer."""
+        self._book(replace(self._places[worker_id], is_leaving=True))
 
     def close_place(self, worker_id: str) -> None:
         """Nothing is left there, and nothing is wanted."""
@@ -258,6 +273,7 @@ class PoolBook:
             cohort_weight=self._weights.get(settings.cohort, 0),
             settings_digest=settings.digest,
             places=self.places_of(settings.name),
+            text=settings.text,
         )
 
     def _entry(self, name: str) -> _Entry:

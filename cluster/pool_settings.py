@@ -18,6 +18,15 @@ from cluster.role_plan import Role
 
 
 @dataclass(frozen=True)
+class TextSource:
+    """Where routers find a model's text, as a cluster file names it."""
+
+    model: str
+    revision: str | None
+    tokenizer: str | None
+
+
+@dataclass(frozen=True)
 class PoolSettings:
     name: str
     config: ClusterConfig
@@ -33,6 +42,10 @@ class PoolSettings:
     @property
     def role(self) -> Role:
         return Role(self.shape.role)
+
+    @property
+    def text(self) -> TextSource:
+        return TextSource(self.config.model, self.config.model_revision, self.config.tokenizer)
 
     @property
     def gpus_per_replica(self) -> int:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cluster.agreed_dtype import with_agreed_dtype
 from cluster.worker_config import RankPlace, WorkerConfig
@@ -17,6 +18,9 @@ from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import RankAddress, WorkerIdentity
 from kv_transfer.rank import TransferRank
 from kv_transfer.transport import TransferMemory, Transport, make_transport
+
+if TYPE_CHECKING:
+    from engine.tp import TpGroup
 
 log = logging.getLogger(__name__)
 
@@ -70,20 +74,7 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
     says nothing of a dtype that is left open.
     """
     started_at = time.monotonic()
-    group = None
-    if place.size > 1:
-        if config.engine.backend == "fake":
-            raise ValueError("the fake engine has one rank: set tensor_parallel to 1")
-        from engine.tp import TpGroup  # torch, which a fake worker does without
-
-        group = TpGroup.join(
-            place.rank,
-            place.size,
-            place.meeting,
-            place.listen_fd,
-            config.engine.device,
-            _MEETING_TIMEOUT_S,
-        )
+    group = _join_group(config, place)
     model = find_model(config.model_path, config.model_revision, config.engine)
     config = with_agreed_dtype(config, model)
     spec = load_model_spec(model, config.engine, group)
@@ -118,6 +109,24 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
         spec.layout.block_size,
     )
     return Rank(spec, identity, transport, transfer, runner)
+
+
+def _join_group(config: WorkerConfig, place: RankPlace) -> TpGroup | None:
+    """None: this rank is the whole replica."""
+    if place.size == 1:
+        return None
+    if config.engine.backend == "fake":
+        raise ValueError("the fake engine has one rank: set tensor_parallel to 1")
+    from engine.tp import TpGroup  # torch, which a fake worker does without
+
+    return TpGroup.join(
+        place.rank,
+        place.size,
+        place.meeting,
+        place.listen_fd,
+        config.engine.device,
+        _MEETING_TIMEOUT_S,
+    )
 
 
 def _pool(config: WorkerConfig, transport: Transport, layout: RegionLayout) -> TransferMemory:

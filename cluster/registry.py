@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from cluster.awake_clock import AwakeClock, Clock
 from cluster.config import RegistryConfig
-from cluster.pool_book import Pool, PoolBook
+from cluster.pool_book import Place, Pool, PoolBook
 from cluster.role_plan import Role, RolePlan, active_roles
 from cluster.router_book import RouterBook
 
@@ -97,6 +98,8 @@ class FleetSnapshot:
     routers: tuple[bytes, ...] = ()
     """What routers told last."""
     keeps_pools: bool = False
+    standings: Mapping[str, int] = field(default_factory=dict)
+    """Of the places that stay, by their workers' ids: the greatest of a pool leave first."""
 
 
 @dataclass
@@ -235,7 +238,25 @@ class Registry:
             self.pools.shown(live),
             self.routers.reports(),
             self._keeps_pools,
+            {
+                place.worker_id: standing
+                for pool in self.pools.all_settings()
+                for standing, place in enumerate(self.staying(pool))
+            },
         )
+
+    def staying(self, pool: str) -> list[Place]:
+        """The pool's places that are not on their way out: the last ones leave first when it gets
+        smaller. So what serves stays, then the lowest."""
+        places = [place for place in self.pools.places_of(pool) if not place.is_leaving]
+        return sorted(places, key=lambda place: (self._distance(place), place.index))
+
+    def _distance(self, place: Place) -> int:
+        """From serving: 0 does, 1 may be about to again."""
+        worker = self._workers.get(place.worker_id)
+        if worker is None:
+            return 1 if place.is_adopted else 3 if place.is_pending else 2
+        return {WorkerState.LIVE: 0, WorkerState.SUSPECT: 1}.get(worker.state, 2)
 
     @property
     def _version(self) -> int:

@@ -1,9 +1,9 @@
 """Keeps every pool at its desired size: one detached, named Ray actor that is also the registry.
 
 Each place of a pool has a `Keeper`. A keeper that fails is reported by name and set to work again:
-no replica's failure ends the supervisor. Scaling in drains the highest places first. kill -9 of
-this process stops nothing: Ray starts it again, it listens on the same port, adopts, and the
-workers register anew.
+no replica's failure ends the supervisor. Scaling in gives up places that do not serve, then drains
+the highest. kill -9 of this process stops nothing: Ray starts it again, it listens on the same
+port, adopts, and the workers register anew.
 
 Each pool has settings of its own, from the cluster's file or as they were told later. What must
 survive a restart (port, told pools, sizes, role plans, weights) lies in the run directory.
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -172,10 +173,12 @@ class Supervision:
     async def _reconcile(self) -> None:
         """Give every wanted place a keeper; have the others leave."""
         while not self._stop.is_set():
-            desired = self._registry.pools.desired_replicas()
-            wanted = {(pool, index) for pool, count in desired.items() for index in range(count)}
-            adopted = {key for key in self._adopted if key[0] in desired}
-            for key in (wanted | adopted) - set(self._keepers):
+            known = self._registry.pools.all_settings()
+            for key in self._adopted.keys() - self._keepers.keys():
+                if key[0] in known:
+                    self._keep(key)
+            wanted = self._wanted()
+            for key in wanted - set(self._keepers):
                 self._keep(key)
             self._places_opened.set()
             for key in sorted(set(self._keepers) - wanted):
@@ -185,10 +188,22 @@ class Supervision:
             await self._divide_cores()
             await self._changes.wait(LOOK_S)
 
+    def _wanted(self) -> set[_Key]:
+        """Of each pool as many places as its size says: those that stay, and the lowest others; one
+        of these that is leaving is filled again after that."""
+        wanted: set[_Key] = set()
+        for pool, size in self._registry.pools.desired_replicas().items():
+            there = [place.index for place in self._registry.staying(pool)]
+            free = (index for index in count() if index not in there)
+            wanted |= {(pool, index) for index in islice(chain(there, free), size)}
+        return wanted
+
     def _keep(self, key: _Key) -> None:
         """Open a place and have it filled."""
-        keeper = Keeper(*key, self._ground, self._adopted.pop(key, None))
-        self._registry.pools.open_place(keeper.pool, keeper.worker_id)
+        adopted = self._adopted.pop(key, None)
+        keeper = Keeper(*key, self._ground, adopted)
+        serves = adopted is not None and adopted.serves
+        self._registry.pools.open_place(keeper.pool, keeper.worker_id, serves)
         self._keepers[key] = keeper
         self._tasks[key] = asyncio.create_task(keeper.run())
 

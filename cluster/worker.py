@@ -218,7 +218,7 @@ class Worker:
             server,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        port = server.add_insecure_port(f"{self._config.host}:{self._config.port}")
+        port = server.add_insecure_port(f"{self._config.host}:{self._config.settings.port}")
         self.address = f"{self._config.host}:{port}"
         await server.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)

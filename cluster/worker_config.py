@@ -43,8 +43,6 @@ class WorkerConfig:
     tp_size: int
     control_address: str
     host: str = "127.0.0.1"
-    port: int = 0
-    """0: any free port; it is told to the registry."""
     in_pod: bool = False
     """Whether it has a pod to itself: `settled` says then where it listens."""
     pod: Pod | None = None
@@ -98,7 +96,10 @@ def settled(config: WorkerConfig, pod: Pod | None, node_address: str) -> WorkerC
         return config
     address = node_address if pod is None or pod.ip is None else pod.ip
     host = f"[{address}]" if ":" in address else address
-    return dataclasses.replace(config, pod=pod, host=host)
+    settings = config.settings
+    if pod is not None and pod.port:
+        settings = dataclasses.replace(settings, port=pod.port)
+    return dataclasses.replace(config, pod=pod, host=host, settings=settings)
 
 
 def _settings_of(cluster: ClusterConfig, pool: PoolConfig) -> WorkerSettings:

@@ -39,9 +39,12 @@ _NUM_ROUNDS = 3
 _SENT = 7
 _SLOW_GB_PER_S = 0.5
 _BETWEEN_PROCESSES = SHARED_MEMORY - {"self"}
-_WITH_CUDA = "a libucx built with CUDA: spec.transfer.ucxLibrary names it (wheel has CUDA, no RDMA)"
+_OWN_IMAGE = (
+    "the image of deploy/images/worker.Dockerfile, whose libucx is built with CUDA and RDMA"
+)
+_WITH_CUDA = f"{_OWN_IMAGE}, or spec.transfer.ucxLibrary: wheel (built with CUDA, no RDMA)"
 _FIXES = {
-    "cannot load libucp": "an image that holds this libucp, or spec.transfer.ucxLibrary: wheel",
+    "cannot load libucp": f"{_OWN_IMAGE}, or spec.transfer.ucxLibrary: wheel",
     "cannot reach cuda memory": _WITH_CUDA,
 }
 """By what a transport says."""
@@ -95,7 +98,7 @@ def check_transports(report: Report, wanted: Wanted) -> Check:
 def _rdma_fix(wanted: Wanted) -> str:
     if wanted.ucx_library == "wheel":
         return "spec.transfer.ucxLibrary: system (the wheel's has no RDMA)"
-    return "install ibverbs-providers in the image, and see the adapters' checks above"
+    return f"{_OWN_IMAGE}; and see the adapters' checks above"
 
 
 def check_lanes(report: Report, device: str) -> Check:

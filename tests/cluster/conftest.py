@@ -40,6 +40,7 @@ ENGINE = EngineConfig(
 TIMED_ENGINE = replace(
     ENGINE, fake=FakeEngineConfig(window=20, vocab_size=50_000, prefill_token_s=1e-6)
 )
+SETTINGS = WorkerSettings(heartbeat_s=0.05, metrics_port=None)
 FINGERPRINT = load_model_spec("", ENGINE).kv_fingerprint
 
 
@@ -125,6 +126,8 @@ class DecodeLink:
         if self._reader is not None:
             self._reader.cancel()
             self._call.cancel()
+            # Also where the worker has ended the session.
+            await asyncio.gather(self._reader, return_exceptions=True)
         await self._channel.close()
 
     async def reserve(
@@ -217,7 +220,7 @@ async def running_worker(
     role: Role,
     engine: EngineConfig = ENGINE,
     decode: DecodeConfig | None = None,
-    metrics_port: int | None = None,
+    settings: WorkerSettings = SETTINGS,
     registry: RegistryConfig | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker in this process, over the in-memory transport, registered nowhere."""
@@ -232,7 +235,7 @@ async def running_worker(
         transfer=TransferConfig(transport="memory", renew_within_s=2.0, ack_timeout_s=2.0),
         tp_size=1,
         control_address="127.0.0.1:1",  # nobody there: a worker serves without a registry
-        settings=WorkerSettings(heartbeat_s=0.05, metrics_port=metrics_port),
+        settings=settings,
         decode=decode or DecodeConfig(),
         registry=registry or RegistryConfig(),
     )

@@ -37,14 +37,16 @@ def too_small(folder: Path) -> ClusterConfig:
     )
 
 
+def with_torch(config: ClusterConfig) -> ClusterConfig:
+    engine = dataclasses.replace(config.engine, backend="torch", dtype="float32")
+    return dataclasses.replace(config, engine=engine)
+
+
 def broken_weights(folder: Path) -> ClusterConfig:
     config = fake_cluster(folder, replicas=1)
     checkpoints.save("llama", folder)
     (folder / "model.safetensors").write_bytes(b"not safetensors")
-    return dataclasses.replace(
-        config,
-        engine=dataclasses.replace(config.engine, backend="torch", dtype="float32"),
-    )
+    return with_torch(config)
 
 
 def no_transport(folder: Path) -> ClusterConfig:
@@ -112,6 +114,31 @@ def test_ray_that_cannot_start_is_told_in_a_line_and_leaves_no_process_behind(
     with pytest.raises(UnavailableError, match=r"Ray does not start: .*path length cannot exceed"):
         up(fake_cluster(tmp_path, replicas=1), run_dir=tmp_path)
     assert wait_until_gone(descendants() - before, 5.0) == set()
+
+
+def test_a_user_is_told_that_no_compiler_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (empty := tmp_path / "no-programs").mkdir()
+    monkeypatch.setenv("PATH", str(empty))
+    config, told = fake_cluster(tmp_path, replicas=1), []
+
+    def until_ray_starts(step: str) -> None:
+        if step == "starting Ray":
+            raise KeyboardInterrupt
+        told.append(step)
+
+    with pytest.raises(KeyboardInterrupt):
+        up(with_torch(config), until_ray_starts)
+    assert told == [
+        "building the CPU kernels",
+        "torch's kernels have to do, several times slower "
+        "(NativeBuildError: no compiler (c++ or g++ or clang++) on this machine)",
+    ]
+    told.clear()
+    with pytest.raises(KeyboardInterrupt):
+        up(config, until_ray_starts)
+    assert told == []  # the fake engine needs none
 
 
 def test_the_logs_stay_after_an_error_that_nobody_foresaw(

@@ -49,6 +49,9 @@ def test_a_worker_in_a_pod_listens_at_the_pods_address_or_else_at_rays() -> None
     without_ip = dataclasses.replace(POD, ip=None)
     assert settled(config_of(), without_ip, "10.0.0.9").host == "10.0.0.9"
     assert settled(config_of(), None, "fd00::9").host == "[fd00::9]"
+    at_port = Pod.of({"POD_NAME": "a", "BATON_WORKER_PORT": "7104"})
+    assert settled(config_of(), at_port, "10.0.0.9").settings.port == 7104
+    assert settled(config_of(), POD, "10.0.0.9").settings.port == 0
     assert settled(config_of("machine"), POD, "10.0.0.9") == config_of("machine")
 
 

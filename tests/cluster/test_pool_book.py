@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,15 @@ from baton.errors import (
     InvalidRequestError,
     NotFoundError,
 )
+from cluster.config import RegistryConfig
+from cluster.fleet_wire import fleet_message
 from cluster.pool_book import FIRST_WEIGHTS, PoolBook
 from cluster.pool_settings import PoolSettings, num_gpus_wanted, num_ranks, told_settings
+from cluster.registry import Registry
 from cluster.role_plan import Role, RolePlan
 from cluster.supervisor_state import SupervisorState, state_file
+from router.cohort_texts import TextSource
+from router.fleet_watch import read_pools
 from tests.cluster.pool_settings import settings_of
 
 TOLD = """
@@ -51,6 +57,25 @@ def test_a_told_pool_is_made_of_its_own_file_and_known_by_its_text() -> None:
     assert (settings.role, settings.shape.max_replicas, settings.cohort) == (Role.MIXED, 4, "new")
     assert settings.digest == told("other").digest
     assert settings.digest != told(text=TOLD + "\n").digest
+
+
+@pytest.mark.parametrize(
+    ("added", "read"),
+    [
+        ("{}", ("models/demo", "", "")),
+        ("{model: org/m, model_revision: v2, tokenizer: org/t}", ("org/m", "v2", "org/t")),
+    ],
+)
+def test_routers_are_told_where_a_pools_own_file_has_its_models_text(
+    added: str, read: tuple[str, str, str]
+) -> None:
+    text = yaml.safe_dump(yaml.safe_load(TOLD) | yaml.safe_load(added))
+    registry = Registry(RegistryConfig(), time.monotonic)
+    registry.pools.add(told(text=text), 0)
+    (shown,) = fleet_message(registry.snapshot()).pools
+    assert (shown.text.model, shown.text.model_revision, shown.text.tokenizer) == read
+    (heard,) = read_pools(fleet_message(registry.snapshot()))
+    assert heard.text == TextSource(*read)
 
 
 @pytest.mark.parametrize(

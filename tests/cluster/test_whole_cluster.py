@@ -285,7 +285,11 @@ def test_kill_9_of_the_router_loses_and_repeats_no_token_and_no_decode_step(site
     assert set(after) == set(before)
     first = sum(after[w].num_first_tokens - before[w].num_first_tokens for w in after)
     later = sum(after[w].num_later_tokens - before[w].num_later_tokens for w in after)
-    assert (first, later) == (20, 20 * (num_tokens - 1)), "a token was sampled twice"
+    ways = [
+        [(r.attempt, r.prefill_worker, r.decode_worker, r.reason) for r in a.routed]
+        for a in answers
+    ]
+    assert (first, later) == (20, 20 * (num_tokens - 1)), f"a token was sampled twice: {ways}"
 
 
 def test_scaling_out_and_in_changes_the_fleet_and_drains_what_leaves(site: Site) -> None:

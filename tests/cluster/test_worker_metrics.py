@@ -7,10 +7,13 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+from cluster.config import WorkerSettings
 from cluster.request_wire import read_spec
 from cluster.role_plan import Role
 from engine.api import Engine
 from kv_transfer.layout import NULL_BLOCK
+
+WITH_METRICS = WorkerSettings(heartbeat_s=0.05)
 
 
 def scrape(address: str) -> str:
@@ -19,14 +22,14 @@ def scrape(address: str) -> str:
 
 
 async def test_metrics_are_served_with_the_workers_labels(kit: Any) -> None:
-    async with kit.running_worker("decode-7", Role.DECODE, metrics_port=0) as worker:
+    async with kit.running_worker("decode-7", Role.DECODE, settings=WITH_METRICS) as worker:
         text = await asyncio.to_thread(scrape, worker.metrics_address)
     assert 'baton_worker_num_orphans{pool="decode",worker="decode-7"} 0.0' in text
     assert "baton_worker_steps_total" in text
 
 
 async def test_quarantined_memory_is_a_metric_in_bytes(kit: Any) -> None:
-    async with kit.running_worker("decode-7", Role.DECODE, metrics_port=0) as worker:
+    async with kit.running_worker("decode-7", Role.DECODE, settings=WITH_METRICS) as worker:
 
         async def tell(num_bytes: int) -> None:
             line = f'baton_kv_quarantined_bytes{{pool="decode",worker="decode-7"}} {num_bytes}.0'

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -51,14 +51,19 @@ def cluster_file(cohort: str, folder: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def two_cohorts(folder: Path) -> AsyncIterator[tuple[Fleet, Router, AsyncClient]]:
-    """The processes of the new one, the router before both, and its client."""
+async def two_cohorts(
+    folder: Path, change: Callable[[Path], None] = lambda checkpoint: None
+) -> AsyncIterator[tuple[Fleet, Router, AsyncClient]]:
+    """The processes of the new one, whose checkpoint may be changed before they start, the router
+    before both, and its client."""
     registry = Registry(RegistryConfig(), time.monotonic)
     registry.pools.set_cohort_weights({"old": 50, "new": 50})
     async with contextlib.AsyncExitStack() as stack:
         control = await stack.enter_async_context(serve(registry, Changes(), "127.0.0.1:0"))
         for cohort in FAMILIES:
             path = cluster_file(cohort, folder)
+            if cohort == "new":
+                change(folder / cohort)
             fleet = Fleet(registry, control, path)
             stack.push_async_callback(fleet.end)
             for role, replicas in POOLS:

@@ -222,6 +222,8 @@ class WholePath:
     fleet: Fleet
     part: PartOfFleet
     changes: Changes
+    control: str
+    """Where routers hear of the fleet."""
     addresses: list[str]
     """Of the three routers below, in their order."""
     far: AsyncClient
@@ -287,6 +289,15 @@ def _holds_anything(book: worker_pb2.CheckIntegrityResponse) -> bool:
     requests = book.num_waiting + book.num_running + book.num_reserved + book.num_exporting
     moves = book.num_open_leases + book.num_open_handoffs
     return bool(requests + moves + book.num_blocks_in_use + book.num_quarantined_blocks)
+
+
+@contextlib.asynccontextmanager
+async def another_router(path: WholePath, local_prefill: str) -> AsyncIterator[AsyncClient]:
+    """One more router process, which uses the same workers."""
+    config = write_config(path.shape, path.folder.parent, local_prefill)
+    async with _routers(path.control, [config]) as addresses, AsyncClient(addresses[0]) as client:
+        await _until_routed_to(addresses[0], set(path.fleet.processes))
+        yield client
 
 
 async def _until_routed_to(address: str, worker_ids: set[str]) -> None:
@@ -359,7 +370,7 @@ async def whole_path(shape: Shape, folder: Path) -> AsyncIterator[WholePath]:
             addresses = await stack.enter_async_context(_routers(control, (far, near, far)))
             clients = [await stack.enter_async_context(AsyncClient(a)) for a in addresses]
             model = folder / "model"
-            path = WholePath(shape, model, fleet, part, changes, addresses, *clients)
+            path = WholePath(shape, model, fleet, part, changes, control, addresses, *clients)
             await path.use(fleet.processes)
             yield path
             await path.until_idle()
