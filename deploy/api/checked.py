@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from deploy.api import pod_template
+
 _KEY = "bounds"
 
 
@@ -24,8 +26,8 @@ class Bounds:
     max_size: int | None = None
     partial_of: type | None = None
     """A mapping of some of this dataclass's fields."""
-    is_object: bool = False
-    """A Kubernetes object of another kind (a pod template): its fields are not looked at."""
+    is_pod_template: bool = False
+    """A PodTemplateSpec, laid over one of ours (see `pod_template`)."""
 
 
 def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
@@ -65,9 +67,11 @@ class Checked:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None and (problem := _problem(value, bounds_of(field))):
+            value, bounds = getattr(self, field.name), bounds_of(field)
+            if value is not None and (problem := _problem(value, bounds)):
                 raise ValueError(f"{field.name} {problem}")
+            if bounds.is_pod_template:
+                pod_template.check(value, field.name)
         for rule in self.rules:
             if rule.holds is not None and not rule.holds(self):
                 raise ValueError(rule.message)

@@ -119,8 +119,8 @@ def _without_defaults(schema: Any) -> Any:
     return {name: _without_defaults(value) for name, value in schema.items() if name != "default"}
 
 
-def _condition(kind: str) -> str:
-    return f'.status.conditions[?(@.type=="{kind}")].status'
+def _condition(kind: str, field: str = "status") -> str:
+    return f'.status.conditions[?(@.type=="{kind}")].{field}'
 
 
 AGE = Column("Age", ".metadata.creationTimestamp", "date")
@@ -133,9 +133,15 @@ SERVING_CLUSTER = Kind(
     spec=ServingClusterSpec,
     status=ServingClusterStatus,
     columns=(
+        Column("Model", ".status.model"),
         Column("Available", _condition("Available")),
+        Column("Reason", _condition("Available", "reason")),
         Column("Progressing", _condition("Progressing")),
-        Column("Endpoint", ".status.endpoints.grpc"),
+        Column("Degraded", _condition("Degraded")),
+        Column("Progress", _condition("Progressing", "reason"), priority=1),
+        Column("Fault", _condition("Degraded", "reason"), priority=1),
+        Column("Endpoint", ".status.endpoints.grpc", priority=1),
+        Column("External", ".status.endpoints.external", priority=1),
         Column("Revision", ".status.revision", priority=1),
         AGE,
     ),
@@ -152,12 +158,19 @@ WORKER_POOL = Kind(
         Column("Role", ".spec.role"),
         Column("Desired", ".spec.replicas", "integer"),
         Column("Ready", ".status.readyReplicas", "integer"),
-        Column("Updated", ".status.updatedReplicas", "integer", priority=1),
+        Column("Draining", ".status.drainingReplicas", "integer"),
+        Column("Available", _condition("Available")),
+        Column("Progress", _condition("Progressing", "reason")),
         Column("Queue", ".status.queue", "integer"),
         Column("KV%", ".status.kvUsePercent", "integer"),
+        Column("Scaling", ".spec.scaling.mode", priority=1),
+        Column("Planned", ".status.desiredReplicas", "integer", priority=1),
+        Column("Updated", ".status.updatedReplicas", "integer", priority=1),
         Column("TTFT", ".status.ttftSeconds", "number", priority=1),
+        Column("TTFT-Target", ".status.ttftTargetSeconds", "number", priority=1),
         Column("ITL", ".status.itlSeconds", "number", priority=1),
-        Column("Scaling", ".spec.scaling.mode"),
+        Column("ITL-Target", ".status.itlTargetSeconds", "number", priority=1),
+        Column("Fault", _condition("Degraded", "reason"), priority=1),
         Column("Cluster", ".spec.cluster", priority=1),
         AGE,
     ),

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from deploy.api.checked import Checked, Rule, bounded
 
-MODEL_MOUNT = "/models"
-"""Where a claim's files lie in every pod."""
+CLAIMS_FOLDER = "/claims"
+"""Where claims lie in every pod, each in a folder of its name."""
+FORMER_CLAIM_FOLDER = "/models"
+"""Where the one claim lay in pods of former releases; a tokenizer may still be named so."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,11 @@ class ClaimSource(Checked):
     claim_name: str = bounded(max_size=253)
     path: str | None = bounded(None, max_size=1024, pattern=r"^[^/.][^/]*(/[^/.][^/]*)*$")
     """The model's folder in it, relative; None: the claim's root."""
+
+    @property
+    def folder(self) -> str:
+        """Where the claim lies in every pod."""
+        return f"{CLAIMS_FOLDER}/{self.claim_name}"
 
 
 @dataclass(frozen=True)

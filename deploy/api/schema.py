@@ -77,7 +77,7 @@ def _type_schema(kind: Any, bounds: Bounds) -> dict[str, Any]:
         return {"type": "array", "items": _bounded(arguments[0], Bounds())}
     if bounds.partial_of is not None:
         return _all_optional(schema_of(bounds.partial_of))
-    if bounds.is_object:
+    if bounds.is_pod_template:
         return {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     if _is_mapping(kind):
         return {"type": "object", "additionalProperties": _bounded(arguments[1], Bounds())}

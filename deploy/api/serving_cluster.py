@@ -73,7 +73,7 @@ class RouterSpec(Checked):
     """Where given, a GRPCRoute or Ingress leads this name to the routers."""
     gateway: str | None = bounded(None, max_size=253)
     """The Gateway that the GRPCRoute hangs on, `name` or `namespace/name`; None: an Ingress."""
-    template: Mapping[str, Any] = bounded(dict, is_object=True)
+    template: Mapping[str, Any] = bounded(dict, is_pod_template=True)
     """A PodTemplateSpec that is merged over the operator's own."""
 
     rules = (
@@ -120,7 +120,7 @@ class RaySpec(Checked):
     """A Secret whose key `auth_token` Ray's processes share; None: the operator makes one."""
     gcs_fault_tolerance: GcsFaultTolerance | None = None
     """None: losing the head's pod takes the pools down with it."""
-    head_template: Mapping[str, Any] = bounded(dict, is_object=True)
+    head_template: Mapping[str, Any] = bounded(dict, is_pod_template=True)
     """A PodTemplateSpec that is merged over the operator's own for the head."""
 
 
@@ -133,6 +133,22 @@ class Fabric(Checked):
     such as network.topology.nvidia.com/leaf."""
     required: bool = False
     """True: where no such node has room a pod waits; False: it goes elsewhere."""
+
+
+@dataclass(frozen=True)
+class SpotNotices(Checked):
+    """Who tells a worker's pod that its machine is called back: it drains then by itself, as it
+    does when it is deleted."""
+
+    cloud: Literal["aws", "gcp", "azure"]
+    """Whose metadata service is asked, from each worker's pod."""
+    address: str = bounded(
+        "http://169.254.169.254", max_size=256, pattern=r"^http://[0-9A-Za-z.:\[\]-]+$"
+    )
+    """The service's, as pods reach it."""
+    notice: str = bounded("30s", pattern=DURATION, max_size=32)
+    """What a notice leaves where it does not say when the machine ends: gcp's does not. What has
+    not ended by then is computed again elsewhere, whatever `drainTimeout` says."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +207,8 @@ class ServingClusterSpec(Checked):
     images: Images = field(default_factory=Images)
     ray: RaySpec = field(default_factory=RaySpec)
     fabric: Fabric = field(default_factory=Fabric)
+    spot_notices: SpotNotices | None = None
+    """None: nobody asks whether a machine is called back."""
     rollout: CohortRollout = field(default_factory=CohortRollout)
 
     rules = (

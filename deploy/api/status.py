@@ -85,6 +85,8 @@ class WorkerPoolStatus(Checked):
     revisions: tuple[PoolRevision, ...] = bounded((), max_size=64)
     rollout: PoolRollout | None = None
     draining: tuple[Draining, ...] = bounded((), max_size=1024)
+    draining_replicas: int = bounded(0, minimum=0)
+    """How many those are."""
     selector: str = bounded("", max_size=1024)
     """Labels of the pool's pods, for HorizontalPodAutoscalers."""
     queue: int = bounded(0, minimum=0)
@@ -110,8 +112,11 @@ class WorkerPoolStatus(Checked):
 
 @dataclass(frozen=True)
 class ServingClusterStatus(Checked):
+    model: str = bounded("", max_size=1024)
+    """What clients call it."""
     endpoints: Mapping[str, str] = field(default_factory=dict)
-    """Where what is served: `grpc` (grpcs:// before it: by TLS alone), `control`."""
+    """Where what is served: `grpc` (grpcs:// before it: by TLS alone), `control`, and `external`,
+    the name of `spec.router.hostname`, at the port of the Gateway or Ingress."""
     revision: str = bounded("", max_size=64)
     """What the spec asks for of weights, quantisation and block size, which pools must share to
     exchange KV: a cohort."""

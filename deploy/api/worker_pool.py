@@ -79,7 +79,7 @@ class PoolShape(Checked):
     parallelism: Parallelism = field(default_factory=Parallelism)
     engine: Mapping[str, Any] = bounded(dict, partial_of=EngineConfig)
     """Engine settings of this pool that differ from the cluster's."""
-    template: Mapping[str, Any] = bounded(dict, is_object=True)
+    template: Mapping[str, Any] = bounded(dict, is_pod_template=True)
     """A PodTemplateSpec that is merged over the operator's own: resources, node selection,
     tolerations, annotations, volumes, further containers."""
     drain_timeout: str = bounded("10m", pattern=DURATION, max_size=32)

@@ -12,6 +12,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
 from deploy.controller.connection import Connection
 from deploy.controller.controller import Controller, ControllerSettings
 from deploy.controller.kube import Kube
@@ -45,19 +47,31 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--pod-monitor-label", action="append", default=[], metavar="NAME=VALUE", type=_label
     )
+    parser.add_argument(
+        "--follow-nodes", action="store_true", help="move workers away from cordoned nodes"
+    )
     parser.add_argument("--health-port", type=int, default=8081, metavar="PORT")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
 
 
 def serve_health(controller: Controller, port: int) -> ThreadingHTTPServer:
-    """/healthz while the process lives, /readyz once its caches are complete."""
+    """/healthz while the process lives, /readyz once its caches are complete, /metrics."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self._tell_metrics()
+                return
             is_well = self.path == "/healthz" or (self.path == "/readyz" and controller.is_ready())
             self.send_response(HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE)
             self.end_headers()
+
+        def _tell_metrics(self) -> None:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", CONTENT_TYPE_LATEST)
+            self.end_headers()
+            self.wfile.write(generate_latest(controller.metrics.registry))
 
         def log_message(self, format: str, *args: object) -> None:
             """Probes are no news."""
@@ -91,6 +105,7 @@ def main() -> None:
         identity=f"{os.environ.get('POD_NAME') or socket.gethostname()}-{os.getpid()}",
         release=release,
         namespace=options.namespace,
+        follows_nodes=options.follow_nodes,
     )
     controller = Controller(Kube(connection, FIELD_MANAGER), settings)
     stopping = threading.Event()

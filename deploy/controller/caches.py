@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from deploy.controller.informer import Informer, InformerSettings
 from deploy.controller.kube import Kube
 from deploy.controller.manifests.common import CLUSTER_LABEL
-from deploy.controller.objects import Key, Object, Resource, Selection, key_of
+from deploy.controller.objects import EVERYTHING, Key, Object, Resource, Selection, key_of
 from deploy.controller.resources import (
     DEPLOYMENTS,
+    NODES,
     PODS,
     RAY_CLUSTERS,
     SERVING_CLUSTERS,
@@ -26,18 +27,32 @@ def cluster_keys(obj: Object) -> Iterable[Key]:
     return [Key(metadata["namespace"], name)] if name else []
 
 
+def _is_cordoned(node: Object) -> bool:
+    return bool(node.get("spec", {}).get("unschedulable"))
+
+
 @dataclass(frozen=True)
 class Caches:
-    """One informer for each kind; `labelled` ones carry the label of their ServingCluster."""
+    """One informer for each kind; `labelled` ones carry the label of their ServingCluster. Of
+    RayClusters it tells who touched one and when to look: what is in them is asked for itself."""
 
     clusters: Informer
     pools: Informer
     pods: Informer
     ray_clusters: Informer
     deployments: Informer
+    nodes: Informer | None = None
+    """None: nobody looks which are cordoned."""
 
     @classmethod
-    def of(cls, kube: Kube, namespace: str | None, settings: InformerSettings) -> Caches:
+    def of(
+        cls,
+        kube: Kube,
+        namespace: str | None,
+        settings: InformerSettings,
+        *,
+        follows_nodes: bool = False,
+    ) -> Caches:
         """`namespace`: None follows all of them."""
         everything = Selection(namespace=namespace)
         labelled = Selection(namespace=namespace, labels=CLUSTER_LABEL)
@@ -45,8 +60,9 @@ class Caches:
             clusters=Informer(kube, SERVING_CLUSTERS, everything, settings),
             pools=Informer(kube, WORKER_POOLS, everything, settings),
             pods=Informer(kube, PODS, labelled, settings),
-            ray_clusters=Informer(kube, RAY_CLUSTERS, labelled, settings),
+            ray_clusters=Informer(kube, RAY_CLUSTERS, labelled, settings, is_of_others=True),
             deployments=Informer(kube, DEPLOYMENTS, labelled, settings),
+            nodes=Informer(kube, NODES, EVERYTHING, settings) if follows_nodes else None,
         )
 
     def add_handler(self, handler: Callable[[Key], None]) -> None:
@@ -54,12 +70,15 @@ class Caches:
         self.clusters.add_handler(handler, lambda obj: (key_of(obj),))
         for informer in self._dependents:
             informer.add_handler(handler, cluster_keys)
+        if self.nodes is not None:
+            self.nodes.add_handler(handler, self._clusters_on)
 
     def start(self) -> None:
-        for informer in (self.clusters, *self._dependents):
+        for informer in self._all:
             informer.start()
 
     def wait_synced(self, timeout_s: float) -> bool:
+        """Nodes are not waited for: where they may not be read nothing else is wrong."""
         give_up_at = time.monotonic() + timeout_s
         return all(
             each.wait_synced(max(0.0, give_up_at - time.monotonic()))
@@ -68,13 +87,28 @@ class Caches:
 
     def stop(self) -> bool:
         """Every one of them, also where one does not end in time."""
-        ended = [informer.stop() for informer in (self.clusters, *self._dependents)]
+        ended = [informer.stop() for informer in self._all]
         return all(ended)
 
     def of_cluster(self, informer: Informer, cluster: Key) -> list[Object]:
         """Of one ServingCluster, by name."""
         found = informer.snapshot()
         return [found[key] for key in sorted(found) if cluster in cluster_keys(found[key])]
+
+    @property
+    def cordoned_nodes(self) -> frozenset[str]:
+        """Names, as far as they are known."""
+        nodes = {} if self.nodes is None else self.nodes.snapshot()
+        return frozenset(key.name for key, node in nodes.items() if _is_cordoned(node))
+
+    def _clusters_on(self, node: Object) -> Iterable[Key]:
+        """Those with pods on a node that is, or was, cordoned. What else happens to nodes, time and
+        again, concerns none."""
+        if not _is_cordoned(node):
+            return ()
+        name = node["metadata"]["name"]
+        pods = (p for p in self.pods.snapshot().values() if p["spec"].get("nodeName") == name)
+        return dict.fromkeys(key for pod in pods for key in cluster_keys(pod))
 
     @property
     def of_written(self) -> Mapping[Resource, Informer]:
@@ -84,6 +118,11 @@ class Caches:
             RAY_CLUSTERS: self.ray_clusters,
             DEPLOYMENTS: self.deployments,
         }
+
+    @property
+    def _all(self) -> tuple[Informer, ...]:
+        nodes = () if self.nodes is None else (self.nodes,)
+        return self.clusters, *self._dependents, *nodes
 
     @property
     def _dependents(self) -> tuple[Informer, ...]:

@@ -16,11 +16,19 @@ from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING
 from deploy.controller.drains import held_by, is_overdue
 from deploy.controller.event_series import EventType
 from deploy.controller.objects import Key, Object, key_of
-from deploy.controller.observed import Place, PlaceState
+from deploy.controller.observed import Place
 from deploy.controller.view import ClusterView, PoolView
 
 _ROUTINE = frozenset(
-    {"AsWanted", "Changing", "Draining", "InvalidSpec", "Starting", "SupervisorSilent"}
+    {
+        "AsWanted",
+        "Changing",
+        "Draining",
+        "InvalidSpec",
+        "KubeRayMissing",
+        "Starting",
+        "SupervisorSilent",
+    }
 )
 """Reasons of Progressing that other events tell better, or that come and go."""
 _WRITERS = {"kube-controller-manager": "a HorizontalPodAutoscaler"}
@@ -132,15 +140,14 @@ def pool_seen(
 
 
 def drains_of(
-    pool: WorkerPoolSpec, places: Sequence[Place], before: Mapping[str, Drain], now_s: float
+    pool: WorkerPoolSpec, draining: Sequence[Place], before: Mapping[str, Drain], now_s: float
 ) -> dict[str, Drain]:
     """`before`: at the last look; `now_s`: by any clock that never goes back."""
     drains = {}
-    for place in places:
-        if place.state is PlaceState.DRAINING:
-            then = before.get(place.worker_id)
-            since_s = now_s if then is None else then.since_s
-            drains[place.worker_id] = Drain(place, since_s, is_overdue(pool, now_s - since_s))
+    for place in draining:
+        then = before.get(place.worker_id)
+        since_s = now_s if then is None else then.since_s
+        drains[place.worker_id] = Drain(place, since_s, is_overdue(pool, now_s - since_s))
     return drains
 
 
@@ -165,6 +172,18 @@ def _written(obj: Object) -> Written | None:
         return None
     at, manager = max(owners)
     return Written(manager, at)
+
+
+def exposure(view: ClusterView) -> Happening | None:
+    """What hangs on Ray's head that need not, where workers may be on other nodes than it."""
+    num_workers = sum(pool.replicas for pool in view.pools.values())
+    if view.spec.ray.gcs_fault_tolerance is not None or num_workers < 2:
+        return None
+    message = (
+        f"the loss of Ray's head would start all {num_workers} workers anew: "
+        "spec.ray.gcsFaultTolerance names no Redis that keeps its state"
+    )
+    return _warning("HeadUnprotected", message)
 
 
 def pool_happenings(before: PoolSeen, after: PoolSeen, own_manager: str) -> list[Happening]:
@@ -217,6 +236,8 @@ def _drain_happenings(before: Mapping[str, Drain], after: Mapping[str, Drain]) -
 @dataclass
 class _Seen:
     conditions: Conditions
+    is_exposed: bool
+    """See `exposure`; no news of a cluster that an operator before this one has looked at."""
     pools: Mapping[str, PoolSeen] = field(default_factory=dict)
     """By the WorkerPools' uids."""
 
@@ -233,7 +254,7 @@ class ClusterEvents:
     def look_at(self, cluster: Object) -> None:
         """At its conditions, also where its spec cannot be read."""
         now = conditions_of(cluster)
-        seen = self._seen.setdefault(key_of(cluster), _Seen(now))
+        seen = self._seen.setdefault(key_of(cluster), _Seen(now, is_exposed=bool(now)))
         self._tell(cluster, condition_happenings(seen.conditions, now))
         seen.conditions = now
 
@@ -246,12 +267,16 @@ class ClusterEvents:
             uid = pool.obj["metadata"]["uid"]
             before = seen.pools.get(uid)
             drains: Mapping[str, Drain] = {} if before is None else before.drains
-            if pool.fleet is not None and view.is_settled:
-                drains = drains_of(pool.spec, pool.fleet.places, drains, now_s)
+            if pool.fleet is not None and view.heard.is_settled:
+                drains = drains_of(pool.spec, pool.draining, drains, now_s)
             pools[uid] = after = pool_seen(pool, drains, plans.get(name), before)
             if before is not None:
                 self._tell(pool.obj, pool_happenings(before, after, self._own_manager))
         seen.pools = pools
+        exposed = exposure(view)
+        if exposed is not None and not seen.is_exposed:
+            self._tell(view.obj, [exposed])
+        seen.is_exposed = exposed is not None
 
     def forget(self, cluster: Key) -> None:
         self._seen.pop(cluster, None)

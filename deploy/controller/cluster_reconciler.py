@@ -2,6 +2,7 @@
 any line, by another one goes on.
 
 1. Read the spec; one that cannot be read is told in a condition, and nothing of it is touched.
+   Neither is anything while KubeRay's kind is not served.
 2. WorkerPools (see `pools`), and what there is of their revisions (see `view`).
 3. How many workers each revision is to have, and which share of requests each cohort (see
    `rolling`).
@@ -32,13 +33,17 @@ from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches, cluster_keys
 from deploy.controller.cluster_events import ClusterEvents
+from deploy.controller.cluster_status import Refusals
 from deploy.controller.cohort_figures import CohortFigures
 from deploy.controller.companions import Companions
+from deploy.controller.conditions import Verdict
 from deploy.controller.discovery import Discovery
 from deploy.controller.each import each
 from deploy.controller.errors import KubeError, NotFoundError
 from deploy.controller.finalizers import Finalizers
 from deploy.controller.fleet_watch import FleetWatch
+from deploy.controller.heads import remove_unfit
+from deploy.controller.hindrances import internal_error, invalid_spec, kuberay_missing
 from deploy.controller.kube import Kube
 from deploy.controller.manifests.cluster_yaml import cluster_config, config_map
 from deploy.controller.manifests.common import Object as Manifest
@@ -59,6 +64,7 @@ from deploy.controller.resources import (
     SERVICE_ACCOUNTS,
     SERVICES,
     SERVING_CLUSTERS,
+    WORKER_POOLS,
 )
 from deploy.controller.revisions import head_code
 from deploy.controller.rolling import Rolling, decide, group_size_of
@@ -112,6 +118,9 @@ class ClusterReconciler:
         owner = Owner(key.name, key.namespace, obj["metadata"]["uid"])
         try:
             spec = read_spec(ServingClusterSpec, obj)
+            if not self._caches.ray_clusters.is_served:
+                self._tell_kuberay_missing(obj)
+                return _LOOK_AGAIN_S
             self._finalizers.keep(SERVING_CLUSTERS, obj)
             self._fleets.follow(key, owner.control_address)
             pools, failed = self._pools.keep(obj, owner, spec)
@@ -122,9 +131,17 @@ class ClusterReconciler:
             context = self._context(view)
             groups = self._new_groups(view, context)
         except (ConfigError, ValueError) as error:
-            self._tell_invalid(obj, str(error))
+            log.warning("%s: %s", key, error)
+            self._hindered(obj, invalid_spec(obj, str(error)))
             return None
         return self._bring_nearer(view, context, groups, failed)
+
+    def tell_fault(self, key: Key, error: Exception) -> None:
+        """Of a reconcile that has raised what it never should; raises KubeError."""
+        obj = self._caches.clusters.get(key)
+        if obj is not None:
+            now = timestamp(self._now())
+            self._statuses.tell(SERVING_CLUSTERS, obj, internal_error(error), now)
 
     def _let_go(self, view: ClusterView) -> None:
         """Its pools have drained: what else belongs to it goes with it."""
@@ -138,14 +155,19 @@ class ClusterReconciler:
         self._applied.forget(key)
         self._events.forget(key)
 
-    def _tell_invalid(self, obj: Object, problem: str) -> None:
-        key = key_of(obj)
-        log.warning("%s: %s", key, problem)
+    def _hindered(self, obj: Object, verdicts: list[Verdict]) -> None:
+        """It can be brought no nearer: that is told, and one that is deleted is let go."""
         if "deletionTimestamp" in obj["metadata"]:
-            self._pools.release_orphans(key)  # each pod drains by itself when it goes
+            self._pools.release_orphans(key_of(obj))  # each pod drains by itself when it goes
             self._finalizers.drop(SERVING_CLUSTERS, obj)
             return
-        self._statuses.tell_invalid(obj, problem, timestamp(self._now()))
+        self._statuses.tell(SERVING_CLUSTERS, obj, verdicts, timestamp(self._now()))
+
+    def _tell_kuberay_missing(self, obj: Object) -> None:
+        verdicts, now = kuberay_missing(), timestamp(self._now())
+        for pool in self._caches.of_cluster(self._caches.pools, key_of(obj)):
+            self._statuses.tell(WORKER_POOLS, pool, verdicts, now)
+        self._hindered(obj, verdicts)
 
     # --- what is seen -----------------------------------------------------------------------------
 
@@ -154,15 +176,32 @@ class ClusterReconciler:
     ) -> ClusterView:
         """Raises ConfigError or ValueError for a pool that cannot be read."""
         key = key_of(obj)
+        specs = self._pool_specs(pools)
         ray = self._ray_cluster(key)
         groups = groups_in(ray)
-        pods = [Pod.of(pod) for pod in self._caches.of_cluster(self._caches.pods, key)]
-        fleet, is_settled = self._fleets.fleet(key), self._fleets.is_settled(key)
+        cordoned, seen = self._caches.cordoned_nodes, self._caches.pods
+        pods = [Pod.of(pod, cordoned) for pod in self._caches.of_cluster(seen, key)]
+        heard = self._fleets.heard(key)
         views = {
-            name: pool_view(obj, pool, read_spec(WorkerPoolSpec, pool), groups, pods, fleet)
+            name: pool_view(obj, pool, specs[name], groups, pods, heard.fleet)
             for name, pool in pools.items()
         }
-        return ClusterView(key, obj, owner, spec, views, fleet, is_settled, ray)
+        poolless = [pod for pod in pods if not pod.pool]
+        return ClusterView(key, obj, owner, spec, views, heard, ray, poolless)
+
+    def _pool_specs(self, pools: Mapping[str, Object]) -> dict[str, WorkerPoolSpec]:
+        """Each that cannot be read is told so, too. Raises ConfigError."""
+        specs, problems = {}, []
+        for name, pool in pools.items():
+            try:
+                specs[name] = read_spec(WorkerPoolSpec, pool)
+            except ConfigError as error:
+                problems.append(str(error))
+                told = invalid_spec(pool, str(error))
+                self._statuses.tell(WORKER_POOLS, pool, told, timestamp(self._now()))
+        if problems:
+            raise ConfigError("; ".join(problems))
+        return specs
 
     def _ray_cluster(self, key: Key) -> Object | None:
         """As it is, not as it was heard of last: revisions live in it, and one that was made a
@@ -193,7 +232,7 @@ class ClusterReconciler:
         }
 
     def _decide(self, view: ClusterView) -> Rolling:
-        progress, told = progress_in(view.obj), self._fleets.told(view.key)
+        progress, told = progress_in(view.obj), view.heard.told
         figures = (
             self._figures.take(view.key, progress, told)
             if progress is not None and told is not None
@@ -221,7 +260,7 @@ class ClusterReconciler:
             ),
             lambda: self._apply_ray(view, context, rolling, new_groups),
             lambda: refused.update(self._tell_supervisor(view, rolling)),
-            lambda: self._apply(DEPLOYMENTS, router_deployment(context)),
+            lambda: self._apply(DEPLOYMENTS, router_deployment(context, view.groups.values())),
             lambda: self._apply(SERVICES, router_service(view.owner, view.spec.router)),
             lambda: self._pools.release(view),
             lambda: self._pools.scale(view, plans),
@@ -231,9 +270,11 @@ class ClusterReconciler:
         failed += kept.refused
         now = timestamp(self._now())
         failed += self._statuses.tell_pools(view, rolling, plans, refused, now)
-        words = [*map(str, failed), *kept.unserved, *refused.values()]
+        refusals = Refusals([*map(str, failed)], [*refused.values()], kept.unserved)
         routers = self._caches.deployments.get(Key(view.key.namespace, view.owner.router_name))
-        failed += each([partial(self._statuses.tell_cluster, view, rolling, routers, words, now)])
+        failed += each(
+            [partial(self._statuses.tell_cluster, view, rolling, routers, refusals, now)]
+        )
         if failed:
             raise failed[0]
         return _LOOK_AGAIN_S
@@ -245,7 +286,8 @@ class ClusterReconciler:
         rolling: Rolling,
         new_groups: Mapping[str, Manifest],
     ) -> None:
-        """One apply tells KubeRay each group's size and which pods go."""
+        """One apply tells KubeRay each group's size and which pods go. A head that what it was told
+        before keeps from starting goes, too."""
         self._apply(SERVICE_ACCOUNTS, pods_account(view.owner))
         if view.spec.ray.token_secret_name is None:
             # Once: another token would lock out the pods that run.
@@ -253,12 +295,15 @@ class ClusterReconciler:
             self._applied.make(view.key, SECRETS, secret)
         groups = _unheard(view)
         for pool_name, pool in view.pools.items():
+            leaving = rolling.pools[pool_name].leaving
             for name, size in rolling.pools[pool_name].sizes.items():
                 group = pool.revisions[name].group or new_groups[name]
                 if _has_group(view, pool, name, size, rolling):
-                    groups.append(sized(group, group_size_of(view, pool, name, size)))
+                    groups.append(sized(group, group_size_of(view, pool, name, size, leaving)))
         groups.sort(key=lambda group: str(group["groupName"]))
         self._apply(RAY_CLUSTERS, ray_cluster(context, groups, view.ray_cluster))
+        pods = self._caches.of_cluster(self._caches.pods, view.key)
+        remove_unfit(self._kube, pods, context.head_hash)
 
     def _tell_supervisor(self, view: ClusterView, rolling: Rolling) -> Mapping[str, str]:
         """What it refused, by pool."""
@@ -273,7 +318,7 @@ class ClusterReconciler:
 
     def _plans(self, view: ClusterView) -> Mapping[str, PoolPlan]:
         """What the planner would have; nothing while the supervisor is silent."""
-        told = self._fleets.told(view.key)
+        told = view.heard.told
         if told is None or view.is_going:
             return {}
         pool_of = {name: each.revision.pool for name, each in view.revisions.items()}

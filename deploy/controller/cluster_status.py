@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from deploy.api.serving_cluster import RouterSpec
 from deploy.controller.cohort_rollout import Phase, Progress
 from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
+from deploy.controller.manifests.cluster_yaml import model_name
 from deploy.controller.manifests.common import ROUTER_PORT, Object
 from deploy.controller.objects import Object as Seen
-from deploy.controller.observed import PlaceState
 from deploy.controller.revisions import cohort_of
 from deploy.controller.rolling import Rolling
 from deploy.controller.rolling_status import progress_status
 from deploy.controller.view import ClusterView, PoolView
+from deploy.controller.waiting import head_waits, pool_waits, router_waits, with_waits
 
 _DOES = {
     Phase.GROWING: "gets workers for more",
@@ -21,49 +24,66 @@ _DOES = {
 }
 
 
+@dataclass(frozen=True)
+class Refusals:
+    """What of a cluster was not taken, in the words of who did not take it."""
+
+    by_api_server: Sequence[str] = ()
+    by_supervisor: Sequence[str] = ()
+    unserved: Sequence[str] = ()
+    """Kinds that the API server does not know."""
+
+
 def cluster_status(view: ClusterView, progress: Progress) -> Object:
     """Without conditions."""
     router = f"{view.owner.router_name}.{view.owner.namespace}.svc:{ROUTER_PORT}"
     if view.spec.router.tls is not None:
         router = f"grpcs://{router}"
     return {
-        "endpoints": {"grpc": router, "control": view.owner.control_address},
+        "model": model_name(view.spec),
+        "endpoints": {
+            "grpc": router,
+            "external": _external(view.spec.router),
+            "control": view.owner.control_address,
+        },
         "revision": cohort_of(view.obj["spec"]),
         "cohort": progress_status(progress),
-        "pools": {name: f"{num_live(pool)}/{pool.replicas}" for name, pool in view.pools.items()},
+        "pools": {name: f"{len(pool.live)}/{pool.replicas}" for name, pool in view.pools.items()},
     }
 
 
-def num_live(pool: PoolView) -> int:
-    places = pool.fleet.places if pool.fleet is not None else ()
-    return sum(place.state is PlaceState.LIVE for place in places)
+def _external(router: RouterSpec) -> str | None:
+    """Its port is that of whoever lets it in. None: nothing leads to the routers from outside."""
+    if router.hostname is None or router.tls is None:
+        return router.hostname
+    return f"grpcs://{router.hostname}"
 
 
 def cluster_verdicts(
-    view: ClusterView, rolling: Rolling, routers: Seen | None, refused: Sequence[str]
+    view: ClusterView, rolling: Rolling, routers: Seen | None, refusals: Refusals
 ) -> list[Verdict]:
     """Available: a prompt would be answered; Progressing: something is still to become as wanted;
-    Degraded: something has failed. `routers`: their Deployment; `refused`: what the API server or
-    the supervisor did not take."""
+    Degraded: something has failed. `routers`: their Deployment."""
     num_ready = 0 if routers is None else routers.get("status", {}).get("readyReplicas", 0)
     errors = [f"{name}: {p.fleet.last_error}" for name, p in view.pools.items()
               if p.fleet is not None and p.fleet.last_error]  # fmt: skip
-    late = [f"{name} {num_live(pool)}/{pool.replicas}" for name, pool in view.pools.items()
-            if num_live(pool) != pool.replicas]  # fmt: skip
+    routers_wait = router_waits(view, routers)
+    late = [_noted(f"{name} {len(pool.live)}/{pool.replicas}", pool_waits(view, pool))
+            for name, pool in view.pools.items() if len(pool.live) != pool.replicas]  # fmt: skip
     if num_ready < view.spec.router.replicas:
-        late.append(f"routers {num_ready}/{view.spec.router.replicas}")
+        late.append(_noted(f"routers {num_ready}/{view.spec.router.replicas}", routers_wait))
     return [
-        availability(view, num_ready),
+        availability(view, num_ready, routers_wait),
         _progressing(view, rolling, late),
-        _degraded(rolling.progress, refused, errors),
+        _degraded(rolling.progress, refusals, errors),
     ]
 
 
-def availability(view: ClusterView, num_routers_ready: int) -> Verdict:
-    """Whether a prompt would be answered."""
-    missing = _missing(view, num_routers_ready)
-    if missing:
-        return Verdict(AVAILABLE, False, "Missing", missing)
+def availability(view: ClusterView, num_routers_ready: int, routers_wait: str = "") -> Verdict:
+    """Whether a prompt would be answered. `routers_wait`: what their pods wait for."""
+    missing = _missing(view, num_routers_ready, routers_wait)
+    if missing is not None:
+        return missing
     if any(map(_is_stopped, view.pools.values())):
         stopped = "the planner has stopped pools: routers hold the next request until they are back"
         return Verdict(AVAILABLE, True, "Stopped", stopped)
@@ -75,18 +95,21 @@ def _progressing(view: ClusterView, rolling: Rolling, late: Sequence[str]) -> Ve
     progress = rolling.progress
     stopped = [name for name, pool in rolling.pools.items() if pool.is_stopped]
     if stopped and progress.phase in (Phase.SERVING, Phase.GROWING):
-        told = f"{', '.join(stopped)}: the new version does not get ready, older workers serve on"
+        names = ", ".join(_noted(name, pool_waits(view, view.pools[name])) for name in stopped)
+        told = f"{names}: the new version does not get ready, older workers serve on"
         return Verdict(PROGRESSING, False, "RolloutStopped", told)
     if progress.phase in _DOES:
         told = (
             f"{progress.weight}% of requests go to {progress.next}, which {_DOES[progress.phase]}"
         )
+        if view.fleet is not None and progress.next in view.fleet.unread_cohorts:
+            told += "; routers have yet to read its tokenizer: their logs say why"
         return Verdict(PROGRESSING, True, f"Cohort{progress.phase.value}", told)
     if progress.phase is Phase.RETURNED:
         told = f"{progress.next} was taken back: nothing is tried again until the spec changes"
         return Verdict(PROGRESSING, False, "CohortReturned", told)
     rolled = [
-        f"{name} {pool.updated.num_live} of {pool.replicas} updated"
+        _noted(f"{name} {pool.updated.num_live} of {pool.replicas} updated", pool_waits(view, pool))
         for name, pool in view.pools.items()
         if pool.others and pool.updated.num_live != pool.replicas
     ]
@@ -97,31 +120,50 @@ def _progressing(view: ClusterView, rolling: Rolling, late: Sequence[str]) -> Ve
     return Verdict(PROGRESSING, False, "AsWanted", "all workers and routers are there")
 
 
-def _degraded(progress: Progress, refused: Sequence[str], errors: Sequence[str]) -> Verdict:
-    if refused:
-        return Verdict(DEGRADED, True, "Refused", "; ".join(refused))
-    if progress.is_fault:
-        told = f"{progress.next} was taken back, {progress.serving} serves: {progress.reason}"
-        return Verdict(DEGRADED, True, "CohortTakenBack", told)
-    if errors:
-        return Verdict(DEGRADED, True, "StartFailed", "; ".join(errors))
-    return Verdict(DEGRADED, False, "Sound", "nothing has failed")
+def _degraded(progress: Progress, refusals: Refusals, errors: Sequence[str]) -> Verdict:
+    """The reason of what is worst; the message has all of it."""
+    taken_back = f"{progress.next} was taken back, {progress.serving} serves: {progress.reason}"
+    faults = {
+        "Refused": refusals.by_api_server,
+        "SupervisorRefused": [f"the supervisor: {each}" for each in refusals.by_supervisor],
+        "CohortTakenBack": [taken_back] if progress.is_fault else [],
+        "StartFailed": errors,
+        "NotServed": refusals.unserved,
+    }
+    found = {reason: "; ".join(told) for reason, told in faults.items() if told}
+    if not found:
+        return Verdict(DEGRADED, False, "Sound", "nothing has failed")
+    return Verdict(DEGRADED, True, next(iter(found)), "; ".join(found.values()))
 
 
-def _missing(view: ClusterView, num_routers_ready: int) -> str:
-    """What keeps a prompt from being answered; empty: nothing."""
+def _missing(view: ClusterView, num_routers_ready: int, routers_wait: str) -> Verdict | None:
+    """What keeps a prompt from being answered; None: nothing."""
     if view.fleet is None:
-        return "the supervisor does not answer"
+        silent = with_waits("the supervisor does not answer", head_waits(view))
+        return Verdict(AVAILABLE, False, "SupervisorSilent", silent)
     if not num_routers_ready:
-        return "no router is ready"
-    pools = view.pools.values()
-    roles = {pool.spec.role for pool in pools if num_live(pool) or _is_stopped(pool)}
-    if not roles & {"decode", "mixed"}:
-        return "no worker that decodes is live"
-    never_local = view.spec.router.settings.local_prefill == "never"
-    if never_local and not roles & {"prefill", "mixed"}:
-        return "no worker that prefills is live"
-    return ""
+        told = with_waits("no router is ready", routers_wait)
+        return Verdict(AVAILABLE, False, "NoRouterReady", told)
+    missing = _without_worker(view, "decode", "NoDecodeWorker", "no worker that decodes is live")
+    if missing is None and view.spec.router.settings.local_prefill == "never":
+        told = "no worker that prefills is live"
+        missing = _without_worker(view, "prefill", "NoPrefillWorker", told)
+    return missing
+
+
+def _without_worker(view: ClusterView, role: str, reason: str, told: str) -> Verdict | None:
+    """None: one of the role is live, or starts for the next request."""
+    pools = [pool for pool in view.pools.values() if pool.spec.role in (role, "mixed")]
+    if any(pool.live or _is_stopped(pool) for pool in pools):
+        return None
+    if not any(pool.replicas for pool in pools):
+        return Verdict(AVAILABLE, False, "ScaledToZero", f"{told}, and none is wanted: replicas 0")
+    waits = [_noted(pool.spec.pool, waits) for pool in pools if (waits := pool_waits(view, pool))]
+    return Verdict(AVAILABLE, False, reason, with_waits(told, ", ".join(waits)))
+
+
+def _noted(told: str, waits: str) -> str:
+    return f"{told} ({waits})" if waits else told
 
 
 def _is_stopped(pool: PoolView) -> bool:

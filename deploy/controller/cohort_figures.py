@@ -24,6 +24,7 @@ class _Tally:
 
     num_requests: float = 0.0
     num_failures: float = 0.0
+    num_abandoned: float = 0.0
     itl_sum: float = 0.0
     itl_weight: float = 0.0
 
@@ -31,6 +32,7 @@ class _Tally:
         num_requests = told.requests_per_s * duration_s
         self.num_requests += num_requests
         self.num_failures += told.failures_per_s * duration_s
+        self.num_abandoned += told.abandoned_per_s * duration_s
         if told.HasField("itl_s"):
             self.itl_sum += told.itl_s * max(num_requests, 1e-9)
             self.itl_weight += max(num_requests, 1e-9)
@@ -38,7 +40,7 @@ class _Tally:
     @property
     def figures(self) -> Figures:
         itl_s = self.itl_sum / self.itl_weight if self.itl_weight else None
-        return Figures(self.num_requests, self.num_failures, itl_s)
+        return Figures(self.num_requests, self.num_failures, itl_s, self.num_abandoned)
 
 
 @dataclass
@@ -52,17 +54,23 @@ class _Step:
     @property
     def serving(self) -> Figures:
         """Of the serving cohort. Once it has no requests any more, what failed is compared with
-        what it did before; how fast it was does not count: it had another load."""
+        what it did before; how fast it was does not count: it had another load, and so have its
+        last streams. Where that is not known, the few requests that it had left say nothing: no
+        others are to come."""
         here = self.tallies.get(self.progress.serving, _Tally()).figures
-        if here.num_requests >= MIN_REQUESTS or self.served_before is None:
+        if here.with_abandoned.num_requests >= MIN_REQUESTS:
             return here
-        return replace(self.served_before, itl_s=here.itl_s)
+        itl_s = None if self.progress.weight == 100 else here.itl_s
+        if self.served_before is not None:
+            return replace(self.served_before, itl_s=itl_s)
+        return Figures() if self.progress.weight == 100 else here
 
     def next(self, progress: Progress, heard_at_s: float) -> _Step:
         if progress.serving != self.progress.serving:
             return _Step(progress, heard_at_s, None)
         found = self.serving
-        return _Step(progress, heard_at_s, found if found.num_requests >= MIN_REQUESTS else None)
+        is_enough = found.with_abandoned.num_requests >= MIN_REQUESTS
+        return _Step(progress, heard_at_s, found if is_enough else None)
 
 
 class CohortFigures:

@@ -3,6 +3,10 @@
 What clients bring about, and routers could not leave out, both cohorts have alike: which requests a
 cohort gets is drawn by their ids. So a rate of failures says nothing by itself, and neither does a
 difference that chance alone may make.
+
+Requests that their clients gave up on, after these had stood still for far too long, are failures
+beside those of the serving cohort only: with nothing to compare them with it may be the clients, or
+a load that is too much for any version.
 """
 
 from __future__ import annotations
@@ -30,6 +34,14 @@ class Figures:
     """Those that are not their clients' fault."""
     itl_s: float | None = None
     """None: no gap between tokens was seen."""
+    num_abandoned: float = 0.0
+    """Beside `num_requests`: those that stood still for so long that their clients ended them."""
+
+    @property
+    def with_abandoned(self) -> Figures:
+        """As failures."""
+        lost = self.num_abandoned
+        return Figures(self.num_requests + lost, self.num_failures + lost, self.itl_s)
 
     @property
     def failed_percent(self) -> float:
@@ -44,8 +56,15 @@ class Failures(StrEnum):
     MANY = "many"
 
 
+def compared(new: Figures, serving: Figures) -> tuple[Figures, Figures]:
+    """With what both lost by their clients' patience, where there is anything of `serving`."""
+    beside = serving.with_abandoned
+    return (new.with_abandoned, beside) if round(beside.num_requests) else (new, serving)
+
+
 def failures(new: Figures, serving: Figures, rollout: CohortRollout) -> Failures:
     """Of `new`, beside those of `serving`: none, where nothing was seen of it."""
+    new, serving = compared(new, serving)
     if new.failed_percent - serving.failed_percent <= rollout.max_error_percent:
         return Failures.FEW
     if new.num_requests < MIN_REQUESTS:
@@ -55,8 +74,16 @@ def failures(new: Figures, serving: Figures, rollout: CohortRollout) -> Failures
     return Failures.IN_DOUBT if serving.num_requests < MIN_REQUESTS else Failures.FEW
 
 
+def is_in_doubt(new: Figures, serving: Figures, rollout: CohortRollout) -> bool:
+    """Whether something looks wrong, of which more has to be seen."""
+    if failures(new, serving, rollout) is Failures.IN_DOUBT:
+        return True
+    return new.num_requests < MIN_REQUESTS and bool(slowness(new, serving, rollout))
+
+
 def slowness(new: Figures, serving: Figures, rollout: CohortRollout) -> str:
-    """What to say of tokens that come too slowly; empty: they do not."""
+    """What to say of tokens that come too slowly; empty: they do not. The first requests of a
+    version, whose workers are cold, may be slow: it is one of ten requests at least."""
     if new.itl_s is None or not serving.itl_s:
         return ""
     if new.itl_s <= rollout.max_itl_factor * serving.itl_s:

@@ -1,7 +1,7 @@
 """How a change of weights, quantisation or block size goes over: prefill and decode together. Pure.
 
 1. Growing: the new cohort's pools get the workers that the next step's share of requests needs,
-   beside all that serve; they are waited for.
+   beside all that serve; they are waited for, and so are routers that have yet to read its text.
 2. Watching: that share goes to it, the old cohort shrinks to what the rest needs, and what becomes
    of both's requests is watched for as long as the step lasts, and longer where so few of the new
    one's were seen that those which failed may be chance. Then the next step.
@@ -21,7 +21,15 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from deploy.api.serving_cluster import CohortRollout
-from deploy.controller.cohort_judgement import Failures, Figures, failures, slowness
+from deploy.controller.cohort_judgement import (
+    MIN_REQUESTS,
+    Failures,
+    Figures,
+    compared,
+    failures,
+    is_in_doubt,
+    slowness,
+)
 
 
 class Phase(StrEnum):
@@ -64,6 +72,8 @@ class Seen:
     pools: Sequence[CohortPool]
     figures: Mapping[str, Figures] | None = field(default_factory=dict)
     """By cohort; None: nothing was measured of this step yet."""
+    unread: frozenset[str] = frozenset()
+    """Cohorts to which some router sends nothing: it has not read their text."""
 
     def has_live(self, cohort: str) -> bool:
         return any(pool.num_live.get(cohort, 0) for pool in self.pools)
@@ -147,7 +157,7 @@ def advance(
         if fault := _fault(progress, rollout, seen):
             back = replace(progress, phase=Phase.RETURNING, reason=fault, is_fault=True)
             return replace(back, weight=0, since=None)
-        if failures(*seen.both(progress), rollout) is Failures.IN_DOUBT:
+        if is_in_doubt(*seen.both(progress), rollout):
             return progress
     return _forward(progress, rollout, seen, step_s, now)
 
@@ -172,6 +182,8 @@ def _grown(
     is_alone = not seen.has_live(progress.serving)
     weight = next_weight(progress, rollout, is_alone=is_alone)
     if not seen.is_sized(progress.next, weight):
+        return progress
+    if progress.next in seen.unread and not is_alone:  # a share of requests that nobody sends
         return progress
     return replace(progress, phase=Phase.WATCHING, weight=weight, since=now)
 
@@ -203,9 +215,11 @@ def _fault(progress: Progress, rollout: CohortRollout, seen: Seen) -> str:
     """Why the new cohort is not fit; empty: it is, as far as is known."""
     new, serving = seen.both(progress)
     if failures(new, serving, rollout) is not Failures.MANY:
-        return slowness(new, serving, rollout)
+        return slowness(new, serving, rollout) if new.num_requests >= MIN_REQUESTS else ""
+    hung = " or stood still until their clients gave up" if new.num_abandoned else ""
+    new, serving = compared(new, serving)
     return (
-        f"{new.failed_percent:.1f}% of its requests failed at a share of {progress.weight}%, "
+        f"{new.failed_percent:.1f}% of its requests failed{hung} at a share of {progress.weight}%, "
         f"{serving.failed_percent:.1f}% of the old one's: maxErrorPercent is "
         f"{rollout.max_error_percent:g}"
     )

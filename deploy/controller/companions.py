@@ -16,7 +16,12 @@ from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.monitors import pod_monitor
 from deploy.controller.manifests.network_policy import head_policy, router_policy, worker_policy
-from deploy.controller.manifests.pod_disruption_budgets import pool_budget, router_budget
+from deploy.controller.manifests.pod_disruption_budgets import (
+    BudgetKind,
+    pool_budget,
+    router_budget,
+)
+from deploy.controller.manifests.ray_cluster import listens_at_worker_port
 from deploy.controller.manifests.router_access import router_certificate
 from deploy.controller.manifests.routes import grpc_route, ingress
 from deploy.controller.objects import Key, Resource, key_of
@@ -31,6 +36,7 @@ from deploy.controller.resources import (
 from deploy.controller.view import ClusterView, PoolView
 
 _NAMED_NAMESPACES_SINCE = (1, 21)
+_UNREADY_PODS_GO_SINCE = (1, 27)
 
 
 @dataclass(frozen=True)
@@ -51,16 +57,20 @@ class Kept:
 
 
 def companions(
-    view: ClusterView, release: Release, budgets: Resource, operator_namespace: str | None
+    view: ClusterView, release: Release, budgets: BudgetKind, operator_namespace: str | None
 ) -> list[Companion]:
-    """`budgets`: the version to write; `operator_namespace`: None where namespaces do not carry
-    their names as a label."""
+    """`operator_namespace`: None where namespaces do not carry their names as a label."""
     owner = view.owner
-    policies = (head_policy(owner, operator_namespace), worker_policy(owner), router_policy(owner))
+    has_worker_port = all(map(listens_at_worker_port, view.groups.values()))
+    policies = (
+        head_policy(owner, operator_namespace),
+        worker_policy(owner, has_worker_port=has_worker_port),
+        router_policy(owner),
+    )
     pools = [_pool_budget(owner, name, pool, budgets) for name, pool in view.pools.items()]
     return [
         *(_wanted(NETWORK_POLICIES, policy) for policy in policies),
-        *(_wanted(budgets, budget) for budget in (router_budget(owner, budgets), *pools)),
+        *(_wanted(budgets.resource, budget) for budget in (router_budget(owner, budgets), *pools)),
         *_ways_in(owner, view.spec.router),
         _certificate(owner, view.spec.router),
         _monitor(owner, release),
@@ -71,7 +81,7 @@ def _wanted(resource: Resource, manifest: Manifest) -> Companion:
     return Companion(resource, key_of(manifest), manifest)
 
 
-def _pool_budget(owner: Owner, name: str, pool: PoolView, budgets: Resource) -> Manifest:
+def _pool_budget(owner: Owner, name: str, pool: PoolView, budgets: BudgetKind) -> Manifest:
     """Pods that are more than the pool's size stay until they have drained."""
     num_ready = sum(pod.is_ready and not pod.is_going for pod in pool.pods)
     num_expected = max(pool.replicas, num_ready)
@@ -128,8 +138,9 @@ class Companions:
         else:
             self._applied.remove(view.key, wanted.resource, wanted.key, view.owner.uid)
 
-    def _budgets(self) -> Resource:
-        return next((each for each in BUDGETS if self._discovery.serves(each)), BUDGETS[0])
+    def _budgets(self) -> BudgetKind:
+        newest = next((each for each in BUDGETS if self._discovery.serves(each)), BUDGETS[0])
+        return BudgetKind(newest, self._discovery.version >= _UNREADY_PODS_GO_SINCE)
 
     def _operator_namespace(self) -> str | None:
         if self._discovery.version < _NAMED_NAMESPACES_SINCE:

@@ -24,7 +24,8 @@ class Verdict:
 
 
 def conditions(verdicts: Sequence[Verdict], seen: Seen, now: str) -> list[Object]:
-    """As `.status.conditions`; `seen`: the object with those it has; `now`: RFC 3339."""
+    """As `.status.conditions`; `seen`: the object with those it has, of which those that nobody
+    judges now stay as they were; `now`: RFC 3339."""
     before = {each["type"]: each for each in seen.get("status", {}).get("conditions", ())}
     generation = seen["metadata"].get("generation", 0)
     told = []
@@ -41,4 +42,5 @@ def conditions(verdicts: Sequence[Verdict], seen: Seen, now: str) -> list[Object
                 "observedGeneration": generation,
             }
         )
-    return told
+    judged = {verdict.type for verdict in verdicts}
+    return told + [dict(each) for kind, each in before.items() if kind not in judged]

@@ -23,6 +23,7 @@ from deploy.controller.informer import InformerSettings
 from deploy.controller.kube import Kube
 from deploy.controller.manifests.common import Release
 from deploy.controller.objects import Key
+from deploy.controller.operator_metrics import OperatorMetrics, Seen
 from deploy.controller.workers import Workers
 from deploy.controller.workqueue import WorkQueue
 
@@ -43,6 +44,8 @@ class ControllerSettings:
     num_workers: int = 4
     """ServingClusters that are reconciled at once."""
     informers: InformerSettings = field(default_factory=InformerSettings)
+    follows_nodes: bool = False
+    """Workers on cordoned nodes leave them."""
 
 
 class Controller:
@@ -51,7 +54,9 @@ class Controller:
     def __init__(self, kube: Kube, settings: ControllerSettings) -> None:
         self._settings = settings
         self._elector = Elector(kube, settings.lease, settings.identity)
-        self._caches = Caches.of(kube, settings.namespace, settings.informers)
+        self._caches = Caches.of(
+            kube, settings.namespace, settings.informers, follows_nodes=settings.follows_nodes
+        )
         self._caches.add_handler(self._tell)
         self._fleets = FleetWatch(self._tell)
         self._recorder = EventRecorder(kube, kube.field_manager)
@@ -62,6 +67,7 @@ class Controller:
             ClusterEvents(self._recorder.record, kube.field_manager),
             settings.release,
         )
+        self.metrics = self._told()
         self._lock = threading.Lock()
         self._queue: WorkQueue[Key] | None = None
         self._workers: Workers[Key] | None = None
@@ -86,6 +92,16 @@ class Controller:
     def is_leading(self) -> bool:
         return self._elector.is_leading()
 
+    def _told(self) -> OperatorMetrics:
+        """To Prometheus."""
+        clusters, pools = self._caches.clusters.snapshot, self._caches.pools.snapshot
+        resources = {"ServingCluster": clusters, "WorkerPool": pools}
+        return OperatorMetrics(Seen(self._elector.is_leading, self._num_waiting, resources))
+
+    def _num_waiting(self) -> int:
+        with self._lock:
+            return 0 if self._queue is None else len(self._queue)
+
     def _tell(self, cluster: Key) -> None:
         with self._lock:
             if self._queue is not None:
@@ -94,7 +110,13 @@ class Controller:
     def _begin(self) -> None:
         log.info("%s leads", self._settings.identity)
         queue: WorkQueue[Key] = WorkQueue()
-        workers = Workers(queue, self._reconcile, self._settings.num_workers, "cluster")
+        workers = Workers(
+            queue,
+            self.metrics.counted(self._reconcile),
+            self._settings.num_workers,
+            "cluster",
+            self._reconciler.tell_fault,
+        )
         with self._lock:
             self._queue, self._workers = queue, workers
         for key in self._caches.clusters.snapshot():

@@ -10,14 +10,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count, islice
 
 from baton.control_client import ControlClient
 from baton.errors import BatonError, DeadlineError
 from baton.seen_by_clients import NOTHING_SEEN, seen_by_clients
 from baton.v1 import control_pb2
 from deploy.controller.objects import Key
-from deploy.controller.observed import Fleet, FleetPool, Place, PlaceState
+from deploy.controller.observed import (
+    NOTHING_HEARD,
+    Fleet,
+    FleetPool,
+    Heard,
+    Place,
+    PlaceState,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +47,12 @@ def fleet_of(told: control_pb2.WatchFleetResponse) -> Fleet:
         workers = [w for w in told.workers if w.info.pool == pool.name and w.state in _STATES]
         places = {worker.info.ref.worker_id: _place(worker) for worker in workers}
         starting = {place.worker_id: place.pod_name for place in pool.places}
-        wanted = {f"{pool.name}-{index}": "" for index in range(pool.desired_replicas)}
+        wanted = dict.fromkeys(_to_come(pool), "")
         for worker_id, pod in sorted((wanted | starting).items()):
             state = PlaceState.STARTING if pod else PlaceState.PENDING
             places.setdefault(worker_id, Place(worker_id, pod, state))
+        for worker_id, standing in _standings(pool).items():
+            places[worker_id] = replace(places[worker_id], told_standing=standing)
         pools[pool.name] = FleetPool(
             pool.desired_replicas,
             tuple(places.values()),
@@ -52,7 +62,25 @@ def fleet_of(told: control_pb2.WatchFleetResponse) -> Fleet:
             pool.cohort_weight,
             seen.get(pool.name, NOTHING_SEEN),
         )
-    return Fleet(pools, any(router.num_held for router in told.routers))
+    return Fleet(
+        pools,
+        any(router.num_held for router in told.routers),
+        frozenset(cohort for router in told.routers for cohort in router.unread_cohorts),
+    )
+
+
+def _standings(pool: control_pb2.PoolStatus) -> dict[str, int]:
+    """Of the places that stay."""
+    told = [place for place in pool.places if place.HasField("standing")]
+    return {place.worker_id: place.standing for place in told}
+
+
+def _to_come(pool: control_pb2.PoolStatus) -> list[str]:
+    """The places of its size that the supervisor may not have opened yet."""
+    staying = _standings(pool)
+    numbered = (f"{pool.name}-{index}" for index in count())
+    free = (worker_id for worker_id in numbered if worker_id not in staying)
+    return list(islice(free, max(0, pool.desired_replicas - len(staying))))
 
 
 def _place(worker: control_pb2.FleetWorker) -> Place:
@@ -76,10 +104,7 @@ class _Followed:
     thread: threading.Thread
     stopping: threading.Event
     client: ControlClient
-    fleet: Fleet | None = None
-    told: control_pb2.WatchFleetResponse | None = None
-    """What `fleet` was made of."""
-    heard_at_s: float = 0.0
+    heard: Heard = NOTHING_HEARD
     known_since_s: float = 0.0
     """Since when it has spoken without a break."""
 
@@ -122,28 +147,14 @@ class FleetWatch:
             followed.stopping.set()
             followed.client.close()
 
-    def fleet(self, cluster: Key) -> Fleet | None:
-        """None while nothing is known: the supervisor is silent or not there yet."""
+    def heard(self, cluster: Key) -> Heard:
         with self._lock:
             followed = self._followed.get(cluster)
-            return None if followed is None else followed.fleet
-
-    def told(self, cluster: Key) -> tuple[control_pb2.WatchFleetResponse, float] | None:
-        """The supervisor's newest answer and when it came; None as for `fleet`."""
-        with self._lock:
-            followed = self._followed.get(cluster)
-            if followed is None or followed.fleet is None or followed.told is None:
-                return None
-            return followed.told, followed.heard_at_s
-
-    def is_settled(self, cluster: Key) -> bool:
-        """Whether it has spoken for so long that all of its workers have registered: one that has
-        just started knows of none."""
-        with self._lock:
-            followed = self._followed.get(cluster)
-            if followed is None or followed.fleet is None:
-                return False
-            return time.monotonic() - followed.known_since_s >= _SETTLED_AFTER_S
+        if followed is None:
+            return NOTHING_HEARD
+        heard, spoken_s = followed.heard, time.monotonic() - followed.known_since_s
+        is_settled = heard.fleet is not None and spoken_s >= _SETTLED_AFTER_S
+        return replace(heard, is_settled=is_settled)
 
     def client(self, cluster: Key) -> ControlClient | None:
         with self._lock:
@@ -157,7 +168,7 @@ class FleetWatch:
     def _run(self, cluster: Key, followed: _Followed) -> None:
         while not followed.stopping.is_set():
             if not self._follow(cluster, followed):
-                self._know(cluster, followed, None)
+                self._know(cluster, followed, Heard(is_certain=True))
                 followed.stopping.wait(_RETRY_S)
 
     def _follow(self, cluster: Key, followed: _Followed) -> bool:
@@ -165,31 +176,33 @@ class FleetWatch:
         speaks = False
         try:
             for told in followed.client.watch_fleet(_WINDOW_S):
-                followed.told, followed.heard_at_s = told, time.monotonic()
-                self._know(cluster, followed, fleet_of(told))
+                newest = (told, time.monotonic())
+                self._know(cluster, followed, Heard(fleet_of(told), newest, is_certain=True))
                 speaks = True
         except DeadlineError:
             return speaks
         except BatonError as error:
-            if followed.fleet is not None:
+            if followed.heard.fleet is not None:
                 log.warning("%s: the supervisor is lost: %s", cluster, error)
         except ValueError:  # gRPC's word for a channel that was closed
             if not followed.stopping.is_set():
                 raise
         return False
 
-    def _know(self, cluster: Key, followed: _Followed, fleet: Fleet | None) -> None:
-        before, followed.fleet = followed.fleet, fleet
-        if before is None:
+    def _know(self, cluster: Key, followed: _Followed, heard: Heard) -> None:
+        before = followed.heard
+        if before.fleet is None:
             followed.known_since_s = time.monotonic()
-        if _decisive(before) != _decisive(fleet) and not followed.stopping.is_set():
+        followed.heard = heard
+        if _decisive(before) != _decisive(heard) and not followed.stopping.is_set():
             self._on_change(cluster)
 
 
-def _decisive(fleet: Fleet | None) -> object:
+def _decisive(heard: Heard) -> object:
     """What is acted on; figures change with every answer and can wait for the next look."""
+    fleet = heard.fleet
     if fleet is None:
-        return None
+        return heard.is_certain
     pools = {
         name: (
             pool.desired_replicas,

@@ -9,6 +9,8 @@
    was set back; no permission): wait, then list again. What was deleted meanwhile is missing from
    the list, and so it is noticed.
 5. Every `resync_s` handlers hear of every key, whether or not anything happened.
+6. A kind of others' that the server does not serve, or serves no more, has no objects: that is all
+   there is to know of it, until a list finds it served.
 
 Handlers hear keys only, on the informer's thread, and must not block: they add to a work queue. Who
 reconciles a key reads its newest state from here, however many changes led to it.
@@ -26,8 +28,8 @@ from dataclasses import dataclass, field
 
 from deploy.controller.backoff import Backoff
 from deploy.controller.cache import Cache, Change
-from deploy.controller.errors import KubeError, StatusError, UnreachableError
-from deploy.controller.kube import Kube
+from deploy.controller.errors import KubeError, NotFoundError, StatusError, UnreachableError
+from deploy.controller.kube import Kube, Listing
 from deploy.controller.objects import (
     EVERYTHING,
     Key,
@@ -60,6 +62,7 @@ class InformerSettings:
 
 
 _USUAL = InformerSettings()
+_NOTHING = Listing((), "")
 
 
 class Informer:
@@ -71,9 +74,13 @@ class Informer:
         resource: Resource,
         selection: Selection = EVERYTHING,
         settings: InformerSettings = _USUAL,
+        *,
+        is_of_others: bool = False,
     ) -> None:
+        """`is_of_others`: a kind that somebody else installs, before or after us, or never."""
         self._kube, self._resource, self._selection = kube, resource, selection
-        self._settings = settings
+        self._settings, self._is_of_others = settings, is_of_others
+        self._is_served = True
         self._rng = random.Random()
         self._cache = Cache()
         self._handlers: list[tuple[Handler, KeysOf]] = []
@@ -114,6 +121,11 @@ class Informer:
     def wait_synced(self, timeout_s: float) -> bool:
         return self._synced.wait(timeout_s)
 
+    @property
+    def is_served(self) -> bool:
+        """Whether the server knew the kind when it was listed last; of others' kinds alone."""
+        return self._is_served
+
     def get(self, key: Key) -> Object | None:
         """Frozen (see `frozen`), and so are those of `snapshot`."""
         return self._cache.get(key)
@@ -137,15 +149,28 @@ class Informer:
         """List where need be, then watch for one window."""
         self._tell_all()
         if self._version is None:
-            listing = self._kube.list(self._resource, self._selection)
-            self._untold.extend(self._cache.replace(listing))
-            self._version = listing.resource_version
+            self._version = self._list()
         elif time.monotonic() >= self._resync_at:
             self._untold.extend(Change(None, obj) for obj in self._cache.snapshot().values())
             self._resync_at = time.monotonic() + self._settings.resync_s
         self._tell_all()
         self._synced.set()
         self._watch(self._version)
+
+    def _list(self) -> str:
+        """The resourceVersion to watch from."""
+        try:
+            listing = self._kube.list(self._resource, self._selection)
+        except NotFoundError:
+            if self._is_of_others:
+                self._is_served = False
+                self._untold.extend(self._cache.replace(_NOTHING))
+                self._tell_all()
+                self._synced.set()
+            raise
+        self._is_served = True
+        self._untold.extend(self._cache.replace(listing))
+        return listing.resource_version
 
     def _watch(self, version: str) -> None:
         began_at = time.monotonic()

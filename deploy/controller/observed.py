@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from baton.seen_by_clients import NOTHING_SEEN, SeenByClients
-from deploy.controller.manifests.common import POOL_LABEL
+from baton.v1 import control_pb2
+from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
 from deploy.controller.manifests.pods import REVISION_LABEL
 from deploy.controller.objects import Object
+from deploy.controller.pod_waits import waits_for
+
+_UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
 
 
 class PlaceState(Enum):
@@ -32,9 +36,16 @@ class Pod:
     revision: str
     """By its name; a pool of its own to the supervisor."""
     created_at: str
+    waits_for: str = ""
+    """Why it does not run; empty: it does, or tells of nothing."""
+    component: str = ""
+    """What it is of the cluster: head, worker or router."""
+    is_cordoned: bool = False
+    """Its node takes no pods any more."""
 
     @classmethod
-    def of(cls, obj: Object) -> Pod:
+    def of(cls, obj: Object, cordoned: Collection[str] = ()) -> Pod:
+        """`cordoned`: names of nodes."""
         metadata, status = obj["metadata"], obj.get("status", {})
         labels = metadata.get("labels", {})
         conditions = {each["type"]: each["status"] for each in status.get("conditions", ())}
@@ -45,7 +56,20 @@ class Pod:
             is_going="deletionTimestamp" in metadata,
             revision=labels.get(REVISION_LABEL, ""),
             created_at=metadata.get("creationTimestamp", ""),
+            waits_for=waits_for(obj),
+            component=labels.get(COMPONENT_LABEL, ""),
+            is_cordoned=_has_to_leave(obj.get("spec", {}), cordoned),
         )
+
+
+def _has_to_leave(spec: Object, cordoned: Collection[str]) -> bool:
+    """Its node is cordoned, and it does not tolerate that: another would come to the same node."""
+    return spec.get("nodeName") in cordoned and not any(
+        each.get("key") in (None, "", _UNSCHEDULABLE)
+        and each.get("effect") in (None, "", "NoSchedule")
+        and not each.get("value")
+        for each in spec.get("tolerations") or ()
+    )
 
 
 @dataclass(frozen=True)
@@ -60,10 +84,14 @@ class Place:
     num_waiting: int = 0
     kv_use: float = 0.0
     """Share of its KV blocks that are in use."""
+    told_standing: int | None = None
 
     @property
-    def index(self) -> int:
-        """Among its pool's places, from 0."""
+    def standing(self) -> int:
+        """Those of the greatest leave first when the pool gets smaller. A supervisor that tells of
+        none lets the highest go."""
+        if self.told_standing is not None:
+            return self.told_standing
         return int(self.worker_id.rpartition("-")[2])
 
 
@@ -81,6 +109,9 @@ class FleetPool:
     """Of new requests; the cohort's share is this by the sum over all."""
     seen: SeenByClients = NOTHING_SEEN
 
+    def of_state(self, state: PlaceState) -> list[Place]:
+        return [place for place in self.places if place.state is state]
+
 
 @dataclass(frozen=True)
 class Fleet:
@@ -89,3 +120,24 @@ class Fleet:
     pools: Mapping[str, FleetPool]
     holds_requests: bool = False
     """Whether routers hold some for pools that are at zero."""
+    unread_cohorts: frozenset[str] = frozenset()
+    """To which some router sends nothing: it has not read their text."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a cluster's supervisor has said, at one moment."""
+
+    fleet: Fleet | None = None
+    """None while nothing is known: the supervisor is silent or not there yet."""
+    told: tuple[control_pb2.WatchFleetResponse, float] | None = None
+    """The answer that `fleet` was made of, and when it came: seconds of any one clock."""
+    is_settled: bool = False
+    """It has spoken for so long that all of its workers have registered: one that has just started
+    knows of none."""
+    is_certain: bool = False
+    """It has spoken, or has been silent when it was asked: who has just begun to listen can tell
+    neither."""
+
+
+NOTHING_HEARD = Heard()

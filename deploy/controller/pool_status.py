@@ -9,10 +9,11 @@ from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
 from deploy.controller.drains import held_by, is_overdue
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, Object
-from deploy.controller.observed import FleetPool, Place, PlaceState
+from deploy.controller.observed import FleetPool, Place
 from deploy.controller.rolling import PoolRolling
 from deploy.controller.rolling_status import watch_status
 from deploy.controller.view import PoolView
+from deploy.controller.waiting import with_waits
 
 
 def pool_status(view: PoolView, rolling: PoolRolling, targets: PlannerConfig, now: str) -> Object:
@@ -20,17 +21,18 @@ def pool_status(view: PoolView, rolling: PoolRolling, targets: PlannerConfig, no
     for those that drained before."""
     spec, pool = view.spec, view.fleet
     places = pool.places if pool is not None else ()
-    ready = [place for place in places if place.state is PlaceState.LIVE]
+    draining = _draining(view, now)
     return {
         "replicas": len([pod for pod in view.pods if not pod.is_going]),
-        "readyReplicas": len(ready),
+        "readyReplicas": len(view.live),
         "updatedReplicas": view.updated.num_live,
         "revisions": _revisions(view),
         "rollout": watch_status(rolling.watch),
-        "draining": _draining(view, now),
+        "draining": draining,
+        "drainingReplicas": len(draining),
         "selector": f"{CLUSTER_LABEL}={spec.cluster},{POOL_LABEL}={spec.pool}",
         "queue": sum(place.num_waiting for place in places),
-        "kvUsePercent": round(100 * max((place.kv_use for place in ready), default=0.0)),
+        "kvUsePercent": round(100 * max((place.kv_use for place in view.live), default=0.0)),
         "lastError": (pool.last_error or None) if pool is not None else None,
         "ttftSeconds": _seconds(pool.seen.ttft_s) if pool is not None else None,
         "ttftTargetSeconds": targets.ttft_target_s if spec.role != "decode" else None,
@@ -64,9 +66,7 @@ def _draining(view: PoolView, now: str) -> list[Object]:
         return list(before)
     since = {each["worker"]: each.get("since", now) for each in before}
     return [
-        _drain(view.spec, place, since.get(place.worker_id, now), now)
-        for place in view.fleet.places
-        if place.state is PlaceState.DRAINING
+        _drain(view.spec, place, since.get(place.worker_id, now), now) for place in view.draining
     ]
 
 
@@ -80,29 +80,33 @@ def _drain(pool: WorkerPoolSpec, place: Place, since: str, now: str) -> Object:
     return drain
 
 
-def pool_verdicts(view: PoolView, rolling: PoolRolling, refused: str) -> list[Verdict]:
+def pool_verdicts(
+    view: PoolView, rolling: PoolRolling, refused: str, waits: str = ""
+) -> list[Verdict]:
     """Available, Progressing and Degraded, each with a reason. `refused`: what the supervisor did
-    not take of the pool; empty: nothing."""
+    not take of the pool; `waits`: what its pods wait for; both empty: nothing."""
     spec, pool = view.spec, view.fleet
     if pool is None:
-        silent = "the supervisor does not answer; workers that run go on"
+        silent = with_waits("the supervisor does not answer; workers that run go on", waits)
         return [
             Verdict(AVAILABLE, False, "SupervisorSilent", silent),
             Verdict(PROGRESSING, True, "SupervisorSilent", silent),
             _degraded(pool, refused),
         ]
-    num_live = sum(place.state is PlaceState.LIVE for place in pool.places)
-    num_draining = sum(place.state is PlaceState.DRAINING for place in pool.places)
+    num_live, num_draining = len(view.live), len(view.draining)
     told = f"{num_live} of {spec.replicas} workers live"
+    late = waits if num_live < spec.replicas else ""
     has_enough = num_live >= min(spec.replicas, max(1, spec.min_replicas))
     return [
-        Verdict(AVAILABLE, has_enough, "Live" if has_enough else "TooFewLive", told),
-        _rolled(view, rolling) or _progressing(spec, num_live, num_draining, told),
+        Verdict(
+            AVAILABLE, has_enough, "Live" if has_enough else "TooFewLive", with_waits(told, late)
+        ),
+        _rolled(view, rolling, waits) or _progressing(spec, num_live, num_draining, told, late),
         _degraded(pool, refused),
     ]
 
 
-def _rolled(view: PoolView, rolling: PoolRolling) -> Verdict | None:
+def _rolled(view: PoolView, rolling: PoolRolling, waits: str) -> Verdict | None:
     """None: every worker is of the newest version, or kept at an older one by the partition."""
     num_updated, num_old = view.updated.num_live, sum(each.size for each in view.others)
     if not num_old:
@@ -114,16 +118,17 @@ def _rolled(view: PoolView, rolling: PoolRolling) -> Verdict | None:
     if rolling.is_stopped:
         why = f"{told}, and no more in {view.spec.rollout.ready_timeout}: older workers serve on"
         error = view.updated.fleet.last_error if view.updated.fleet is not None else ""
-        return Verdict(PROGRESSING, False, "RolloutStopped", f"{why}; {error}" if error else why)
+        why = with_waits(with_waits(why, error), waits)
+        return Verdict(PROGRESSING, False, "RolloutStopped", why)
     kept = min(view.spec.rollout.partition, view.replicas)
     if num_old == kept and num_updated == view.replicas - kept:
         return Verdict(PROGRESSING, False, "Partitioned", f"{told}, the partition keeps {kept}")
-    return Verdict(PROGRESSING, True, "RollingOut", told)
+    return Verdict(PROGRESSING, True, "RollingOut", with_waits(told, waits))
 
 
 def _degraded(pool: FleetPool | None, refused: str) -> Verdict:
     if refused:
-        return Verdict(DEGRADED, True, "Refused", f"the supervisor: {refused}")
+        return Verdict(DEGRADED, True, "SupervisorRefused", f"the supervisor: {refused}")
     if pool is None:
         return Verdict(DEGRADED, False, "SupervisorSilent", "the supervisor does not answer")
     if pool.last_error:
@@ -131,9 +136,12 @@ def _degraded(pool: FleetPool | None, refused: str) -> Verdict:
     return Verdict(DEGRADED, False, "Sound", "nothing has failed")
 
 
-def _progressing(spec: WorkerPoolSpec, num_live: int, num_draining: int, told: str) -> Verdict:
+def _progressing(
+    spec: WorkerPoolSpec, num_live: int, num_draining: int, told: str, waits: str
+) -> Verdict:
     if num_draining:
-        return Verdict(PROGRESSING, True, "Draining", f"{told}, {num_draining} drain")
+        drains = with_waits(f"{told}, {num_draining} drain", waits)
+        return Verdict(PROGRESSING, True, "Draining", drains)
     if num_live < spec.replicas:
-        return Verdict(PROGRESSING, True, "Starting", told)
+        return Verdict(PROGRESSING, True, "Starting", with_waits(told, waits))
     return Verdict(PROGRESSING, False, "AsWanted", told)

@@ -34,6 +34,8 @@ _OF_WORKERS = (
     ("hub", "tokenSecretName"),
 )
 """Of a ServingCluster's spec: what its worker pods or their processes are told."""
+_OF_WORKER_PODS = (*_OF_WORKERS, ("spotNotices",))
+"""And what runs beside Ray there alone."""
 _OF_HEAD = (
     *_OF_WORKERS,
     ("supervisor",),
@@ -74,7 +76,7 @@ def revision_of(cluster: Mapping[str, Any], name: str, pool: WorkerPoolSpec) -> 
     said = {
         "offline": is_offline or None,
         "cohort": cohort,
-        "cluster": _picked(cluster, _OF_WORKERS),
+        "cluster": _picked(cluster, _OF_WORKER_PODS),
         "role": pool.role,
         "tensor": pool.parallelism.tensor,
         "engine": pool.engine,

@@ -19,6 +19,7 @@ from deploy.controller.cohort_rollout import (
     cohort_size,
     weights,
 )
+from deploy.controller.cordoned import NOBODY_LEAVES, Leaving, leaving
 from deploy.controller.group_size import group_size
 from deploy.controller.manifests.cluster_yaml import seconds
 from deploy.controller.manifests.ray_cluster import GroupSize
@@ -39,6 +40,8 @@ class PoolRolling:
     """The newest revision does not get ready: what is older serves on."""
     is_taken_back: bool = False
     """The newest revision's cohort was not fit to serve."""
+    leaving: Leaving = NOBODY_LEAVES
+    """Pods on cordoned nodes."""
 
 
 @dataclass(frozen=True)
@@ -69,30 +72,33 @@ def decide(
     wanted = cohort_of(view.obj["spec"])
     seen = _seen(view, figures, progress)
     progress = progress or Progress(_serving_most(view, wanted))
-    if view.fleet is not None and view.is_settled and not view.is_going:
+    if view.heard.is_settled and not view.is_going:
         step_s = seconds(view.spec.rollout.step)
         progress = advance(progress, view.spec.rollout, wanted, seen, step_s, now)
     is_alone = not seen.has_live(progress.serving)
     pools = {}
     for name, pool in view.pools.items():
         watch = watches.get(name, ReadyWatch(pool.target))
-        if view.fleet is not None and view.is_settled:
+        if view.heard.is_settled:
             watch = watch.look(pool.updated.state, now)
         share = _Share(progress, view.spec.rollout, is_alone)
         pools[name] = _pool(view, pool, share, watch, now)
     return Rolling(pools, progress, weights(progress))
 
 
-def group_size_of(view: ClusterView, pool: PoolView, name: str, size: int) -> GroupSize:
+def group_size_of(
+    view: ClusterView, pool: PoolView, name: str, size: int, leaving: Leaving = NOBODY_LEAVES
+) -> GroupSize:
     """Of a revision's worker group. A pool that is being deleted waits for no supervisor: its pods
     drain by themselves."""
     revision = pool.revisions[name]
     if pool.is_going and pool.fleet is None:
         return GroupSize(0, tuple(sorted(pod.name for pod in revision.pods)))
-    if view.fleet is None or not view.is_settled:
+    if not view.heard.is_settled:
         return group_size(size, revision.pods, None)
     unknown = FleetPool(size, ())  # it runs nothing that it does not know
-    return group_size(size, revision.pods, revision.fleet or unknown)
+    wanted = size - leaving.replaced.get(name, 0)
+    return group_size(wanted, revision.pods, revision.fleet or unknown, leaving.pods)
 
 
 @dataclass(frozen=True)
@@ -124,11 +130,27 @@ def _pool(
             kept.add(target)
         holds = is_stopped and target == pool.target
         sizes |= next_sizes(replicas, pool.spec.rollout, target, own, is_stopped=holds)
-    if (pool.fleet is None or not view.is_settled) and _is_rolled(states, pool.target):
+    if (pool.fleet is None or not view.heard.is_settled) and _is_rolled(states, pool.target):
         # Nothing tells what runs where: all stays. A pool that goes drains by itself.
         sizes = {name: 0 if pool.is_going else state.size for name, state in states.items()}
     is_taken_back = share.has_returned(cohorts[pool.target])
-    return PoolRolling(sizes, frozenset(kept), watch, is_stopped, is_taken_back)
+    gone = _leaving(view, pool)
+    sizes[pool.target] += gone.surge
+    return PoolRolling(sizes, frozenset(kept), watch, is_stopped, is_taken_back, gone)
+
+
+def _leaving(view: ClusterView, pool: PoolView) -> Leaving:
+    """While nothing tells what runs where nobody leaves."""
+    if pool.fleet is None or not view.heard.is_settled or pool.is_going:
+        return NOBODY_LEAVES
+    states = {name: revision.state for name, revision in pool.revisions.items()}
+    return leaving(
+        pool.pods,
+        pool.fleet.places,
+        floor=pool.replicas - pool.spec.rollout.max_unavailable,
+        max_surge=0 if _is_rolled(states, pool.target) else pool.spec.rollout.max_surge,
+        surged=pool.updated.size - pool.replicas,
+    )
 
 
 def _is_rolled(states: Mapping[str, RevisionState], target: str) -> bool:
@@ -164,4 +186,5 @@ def _seen(
         if progress is not None and progress.serving not in live:
             live[progress.serving] = pool.replicas  # it is newer than that cohort: none is missed
         pools.append(CohortPool(pool.replicas, live))
-    return Seen(pools, figures)
+    unread = frozenset[str]() if view.fleet is None else view.fleet.unread_cohorts
+    return Seen(pools, figures, unread)

@@ -2,7 +2,7 @@
 off at any step comes to the same end by asking again.
 
 The new revision grows as far as the surge lets it; a worker of it counts once it is live, then one
-of an old revision may go. Where a revision shrinks, its highest places do. What never happens:
+of an old revision may go: first those that do not serve. What never happens:
 
 - a decision leaves fewer live workers than `replicas - maxUnavailable`, or takes one of fewer;
 - a revision grows while pods, those that still drain included, are `replicas + maxSurge` or more;
@@ -24,9 +24,9 @@ class RevisionState:
 
     name: str
     size: int
-    """Workers that it is to have now: those of the places below."""
+    """Workers that it is to have now: those whose standing is less."""
     live: frozenset[int] = frozenset()
-    """Places whose worker serves."""
+    """Standings, from 0, of the workers that serve: the greatest leave first."""
     present: int = 0
     """Pods or workers that there are, whichever are more: those that start or drain included."""
 
@@ -36,7 +36,7 @@ class RevisionState:
 
     def live_within(self, size: int) -> int:
         """Of its live workers those that stay when it has `size` places."""
-        return sum(index < size for index in self.live)
+        return sum(standing < size for standing in self.live)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from cluster.planner.planner import PoolPlan
-from deploy.controller.cluster_status import cluster_status, cluster_verdicts
-from deploy.controller.conditions import DEGRADED, PROGRESSING, Verdict, conditions
+from deploy.controller.cluster_status import Refusals, cluster_status, cluster_verdicts
+from deploy.controller.conditions import Verdict, conditions
 from deploy.controller.each import each
 from deploy.controller.errors import KubeError, NotFoundError
 from deploy.controller.kube import Kube
@@ -19,6 +19,7 @@ from deploy.controller.pool_status import pool_status, pool_verdicts
 from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
 from deploy.controller.rolling import Rolling
 from deploy.controller.view import ClusterView
+from deploy.controller.waiting import pool_waits
 
 
 class Statuses:
@@ -33,7 +34,10 @@ class Statuses:
         refused: Mapping[str, str],
         now: str,
     ) -> list[KubeError]:
-        """What failed of it. `refused`: by the supervisor, by pool."""
+        """What failed of it. `refused`: by the supervisor, by pool. Who has just begun to listen
+        to the supervisor leaves what the last operator told."""
+        if not view.heard.is_certain:
+            return []
 
         def tell(name: str) -> None:
             pool, plan, decided = view.pools[name], plans.get(name), rolling.pools[name]
@@ -41,7 +45,8 @@ class Statuses:
                 "desiredReplicas": None if plan is None else plan.desired_replicas,
                 "desiredReason": None if plan is None else plan.reason,
             }
-            verdicts = pool_verdicts(pool, decided, refused.get(name, ""))
+            waits = pool_waits(view, pool)
+            verdicts = pool_verdicts(pool, decided, refused.get(name, ""), waits)
             self._tell(WORKER_POOLS, pool.obj, status, verdicts, now)
 
         return each(partial(tell, name) for name in view.pools)
@@ -51,20 +56,19 @@ class Statuses:
         view: ClusterView,
         rolling: Rolling,
         routers: Object | None,
-        refused: Sequence[str],
+        refusals: Refusals,
         now: str,
     ) -> None:
-        """`routers`: their Deployment."""
-        verdicts = cluster_verdicts(view, rolling, routers, refused)
+        """`routers`: their Deployment. What is not known yet is not told."""
+        if not view.heard.is_certain:
+            return
+        verdicts = cluster_verdicts(view, rolling, routers, refusals)
         status = cluster_status(view, rolling.progress)
         self._tell(SERVING_CLUSTERS, view.obj, status, verdicts, now)
 
-    def tell_invalid(self, cluster: Object, problem: str, now: str) -> None:
-        verdicts = [
-            Verdict(DEGRADED, True, "InvalidSpec", problem),
-            Verdict(PROGRESSING, False, "InvalidSpec", "waits for a spec that can be read"),
-        ]
-        self._tell(SERVING_CLUSTERS, cluster, {}, verdicts, now)
+    def tell(self, resource: Resource, obj: Object, verdicts: list[Verdict], now: str) -> None:
+        """Of an object that was not looked at as a whole; raises KubeError."""
+        self._tell(resource, obj, {}, verdicts, now)
 
     def _tell(
         self, resource: Resource, obj: Object, status: Manifest, verdicts: list[Verdict], now: str

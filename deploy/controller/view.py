@@ -12,7 +12,7 @@ from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.common import Owner
 from deploy.controller.manifests.ray_cluster import revision_in
 from deploy.controller.objects import Key, Object
-from deploy.controller.observed import Fleet, FleetPool, PlaceState, Pod
+from deploy.controller.observed import Fleet, FleetPool, Heard, Place, PlaceState, Pod
 from deploy.controller.revisions import Revision, revision_of
 from deploy.controller.rollout import RevisionState
 
@@ -38,9 +38,8 @@ class RevisionView:
 
     @property
     def live(self) -> frozenset[int]:
-        """Places whose workers serve."""
-        places = () if self.fleet is None else self.fleet.places
-        return frozenset(place.index for place in places if place.state is PlaceState.LIVE)
+        """Standings of the places whose workers serve."""
+        return frozenset(place.standing for place in _places(self.fleet, PlaceState.LIVE))
 
     @property
     def num_live(self) -> int:
@@ -73,6 +72,15 @@ class PoolView:
     """By name; that of the spec always among them."""
     target: str = ""
     """The revision that the spec asks for."""
+
+    @property
+    def live(self) -> Sequence[Place]:
+        """Those whose workers serve."""
+        return _places(self.fleet, PlaceState.LIVE)
+
+    @property
+    def draining(self) -> Sequence[Place]:
+        return _places(self.fleet, PlaceState.DRAINING)
 
     @property
     def is_going(self) -> bool:
@@ -112,10 +120,14 @@ class ClusterView:
     owner: Owner
     spec: ServingClusterSpec
     pools: Mapping[str, PoolView]
-    fleet: Fleet | None
-    is_settled: bool
-    """Whether the supervisor has spoken for long enough that all of its workers have registered."""
+    heard: Heard
     ray_cluster: Object | None = None
+    poolless_pods: Sequence[Pod] = ()
+    """The head's and the routers'."""
+
+    @property
+    def fleet(self) -> Fleet | None:
+        return self.heard.fleet
 
     @property
     def groups(self) -> dict[str, Object]:
@@ -134,6 +146,11 @@ class ClusterView:
     def revisions(self) -> dict[str, RevisionView]:
         """Of all pools, by name."""
         return {name: each for pool in self.pools.values() for name, each in pool.revisions.items()}
+
+
+def _places(fleet: FleetPool | None, state: PlaceState) -> Sequence[Place]:
+    """None while the supervisor is silent, or does not know the pool."""
+    return () if fleet is None else fleet.of_state(state)
 
 
 def groups_in(ray_cluster: Object | None) -> dict[str, Object]:

@@ -18,16 +18,27 @@ K = TypeVar("K", bound=Hashable)
 Reconcile = Callable[[K], float | None]
 """Brings the key's object one step nearer to what is wanted; answers in how many seconds to look
 again without being told, None: when told. What it raises brings the key back, later and later."""
+TellFault = Callable[[K, Exception], None]
+"""Hears what a reconcile has raised that it never should, before the key may be taken again."""
+
+
+def _tell_nobody(key: object, error: Exception) -> None:
+    """The log has it."""
 
 
 class Workers(Generic[K]):
     """Own `num_workers` threads on one queue."""
 
     def __init__(
-        self, queue: WorkQueue[K], reconcile: Reconcile[K], num_workers: int, name: str
+        self,
+        queue: WorkQueue[K],
+        reconcile: Reconcile[K],
+        num_workers: int,
+        name: str,
+        tell_fault: TellFault[K] = _tell_nobody,
     ) -> None:
         self._queue = queue
-        self._reconcile = reconcile
+        self._reconcile, self._tell_fault = reconcile, tell_fault
         self._name = name
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
@@ -54,8 +65,19 @@ class Workers(Generic[K]):
                 wanted_s = error.retry_after_s if isinstance(error, StatusError) else None
                 delay_s = self._queue.failed(key, wanted_s or 0.0)
                 log.warning("%s: %s: %s: again in %.1f s", self._name, key, error, delay_s)
-            except Exception:
+            except Exception as error:
+                log.exception("%s: %s failed", self._name, key)
+                self._fault(key, error)
                 delay_s = self._queue.failed(key)
-                log.exception("%s: %s failed: again in %.1f s", self._name, key, delay_s)
+                log.warning("%s: %s: again in %.1f s", self._name, key, delay_s)
             else:
                 self._queue.succeeded(key, again_after_s)
+
+    def _fault(self, key: K, error: Exception) -> None:
+        """Whatever becomes of telling it: no worker ends of that."""
+        try:
+            self._tell_fault(key, error)
+        except KubeError as refusal:
+            log.warning("%s: %s: its failure is not told: %s", self._name, key, refusal)
+        except Exception:
+            log.exception("%s: %s: its failure is not told", self._name, key)

@@ -39,7 +39,8 @@ def dockerfile(role: str) -> str:
 @pytest.mark.parametrize("role", ROLES)
 def test_an_image_is_built_in_one_stage_and_runs_as_nobody_in_another(role: str) -> None:
     text = dockerfile(role)
-    assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == ["python:${PYTHON}"] * 2
+    of_ucx = ["nvidia/cuda:${CUDA}"] * (role == "worker")
+    assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == [*of_ucx, *["python:${PYTHON}"] * 2]
     assert re.findall(r"^ARG PYTHON=\d+\.\d+-slim-\w+$", text, re.MULTILINE)
     assert re.findall(r"^USER (\S+)", text, re.MULTILINE) == ["1000:1000"]
     assert f"'.[{EXTRAS[role]}]'" in text
@@ -85,6 +86,25 @@ def test_what_a_workers_pod_has_more_is_named_once() -> None:
     assert any(each.startswith("ray[default]") for each in extras["pods"])
     assert "baton-serve[worker,s3]" in extras["pods"]
     assert "ray[" not in dockerfile("worker")
+
+
+def test_a_workers_own_ucx_has_cuda_and_rdma_and_is_that_of_the_wheel() -> None:
+    """The preset gpu-rdma takes it: neither Debian's package nor the wheel has both."""
+    text = dockerfile("worker")
+    built = text.partition("FROM python:")[0]
+    for option in ("--with-cuda", "--with-verbs", "--with-mlx5", "--with-rdmacm", "--enable-mt"):
+        assert option in built
+    assert "sha256sum --check --strict" in built
+    (cuda,) = re.findall(r"^ARG CUDA=(\S+)$", text, re.MULTILINE)
+    assert re.fullmatch(r"13\.0\.3-devel-\w+\.\d+@sha256:[0-9a-f]{64}", cuda)
+    (version,) = re.findall(r"^ARG UCX_VERSION=(\S+)$", built, re.MULTILINE)
+    assert f"libucx-cu12=={version}" in PROJECT["optional-dependencies"]["worker"]
+    final = text.rpartition("FROM python:")[2]
+    assert "COPY --from=ucx /ucx/usr/local/lib/ /usr/local/lib/" in final
+    assert final.index("COPY --from=ucx") < final.index("ldconfig")
+    assert "libucx0" not in final
+    preset = yaml.safe_load((CHART / "presets" / "gpu-rdma.yaml").read_text())
+    assert preset["transfer"] == {"ucxLibrary": "system"}
 
 
 def test_chart_and_images_are_of_one_version() -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from baton.config import ClusterConfig, ControlConfig, PoolConfig
-from deploy.api.model_source import MODEL_MOUNT, ModelSource
+from deploy.api.model_source import FORMER_CLAIM_FOLDER, ModelSource
 from deploy.api.naming import snake_keys
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import MAX_REPLICAS, PoolShape, WorkerPoolSpec
@@ -34,11 +34,20 @@ def seconds(duration: str) -> float:
 def model_path(model: ModelSource) -> str:
     """What workers and routers read the model from: a folder in the pod, or a name on the hub."""
     if model.claim is not None:
-        return f"{MODEL_MOUNT}/{model.claim.path or ''}".rstrip("/")
+        return f"{model.claim.folder}/{model.claim.path or ''}".rstrip("/")
     if model.uri is not None:
         return f"{WEIGHTS_FOLDER}/{hashlib.sha256(model.uri.encode()).hexdigest()[:16]}"
     assert model.name is not None
     return model.name
+
+
+def tokenizer_path(spec: ServingClusterSpec) -> str | None:
+    """What routers read the tokenizer from, where it is not with the model: as `model_path`."""
+    claim, named = spec.model.claim, spec.tokenizer
+    if claim is None or named is None:
+        return named
+    is_within = f"{named}/".startswith(f"{FORMER_CLAIM_FOLDER}/")
+    return claim.folder + named.removeprefix(FORMER_CLAIM_FOLDER) if is_within else named
 
 
 def model_name(spec: ServingClusterSpec) -> str:
@@ -64,7 +73,7 @@ def cluster_config(
     config = ClusterConfig(
         model=model_path(spec.model),
         model_revision=spec.model.revision,
-        tokenizer=spec.tokenizer,
+        tokenizer=tokenizer_path(spec),
         served_model_name=model_name(spec),
         log_level=spec.log_level,
         runs_on="pods",

@@ -8,19 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_KEYS = {
-    "containers": ("name",),
-    "initContainers": ("name",),
-    "volumes": ("name",),
-    "env": ("name",),
-    "volumeMounts": ("mountPath",),
-    "volumeDevices": ("devicePath",),
-    "imagePullSecrets": ("name",),
-    "hostAliases": ("ip",),
-    "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
-    "ports": ("containerPort", "protocol"),
-}
-_DEFAULTS = {"protocol": "TCP"}
+from deploy.api.pod_template import MERGE_DEFAULTS, MERGE_KEYS
+
 _RETAINING = frozenset({"volumes"})
 
 
@@ -31,7 +20,7 @@ def merged(own: Any, over: Any, key: str = "") -> Any:
                   for name, value in own.items()}  # fmt: skip
         result |= {name: value for name, value in over.items() if name not in own}
         return {name: value for name, value in result.items() if value is not None}
-    if key in _KEYS and isinstance(own, Sequence) and isinstance(over, Sequence):
+    if key in MERGE_KEYS and isinstance(own, Sequence) and isinstance(over, Sequence):
         return _merged_lists(own, over, key)
     return over
 
@@ -40,7 +29,7 @@ def _merged_lists(own: Sequence[Any], over: Sequence[Any], key: str) -> list[Any
     """What stands in `own` keeps its place; what is new comes after it."""
 
     def identity(item: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(item.get(name, _DEFAULTS.get(name)) for name in _KEYS[key])
+        return tuple(item.get(name, MERGE_DEFAULTS.get(name)) for name in MERGE_KEYS[key])
 
     theirs = {identity(item): item for item in over}
     result = []

@@ -1,4 +1,4 @@
-"""How a pod comes by the model's files: a claim, the hub, a folder that an init container fetches.
+"""How a pod comes by the model's files: a claim, or an init container that fetches them.
 
 Every pod has the volume `weights`, where what is fetched lies; a template that puts a folder of the
 node or a claim there has it outlive the pod, and shared by the node's pods.
@@ -6,12 +6,15 @@ node or a claim there has it outlive the pod, and shared by the node's pods.
 
 from __future__ import annotations
 
-from deploy.api.model_source import MODEL_MOUNT, ModelSource
+from baton.model_folder import is_hub_name
+from deploy.api.model_source import ModelSource
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.controller.manifests.cluster_yaml import model_path
 from deploy.controller.manifests.common import CONTAINER_SECURITY, WEIGHTS_FOLDER, Object, env
 
 WEIGHTS = "weights"
+MODEL_VOLUME = "model"
+"""The model's claim."""
 FETCH = "fetch-model"
 """The init container, for templates that add to it."""
 
@@ -32,29 +35,33 @@ def model_env(spec: ServingClusterSpec) -> list[Object]:
 
 
 def fetching(spec: ServingClusterSpec, image: str, *, text_only: bool) -> Object:
-    """The pod's init containers. `text_only`: without weights, for who only reads text."""
+    """The pod's init containers. `text_only`: without weights, for who only reads text, which of a
+    hub's model is so little that its reader fetches it."""
     model = spec.model
-    if model.uri is None:
+    if model.uri is not None:
+        fetch = ["baton.fetch", "--uri", model.uri, "--folder", model_path(model)]
+        fetch += ["--text-only"] if text_only else []
+        environment = [env("HOME", "/tmp")]
+    elif model.name is not None and is_hub_name(model.name) and not text_only:
+        fetch = ["baton.model_folder", "--name", model.name]
+        fetch += ["--revision", model.revision] if model.revision is not None else []
+        environment = model_env(spec)
+    else:
         return {}
-    secret = model.credentials_secret_name
     container: Object = {
         "name": FETCH,
         "image": image,
         "imagePullPolicy": spec.images.pull_policy,
-        "command": ["python", "-m", "baton.fetch"],
-        "args": [
-            *("--uri", model.uri),
-            *("--folder", model_path(model)),
-            *(["--text-only"] if text_only else []),
-        ],
-        "env": [env("HOME", "/tmp")],
+        "command": ["python", "-m", fetch[0]],
+        "args": fetch[1:],
+        "env": environment,
         "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [dict(_WEIGHTS_MOUNT)],
         "securityContext": dict(CONTAINER_SECURITY),
     }
-    if secret is not None:
-        container["envFrom"] = [{"secretRef": {"name": secret}}]
+    if model.credentials_secret_name is not None:
+        container["envFrom"] = [{"secretRef": {"name": model.credentials_secret_name}}]
     return {"initContainers": [container]}
 
 
@@ -62,7 +69,8 @@ def model_mounts(model: ModelSource) -> list[Object]:
     """Where the model's files lie, for who reads only its tokenizer, too."""
     mounts: list[Object] = [dict(_WEIGHTS_MOUNT)]
     if model.claim is not None:
-        mounts.append({"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True})
+        folder = model.claim.folder
+        mounts.append({"name": MODEL_VOLUME, "mountPath": folder, "readOnly": True})
     return mounts
 
 
@@ -70,5 +78,5 @@ def model_volumes(model: ModelSource) -> list[Object]:
     volumes: list[Object] = [{"name": WEIGHTS, "emptyDir": {}}]
     if model.claim is not None:
         claim = {"claimName": model.claim.claim_name, "readOnly": True}
-        volumes.append({"name": "model", "persistentVolumeClaim": claim})
+        volumes.append({"name": MODEL_VOLUME, "persistentVolumeClaim": claim})
     return volumes

@@ -3,13 +3,15 @@ open: hubs, object stores, Redis.
 
 | to | port | from |
 | --- | --- | --- |
-| head, workers | every one: Ray, UCX, the workers' own | head, workers and routers of the cluster |
-| head | ControlService | the operator |
+| head, workers | every one: Ray, UCX, the workers' own | head and workers of the cluster |
+| head | ControlService | routers of the cluster, the operator |
+| workers | gRPC | routers of the cluster |
 | head | Ray's dashboard | KubeRay's operator |
 | workers, routers | metrics | anywhere: who scrapes is not known |
 | routers | gRPC | anywhere |
 
-A pod's own node, and so probes and `kubectl port-forward`, always may.
+Pods are known by their labels, which whoever may make pods in the cluster's namespace may give to
+any. A pod's own node, and so probes and `kubectl port-forward`, always may.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from deploy.controller.manifests.common import (
     METRICS_PORT,
     OPERATOR_LABEL,
     ROUTER_PORT,
+    WORKER_PORT,
     Object,
     Owner,
 )
@@ -44,23 +47,32 @@ def head_policy(owner: Owner, operator_namespace: str | None) -> Object:
     operator = {"namespaceSelector": namespace, "podSelector": _OPERATOR}
     kuberay = {"namespaceSelector": _ANYWHERE, "podSelector": _KUBERAY}
     rules = [
-        _own_pods(owner),
-        {"from": [operator], "ports": [_tcp(CONTROL_PORT)]},
+        {"from": [_own_pods(owner, "head", "worker")]},
+        {"from": [_own_pods(owner, "router"), operator], "ports": [_tcp(CONTROL_PORT)]},
         {"from": [kuberay], "ports": [_tcp(_DASHBOARD_PORT)]},
     ]
     return _policy(owner, "head", rules)
 
 
-def worker_policy(owner: Owner) -> Object:
-    return _policy(owner, "worker", [_own_pods(owner), {"ports": [_tcp(METRICS_PORT)]}])
+def worker_policy(owner: Owner, *, has_worker_port: bool) -> Object:
+    """`has_worker_port`: whether all workers listen at it; those of a release before this one may
+    listen at any, and routers may go on with them until they have been rolled."""
+    routers: Object = {"from": [_own_pods(owner, "router")]}
+    if has_worker_port:
+        routers["ports"] = [_tcp(WORKER_PORT)]
+    peers = {"from": [_own_pods(owner, "head", "worker")]}
+    return _policy(owner, "worker", [peers, routers, {"ports": [_tcp(METRICS_PORT)]}])
 
 
 def router_policy(owner: Owner) -> Object:
     return _policy(owner, "router", [{"ports": [_tcp(ROUTER_PORT), _tcp(METRICS_PORT)]}])
 
 
-def _own_pods(owner: Owner) -> Object:
-    return {"from": [{"podSelector": {"matchLabels": {CLUSTER_LABEL: owner.name}}}]}
+def _own_pods(owner: Owner, *components: str) -> Object:
+    """Of the cluster's own namespace."""
+    among = {"key": COMPONENT_LABEL, "operator": "In", "values": list(components)}
+    selector = {"matchLabels": {CLUSTER_LABEL: owner.name}, "matchExpressions": [among]}
+    return {"podSelector": selector}
 
 
 def _tcp(port: int) -> Object:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.config import POD_LABEL, pod_resource
+from cluster.config import POD_LABEL, PORT_VARIABLE, pod_resource
 from deploy.api.model_source import ModelSource
 from deploy.api.naming import GROUP
-from deploy.api.serving_cluster import Images, ServingClusterSpec
+from deploy.api.serving_cluster import Images, ServingClusterSpec, SpotNotices
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import seconds
 from deploy.controller.manifests.common import (
@@ -24,6 +25,7 @@ from deploy.controller.manifests.common import (
     RAY_PORT,
     ROLE_LABEL,
     RUN_FOLDER,
+    WORKER_PORT,
     Object,
     Owner,
     Release,
@@ -43,6 +45,7 @@ OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
 GRACE_MARGIN_S = 60
 """Kubernetes' patience beyond a drain: what is left then is killed."""
 CONFIG_HASH = "baton.dev/config-hash"
+HEAD_CONTAINER = "ray-head"
 REVISION_LABEL = f"{GROUP}/revision"
 """Which version of its pool a pod is of."""
 
@@ -81,7 +84,7 @@ def head_template(context: PodContext) -> Object:
     driver shares its raylet's memory and sockets."""
     supervise = f"python -m cluster.head --config {CONFIG_FILE} --run-dir {RUN_FOLDER}"
     container = {
-        "name": "ray-head",
+        "name": HEAD_CONTAINER,
         "command": ["/bin/sh", "-c"],
         "args": [f'ulimit -n 65536; eval "$KUBERAY_GEN_RAY_START_CMD" & exec {supervise}'],
         "ports": [
@@ -91,7 +94,7 @@ def head_template(context: PodContext) -> Object:
         "readinessProbe": context.probe(CONTROL_PORT) | {"periodSeconds": 5},
         "resources": {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "8Gi"}},
     }
-    own = _template(context, "head", container, grace_s=GRACE_MARGIN_S)
+    own = _template(context, "head", container, grace_s=GRACE_MARGIN_S, text_only=True)
     own["metadata"]["annotations"] = {CONFIG_HASH: context.head_hash}
     own["spec"]["containers"][0]["volumeMounts"].insert(0, CONFIG_MOUNT)
     own["spec"]["volumes"].insert(0, config_volume(context.owner))
@@ -102,24 +105,43 @@ def worker_template(context: PodContext, revision: str, pool: WorkerPoolSpec) ->
     """One replica's pod: all of its ranks, each with its GPU. What they are to do the supervisor
     tells them; no file of the pod does."""
     drain_s = int(seconds(pool.drain_timeout))
+    watch = _spot_watch(context.spec.spot_notices, drain_s)
     container = {
         "name": "ray-worker",
         "command": ["/bin/sh", "-c"],
-        "args": [f'ulimit -n 65536; eval "exec $KUBERAY_GEN_RAY_START_CMD {_OWN_LABEL}"'],
-        "ports": [_port("metrics", METRICS_PORT)],
+        "args": [f'ulimit -n 65536; {watch}eval "exec $KUBERAY_GEN_RAY_START_CMD {_OWN_LABEL}"'],
+        "ports": [_port("grpc", WORKER_PORT), _port("metrics", METRICS_PORT)],
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", _drain_command(drain_s)]}}},
         "resources": _worker_resources(context.spec, pool),
     }
-    own = _template(context, "worker", container, grace_s=drain_s + GRACE_MARGIN_S)
+    is_fake = pool.engine.get("backend", context.spec.engine.backend) == "fake"
+    grace_s = drain_s + GRACE_MARGIN_S
+    own = _template(context, "worker", container, grace_s=grace_s, text_only=is_fake)
     mine = {POOL_LABEL: pool.pool, REVISION_LABEL: revision, ROLE_LABEL: pool.role}
     own["metadata"]["labels"] |= mine
+    # Not in the cluster file: heads of a release before this port go on with what they know of.
+    own["spec"]["containers"][0]["env"].append(env(PORT_VARIABLE, str(WORKER_PORT)))
     own["spec"]["affinity"] = _same_fabric(context)
     return _over(own, pool.template)
 
 
 def _drain_command(timeout_s: int) -> str:
-    """What it says stands in the container's own log."""
-    return f"exec python -m cluster.pod_drain --timeout {timeout_s} >/proc/1/fd/1 2>&1"
+    """What it says stands in the container's own log where that can be written to: in a pod that
+    has the node's process ids 1 is none of its own, and its drain must not fail for that."""
+    return (
+        "if (: >>/proc/1/fd/1) 2>/dev/null; then exec >>/proc/1/fd/1 2>&1; fi; "
+        f"exec python -m cluster.pod_drain --timeout {timeout_s}"
+    )
+
+
+def _spot_watch(notices: SpotNotices | None, timeout_s: int) -> str:
+    """What the container's shell starts beside Ray: a process of another container could not see
+    the workers end."""
+    if notices is None:
+        return ""
+    asked = f"--cloud {notices.cloud} --address {shlex.quote(notices.address)}"
+    limits = f"--notice {seconds(notices.notice):g} --timeout {timeout_s}"
+    return f"python -m cluster.spot_watch {asked} {limits} & "
 
 
 def ray_resources(revision: str, pool: WorkerPoolSpec) -> str:
@@ -127,7 +149,10 @@ def ray_resources(revision: str, pool: WorkerPoolSpec) -> str:
     return json.dumps(json.dumps({pod_resource(revision): pool.parallelism.tensor}))
 
 
-def _template(context: PodContext, component: str, container: Object, grace_s: int) -> Object:
+def _template(
+    context: PodContext, component: str, container: Object, *, grace_s: int, text_only: bool
+) -> Object:
+    """`text_only`: nobody in the pod reads the model's weights."""
     shared = {
         "image": context.image,
         "imagePullPolicy": context.spec.images.pull_policy,
@@ -142,7 +167,7 @@ def _template(context: PodContext, component: str, container: Object, grace_s: i
             "automountServiceAccountToken": False,
             "terminationGracePeriodSeconds": grace_s,
             "securityContext": {"fsGroup": 1000, "runAsUser": 1000, "runAsNonRoot": True},
-            **fetching(context.spec, context.image, text_only=component == "head"),
+            **fetching(context.spec, context.image, text_only=text_only),
             "containers": [container | shared],
             "volumes": list(_volumes(context.spec.model)),
             **pull_secrets(context.spec.images),

@@ -9,7 +9,7 @@ from deploy.api.naming import GROUP
 from deploy.api.serving_cluster import GcsFaultTolerance
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import cluster_config
-from deploy.controller.manifests.common import POOL_LABEL, Object
+from deploy.controller.manifests.common import POOL_LABEL, WORKER_PORT, Object
 from deploy.controller.manifests.pods import (
     CONFIG_HASH,
     OWN_COMMAND,
@@ -110,6 +110,13 @@ def settings_in(group: Seen) -> str:
     """The cluster file that the supervisor makes the revision's workers from."""
     settings: str = group["template"]["metadata"]["annotations"][_SETTINGS]
     return settings
+
+
+def listens_at_worker_port(group: Seen) -> bool:
+    """Where all of its workers do; those that an older operator made listen at any port."""
+    containers = group["template"]["spec"]["containers"]
+    ports = [port for container in containers for port in container.get("ports", ())]
+    return any(port["containerPort"] == WORKER_PORT for port in ports)
 
 
 def _fault_tolerance(wanted: GcsFaultTolerance) -> Object:

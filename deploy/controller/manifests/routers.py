@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from deploy.api.serving_cluster import RouterSpec
 from deploy.controller.manifests.common import (
     CONFIG_FILE,
@@ -27,18 +29,21 @@ from deploy.controller.manifests.pods import (
     pull_secrets,
 )
 from deploy.controller.manifests.router_access import HEALTH_PORT, access_mounts, access_volumes
+from deploy.controller.manifests.router_texts import add_texts
+from deploy.controller.objects import Object as Seen
 
 _DRAIN_MARGIN_S = 15
 
 
-def router_deployment(context: PodContext) -> Object:
+def router_deployment(context: PodContext, groups: Iterable[Seen] = ()) -> Object:
     """Rolled one by one: a router that leaves lets its streams finish, and requests whose router is
-    gone are found again by the next."""
+    gone are found again by the next. `groups`: of every revision that there is anything of."""
     owner, router = context.owner, context.spec.router
+    pod = add_texts(_router_pod(context), context.spec, context.router_image, groups)
     labels = owner.labels("router")
     own = {
         "metadata": {"labels": labels, "annotations": {CONFIG_HASH: context.routers_hash}},
-        "spec": _router_pod(context),
+        "spec": pod,
     }
     return {
         "apiVersion": "apps/v1",

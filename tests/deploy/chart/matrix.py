@@ -34,6 +34,7 @@ SWITCHES: Mapping[str, Sequence[Values]] = {
             }
         },
     ),
+    "nodes read": ({}, *({"operator": {"followNodes": each}} for each in (True, False))),
     "account": ({}, {"serviceAccount": {"create": False, "name": "mine"}},
                 {"serviceAccount": {"name": "other", "annotations": {"a": "b"}}}),
     "rbac": ({}, {"rbac": {"create": False}}),

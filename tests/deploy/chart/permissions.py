@@ -13,6 +13,7 @@ class Where(Enum):
 
     CLUSTERS = "those whose ServingClusters it looks after"
     LEASE = "that of its Lease alone"
+    EVERYWHERE = "none: it is of no namespace"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ PERMISSIONS = (
     _needs("baton.dev", "workerpools/status", "patch", "tell"),
     _needs("ray.io", "rayclusters", "get list watch create patch", "the pods, by revisions"),
     _needs("apps", "deployments", "list watch create patch", "apply: the routers"),
-    _needs("", "pods", "list watch", "see which are there; KubeRay makes them"),
+    _needs("", "pods", "list watch delete",
+           "see which are there; KubeRay makes a head that cannot start anew when it is gone"),
     _needs("", "configmaps", "create patch", "apply: cluster.yaml"),
     _needs("", "serviceaccounts", "create patch", "apply: the pods' own, which may do nothing"),
     _needs("", "services", "create patch", "apply: the routers'"),
@@ -59,4 +61,6 @@ PERMISSIONS = (
     Permission("coordination.k8s.io", "leases", frozenset({"create"}), "lead", Where.LEASE),
     Permission("coordination.k8s.io", "leases", frozenset({"get", "patch"}), "lead", Where.LEASE,
                LEASE_NAME),
+    Permission("", "nodes", frozenset({"list", "watch"}), "see which are cordoned",
+               Where.EVERYWHERE),
 )  # fmt: skip

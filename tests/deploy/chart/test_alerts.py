@@ -14,7 +14,7 @@ import yaml
 
 from baton import errors
 from deploy.api.chart import DEPLOY
-from tests.deploy.chart.chart import Helm, one
+from tests.deploy.chart.chart import Helm, of_kind, one
 from tests.deploy.chart.told import labels, labels_in, names, names_in
 
 RULES = sorted((DEPLOY / "alerts").glob("*.yaml"))
@@ -84,6 +84,14 @@ def test_shares_are_those_of_errors_that_baton_answers_with() -> None:
     assert ends_in("BatonRequestsTurnedAway") == {error.reason for error in TURNED_AWAY}
 
 
+def test_conditions_are_asked_for_by_reasons_that_the_operator_gives() -> None:
+    told = "".join(path.read_text() for path in (DEPLOY / "controller").glob("*.py"))
+    asked = [re.findall(r'reason!?="(\w+)"', rule["expr"]) for rule in ALERTS.values()]
+    reasons = {reason for each in asked for reason in each}
+    assert reasons == {reason for reason in reasons if f'"{reason}"' in told}
+    assert reasons
+
+
 def test_prometheus_takes_the_rules() -> None:
     promtool("check", "rules", *RULES)
 
@@ -114,3 +122,19 @@ def test_what_a_prometheus_selects_by_comes_before_the_charts_own_label(helm: He
     chosen = {"app.kubernetes.io/name": "prometheus"}
     rule = one(helm.template({"alerts": {"enabled": True, "labels": chosen}}), "PrometheusRule")
     assert chosen.items() <= rule["metadata"]["labels"].items()
+
+
+def test_the_operator_itself_is_scraped_where_monitors_are_served(helm: Helm) -> None:
+    values = {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}}
+    assert not of_kind(helm.template(values), "PodMonitor")
+    served = ("--api-versions", "monitoring.coreos.com/v1/PodMonitor")
+    objects = helm.template(values, *served)
+    monitor, operator = one(objects, "PodMonitor"), one(objects, "Deployment")
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    pod = operator["spec"]["template"]
+    chosen = monitor["spec"]["selector"]["matchLabels"].items()
+    assert chosen <= pod["metadata"]["labels"].items()
+    assert set(monitor["spec"]["podTargetLabels"]) <= pod["metadata"]["labels"].keys()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    (container,) = pod["spec"]["containers"]
+    assert endpoint["port"] in [port["name"] for port in container["ports"]]

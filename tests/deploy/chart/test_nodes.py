@@ -14,7 +14,7 @@ from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext, head_template, worker_template
 from deploy.controller.manifests.routers import router_deployment
 from deploy.controller.manifests.worker_pool import worker_pool
-from tests.deploy.chart.chart import NAMESPACE, Helm, Object, first_cluster, one
+from tests.deploy.chart.chart import NAMESPACE, Helm, Object, first_cluster, of_kind, one
 from tests.deploy.chart.golden import COMBINATIONS
 from tests.deploy.chart.test_rendering import KUBERNETES
 
@@ -155,11 +155,12 @@ def test_an_air_gapped_site_asks_nobody_outside(helm: Helm) -> None:
         assert env_of(pod)["HF_HUB_OFFLINE"] == "1"
         assert env_of(pod)["HF_ENDPOINT"] == "https://hub.example.com"
         assert pod["spec"]["imagePullSecrets"] == [{"name": "mirror"}]
-    deployment = one(helm.template(values), "Deployment")
-    operator = container_of(deployment["spec"]["template"])
-    images = [operator["image"], *(each for each in operator["args"] if "-image=" in each)]
-    assert len(images) == 3
-    assert all("registry.example.com/mirror/baton/" in each for each in images)
+    images = []
+    for deployment in of_kind(helm.template(values), "Deployment"):
+        container = container_of(deployment["spec"]["template"])
+        images += [container["image"], *(each for each in container["args"] if "-image=" in each)]
+    assert len(images) == 4, "the operator's, those that it is told of, and its Redis's"
+    assert all("registry.example.com/mirror/" in each for each in images)
 
 
 def test_the_hubs_token_comes_from_a_secret(helm: Helm) -> None:

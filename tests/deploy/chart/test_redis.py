@@ -26,6 +26,7 @@ from tests.deploy.chart.chart import (
 )
 
 RDMA = {"preset": "gpu-rdma"}
+ONE_WORKER = {"prefill": None, "decode": None, "both": {"role": "mixed"}}
 NAMED = {"ray": {"gcsFaultTolerance": {"redisAddress": "mine:6379"}}}
 _PASSWORD = "a-password"
 
@@ -44,8 +45,22 @@ def fault_tolerance(objects: list[Object]) -> Any:
     return one(objects, "ServingCluster")["spec"].get("ray", {}).get("gcsFaultTolerance")
 
 
-def test_a_cluster_of_several_nodes_has_one_and_is_told_of_it(helm: Helm) -> None:
-    objects = helm.template(first_cluster(nodes=RDMA, name="west"))
+@pytest.mark.parametrize(
+    "pools",
+    [
+        {},
+        {"prefill": None, "decode": None, "both": {"role": "mixed", "initialReplicas": 2}},
+        {"prefill": None, "decode": None,
+         "both": {"role": "mixed", "initialReplicas": 0, "scaling": {"mode": "planner"}}},
+    ],
+    ids=["two pools", "two replicas", "scaled by the planner"],
+)  # fmt: skip
+@pytest.mark.parametrize("preset", ["cpu", "gpu", "gpu-rdma"])
+def test_a_cluster_whose_workers_may_be_on_several_nodes_has_one_and_is_told_of_it(
+    helm: Helm, preset: str, pools: dict[str, Any]
+) -> None:
+    values = first_cluster(nodes={"preset": preset}, name="west", spec={"pools": pools})
+    objects = helm.template(values)
     kinds = {kind for kind, name in redis_of(objects) if name == "west-redis"}
     assert kinds == {"Deployment", "NetworkPolicy", "Secret", "Service"}
     assert fault_tolerance(objects) == {
@@ -59,10 +74,10 @@ def test_a_cluster_of_several_nodes_has_one_and_is_told_of_it(helm: Helm) -> Non
     [
         {"cluster": {"nodes": RDMA}},
         first_cluster(nodes=RDMA, redis={"enabled": False}),
-        first_cluster(nodes={"preset": "gpu"}),
-        first_cluster(nodes={"preset": "cpu"}),
+        first_cluster(spec={"pools": ONE_WORKER}),
+        first_cluster(nodes=RDMA, spec={"pools": ONE_WORKER}),
     ],
-    ids=["no cluster", "switched off", "gpu", "cpu"],
+    ids=["no cluster", "switched off", "one worker", "one worker with RDMA"],
 )
 def test_else_there_is_none(helm: Helm, values: dict[str, Any]) -> None:
     objects = helm.template(values)

@@ -99,6 +99,15 @@ def test_what_the_chart_copies_is_byte_for_byte_what_it_copies_from() -> None:
         }
 
 
+@pytest.mark.parametrize(("version", "known"), [("1.26.15", False), ("1.27.0-eks-1", True)])
+def test_an_operator_that_never_gets_ready_holds_up_no_drain_where_a_budget_can_say_so(
+    helm: Helm, version: str, known: bool
+) -> None:
+    objects = helm.template({"operator": {"replicas": 2}}, "--kube-version", version)
+    (budget,) = of_kind(objects, "PodDisruptionBudget")
+    assert ("unhealthyPodEvictionPolicy" in budget["spec"]) == known
+
+
 def test_the_replicas_of_an_operator_are_known_by_what_no_upgrade_changes(helm: Helm) -> None:
     objects = helm.template({"operator": {"replicas": 2}, "watchNamespaces": ["blue", "green"]})
     deployments, budgets = of_kind(objects, "Deployment"), of_kind(objects, "PodDisruptionBudget")

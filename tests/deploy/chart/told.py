@@ -1,4 +1,4 @@
-"""What routers and workers tell Prometheus, for what the chart asks of it."""
+"""What routers, workers and the operator tell Prometheus, for what the chart asks of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from prometheus_client import Metric
 
 from baton.v1 import control_pb2, worker_pb2
 from cluster.worker_metrics import WorkerCollector
-from deploy.controller.manifests.common import CLUSTER_LABEL
+from deploy.controller.manifests.common import CLUSTER_LABEL, OPERATOR_LABEL
+from deploy.controller.objects import Key
+from deploy.controller.operator_metrics import OperatorMetrics, Seen
 from router.metrics import RouterMetrics
 
-OF_THE_POD = {"namespace", re.sub(r"\W", "_", CLUSTER_LABEL)}
+OF_THE_POD = {"namespace", *(re.sub(r"\W", "_", it) for it in (CLUSTER_LABEL, OPERATOR_LABEL))}
 """Added to each metric by Prometheus and the PodMonitor."""
 
 _OF_EMPTY = {"le", "state", "end", "failure"}  # of metrics that have no sample yet
@@ -46,5 +48,8 @@ def labels_in(expression: str) -> set[str]:
 def _metrics() -> Iterable[Metric]:
     load, progress = worker_pb2.WorkerLoad(), control_pb2.StepProgress()
     collector = WorkerCollector("w", "p", lambda: load, lambda: progress, lambda: 0, lambda: 0)
-    for registry in (RouterMetrics().registry, collector.registry()):
+    pool = {"status": {"conditions": [{"type": "t", "status": "True"}], "draining": []}}
+    resources = {"WorkerPool": lambda: {Key("n", "p"): pool}}
+    operator = OperatorMetrics(Seen(lambda: True, lambda: 0, resources))
+    for registry in (RouterMetrics().registry, collector.registry(), operator.registry):
         yield from registry.collect()

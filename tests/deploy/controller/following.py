@@ -52,9 +52,13 @@ class Heard:
 
 @contextlib.contextmanager
 def following(
-    kube: Kube, selection: Selection = EVERYTHING, settings: InformerSettings = FAST
+    kube: Kube,
+    selection: Selection = EVERYTHING,
+    settings: InformerSettings = FAST,
+    *,
+    is_of_others: bool = False,
 ) -> Iterator[Heard]:
-    informer = Informer(kube, CONFIG_MAPS, selection, settings)
+    informer = Informer(kube, CONFIG_MAPS, selection, settings, is_of_others=is_of_others)
     heard = Heard(informer)
     informer.start()
     try:

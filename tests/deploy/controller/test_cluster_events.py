@@ -14,7 +14,7 @@ from deploy.api.worker_pool import RolePlan, Scaling
 from deploy.controller.cluster_events import ClusterEvents
 from deploy.controller.event_series import EventType
 from deploy.controller.objects import Object
-from deploy.controller.observed import FleetPool, Place, PlaceState, Pod
+from deploy.controller.observed import FleetPool, Heard, Place, PlaceState, Pod
 from deploy.controller.view import ClusterView, PoolView
 from tests.deploy.controller.test_companions import pod, view_of
 
@@ -44,6 +44,7 @@ class Looks:
         self.is_settled = True
         self.conditions: list[dict[str, Any]] = []
         self.role_plan: RolePlan | None = None
+        self.ray: dict[str, Any] = {"gcsFaultTolerance": {"redisAddress": "redis:6379"}}
 
     def _record(self, about: Object, type_: EventType, reason: str, message: str) -> None:
         self._told.append((type_, reason, message))
@@ -61,7 +62,7 @@ class Looks:
         self._events.forget(self._view().key)
 
     def _view(self) -> ClusterView:
-        usual = view_of(self.pods)
+        usual = view_of(self.pods, ray=self.ray)
         fields = [] if self.writer is None else [
             {"manager": "old", "time": "0", "fieldsV1": {"f:spec": {"f:replicas": {}}}},
             {"manager": self.writer, "time": str(self.written_at),
@@ -76,7 +77,8 @@ class Looks:
         pools = {"decode": PoolView({"metadata": metadata}, spec, self.pods, fleet)}
         metadata = {"namespace": usual.key.namespace, "name": usual.key.name}
         obj = {"metadata": metadata, "status": {"conditions": self.conditions}}
-        return dataclasses.replace(usual, obj=obj, pools=pools, is_settled=self.is_settled)
+        heard = Heard(is_settled=self.is_settled)
+        return dataclasses.replace(usual, obj=obj, pools=pools, heard=heard)
 
 
 @pytest.fixture
@@ -95,6 +97,28 @@ def draining(num_running: int = 3) -> Place:
     return Place("decode-1", "pod-b", PlaceState.DRAINING, num_running)
 
 
+def test_a_head_that_several_workers_hang_on_is_told_of_once(looks: Looks) -> None:
+    looks.ray, looks.replicas = {}, 2
+    exposed = (WARNING, "HeadUnprotected")
+    assert [(type_, reason) for type_, reason, _ in looks.told()] == [
+        (NORMAL, "ScaledOut"),
+        exposed,
+    ]
+    assert looks.told() == []
+    looks.replicas = 1
+    looks.told()
+    looks.replicas = 2
+    assert exposed in [(type_, reason) for type_, reason, _ in looks.told()]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_head_of_a_cluster_that_an_operator_has_seen_before_is_no_news(is_new: bool) -> None:
+    looks = Looks()
+    looks.ray, looks.replicas = {}, 2
+    looks.conditions = [] if is_new else [condition("Available", False, "Missing")]
+    assert [reason for _, reason, _ in looks.told()] == ["HeadUnprotected"] * is_new
+
+
 def test_what_stays_as_it_is_is_no_news(looks: Looks) -> None:
     looks.pods, looks.places = [pod("a")], [draining()]
     looks.conditions = [condition("Degraded", True, "StartFailed")]
@@ -105,11 +129,13 @@ def test_what_stays_as_it_is_is_no_news(looks: Looks) -> None:
 @pytest.mark.parametrize(
     ("kind", "states", "told"),
     [
-        ("Available", [(False, "Missing")], []),  # it has never been
+        ("Available", [(False, "NoDecodeWorker")], []),  # it has never been
         ("Available", [(True, "Serving")], [(NORMAL, "Available")]),
-        ("Available", [(True, "Serving"), (False, "Missing")],
+        ("Available", [(True, "Serving"), (False, "NoDecodeWorker")],
          [(NORMAL, "Available"), (WARNING, "Unavailable")]),
         ("Degraded", [(False, "Sound")], []),
+        ("Degraded", [(True, "KubeRayMissing")], [(WARNING, "KubeRayMissing")]),
+        ("Progressing", [(False, "KubeRayMissing")], []),
         ("Degraded", [(True, "InvalidSpec"), (False, "Sound")],
          [(WARNING, "InvalidSpec"), (NORMAL, "Recovered")]),
         ("Degraded", [(True, "InvalidSpec"), (True, "Refused")],

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from deploy.api.model_source import ModelSource
 from deploy.api.naming import API_VERSION
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import PoolTemplate, Scaling, WorkerPoolSpec
-from deploy.controller.cluster_status import availability
+from deploy.controller.cluster_status import Refusals, availability
+from deploy.controller.cohort_rollout import Progress
 from deploy.controller.manifests.common import Owner
 from deploy.controller.objects import Key
-from deploy.controller.observed import Fleet, FleetPool
-from deploy.controller.view import ClusterView, PoolView
+from deploy.controller.observed import NOTHING_HEARD, Fleet, FleetPool, Heard
+from deploy.controller.revisions import Revision
+from deploy.controller.rolling import PoolRolling, Rolling
+from deploy.controller.rollout import ReadyWatch
+from deploy.controller.statuses import Statuses
+from deploy.controller.view import ClusterView, PoolView, RevisionView
+from tests.deploy.controller.scripted_api import kube_of, scripted
 
 
 def at(replicas: int, mode: str) -> ClusterView:
@@ -34,17 +42,16 @@ def at(replicas: int, mode: str) -> ClusterView:
     )
     fleet = Fleet({name: pool.fleet for name, pool in pools.items() if pool.fleet})
     obj = {"apiVersion": API_VERSION, "kind": "ServingCluster", "metadata": {}}
-    return ClusterView(
-        Key("here", "main"), obj, Owner("main", "here", "uid"), spec, pools, fleet, True
-    )
+    heard = Heard(fleet, is_settled=True, is_certain=True)
+    return ClusterView(Key("here", "main"), obj, Owner("main", "here", "uid"), spec, pools, heard)
 
 
 @pytest.mark.parametrize(
     ("replicas", "mode", "status", "reason"),
     [
         (0, "planner", True, "Stopped"),
-        (0, "manual", False, "Missing"),
-        (1, "planner", False, "Missing"),
+        (0, "manual", False, "ScaledToZero"),
+        (1, "planner", False, "NoDecodeWorker"),
     ],
 )
 def test_pools_that_the_planner_stopped_are_available_for_the_next_request_starts_them(
@@ -52,3 +59,28 @@ def test_pools_that_the_planner_stopped_are_available_for_the_next_request_start
 ) -> None:
     available = availability(at(replicas, mode), num_routers_ready=2)
     assert (available.type, available.is_true, available.reason) == ("Available", status, reason)
+
+
+def test_who_has_just_begun_to_listen_leaves_what_was_told_of_a_cluster() -> None:
+    view = at(1, "manual")
+    metadata = {"name": "main", "namespace": "here"}
+    obj = {"metadata": metadata, "spec": {"pools": {"decode": {"role": "decode"}}}}
+    pools = {
+        name: dataclasses.replace(
+            pool,
+            obj={"metadata": {"name": name, "namespace": "here"}},
+            fleet=None,
+            revisions={"r": RevisionView(Revision("r", name, "c"))},
+            target="r",
+        )
+        for name, pool in view.pools.items()
+    }
+    watches = {name: PoolRolling({}, frozenset(), ReadyWatch("r")) for name in pools}
+    rolling = Rolling(watches, Progress("c"))
+    with scripted(lambda exchange: exchange.answer({})) as api:
+        statuses = Statuses(kube_of(api))
+        for heard in (NOTHING_HEARD, Heard(is_certain=True)):
+            seen = dataclasses.replace(view, obj=obj, pools=pools, heard=heard)
+            assert statuses.tell_pools(seen, rolling, {}, {}, "2026-01-01T00:00:00Z") == []
+            statuses.tell_cluster(seen, rolling, None, Refusals(), "2026-01-01T00:00:00Z")
+            assert len(api.requests) == (3 if heard.is_certain else 0)

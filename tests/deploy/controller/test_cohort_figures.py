@@ -8,6 +8,7 @@ import pytest
 
 from baton.v1 import control_pb2
 from deploy.controller.cohort_figures import CohortFigures
+from deploy.controller.cohort_judgement import Figures
 from deploy.controller.cohort_rollout import Phase, Progress
 from deploy.controller.objects import Key
 
@@ -50,6 +51,21 @@ def test_another_step_begins_anew_and_a_silence_is_not_filled_in() -> None:
     assert figures.take(MAIN, later, (told((1.0, 0.0, None)), 1001.0)) is None
 
 
+def test_what_clients_gave_up_on_is_counted_apart_and_is_enough_to_compare_with() -> None:
+    figures = CohortFigures()
+    answer = control_pb2.WatchFleetResponse()
+    answer.routers.add(cohorts=[control_pb2.CohortFigures(cohort="old", abandoned_per_s=5.0)])
+    for heard_at_s in (0.0, 4.0):
+        found = figures.take(MAIN, STEP, (answer, heard_at_s))
+    assert found is not None
+    assert (found["old"].num_requests, found["old"].num_abandoned) == (0.0, pytest.approx(20.0))
+    later = dataclasses.replace(STEP, weight=100)
+    for heard_at_s in (5.0, 6.0):
+        found = figures.take(MAIN, later, (control_pb2.WatchFleetResponse(), heard_at_s))
+    assert found is not None
+    assert found["old"].num_abandoned == pytest.approx(20.0)
+
+
 def told_of_old(requests_per_s: float) -> control_pb2.WatchFleetResponse:
     """A fifth of them failed."""
     answer = control_pb2.WatchFleetResponse()
@@ -75,3 +91,11 @@ def test_once_the_old_version_has_no_requests_what_failed_of_it_before_counts_on
         found = figures.take(MAIN, other, (told_of_old(0.0), now))
     assert found is not None
     assert found["new"].num_requests == 0.0
+
+
+def test_a_version_alone_is_not_judged_beside_the_last_requests_of_the_old_one() -> None:
+    figures, alone = CohortFigures(), dataclasses.replace(STEP, weight=100)
+    for second in range(4):
+        found = figures.take(MAIN, alone, (told_of_old(1.0), float(second)))
+    assert found is not None
+    assert found["old"] == Figures()

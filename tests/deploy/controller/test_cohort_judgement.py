@@ -76,3 +76,45 @@ def test_a_version_that_failed_everything_goes_no_further_for_want_of_a_comparis
     num_old: int, told: Failures
 ) -> None:
     assert failures(Figures(10, 10), Figures(num_old, 0), ROLLOUT) is told
+
+
+# --- what clients gave up on ----------------------------------------------------------------------
+
+
+def gave_up(num_requests: int, num_abandoned: int) -> Figures:
+    return Figures(num_requests - num_abandoned, 0, num_abandoned=num_abandoned)
+
+
+def test_a_version_in_which_requests_hang_until_their_clients_give_up_is_found_out() -> None:
+    assert failures(gave_up(12, 12), gave_up(100, 0), ROLLOUT) is Failures.MANY
+    assert failures(gave_up(12, 12), gave_up(100, 90), ROLLOUT) is Failures.FEW, "both do"
+    assert failures(gave_up(9, 9), gave_up(100, 0), ROLLOUT) is Failures.IN_DOUBT
+
+
+def test_what_clients_gave_up_on_says_nothing_without_a_comparison() -> None:
+    assert failures(gave_up(100, 50), gave_up(0, 0), ROLLOUT) is Failures.FEW
+    assert failures(gave_up(100, 50), gave_up(3, 0), ROLLOUT) is Failures.IN_DOUBT
+    new = Figures(50, 20, num_abandoned=50)
+    assert failures(new, gave_up(0, 0), ROLLOUT) is Failures.MANY, "by those that failed"
+
+
+def test_an_old_version_that_hangs_is_no_better_than_a_new_one_that_fails_as_often() -> None:
+    assert failures(Figures(100, 50), gave_up(900, 450), ROLLOUT) is Failures.FEW
+
+
+@pytest.mark.parametrize("percent", [5, 30])
+def test_impatient_clients_of_two_cohorts_that_are_alike_take_no_version_back(percent: int) -> None:
+    """A share of 10%, looked at as they come; some requests are cancelled early and not counted."""
+    rng, taken_back = random.Random(percent), 0
+    for _ in range(100):
+        cohorts = [[0, 0], [0, 0]]  # served and given up, of the new one and of the old one
+        for number in range(2000):
+            of = cohorts[rng.random() > 0.1]
+            if rng.random() > 0.2:
+                of[rng.random() < percent / 100] += 1
+            if number % 50 == 0:
+                new, old = (Figures(n, 0, num_abandoned=lost) for n, lost in cohorts)
+                if failures(new, old, ROLLOUT) is Failures.MANY:
+                    taken_back += 1
+                    break
+    assert taken_back <= 3

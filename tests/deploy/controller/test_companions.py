@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,13 +16,15 @@ from deploy.controller.manifests.common import (
     POOL_LABEL,
     RAY_PORT,
     ROUTER_PORT,
+    WORKER_PORT,
     PodMonitors,
     Release,
 )
+from deploy.controller.manifests.pod_disruption_budgets import BudgetKind
 from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.routers import router_deployment, router_service
 from deploy.controller.objects import Key
-from deploy.controller.observed import Pod
+from deploy.controller.observed import NOTHING_HEARD, Pod
 from deploy.controller.resources import BUDGETS
 from deploy.controller.view import ClusterView, PoolView
 from tests.deploy.controller.test_manifests import (
@@ -50,14 +53,18 @@ def view_of(pods: Sequence[Pod] = (), **spec: Any) -> ClusterView:
         for name, pool in pools_of(parsed, replicas=2).items()
     }
     key = Key(OWNER.namespace, OWNER.name)
-    return ClusterView(key, {"metadata": {}}, OWNER, parsed, pools, None, False)
+    return ClusterView(key, {"metadata": {}}, OWNER, parsed, pools, NOTHING_HEARD)
 
 
 def made(
-    view: ClusterView, release: Release = RELEASE, namespace: str | None = "baton"
+    view: ClusterView,
+    release: Release = RELEASE,
+    namespace: str | None = "baton",
+    lets_unready_go: bool = True,
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """By kind and name."""
-    wanted = companions(view, release, BUDGETS[0], namespace)
+    budgets = BudgetKind(BUDGETS[0], lets_unready_go)
+    wanted = companions(view, release, budgets, namespace)
     manifests = [each.manifest for each in wanted if each.manifest is not None]
     return {(each["kind"], each["metadata"]["name"]): each for each in manifests}
 
@@ -113,9 +120,18 @@ def test_the_only_pod_of_a_pool_may_be_evicted_or_its_node_could_never_be_draine
     view = view_of()
     pools = pools_of(view.spec, replicas=1)
     one = PoolView({"metadata": {"uid": "u"}}, pools["decode"], [pod("a")], None)
-    small = ClusterView(view.key, view.obj, OWNER, view.spec, {"decode": one}, None, False)
+    small = ClusterView(view.key, view.obj, OWNER, view.spec, {"decode": one}, NOTHING_HEARD)
     budget = made(small)["PodDisruptionBudget", "main-decode-workers"]
     assert budget["spec"]["minAvailable"] == 0
+
+
+@pytest.mark.parametrize("name", ["main-router", "main-decode-workers"])
+def test_a_pod_that_never_gets_ready_holds_up_no_drain_where_a_budget_can_say_so(name: str) -> None:
+    newer, older = (
+        made(view_of(), lets_unready_go=known)["PodDisruptionBudget", name]["spec"]
+        for known in (True, False)
+    )
+    assert newer == older | {"unhealthyPodEvictionPolicy": "AlwaysAllow"}
 
 
 def test_a_budget_selects_the_pods_that_it_is_of() -> None:
@@ -140,8 +156,10 @@ Labels = Mapping[str, str]
 
 def _selects(selector: Mapping[str, Any], labels: Labels) -> bool:
     wanted = selector.get("matchLabels", {})
-    exist = [each["key"] for each in selector.get("matchExpressions", ())]
-    return wanted.items() <= labels.items() and all(key in labels for key in exist)
+    return wanted.items() <= labels.items() and all(
+        each["key"] in labels and labels[each["key"]] in each.get("values", labels.values())
+        for each in selector.get("matchExpressions", ())
+    )
 
 
 def _is_let_in(peer: Mapping[str, Any], namespace: Labels, pod: Labels) -> bool:
@@ -171,6 +189,7 @@ def _may(view: ClusterView, pod: Labels, namespace: str, to: Labels, port: int) 
 
 HEAD, WORKER, ROUTER = (OWNER.labels(each) for each in ("head", "worker", "router"))
 STRANGER = {"app": "shop"}
+LABELLED = {"baton.dev/cluster": OWNER.name}
 OPERATOR = {"baton.dev/operator": "baton"}
 KUBERAY = {"app.kubernetes.io/component": "kuberay-operator"}
 UCX_PORT = 41234
@@ -183,8 +202,15 @@ MODELS = OWNER.namespace
         (WORKER, MODELS, WORKER, UCX_PORT, True),
         (WORKER, MODELS, HEAD, RAY_PORT, True),
         (HEAD, MODELS, WORKER, UCX_PORT, True),
-        (ROUTER, MODELS, WORKER, UCX_PORT, True),
+        (HEAD, MODELS, HEAD, RAY_PORT, True),
+        (ROUTER, MODELS, WORKER, WORKER_PORT, True),
+        (ROUTER, MODELS, WORKER, UCX_PORT, False),
         (ROUTER, MODELS, HEAD, CONTROL_PORT, True),
+        (ROUTER, MODELS, HEAD, RAY_PORT, False),
+        (ROUTER, "other", WORKER, WORKER_PORT, False),
+        (LABELLED, MODELS, WORKER, UCX_PORT, False),
+        (LABELLED, MODELS, WORKER, WORKER_PORT, False),
+        (LABELLED, MODELS, HEAD, CONTROL_PORT, False),
         (WORKER, "other", WORKER, UCX_PORT, False),  # its labels can be anyone's there
         (STRANGER, MODELS, WORKER, UCX_PORT, False),
         (STRANGER, MODELS, HEAD, RAY_PORT, False),
@@ -207,9 +233,18 @@ def test_a_port_is_open_to_whom_it_is_meant_for(
     assert _may(view_of(), pod, namespace, to, port) is may
 
 
+def test_workers_of_a_release_whose_ports_were_any_are_still_reached_by_routers() -> None:
+    ray = ray_of(spec_of())
+    view = dataclasses.replace(view_of(), ray_cluster=ray)
+    assert not _may(view, ROUTER, MODELS, WORKER, UCX_PORT)
+    del group_of(ray, "decode")["template"]["spec"]["containers"][0]["ports"][0]
+    assert _may(view, ROUTER, MODELS, WORKER, UCX_PORT)
+    assert not _may(view, LABELLED, MODELS, WORKER, UCX_PORT)
+
+
 def test_where_namespaces_do_not_carry_their_names_the_operator_is_still_let_in() -> None:
     policy = made(view_of(), namespace=None)["NetworkPolicy", "main-head-ports"]
-    (peer,) = policy["spec"]["ingress"][1]["from"]
+    _, peer = policy["spec"]["ingress"][1]["from"]
     assert _is_let_in(peer, {}, OPERATOR)
     assert not _is_let_in(peer, {}, STRANGER)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator
 
 from baton.v1 import control_pb2
 from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.objects import Key
+from deploy.controller.observed import Heard
 from tests.router.deployment import Context, Registry
 
 CLUSTER = Key("here", "main")
@@ -19,9 +21,16 @@ class Supervisor(Registry):
 
     report = control_pb2.ReportRouterRequest(router_id="router-1")
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.speaks = asyncio.Event(), asyncio.Event()
+        self.speaks.set()
+
     async def WatchFleet(  # noqa: N802
         self, request: control_pb2.WatchFleetRequest, context: Context
     ) -> AsyncIterator[control_pb2.WatchFleetResponse]:
+        self.asked.set()
+        await self.speaks.wait()
         async for response in super().WatchFleet(request, context):
             response.routers.append(self.report)
             yield response
@@ -39,9 +48,42 @@ async def test_requests_that_are_held_for_stopped_pools_are_told_at_once() -> No
             supervisor.report = control_pb2.ReportRouterRequest(num_held=num_held)
             await supervisor.publish()
             assert await asyncio.to_thread(told.wait, 10)
-            fleet = watch.fleet(CLUSTER)
+            fleet = watch.heard(CLUSTER).fleet
             assert fleet is not None
             assert fleet.holds_requests == (num_held > 0)
     finally:
         watch.stop()
         await supervisor.stop()
+
+
+async def test_a_supervisor_that_has_had_no_time_to_speak_is_not_silent() -> None:
+    supervisor, told = Supervisor(), threading.Event()
+    watch = FleetWatch(lambda _: told.set())
+    assert not watch.heard(CLUSTER).is_certain
+    await supervisor.start()
+    supervisor.speaks.clear()
+    try:
+        watch.follow(CLUSTER, supervisor.address)
+        await supervisor.asked.wait()
+        assert not watch.heard(CLUSTER).is_certain
+        supervisor.speaks.set()
+        assert await asyncio.to_thread(told.wait, 10)
+        heard = watch.heard(CLUSTER)
+        assert heard.is_certain
+        assert heard.fleet is not None
+    finally:
+        watch.stop()
+        await supervisor.stop()
+
+
+def test_a_supervisor_that_is_not_there_is_told_silent() -> None:
+    told = threading.Event()
+    watch = FleetWatch(lambda _: told.set())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    try:
+        watch.follow(CLUSTER, address)
+        assert told.wait(20)
+        assert watch.heard(CLUSTER) == Heard(is_certain=True)
+    finally:
+        watch.stop()

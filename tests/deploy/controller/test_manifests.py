@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from typing import Any
 
@@ -102,8 +103,31 @@ def test_ray_scales_nothing_by_itself_and_asks_for_its_token() -> None:
 def test_kubernetes_waits_for_a_drain_for_longer_than_the_drain_may_take() -> None:
     pod = group_of(ray_of(spec_of()), "decode")["template"]["spec"]
     (container,) = pod["containers"]
-    assert "pod_drain --timeout 90 " in container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    assert container["lifecycle"]["preStop"]["exec"]["command"][-1].endswith(
+        "pod_drain --timeout 90"
+    )
     assert pod["terminationGracePeriodSeconds"] > 90
+
+
+def test_a_pod_on_spot_capacity_asks_its_cloud_beside_ray_and_no_other_does() -> None:
+    notices = {"cloud": "gcp", "address": "http://metadata.google.internal", "notice": "2m"}
+    (container,) = group_of(ray_of(spec_of(spotNotices=notices)), "decode")["template"]["spec"][
+        "containers"
+    ]
+    ((before, _, after),) = [each.partition(" & ") for each in container["args"]]
+    *_, module, cloud, address, notice, timeout = re.split(r" (?=--|cluster)", before)
+    assert module == "cluster.spot_watch"
+    assert (cloud, address) == ("--cloud gcp", "--address http://metadata.google.internal")
+    assert (notice, timeout) == ("--notice 120", "--timeout 90")
+    assert after.startswith('eval "exec $KUBERAY_GEN_RAY_START_CMD')
+    (other,) = group_of(ray_of(spec_of()), "decode")["template"]["spec"]["containers"]
+    assert "spot_watch" not in str(other)
+
+
+@pytest.mark.parametrize("address", ["http://a b", "http://a;reboot", "https://a", "http://$(id)"])
+def test_an_address_that_a_shell_would_read_otherwise_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"spotNotices\.address"):
+        spec_of(spotNotices={"cloud": "aws", "address": address})
 
 
 def test_a_rank_has_a_gpu_where_the_engine_computes_on_one() -> None:
@@ -247,8 +271,8 @@ def test_routers_read_the_tokenizer_where_workers_read_the_model() -> None:
     for pod in (router, worker):
         assert any(volume["name"] == "model" for volume in pod["volumes"])
         mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
-        assert mounts["model"]["mountPath"] == "/models"
-    assert cluster_config(OWNER, spec, pools_of(spec)).model == "/models/qwen"
+        assert mounts["model"]["mountPath"] == "/claims/weights"
+    assert cluster_config(OWNER, spec, pools_of(spec)).model == "/claims/weights/qwen"
 
 
 def test_null_takes_a_key_away_and_lists_of_named_things_merge_by_name() -> None:
@@ -261,3 +285,12 @@ def test_null_takes_a_key_away_and_lists_of_named_things_merge_by_name() -> None
             {"name": "C", "value": "4"},
         ]
     }
+
+
+def test_no_file_names_the_workers_port_which_heads_of_a_former_release_could_not_read() -> None:
+    spec = spec_of()
+    file = yaml.safe_load(cluster_config(OWNER, spec, pools_of(spec)).to_yaml())
+    assert "port" not in file["worker"]
+    pod = group_of(ray_of(spec), "decode")["template"]["spec"]
+    variables = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+    assert variables["BATON_WORKER_PORT"] == "7104"

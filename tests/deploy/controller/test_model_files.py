@@ -16,10 +16,10 @@ from tests.deploy.controller.test_manifests import OWNER, RELEASE, pools_of, spe
 URI = "s3://bucket/models/qwen"
 
 
-def pods(**spec: Any) -> dict[str, dict[str, Any]]:
-    """Each kind's pod spec."""
+def pods(engine: dict[str, Any] | None = None, **spec: Any) -> dict[str, dict[str, Any]]:
+    """Each kind's pod spec. `engine`: the pool's own settings."""
     context = PodContext(OWNER, spec_of(**spec), RELEASE, "v1", "r1")
-    pool = WorkerPoolSpec(role="decode", cluster="main", pool="decode")
+    pool = WorkerPoolSpec(role="decode", cluster="main", pool="decode", engine=engine or {})
     return {
         "head": head_template(context)["spec"],
         "worker": worker_template(context, "decode", pool)["spec"],
@@ -56,7 +56,38 @@ def test_two_uris_never_share_a_folder() -> None:
     assert first != second
 
 
-@pytest.mark.parametrize("model", [{"name": "org/name"}, {"claim": {"claimName": "weights"}}])
+HUB = {"offline": True, "endpoint": "https://hub.example.com", "tokenSecretName": "hub"}
+
+
+def test_a_hubs_model_is_fetched_before_each_workers_pod_as_its_processes_would() -> None:
+    made = pods(model={"name": "org/name", "revision": "v2"}, hub=HUB)
+    (init,) = made["worker"]["initContainers"]
+    assert init["command"] == ["python", "-m", "baton.model_folder"]
+    assert init["args"] == ["--name", "org/name", "--revision", "v2"]
+    own = environment_of(made["worker"])
+    env = {each["name"]: each.get("value", each.get("valueFrom")) for each in init["env"]}
+    assert env.items() <= own.items(), "the same cache, the same hub, the same token"
+    assert {"HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN"} <= set(env)
+    assert all(mount in made["worker"]["containers"][0]["volumeMounts"]
+               for mount in init["volumeMounts"])  # fmt: skip
+    assert (
+        "--revision" not in pods(model={"name": "org/name"})["worker"]["initContainers"][0]["args"]
+    )
+
+
+def test_text_of_a_hubs_model_is_fetched_by_who_reads_it() -> None:
+    made = pods(model={"name": "org/name"})
+    assert [kind for kind, pod in made.items() if "initContainers" in pod] == ["worker"]
+
+
+def test_an_engine_that_reads_no_weights_has_none_fetched() -> None:
+    fake = {"backend": "fake"}
+    assert not any("initContainers" in pod for pod in pods(fake, model={"name": "o/n"}).values())
+    (init,) = pods(fake, model={"uri": URI})["worker"]["initContainers"]
+    assert "--text-only" in init["args"]
+
+
+@pytest.mark.parametrize("model", [{"name": "/opt/m"}, {"claim": {"claimName": "weights"}}])
 def test_nothing_is_fetched_of_other_sources(model: dict[str, Any]) -> None:
     assert not any("initContainers" in pod for pod in pods(model=model).values())
 
@@ -71,8 +102,7 @@ def test_a_template_may_add_to_what_fetches() -> None:
 
 
 def test_every_pod_asks_the_hub_alike() -> None:
-    hub = {"offline": True, "endpoint": "https://hub.example.com", "tokenSecretName": "hub"}
-    for pod in pods(model={"name": "org/name"}, hub=hub).values():
+    for pod in pods(model={"name": "org/name"}, hub=HUB).values():
         environment = environment_of(pod)
         assert environment["HF_HUB_OFFLINE"] == "1"
         assert environment["HF_ENDPOINT"] == "https://hub.example.com"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.revisions import Revision, cohort_of, revision_of
+from deploy.controller.revisions import Revision, cohort_of, head_code, revision_of
 
 CLUSTER: dict[str, Any] = {
     "model": {"name": "Qwen/Qwen3-8B"},
@@ -48,6 +48,13 @@ def test_a_fixed_spec_has_this_code_for_good() -> None:
 )
 def test_what_workers_are_not_told_starts_none_anew(changed: dict[str, Any]) -> None:
     assert revision(changed) == revision()
+
+
+def test_who_tells_of_spot_capacity_is_told_to_pods_and_makes_no_other_cohort() -> None:
+    told = {"spotNotices": {"cloud": "aws"}}
+    assert revision(told) != revision()
+    assert cohort_of(CLUSTER | told) == cohort_of(CLUSTER)
+    assert head_code(CLUSTER | told) == head_code(CLUSTER)
 
 
 @pytest.mark.parametrize("sizes", [{"replicas": 5}, {"min_replicas": 1}, {"max_replicas": 99}])

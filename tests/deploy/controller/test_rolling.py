@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from typing import Any
 
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.cluster_status import cluster_verdicts
+from deploy.controller.cluster_status import Refusals, cluster_verdicts
 from deploy.controller.cohort_rollout import Phase, Progress
 from deploy.controller.manifests.common import Owner
 from deploy.controller.objects import Key
-from deploy.controller.observed import Fleet, FleetPool, Place, PlaceState, Pod
+from deploy.controller.observed import Fleet, FleetPool, Heard, Place, PlaceState, Pod
 from deploy.controller.pool_status import pool_verdicts
 from deploy.controller.revisions import revision_of
 from deploy.controller.rolling import Rolling, decide, group_size_of
@@ -61,6 +62,10 @@ def pods(spec: dict[str, Any], count: int) -> list[Pod]:
     return [Pod(f"{name}-pod-{n}", "decode", True, False, name, "2026") for n in range(count)]
 
 
+def cordoned(spec: dict[str, Any]) -> list[Pod]:
+    return [dataclasses.replace(each, is_cordoned=True) for each in pods(spec, 2)]
+
+
 def served(spec: dict[str, Any], size: int, num_live: int | None = None) -> FleetPool:
     name = name_of(spec)
     num_live = size if num_live is None else num_live
@@ -92,7 +97,8 @@ def view(
     spec = read_spec(ServingClusterSpec, obj)
     key = Key("models", "main")
     ray = {"spec": {"workerGroupSpecs": groups}}
-    return ClusterView(key, obj, OWNER, spec, {"decode": made}, known, is_settled, ray)
+    heard = Heard(known, is_settled=known is not None and is_settled)
+    return ClusterView(key, obj, OWNER, spec, {"decode": made}, heard, ray)
 
 
 def decided(seen: ClusterView, progress: Progress | None = None) -> Rolling:
@@ -109,6 +115,24 @@ def test_a_change_surges_while_the_supervisor_speaks_and_waits_while_it_does_not
     assert decided(view(fleet, groups, there)).sizes == {name_of(BEFORE): 2, name_of(SPEC): 1}
     for seen in (view(None, groups, there), view(fleet, groups, there, is_settled=False)):
         assert decided(seen).sizes == {name_of(BEFORE): 2, name_of(SPEC): 0}
+
+
+def test_workers_on_a_cordoned_node_are_replaced_before_the_first_of_them_leaves() -> None:
+    here = cordoned(SPEC)
+    groups, name = [group(SPEC, 2)], name_of(SPEC)
+    seen = view({name: served(SPEC, 2)}, groups, here)
+    assert decided(seen).sizes == {name: 3}
+    there = [*here, pods(SPEC, 3)[2]]
+    seen = view({name: served(SPEC, 3)}, groups, there)
+    rolling = decided(seen)
+    assert rolling.sizes == {name: 3}
+    leaving = rolling.pools["decode"].leaving
+    size = group_size_of(seen, seen.pools["decode"], name, 3, leaving)
+    assert (size.replicas, size.to_delete) == (2, (f"{name}-pod-0",))
+    rolled = view({name_of(BEFORE): served(BEFORE, 2)}, [group(BEFORE, 2)], cordoned(BEFORE))
+    assert decided(rolled).sizes == {name_of(BEFORE): 2, name: 1}  # a surge already
+    unsettled = view({name: served(SPEC, 2)}, groups, here, is_settled=False)
+    assert decided(unsettled).sizes == {name: 2}
 
 
 def test_a_supervisor_that_lost_everything_is_told_the_sizes_of_the_groups() -> None:
@@ -169,7 +193,7 @@ def test_a_cohort_that_does_not_get_ready_is_told_as_stopped_and_not_as_growing_
     for now in (NOW, LATER):
         rolling = decide(seen, growing, {"decode": ReadyWatch(name_of(SPEC), 0, NOW)}, {}, now)
         assert rolling.progress.phase is Phase.GROWING
-        told = cluster_verdicts(seen, rolling, {"status": {"readyReplicas": 2}}, [])
+        told = cluster_verdicts(seen, rolling, {"status": {"readyReplicas": 2}}, Refusals())
         reasons.append((told[1].is_true, told[1].reason))
     assert reasons == [(True, "CohortGrowing"), (False, "RolloutStopped")]
 
@@ -194,7 +218,7 @@ def test_nothing_progresses_any_more_once_a_cohort_was_taken_back() -> None:
     rolling = decided(seen, back)
     told = pool_verdicts(seen.pools["decode"], rolling.pools["decode"], "")
     assert [verdict.reason for verdict in told] == ["Live", "CohortReturned", "Sound"]
-    told = cluster_verdicts(seen, rolling, {"status": {"readyReplicas": 2}}, [])
+    told = cluster_verdicts(seen, rolling, {"status": {"readyReplicas": 2}}, Refusals())
     assert [(verdict.is_true, verdict.reason) for verdict in told[1:]] == [
         (False, "CohortReturned"),
         (True, "CohortTakenBack"),
@@ -206,7 +230,7 @@ def test_what_the_supervisor_refuses_degrades_the_pool() -> None:
     seen = view({name_of(SPEC): served(SPEC, 2)}, [group(SPEC, 2)], pods(SPEC, 2))
     rolling = decided(seen)
     degraded = pool_verdicts(seen.pools["decode"], rolling.pools["decode"], "no such model")[-1]
-    assert (degraded.is_true, degraded.reason) == (True, "Refused")
+    assert (degraded.is_true, degraded.reason) == (True, "SupervisorRefused")
     assert degraded.message == "the supervisor: no such model"
 
 

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from baton.control_client import ControlClient
@@ -14,16 +15,17 @@ from cluster.control_service import Changes, serve
 from cluster.registry import Registry
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
-from deploy.api.worker_pool import RolePlan, WorkerPoolSpec
+from deploy.api.worker_pool import RolePlan, Rollout, WorkerPoolSpec
 from deploy.controller.fleet_watch import fleet_of
 from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import GroupSize, sized, worker_group
 from deploy.controller.objects import Key
-from deploy.controller.observed import Fleet
+from deploy.controller.observed import Fleet, Heard
 from deploy.controller.revisions import revision_of
 from deploy.controller.rolling import decide
 from deploy.controller.supervision import Supervision, role_plan
 from deploy.controller.view import ClusterView, pool_view
+from tests.cluster.test_leaving_places import serve as live
 from tests.deploy.controller.test_manifests import OWNER, RELEASE
 
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
@@ -53,6 +55,30 @@ def parsed(spec: Mapping[str, Any]) -> ServingClusterSpec:
     )
 
 
+async def test_without_surge_the_worker_that_is_down_makes_room_wherever_it_is() -> None:
+    old, new = (
+        replace(pool_spec(maxNumSeqs=num), rollout=Rollout(max_surge=0, max_unavailable=1))
+        for num in (8, 16)
+    )
+    first, second = group(old), group(new)
+    registry, pool = Registry(RegistryConfig(), time.monotonic), first["groupName"]
+    async with serve(registry, Changes(), "127.0.0.1:0") as address:
+        with ControlClient(address) as client:
+            assert await asyncio.to_thread(tell, client, old, first) == {}
+            for index in range(2):
+                registry.pools.open_place(pool, f"{pool}-{index}")
+            live(registry, pool, 1)
+            former = await asyncio.to_thread(client.fleet)
+            await asyncio.to_thread(tell, client, new, first, second)
+            told = await asyncio.to_thread(sizes, client)
+            assert told[pool] == 1, "place 0, which is down"
+            # A supervisor of the last release would let place 1 go.
+            for place in former.pools[0].places:
+                place.ClearField("standing")
+            seen = view(fleet_of(former), new, (first, second))
+            assert decide(seen, None, {}, {}, NOW).sizes[pool] == 2
+
+
 def tell(
     client: ControlClient, pool: WorkerPoolSpec | None, *groups: dict[str, Any]
 ) -> dict[str, str]:
@@ -76,7 +102,8 @@ def view(
     )
     ray = {"spec": {"workerGroupSpecs": list(groups)}}
     key = Key("models", "main")
-    return ClusterView(key, obj, OWNER, parsed(SPEC), pools, fleet, True, ray)
+    heard = Heard(fleet, is_settled=True)
+    return ClusterView(key, obj, OWNER, parsed(SPEC), pools, heard, ray)
 
 
 def sizes(client: ControlClient) -> dict[str, int]:

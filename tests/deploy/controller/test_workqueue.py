@@ -206,6 +206,35 @@ def test_what_a_reconcile_raises_brings_its_key_back_and_no_worker_down(error: E
     assert workers.stop(_TIMEOUT_S)
 
 
+@pytest.mark.parametrize("refusal", [UnreachableError("gone"), ValueError("another bug")])
+def test_what_a_reconcile_should_never_raise_is_told_before_its_key_comes_back(
+    refusal: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue: WorkQueue[str] = WorkQueue(Backoff(first_s=0.01, longest_s=0.01))
+    steps: list[str] = []
+    has_succeeded = threading.Event()
+    failures: list[Exception] = [ValueError("a bug"), UnreachableError("no bug")]
+
+    def reconcile(key: str) -> float | None:
+        steps.append("reconcile")
+        if failures:
+            raise failures.pop()
+        has_succeeded.set()
+        return None
+
+    def tell_fault(key: str, error: Exception) -> None:
+        steps.append(f"{key}: {error}")
+        raise refusal
+
+    workers = Workers(queue, reconcile, 1, "test", tell_fault)
+    workers.start()
+    queue.add("a")
+    assert has_succeeded.wait(_TIMEOUT_S)
+    assert workers.stop(_TIMEOUT_S)
+    assert steps == ["reconcile", "reconcile", "a: a bug", "reconcile"]
+    assert "Traceback" in caplog.text
+
+
 def test_a_server_that_wants_to_be_left_alone_is(caplog: pytest.LogCaptureFixture) -> None:
     queue: WorkQueue[str] = WorkQueue(Backoff(first_s=0.01, longest_s=0.01))
     throttled = threading.Event()

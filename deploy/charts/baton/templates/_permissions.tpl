@@ -21,7 +21,7 @@ says what for, and the tests hold the code to it. */ -}}
   verbs: [list, watch, create, patch]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch]
+  verbs: [list, watch, delete]
 - apiGroups: [""]
   resources: [configmaps, serviceaccounts, services]
   verbs: [create, patch]
@@ -60,4 +60,11 @@ says what for, and the tests hold the code to it. */ -}}
   resources: [leases]
   resourceNames: [baton-controller]
   verbs: [get, patch]
+{{- end -}}
+
+{{- /* What it asks of nodes. */ -}}
+{{- define "baton.nodePermissions" -}}
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [list, watch]
 {{- end -}}

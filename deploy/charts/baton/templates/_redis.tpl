@@ -4,11 +4,22 @@
 {{- $given := dig "ray" "gcsFaultTolerance" dict .Values.cluster.spec -}}
 {{- $wanted := $redis.enabled -}}
 {{- if kindIs "invalid" $wanted -}}
-{{- $wanted = and (not $given) (include "baton.preset" . | fromJson).redis -}}
+{{- $wanted = and (not $given) (eq (include "baton.hasSeveralWorkers" .) "true") -}}
 {{- else if and $wanted $given -}}
 {{- fail "cluster.redis.enabled or cluster.spec.ray.gcsFaultTolerance, which names another Redis, not both" -}}
 {{- end -}}
 {{- ternary $redis dict (and .Values.cluster.enabled (eq (toString $wanted) "true")) | toJson -}}
+{{- end -}}
+
+{{- /* Whether workers may be on several nodes: a replica is one pod. What somebody else than a person
+scales has no size that is known here. */ -}}
+{{- define "baton.hasSeveralWorkers" -}}
+{{- $workers := 0 -}}
+{{- range $pool := .Values.cluster.spec.pools -}}
+{{- $isScaled := ne (dig "scaling" "mode" "manual" $pool) "manual" -}}
+{{- $workers = add $workers (ternary 2 (int64 (dig "initialReplicas" 1 $pool)) $isScaled) -}}
+{{- end -}}
+{{- gt $workers 1 -}}
 {{- end -}}
 
 {{- define "baton.redisName" -}}

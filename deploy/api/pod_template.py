@@ -1,0 +1,125 @@
+"""A PodTemplateSpec that people wrote, to be laid over the operator's own: what in it would break
+that, or go unnoticed, by the name of its field. What values may be is for the API server to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from baton.settings import unknown_key
+from deploy.api.naming import GROUP
+
+MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "containers": ("name",),
+    "initContainers": ("name",),
+    "volumes": ("name",),
+    "env": ("name",),
+    "volumeMounts": ("mountPath",),
+    "volumeDevices": ("devicePath",),
+    "imagePullSecrets": ("name",),
+    "hostAliases": ("ip",),
+    "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
+    "ports": ("containerPort", "protocol"),
+}
+"""By which keys Kubernetes tells the members of a list apart, where two lists are merged."""
+MERGE_DEFAULTS = {"protocol": "TCP"}
+
+TEMPLATE_KEYS = ("metadata", "spec")
+METADATA_KEYS = ("annotations", "creationTimestamp", "finalizers", "labels", "name", "namespace")
+POD_KEYS = (
+    "activeDeadlineSeconds", "affinity", "automountServiceAccountToken", "containers", "dnsConfig",
+    "dnsPolicy", "enableServiceLinks", "hostAliases", "hostIPC", "hostNetwork", "hostPID",
+    "hostUsers", "hostname", "hostnameOverride", "imagePullSecrets", "initContainers", "nodeName",
+    "nodeSelector", "os", "overhead", "preemptionPolicy", "priority", "priorityClassName",
+    "readinessGates", "resourceClaims", "resources", "restartPolicy", "runtimeClassName",
+    "schedulerName", "schedulingGates", "schedulingGroup", "securityContext", "serviceAccount",
+    "serviceAccountName", "setHostnameAsFQDN", "shareProcessNamespace", "subdomain",
+    "terminationGracePeriodSeconds", "tolerations", "topologySpreadConstraints", "volumes",
+)  # fmt: skip
+CONTAINER_KEYS = (
+    "args", "command", "env", "envFrom", "image", "imagePullPolicy", "lifecycle", "livenessProbe",
+    "name", "ports", "readinessProbe", "resizePolicy", "resources", "restartPolicy",
+    "restartPolicyRules", "securityContext", "startupProbe", "stdin", "stdinOnce",
+    "terminationMessagePath", "terminationMessagePolicy", "tty", "volumeDevices", "volumeMounts",
+    "workingDir",
+)  # fmt: skip
+SELECTED = frozenset(
+    f"app.kubernetes.io/{name}" for name in ("component", "instance", "managed-by", "name")
+)
+"""By these and those of our own group Services, budgets and policies find the pods."""
+
+
+def check(template: Mapping[str, Any], field: str) -> None:
+    """Raises ValueError, which begins with the part of `field` that is at fault."""
+    _check_keys(template, TEMPLATE_KEYS, field)
+    if "metadata" in template:
+        _check_metadata(template["metadata"], f"{field}.metadata")
+    if "spec" in template:
+        _check_pod(template["spec"], f"{field}.spec")
+
+
+def _check_metadata(metadata: Any, field: str) -> None:
+    _check_keys(metadata, METADATA_KEYS, field)
+    for name in ("annotations", "labels"):
+        way = f"{field}.{name}"
+        values = metadata.get(name, {})
+        _check_mapping(values, way)
+        for key, value in values.items():
+            if str(key).startswith(f"{GROUP}/") or key in SELECTED:
+                raise ValueError(f"{way} must not hold {key}: the operator goes by its own")
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{way} must hold text, not {value!r} as {key}")
+
+
+def _check_pod(pod: Any, field: str) -> None:
+    _check_keys(pod, POD_KEYS, field)
+    if "containers" in pod and pod["containers"] is None:
+        raise ValueError(f"{field}.containers must not be null: a pod needs some")
+    for way, key, member in _members(pod, field):
+        if key in ("containers", "initContainers"):
+            _check_keys(member, CONTAINER_KEYS, way)
+            for _ in _members(member, way):
+                pass  # being there is all that is asked of them
+
+
+def _members(parent: Mapping[str, Any], field: str) -> Iterator[tuple[str, str, Any]]:
+    """Of the lists that are merged by their members' keys: where each member is, its list's name,
+    itself. Raises ValueError for one without a key of its own."""
+    for key, value in parent.items():
+        if key not in MERGE_KEYS or value is None:
+            continue
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{field}.{key} must be a list of mappings, not {value!r}")
+        seen = set()
+        for i, member in enumerate(value):
+            way = f"{field}.{key}[{i}]"
+            identity = _identity(member, MERGE_KEYS[key], way)
+            if identity in seen:
+                raise ValueError(f"{way} is there twice")
+            seen.add(identity)
+            yield way, key, member
+
+
+def _identity(member: Any, keys: tuple[str, ...], field: str) -> tuple[str | int, ...]:
+    _check_mapping(member, field)
+    found = []
+    for name in keys:
+        value = member.get(name, MERGE_DEFAULTS.get(name))
+        if not value or not isinstance(value, str | int):
+            raise ValueError(f"{field}.{name} is needed")
+        found.append(value)
+    return tuple(found)
+
+
+def _check_keys(value: Any, known: tuple[str, ...], field: str) -> None:
+    _check_mapping(value, field)
+    for name in value:
+        if name not in known:
+            raise ValueError(f"{field}.{name} {unknown_key(str(name), known)}")
+
+
+def _check_mapping(value: Any, field: str) -> None:
+    if not isinstance(value, Mapping):
+        given = "null" if value is None else repr(value)
+        raise ValueError(f"{field} must be a mapping, not {given}")

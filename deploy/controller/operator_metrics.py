@@ -1,0 +1,111 @@
+"""What the operator tells Prometheus: of its own work, and what it says of each resource.
+
+Conditions are read from the objects at each scrape, as the API server has them; of several
+operators the one that leads tells them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from deploy.controller.errors import KubeError
+from deploy.controller.objects import Key, Object
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_OF_RESOURCE = ("kind", "resource_namespace", "resource")
+Reconcile = Callable[[Key], float | None]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Where the operator's state is read at a scrape."""
+
+    is_leading: Callable[[], bool]
+    num_waiting: Callable[[], int]
+    """Keys in the queue whose time has come."""
+    resources: Mapping[str, Callable[[], Mapping[Key, Object]]]
+    """By kind: all that there are."""
+
+
+class OperatorMetrics(Collector):
+    """Own what is counted; `registry` has all of it."""
+
+    def __init__(self, seen: Seen) -> None:
+        self._seen = seen
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._ended = Counter(
+            "baton_operator_reconciles",
+            "Reconciles of a ServingCluster by how they ended; failed: by a fault of the operator",
+            ("end",),
+            registry=self.registry,
+        )
+        for end in ("succeeded", "refused", "failed"):
+            self._ended.labels(end)
+        self._seconds = Histogram(
+            "baton_operator_reconcile_seconds",
+            "Time of a reconcile",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+
+    def counted(self, reconcile: Reconcile) -> Reconcile:
+        """The same, which is counted and timed; it raises what it raised."""
+
+        def counted(key: Key) -> float | None:
+            began_at, end = time.monotonic(), "failed"
+            try:
+                again_after_s = reconcile(key)
+                end = "succeeded"
+            except KubeError:
+                end = "refused"
+                raise
+            finally:
+                self._ended.labels(end).inc()
+                self._seconds.observe(time.monotonic() - began_at)
+            return again_after_s
+
+        return counted
+
+    def collect(self) -> Iterator[Metric]:
+        is_leading = self._seen.is_leading()
+        yield _gauge("operator_is_leading", "1 for the operator that acts", is_leading)
+        waiting = self._seen.num_waiting()
+        yield _gauge("operator_queue_depth", "ServingClusters that wait to be reconciled", waiting)
+        conditions = GaugeMetricFamily(
+            "baton_resource_condition",
+            "A condition of a ServingCluster or WorkerPool: 1 where it is True",
+            labels=(*_OF_RESOURCE, "type", "reason"),
+        )
+        drains = GaugeMetricFamily(
+            "baton_resource_overdue_drains",
+            "Workers of a WorkerPool that drain for longer than its drainTimeout",
+            labels=_OF_RESOURCE,
+        )
+        if is_leading:
+            for kind, resources in self._seen.resources.items():
+                for key, obj in resources().items():
+                    _add(conditions, drains, (kind, key.namespace, key.name), obj)
+        yield conditions
+        yield drains
+
+
+def _add(
+    conditions: GaugeMetricFamily, drains: GaugeMetricFamily, name: tuple[str, ...], obj: Object
+) -> None:
+    status = obj.get("status", {})
+    for each in status.get("conditions") or ():
+        is_true = each["status"] == "True"
+        conditions.add_metric((*name, each["type"], each.get("reason", "")), is_true)
+    if "draining" in status:
+        drains.add_metric(name, sum("heldBy" in each for each in status["draining"] or ()))
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"baton_{name}", text, value=float(value))

@@ -1,0 +1,75 @@
+"""What helm tells whoever has installed the chart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.api.chart import CHART
+from tests.deploy.chart.chart import NAMESPACE, Helm, first_cluster
+
+_RENDERED = 'notes: {{ tpl (.Files.Get "NOTES.txt") . | toJson }}'
+SCALED_BY_PLANNER = {"scaling": {"mode": "planner"}}
+
+
+def notes(helm: Helm, folder: Path, values: dict[str, Any]) -> str:
+    """As `helm install` prints them, which asks a cluster first."""
+    chart = folder / "baton"
+    shutil.copytree(CHART, chart)
+    (chart / "templates" / "NOTES.txt").rename(chart / "NOTES.txt")
+    (chart / "templates" / "notes.yaml").write_text(_RENDERED)
+    command = ("template", "baton", chart, "--namespace", NAMESPACE, "--values", "-")
+    text = helm.run(*command, "--show-only", "templates/notes.yaml", stdin=json.dumps(values))
+    told: str = json.loads(text.rpartition("notes: ")[2])
+    return told
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pool"),
+    [
+        ({}, "decode"),
+        ({"name": "west"}, "west-decode"),
+        ({"spec": {"pools": {"both": {"role": "mixed"}}}}, "decode"),
+        ({"spec": {"pools": {"both": {"role": "mixed"}, "decode": SCALED_BY_PLANNER}}}, "both"),
+    ],
+    ids=["usual", "of another name", "decode before mixed", "decode is the planner's"],
+)
+def test_the_pool_to_try_scaling_with_is_one_that_decodes_and_stays_scaled(
+    helm: Helm, tmp_path: Path, cluster: dict[str, Any], pool: str
+) -> None:
+    assert f" scale wp/{pool} --replicas=2\n" in notes(helm, tmp_path, first_cluster(**cluster))
+
+
+def test_pools_of_the_planner_are_named(helm: Helm, tmp_path: Path) -> None:
+    pools = {"prefill": SCALED_BY_PLANNER, "decode": SCALED_BY_PLANNER}
+    told = notes(helm, tmp_path, first_cluster(spec={"pools": pools}))
+    assert "The planner scales decode, prefill:" in told
+    assert "scale wp/" not in told
+
+
+@pytest.mark.parametrize(("registry", "warned"), [("", True), ("registry.example.com", False)])
+def test_images_that_nobody_publishes_are_warned_of(
+    helm: Helm, tmp_path: Path, registry: str, warned: bool
+) -> None:
+    told = notes(helm, tmp_path, {"images": {"registry": registry}})
+    assert ("WARNING: images.registry is empty" in told) is warned
+
+
+@pytest.mark.parametrize(
+    ("cluster", "warned"),
+    [
+        ({}, False),
+        ({"redis": {"enabled": False}}, True),
+        ({"spec": {"ray": {"gcsFaultTolerance": {"redisAddress": "mine:6379"}}}}, False),
+    ],
+    ids=["the chart's Redis", "none", "another Redis"],
+)
+def test_a_head_that_keeps_its_state_nowhere_is_warned_of(
+    helm: Helm, tmp_path: Path, cluster: dict[str, Any], warned: bool
+) -> None:
+    told = notes(helm, tmp_path, first_cluster(**cluster))
+    assert ("WARNING: no Redis keeps" in told) is warned

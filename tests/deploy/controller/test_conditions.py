@@ -1,0 +1,48 @@
+"""Conditions: what is judged anew, and what stays as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deploy.controller.conditions import AVAILABLE, DEGRADED, Verdict, conditions
+from deploy.controller.hindrances import invalid_spec
+
+BEFORE, NOW = "2026-01-01T10:00:00Z", "2026-01-01T11:00:00Z"
+
+
+def served() -> dict[str, Any]:
+    """A cluster that has served, after an edit."""
+    told = conditions(
+        [Verdict(AVAILABLE, True, "Serving", "so it is"), Verdict(DEGRADED, False, "Sound", "")],
+        {"metadata": {"generation": 1}},
+        BEFORE,
+    )
+    return {"metadata": {"generation": 2}, "status": {"conditions": told}}
+
+
+def by_type(told: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    found = {each["type"]: each for each in told}
+    assert len(found) == len(told), "each type once"
+    return found
+
+
+def test_what_is_not_judged_stays_as_it_was() -> None:
+    seen = served()
+    told = by_type(conditions(invalid_spec(seen, "spec.model: missing"), seen, NOW))
+    assert told["Available"] == {
+        "type": "Available",
+        "status": "True",
+        "reason": "Serving",
+        "message": "so it is",
+        "lastTransitionTime": BEFORE,
+        "observedGeneration": 1,
+    }
+    degraded = told["Degraded"]
+    assert (degraded["status"], degraded["lastTransitionTime"]) == ("True", NOW)
+    assert (degraded["reason"], degraded["observedGeneration"]) == ("InvalidSpec", 2)
+
+
+def test_what_never_could_be_read_is_not_available() -> None:
+    new = {"metadata": {"generation": 1}}
+    told = by_type(conditions(invalid_spec(new, "spec.model: missing"), new, NOW))
+    assert (told["Available"]["status"], told["Available"]["reason"]) == ("False", "InvalidSpec")

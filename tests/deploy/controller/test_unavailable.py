@@ -1,0 +1,216 @@
+"""A cluster that does not serve, or not wholly: each cause has a reason of its own, for alerts, and
+the message says what pods wait for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from deploy.api.serving_cluster import RouterSpec, RouterTls
+from deploy.controller.cluster_status import (
+    Refusals,
+    availability,
+    cluster_status,
+    cluster_verdicts,
+)
+from deploy.controller.cohort_rollout import Phase, Progress
+from deploy.controller.conditions import Verdict
+from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
+from deploy.controller.observed import FleetPool, Heard, Place, PlaceState, Pod
+from deploy.controller.pool_status import pool_verdicts
+from deploy.controller.revisions import Revision
+from deploy.controller.rolling import PoolRolling, Rolling
+from deploy.controller.rollout import ReadyWatch
+from deploy.controller.view import ClusterView, RevisionView
+from deploy.controller.waiting import pool_waits, router_waits
+from router.config import RouterConfig
+from tests.deploy.controller.test_cluster_status import at
+from tests.deploy.controller.test_pod_waits import UNSCHEDULABLE
+
+NO_GPU = "Unschedulable: 0/8 nodes are available: 8 Insufficient nvidia.com/gpu."
+OVER_QUOTA = "FailedCreate: pods is forbidden: exceeded quota: gpus"
+REFUSED: dict[str, Any] = {
+    "status": {
+        "conditions": [
+            {
+                "type": "ReplicaFailure",
+                "status": "True",
+                "reason": "FailedCreate",
+                "message": "pods is forbidden: exceeded quota: gpus",
+            }
+        ]
+    }
+}
+
+
+def pod(component: str, **status: Any) -> Pod:
+    """A worker is of the decode pool."""
+    labels = {COMPONENT_LABEL: component}
+    if component == "worker":
+        labels[POOL_LABEL] = "decode"
+    return Pod.of({"metadata": {"name": f"a-{component}", "labels": labels}, "status": status})
+
+
+def seen(live: set[str], replicas: int = 1, *pods: Pod, **changes: Any) -> ClusterView:
+    """`live`: the pools of which all workers are."""
+    view = at(replicas, "manual")
+    pools = {}
+    for name, pool in view.pools.items():
+        places = [Place(f"{name}-{n}", "", PlaceState.LIVE) for n in range(replicas)]
+        fleet = FleetPool(replicas, places if name in live else ())
+        own = [each for each in pods if each.pool == name]
+        revisions = {"r": RevisionView(Revision("r", name, "c"), fleet=fleet)}
+        pools[name] = dataclasses.replace(
+            pool, fleet=fleet, pods=own, revisions=revisions, target="r"
+        )
+    others = [each for each in pods if not each.pool]
+    return dataclasses.replace(view, pools=pools, poolless_pods=others, **changes)
+
+
+def available(view: ClusterView, num_routers_ready: int = 2, routers: Any = None) -> Verdict:
+    return availability(view, num_routers_ready, router_waits(view, routers))
+
+
+def told(verdict: Verdict) -> tuple[bool, str, str]:
+    return verdict.is_true, verdict.reason, verdict.message
+
+
+@pytest.mark.parametrize(
+    ("head", "ray", "why"),
+    [
+        ([], None, "; Ray's head has no pod"),
+        ([], REFUSED, f"; {OVER_QUOTA}"),
+        ([pod("head", **UNSCHEDULABLE)], None, f"; pod a-head: {NO_GPU}"),
+        ([pod("head")], None, ""),
+    ],
+)
+def test_a_silent_supervisor_is_told_with_what_its_pod_waits_for(
+    head: list[Pod], ray: Any, why: str
+) -> None:
+    view = seen(set(), 1, *head, heard=Heard(is_certain=True), ray_cluster=ray)
+    message = f"the supervisor does not answer{why}"
+    assert told(available(view)) == (False, "SupervisorSilent", message)
+
+
+@pytest.mark.parametrize(
+    ("pods", "deployment", "why"),
+    [
+        ([], None, ""),
+        ([], REFUSED, f"; {OVER_QUOTA}"),
+        ([pod("router", **UNSCHEDULABLE)], {}, f"; pod a-router: {NO_GPU}"),
+    ],
+)
+def test_routers_that_are_not_ready_are_told_with_what_they_wait_for(
+    pods: list[Pod], deployment: Any, why: str
+) -> None:
+    view = seen({"prefill", "decode"}, 1, *pods)
+    message = f"no router is ready{why}"
+    assert told(available(view, 0, deployment)) == (False, "NoRouterReady", message)
+
+
+def test_workers_that_are_not_live_are_told_with_what_they_wait_for() -> None:
+    view = seen({"prefill"}, 1, pod("worker", **UNSCHEDULABLE))
+    message = f"no worker that decodes is live; decode (pod a-worker: {NO_GPU})"
+    assert told(available(view)) == (False, "NoDecodeWorker", message)
+
+
+def test_without_a_prefill_worker_a_cluster_serves_unless_decode_workers_may_not_prefill() -> None:
+    view = seen({"decode"})
+    assert available(view).is_true
+    never = RouterSpec(settings=RouterConfig(local_prefill="never"))
+    view = dataclasses.replace(view, spec=dataclasses.replace(view.spec, router=never))
+    message = "no worker that prefills is live"
+    assert told(available(view)) == (False, "NoPrefillWorker", message)
+
+
+def test_what_somebody_has_scaled_to_zero_is_not_missing() -> None:
+    message = "no worker that decodes is live, and none is wanted: replicas 0"
+    assert told(available(seen(set(), 0))) == (False, "ScaledToZero", message)
+
+
+def test_a_pool_says_what_its_pods_wait_for_until_all_are_live() -> None:
+    view = seen({"prefill"}, 1, pod("worker", **UNSCHEDULABLE))
+    rolling = PoolRolling({}, frozenset(), ReadyWatch("decode"))
+    pool = view.pools["decode"]
+    verdicts = pool_verdicts(pool, rolling, "", pool_waits(view, pool))
+    message = f"0 of 1 workers live; pod a-worker: {NO_GPU}"
+    assert told(verdicts[0]) == (False, "TooFewLive", message)
+    assert told(verdicts[1]) == (True, "Starting", message)
+    live = seen({"prefill", "decode"}, 1, pod("worker", **UNSCHEDULABLE)).pools["decode"]
+    for verdict in pool_verdicts(live, rolling, "", "a surplus pod")[:2]:
+        assert verdict.message == "1 of 1 workers live"
+
+
+def test_a_pool_whose_pods_could_not_be_made_says_why() -> None:
+    view = seen({"prefill"}, ray_cluster=REFUSED)
+    assert pool_waits(view, view.pools["decode"]) == OVER_QUOTA
+    made = seen({"prefill"}, 1, pod("worker"), ray_cluster=REFUSED)
+    assert pool_waits(made, made.pools["decode"]) == "", "it is another pool's that could not be"
+
+
+# --- Progressing and Degraded ---------------------------------------------------------------------
+
+NONE = Refusals()
+SERVING = Progress("bcdfg")
+TAKEN_BACK = Progress("bcdfg", "next", Phase.RETURNED, reason="it was slow", is_fault=True)
+
+
+def verdicts_of(
+    view: ClusterView, progress: Progress = SERVING, refusals: Refusals = NONE
+) -> dict[str, Verdict]:
+    pools = {name: PoolRolling({}, frozenset(), ReadyWatch(name)) for name in view.pools}
+    ready = {"status": {"readyReplicas": 2}}
+    found = cluster_verdicts(view, Rolling(pools, progress), ready, refusals)
+    return {each.type: each for each in found}
+
+
+def test_a_cluster_says_what_the_pods_wait_for_that_are_still_to_come() -> None:
+    view = seen({"prefill"}, 1, pod("worker", **UNSCHEDULABLE))
+    progressing = verdicts_of(view)["Progressing"]
+    assert told(progressing) == (True, "Changing", f"decode 0/1 (pod a-worker: {NO_GPU})")
+
+
+@pytest.mark.parametrize(
+    ("refusals", "progress", "reason", "message"),
+    [
+        (NONE, SERVING, "Sound", "nothing has failed"),
+        (Refusals(["no right"], ["no model"], ["routes are not served"]), SERVING, "Refused",
+         "no right; the supervisor: no model; routes are not served"),
+        (Refusals([], ["no model"], ["routes are not served"]), TAKEN_BACK, "SupervisorRefused",
+         "the supervisor: no model; next was taken back, bcdfg serves: it was slow; "
+         "routes are not served"),
+        (Refusals([], [], ["routes are not served"]), TAKEN_BACK, "CohortTakenBack",
+         "next was taken back, bcdfg serves: it was slow; routes are not served"),
+        (Refusals([], [], ["routes are not served"]), SERVING, "NotServed",
+         "routes are not served"),
+    ],
+)  # fmt: skip
+def test_a_fault_has_the_reason_of_what_is_worst_and_says_all_of_it(
+    refusals: Refusals, progress: Progress, reason: str, message: str
+) -> None:
+    view = seen({"prefill", "decode"})
+    degraded = verdicts_of(view, progress, refusals)["Degraded"]
+    assert told(degraded) == (reason != "Sound", reason, message)
+
+
+# --- endpoints ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("router", "external"),
+    [
+        (RouterSpec(), None),
+        (RouterSpec(hostname="llm.example.com"), "llm.example.com"),
+        (RouterSpec(hostname="llm.example.com", tls=RouterTls(secret_name="edge")),
+         "grpcs://llm.example.com"),
+    ],
+)  # fmt: skip
+def test_the_way_in_from_outside_is_among_the_endpoints(
+    router: RouterSpec, external: str | None
+) -> None:
+    view = seen({"decode"})
+    view = dataclasses.replace(view, spec=dataclasses.replace(view.spec, router=router))
+    view.obj["spec"] = {"model": {"name": "a/model"}, "pools": {}}
+    assert cluster_status(view, SERVING)["endpoints"]["external"] == external
