@@ -16,7 +16,8 @@ from tests.k8s.kubelet.errors import NotPossibleError
 from tests.k8s.kubelet.fixtures import kubelet as kubelet
 from tests.k8s.kubelet.fixtures import kuberay as kuberay
 from tests.k8s.kubelet.possible import check_possible
-from tests.k8s.ray_cluster_crd import ray_cluster_crd
+from tests.k8s.open_crd import wait_served
+from tests.k8s.ray_cluster_crd import serve_ray_clusters
 
 _ACCOUNT_TIMEOUT_S = 20.0
 _POLL_S = 0.05
@@ -73,13 +74,10 @@ def crds(control_plane: ControlPlane) -> None:
     """Baton's custom resources, served. A server without CEL does not know the rules' field."""
     for path in sorted(CRDS.glob("*.yaml")):
         control_plane.kubectl("apply", "--validate=false", "-f", path)
-        name = f"crd/{path.stem}"
-        control_plane.kubectl("wait", "--for=condition=Established", name, "--timeout=20s")
+        wait_served(control_plane, path.stem)
 
 
 @pytest.fixture(scope="session")
 def ray_clusters(control_plane: ControlPlane) -> None:
     """KubeRay's resource, served; nobody turns one into pods."""
-    control_plane.apply(ray_cluster_crd())
-    name = "crd/rayclusters.ray.io"
-    control_plane.kubectl("wait", "--for=condition=Established", name, "--timeout=20s")
+    serve_ray_clusters(control_plane)

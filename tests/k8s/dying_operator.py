@@ -37,6 +37,7 @@ _TOLD = (
     "revision",
     "pools",
 )
+_TOLD_OF_COHORTS = ("serving", "next", "phase", "weight", "isFault")
 _SETTLED_AFTER_S = 2.0
 """Each life waits for so long before it rolls anything. The supervisor lives on, and its workers
 have registered long ago: the full time would only be waited for."""
@@ -84,9 +85,10 @@ def news(target: str, body: Any) -> Any:
     if not target.endswith("/status"):
         return body
     status = body["status"]
-    conditions = status.get("conditions", ())
+    conditions, cohort = status.get("conditions", ()), status.get("cohort") or {}
     return {
         **{name: status.get(name) for name in _TOLD},
+        "cohort": {name: cohort.get(name) for name in _TOLD_OF_COHORTS},
         "draining": sorted(each["worker"] for each in status.get("draining") or ()),
         "conditions": [[each["type"], each["status"], each["reason"]] for each in conditions],
     }

@@ -8,8 +8,20 @@ from typing import Any
 
 from deploy.controller.objects import Resource
 from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.operating import eventually
 
+_SERVED_WITHIN_S = 60.0
 _OPEN = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+
+
+def wait_served(control_plane: ControlPlane, name: str) -> None:
+    """`kubectl wait` before 1.21 fails on a kind that has no conditions yet."""
+
+    def is_served() -> bool:
+        told = (control_plane.read(f"crd/{name}").get("status") or {}).get("conditions") or ()
+        return any(each["type"] == "Established" and each["status"] == "True" for each in told)
+
+    eventually(is_served, f"{name} are served", _SERVED_WITHIN_S)
 
 
 def open_crd(resource: Resource, kind: str) -> dict[str, Any]:

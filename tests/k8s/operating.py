@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,16 @@ class Operator:
 
     process: subprocess.Popen[bytes]
     log: Path
+    health_port: int
+
+    def is_ready(self) -> bool:
+        """As kubelet's probe has it."""
+        url = f"http://127.0.0.1:{self.health_port}/readyz"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return bool(answer.status == HTTPStatus.OK)
+        except OSError:  # it does not listen yet, or says that it is not
+            return False
 
     def kill(self) -> None:
         """As a node that fails: it gives nothing back."""
@@ -42,17 +54,18 @@ def operator_of(
 ) -> Iterator[Operator]:
     """Started, not waited for; ended at the latest with the block."""
     log = folder / f"operator-{time.monotonic_ns()}.log"
+    health_port = free_port()
     command = [
         *(sys.executable, "-m", "deploy.controller"),
         *("--kubeconfig", str(kubeconfig or control_plane.kubeconfig)),
         *("--namespace", namespace, "--lease-namespace", namespace),
         *("--worker-image", "baton-worker", "--router-image", "baton-router"),
-        *("--ray-version", "2.60.0", "--health-port", str(free_port())),
+        *("--ray-version", "2.60.0", "--health-port", str(health_port)),
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=dict(os.environ))
     try:
-        yield Operator(process, log)
+        yield Operator(process, log, health_port)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -76,5 +89,5 @@ def eventually(holds: Callable[[], Any], what: str, timeout_s: float = 30.0) -> 
 
 def condition(obj: dict[str, Any], kind: str) -> dict[str, Any]:
     """A condition of an object's status; empty where there is none."""
-    conditions = obj.get("status", {}).get("conditions", [])
+    conditions = (obj.get("status") or {}).get("conditions") or ()
     return next((each for each in conditions if each["type"] == kind), {})

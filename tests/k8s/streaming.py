@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from baton.client import AsyncClient
 from baton.events import Event, Migrated, Tokens
+from tests.k8s.operating import eventually
 
 NUM_STREAMS = 50
 _ROUND_S = 120.0
@@ -36,6 +37,17 @@ class Streaming:
         """Raises what has failed until now."""
         if self._running.done():
             self._running.result()
+
+    def wait_round(self) -> None:
+        """Until a round has begun, and all of its streams run: they have most of their tokens to
+        come. Raises what has failed until then."""
+        rounds = self.num_rounds
+
+        def all_run() -> bool:
+            self.check()
+            return self.num_rounds > rounds and self.num_running == NUM_STREAMS
+
+        eventually(all_run, "all streams of a new round run", 2 * _ROUND_S)
 
     def enough(self) -> None:
         """No round begins any more; the one that runs goes on."""

@@ -48,7 +48,6 @@ MODELS: dict[str, tuple[str, Overrides]] = {
     "slow": ("llama", (("intermediate_size", 1 << 17),)),
 }
 """By the names of their folders. `slow` reads 300 MB of weights for each token."""
-CLAIM = "models"
 ENGINE = {
     "dtype": "float32",
     "numThreads": 1,
@@ -65,7 +64,11 @@ REQUEST_S = 120.0
 
 
 def model_in(folder: str) -> dict[str, Any]:
-    return {"claim": {"claimName": CLAIM, "path": folder}}
+    return {"claim": {"claimName": claim_of(folder), "path": "model"}}
+
+
+def claim_of(folder: str) -> str:
+    return f"models-{folder}"
 
 
 def prompt_of(number: int) -> list[int]:
@@ -74,11 +77,11 @@ def prompt_of(number: int) -> list[int]:
 
 @pytest.fixture
 def models(kubelet: Kubelet) -> None:
-    """Checkpoints on a claim that all pods mount."""
+    """Checkpoints, each on a claim of its own, all in folders of one name."""
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     for name, (family, overrides) in MODELS.items():
-        folder = kubelet.claim(CLAIM) / name
+        folder = kubelet.claim(claim_of(name)) / "model"
         oracle_model(family, overrides).save_pretrained(folder)
         checkpoints.save_tokenizer(folder)
         for file in folder.iterdir():
@@ -137,22 +140,27 @@ class Asking:
         """As whoever asks a Service: a router that leaves takes nothing new, the next one does."""
         while True:
             address, streams = await self._router(), asyncio.Event()
-            options: dict[str, Any] = {"max_tokens": NUM_TOKENS, "timeout_s": REQUEST_S}
             try:
                 async with AsyncClient(address) as client:
-                    return await ask(client, prompt, tries=None, streams=streams, **options)
+                    return await self._answer(client, prompt, streams)
             except UnavailableError:
                 if streams.is_set() or await self._router() == address:
                     raise
+
+    async def _answer(
+        self, client: AsyncClient, prompt: list[int], streams: asyncio.Event
+    ) -> Answer:
+        """`streams` is set once tokens come."""
+        options: dict[str, Any] = {"max_tokens": NUM_TOKENS, "timeout_s": REQUEST_S}
+        return await ask(client, prompt, tries=None, streams=streams, **options)
 
     async def _router(self) -> str:
         return await asyncio.to_thread(router_address, self._kubelet)
 
 
 @contextlib.contextmanager
-def asking(kubelet: Kubelet) -> Iterator[Asking]:
+def asking(running: Asking) -> Iterator[Asking]:
     """Through the whole block; no request has failed in it."""
-    running = Asking(kubelet)
     try:
         yield running
     finally:
@@ -180,7 +188,8 @@ class Changing:
         found: dict[str, Any] = self._installed.read("servingcluster/default")
         status: dict[str, Any] = found["status"]
         if status["observedGeneration"] == found["metadata"]["generation"]:
-            self.models.setdefault(status["revision"], found["spec"]["model"]["claim"]["path"])
+            claim = found["spec"]["model"]["claim"]["claimName"]
+            self.models.setdefault(status["revision"], claim.removeprefix(claim_of("")))
         weight = status["cohort"]["weight"]
         if self.weights[-1:] != [weight]:
             self.weights.append(weight)
@@ -244,7 +253,7 @@ def test_requests_go_over_to_another_checkpoint_by_shares_and_back_from_one_that
         router={"replicas": 1, "settings": {"localPrefill": "never"}},
     )
     installed.wait_available()
-    with asking(kubelet) as requests:
+    with asking(Asking(kubelet)) as requests:
         changing = Changing(installed, control_plane, kubelet, requests)
         eventually(lambda: changing.status() and changing.models, "the first one is told of")
         assert changing.answers_now() == {"first"}

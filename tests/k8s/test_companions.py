@@ -106,7 +106,7 @@ def test_a_kind_that_is_not_served_is_told_and_everything_else_is_done(
     assert "are not served" in told()["message"]
     assert beside.names("pdb") == BUDGETS
     described = lambda: beside.kubectl("describe", "servingcluster/main")  # noqa: E731
-    eventually(lambda: "Refused" in described() and "grpcroutes" in described(), "an event")
+    eventually(lambda: "NotServed" in described() and "grpcroutes" in described(), "an event")
     assert "again in" not in operator.log.read_text(), "it is no error to be tried again"
 
 

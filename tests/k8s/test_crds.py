@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from deploy.api.naming import API_VERSION
-from deploy.controller.resources import WORKER_POOLS
+from deploy.controller.objects import Key
+from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
 from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
@@ -61,6 +62,79 @@ def test_kubectl_scale_changes_a_pools_size_and_get_shows_it(
     header, row = control_plane.kubectl("-n", namespace, "get", "wp").splitlines()
     assert header.split()[:4] == ["NAME", "ROLE", "DESIRED", "READY"]
     assert row.split()[:3] == ["decode", "decode", "4"]
+
+
+def told(**conditions: tuple[str, str]) -> list[dict[str, Any]]:
+    """Each with its status and reason."""
+    return [
+        {"type": kind, "status": status, "reason": reason, "message": "so it is",
+         "lastTransitionTime": "2026-01-01T10:00:00Z"}
+        for kind, (status, reason) in conditions.items()
+    ]  # fmt: skip
+
+
+def shown(control_plane: ControlPlane, namespace: str, *what: str) -> dict[str, str]:
+    """The one row of `kubectl get`, by its columns; none may be empty."""
+    header, row = control_plane.kubectl("-n", namespace, "get", *what).splitlines()
+    return dict(zip(header.split(), row.split(), strict=True))
+
+
+def test_kubectl_get_shows_how_a_pool_is_and_how_fast_beside_what_it_is_to_be(
+    control_plane: ControlPlane, namespace: str
+) -> None:
+    control_plane.apply(pool(namespace, replicas=2))
+    conditions = told(
+        Available=("True", "Live"),
+        Progressing=("True", "Draining"),
+        Degraded=("False", "Sound"),
+    )
+    status = {
+        "replicas": 3, "readyReplicas": 2, "drainingReplicas": 1, "updatedReplicas": 2,
+        "queue": 7, "kvUsePercent": 40, "desiredReplicas": 5, "conditions": conditions,
+        "ttftSeconds": 0.25, "ttftTargetSeconds": 0.5, "itlSeconds": 0.02, "itlTargetSeconds": 0.04,
+    }  # fmt: skip
+    key = Key(namespace, "decode")
+    kube_of(control_plane).merge_patch(WORKER_POOLS, key, {"status": status}, "status")
+    usual = shown(control_plane, namespace, "wp")
+    del usual["AGE"]
+    assert usual == {
+        "NAME": "decode", "ROLE": "decode", "DESIRED": "2", "READY": "2", "DRAINING": "1",
+        "AVAILABLE": "True", "PROGRESS": "Draining", "QUEUE": "7", "KV%": "40",
+    }  # fmt: skip
+    more = {
+        "SCALING": "manual", "PLANNED": "5", "UPDATED": "2", "TTFT": "0.25", "TTFT-TARGET": "0.5",
+        "ITL": "0.02", "ITL-TARGET": "0.04", "FAULT": "Sound", "CLUSTER": "main",
+    }  # fmt: skip
+    assert shown(control_plane, namespace, "wp", "-o", "wide").items() >= (usual | more).items()
+
+
+def test_kubectl_get_shows_what_a_cluster_serves_or_why_it_does_not(
+    control_plane: ControlPlane, namespace: str
+) -> None:
+    control_plane.apply(cluster(namespace))
+    conditions = told(
+        Available=("False", "NoRouterReady"),
+        Progressing=("True", "Changing"),
+        Degraded=("True", "Refused"),
+    )
+    status = {
+        "model": "demo", "revision": "bcdfg", "conditions": conditions,
+        "endpoints": {"grpc": "main-router.here.svc:7100", "external": "llm.example.com"},
+    }  # fmt: skip
+    key = Key(namespace, "main")
+    kube_of(control_plane).merge_patch(SERVING_CLUSTERS, key, {"status": status}, "status")
+    usual = shown(control_plane, namespace, "serving")
+    del usual["AGE"]
+    assert usual == {
+        "NAME": "main", "MODEL": "demo", "AVAILABLE": "False", "REASON": "NoRouterReady",
+        "PROGRESSING": "True", "DEGRADED": "True",
+    }  # fmt: skip
+    more = {
+        "PROGRESS": "Changing", "FAULT": "Refused", "ENDPOINT": "main-router.here.svc:7100",
+        "EXTERNAL": "llm.example.com", "REVISION": "bcdfg",
+    }  # fmt: skip
+    wide = shown(control_plane, namespace, "serving", "-o", "wide")
+    assert wide.items() >= (usual | more).items()
 
 
 @pytest.mark.parametrize(

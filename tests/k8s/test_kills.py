@@ -1,5 +1,5 @@
-"""The operator is killed right before and right after everything that it does to scale a pool, and
-to roll one."""
+"""The operator is killed right before and right after everything that it does to scale a pool, to
+roll one, and to have another cohort take over."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from deploy.api.naming import API_VERSION
 from deploy.controller.manifests.ray_cluster import revision_in
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.dying_operator import FOLDER_VARIABLE
@@ -95,12 +97,13 @@ class DyingOperator:
 _OPERATOR = "app.kubernetes.io/component=operator"
 
 
-def has_settled(installed: Installed, operator: DyingOperator, replicas: int) -> bool:
-    """The pool is as wanted, all of it of its newest version, and its operator lives on, with
+def has_settled(installed: Installed, operator: DyingOperator, **replicas: int) -> bool:
+    """Pools are as wanted, all of them of their newest version, and their operator lives on, with
     nothing left to do."""
-    status = installed.read("wp/decode").get("status", {})
-    if not is_whole(installed, "decode", replicas) or status.get("draining"):
-        return False
+    for pool, wanted in replicas.items():
+        status = installed.read(f"wp/{pool}").get("status", {})
+        if not is_whole(installed, pool, wanted) or status.get("draining"):
+            return False
     lives, ends_at = operator.num_lives, time.monotonic() + QUIET_S
     while time.monotonic() < ends_at:
         if operator.num_lives != lives or not operator.is_ready():
@@ -132,13 +135,12 @@ def test_an_operator_that_is_killed_at_every_step_scales_out_and_in_and_no_strea
 
             def is_done(replicas: int = replicas) -> bool:
                 streams.check()
-                return has_settled(installed, operator, replicas)
+                return has_settled(installed, operator, decode=replicas)
 
             eventually(is_done, f"the pool has {replicas} workers", 300)
             new = operator.kills()[len(kills) :]
             kills += new
-            print(f"to {replicas}: {time.monotonic() - began_at:.0f} s, {len(new)} kills")
-            print("\n".join(f"  {moment} {step}" for moment, step in new))
+            _tell(f"to {replicas}", began_at, new)
             for begin in ("SetReplicas decode-", f"PATCH {_ray_cluster(namespace)}"):
                 moments = {moment for moment, step in new if step.startswith(begin)}
                 assert moments == {"before", "after"}, begin
@@ -176,12 +178,11 @@ def test_an_operator_that_is_killed_at_every_step_rolls_a_pool_and_no_stream_cha
         def is_done() -> bool:
             streams.check()
             is_over = before not in revisions(installed, "decode")
-            return is_over and has_settled(installed, operator, 2)
+            return is_over and has_settled(installed, operator, decode=2)
 
         eventually(is_done, "both workers are of the new version", 1200)
     kills = operator.kills()
-    print(f"{time.monotonic() - began_at:.0f} s, {len(kills)} kills")
-    print("\n".join(f"  {moment} {step}" for moment, step in kills))
+    _tell("rolled", began_at, kills)
     ray_cluster = f"PATCH {_ray_cluster(namespace)}"
     for begin in ("AddPool decode-", "SetReplicas decode-", "RemovePool decode-", ray_cluster):
         moments = {moment for moment, step in kills if step.startswith(begin)}
@@ -195,6 +196,81 @@ def test_an_operator_that_is_killed_at_every_step_rolls_a_pool_and_no_stream_cha
     )
     assert group["groupName"] != before
     assert (group["replicas"], group["scaleStrategy"]["workersToDelete"]) == (2, [])
+
+
+def test_an_operator_that_is_killed_at_every_step_has_a_cohort_take_over_and_no_stream_changes(
+    control_plane: ControlPlane,
+    namespace: str,
+    kubelet: Kubelet,
+    kuberay: KubeRay,
+    tmp_path: Path,
+) -> None:
+    installed = Installed(control_plane, namespace, tmp_path)
+    installed.install(
+        model={"name": str(MODEL)},
+        engine=FAKE,
+        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        # The machine is busy with operators that start: nobody's tokens come at their own pace.
+        rollout={"weights": [50, 100], "step": "1s", "maxItlFactor": 100},
+    )
+    installed.wait_available()
+    pools = ("prefill", "decode")
+    former = {revision for pool in pools for revision in revisions(installed, pool)}
+    operator, shares = DyingOperator(control_plane, kubelet, namespace), Shares(installed)
+    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+        began_at, num_earlier = time.monotonic(), len(operator.kills())
+        block_size = json.dumps({"spec": {"engine": {"blockSize": 32}}})
+        control_plane.kubectl(
+            *("-n", namespace, "patch", "servingcluster/default", "--type=merge", "-p", block_size)
+        )
+
+        def is_done() -> bool:
+            streams.check()
+            is_over = shares.is_over() and former.isdisjoint(
+                revision for pool in pools for revision in revisions(installed, pool)
+            )
+            return is_over and has_settled(installed, operator, prefill=1, decode=1)
+
+        eventually(is_done, "both pools are of the new cohort", 1300)
+    kills = operator.kills()[num_earlier:]
+    _tell("taken over", began_at, kills)
+    assert shares.told == [0, 50, 100, 0], "the last is that of none that is to come"
+    of_pools = (f"{call} {pool}-" for call in ("AddPool", "RemovePool") for pool in pools)
+    status = f"/apis/{API_VERSION}/namespaces/{namespace}/servingclusters/default/status"
+    steps = ("SetCohortWeights ", f"PATCH {status}", f"PATCH {_ray_cluster(namespace)}")
+    for begin in (*of_pools, *steps):
+        moments = {moment for moment, step in kills if step.startswith(begin)}
+        assert moments == {"before", "after"}, begin
+    groups = kuberay.specs("default")[-1]["workerGroupSpecs"]
+    assert {revision_in(group).pool for group in groups} == set(pools)
+    assert former.isdisjoint(group["groupName"] for group in groups)
+
+
+class Shares:
+    """Of new requests, in percent, that the status gave to the cohort that is to take over: each
+    once."""
+
+    def __init__(self, installed: Installed) -> None:
+        self._installed = installed
+        self._former = self._cohort()["serving"]
+        self.told: list[int] = []
+
+    def is_over(self) -> bool:
+        """Another one serves than at first."""
+        cohort = self._cohort()
+        assert not cohort.get("isFault"), cohort
+        if self.told[-1:] != [cohort["weight"]]:
+            self.told.append(cohort["weight"])
+        return bool(cohort["phase"] == "Serving" and cohort["serving"] != self._former)
+
+    def _cohort(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._installed.read("servingcluster/default")["status"]["cohort"]
+        return found
+
+
+def _tell(what: str, began_at: float, kills: list[tuple[str, str]]) -> None:
+    print(f"{what}: {time.monotonic() - began_at:.0f} s, {len(kills)} kills")
+    print("\n".join(f"  {moment} {step}" for moment, step in kills))
 
 
 def _ray_cluster(namespace: str) -> str:

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from deploy.controller.finalizers import FINALIZER
+from deploy.controller.manifests.pods import CONFIG_HASH
 from deploy.controller.manifests.ray_cluster import revision_in
+from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import Operator, condition, eventually, operator_of
+from tests.k8s.stuck_head import stuck_head
 from tests.k8s.test_crds import cluster
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
@@ -57,6 +60,12 @@ def group_sizes(seen: Seen) -> dict[str, int]:
     return {revision_in(group).pool: group["replicas"] for group in groups}
 
 
+def template_of_head(seen: Seen) -> dict[str, Any]:
+    ray = seen.soon("rayclusters.ray.io/main")
+    template: dict[str, Any] = ray["spec"]["headGroupSpec"]["template"]
+    return template
+
+
 def test_a_cluster_gets_its_pools_its_ray_cluster_and_its_routers(
     control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen
 ) -> None:
@@ -74,7 +83,8 @@ def test_a_cluster_gets_its_pools_its_ray_cluster_and_its_routers(
     told = eventually(
         lambda: condition(seen.soon("servingcluster/main"), "Available"), "a condition"
     )
-    assert (told["status"], told["message"]) == ("False", "the supervisor does not answer")
+    silent = "the supervisor does not answer; Ray's head has no pod"
+    assert (told["status"], told["message"]) == ("False", silent)
 
 
 @pytest.mark.full
@@ -109,6 +119,18 @@ def test_a_bad_cluster_is_told_so_and_another_one_is_served_all_the_same(
     assert "spec.pools: need at least one of role decode or mixed" in told["message"]
     assert seen.soon("rayclusters.ray.io/main")
     assert seen("rayclusters.ray.io/bad") is None
+
+
+def test_a_head_that_cannot_start_is_made_anew_when_its_spec_is_corrected(
+    control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen
+) -> None:
+    control_plane.apply(cluster(namespace, images={"worker": "baton:nowhere"}))
+    made = template_of_head(seen)
+    stuck_head(kube_of(control_plane), namespace, made["metadata"]["annotations"][CONFIG_HASH])
+    control_plane.apply(cluster(namespace, images={"worker": "baton:here"}))
+    eventually(lambda: seen("pod/main-head-x") is None, "the head that cannot start is gone")
+    (container,) = template_of_head(seen)["spec"]["containers"]
+    assert container["image"] == "baton:here", "what KubeRay makes the next one of"
 
 
 @pytest.mark.full

@@ -33,7 +33,12 @@ class Release:
             "watchNamespaces": [self._namespace],
             "crds": {"upgrade": False},
             "operator": {"replicas": 0},
-            "cluster": {"enabled": True, "nodes": {"preset": "cpu"}, "spec": spec},
+            "cluster": {
+                "enabled": True,
+                "nodes": {"preset": "cpu"},
+                "redis": {"enabled": False},  # nothing here runs its image
+                "spec": spec,
+            },
         }
         path = self._folder / "values.json"
         path.write_text(json.dumps(values))

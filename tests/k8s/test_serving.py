@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.client import AsyncClient, Client
+from baton.client import Client
+from baton.control_client import ControlClient
 from baton.events import Finished, HandedOff, Tokens
+from baton.v1 import control_pb2
 from deploy.api.chart import CHART
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import GroupChange, KubeRay
 from tests.k8s.operating import condition, eventually
+from tests.k8s.streaming import Streaming, streaming
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crds", "kubelet", "kuberay")]
 
@@ -34,18 +35,30 @@ class Installed:
         """`nodes`: more of the chart's cluster.nodes."""
         self._control_plane, self.namespace, self._folder = control_plane, namespace, folder
         self._nodes = {"preset": "cpu", **nodes}
+        self._spec: dict[str, Any] = {}
 
     def install(self, **spec: Any) -> None:
-        values = {
+        self._spec = spec
+        self._helm("install", {}, "--skip-crds")
+
+    def upgrade(self, **values: Any) -> None:
+        """To other values of the chart, with the ServingCluster that was installed."""
+        self._helm("upgrade", values)
+
+    def _helm(self, verb: str, values: dict[str, Any], *options: str) -> None:
+        usual = {
             "watchNamespaces": [self.namespace],
             "crds": {"upgrade": False},
-            "cluster": {"enabled": True, "nodes": self._nodes, "spec": spec},
+            "cluster": {
+                "enabled": True,
+                "nodes": self._nodes,
+                "redis": {"enabled": False},  # nothing here runs its image
+                "spec": self._spec,
+            },
         }
         path = self._folder / "values.json"
-        path.write_text(json.dumps(values))
-        self._control_plane.helm(
-            "install", "baton", CHART, "-n", self.namespace, "--skip-crds", "-f", path
-        )
+        path.write_text(json.dumps(usual | values))
+        self._control_plane.helm(verb, "baton", CHART, "-n", self.namespace, "-f", path, *options)
 
     def read(self, what: str) -> dict[str, Any]:
         found: dict[str, Any] = self._control_plane.read(what, "-n", self.namespace)
@@ -100,35 +113,43 @@ def test_helm_install_ends_with_an_answer_whose_kv_crossed_from_pod_to_pod(
 
 # --- scaling while streams run --------------------------------------------------------------------
 
-NUM_STREAMS = 50
-NUM_TOKENS = 150
+NUM_TOKENS = 300
 FAKE = {"backend": "fake", "fake": {"decodeStepS": 0.03}, "maxNumSeqs": 64}
 
 
-async def stream(client: AsyncClient, number: int) -> list[int]:
-    ids: list[int] = []
-    prompt = f"stream number {number}"
-    running = client.generate(prompt, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS, temperature=0.0)
-    async for event in running:
-        if isinstance(event, Tokens):
-            assert event.index == len(ids), "no token twice, none missing"
-            ids += event.ids
-    return ids
+class Drains:
+    """What the pool's status on the server has told of workers that drain while streams ran."""
+
+    def __init__(self, installed: Installed, streams: Streaming) -> None:
+        self._installed, self._streams = installed, streams
+        self.most_running: dict[tuple[str, str], int] = {}
+        """By worker and pod: streams that it still had."""
+
+    def look(self) -> dict[str, Any]:
+        """The pool's status; raises what has failed of the streams."""
+        status: dict[str, Any] = self._installed.read("wp/decode").get("status", {})
+        self._streams.check()
+        for told in status.get("draining") or ():
+            one = told["worker"], told.get("pod", "")
+            self.most_running[one] = max(self.most_running.get(one, 0), told["numRunning"])
+        return status
 
 
-async def streams(address: str, until: Callable[[], bool]) -> list[list[int]]:
-    """Rounds of streams at once, one after another until the change is over; the first round's
-    tokens, which all others repeated."""
-    async with AsyncClient(address) as client:
-        oracle: list[list[int]] = []
-        while not oracle or not until():
-            found = await asyncio.gather(*(stream(client, n) for n in range(NUM_STREAMS)))
-            oracle = oracle or found
-            assert found == oracle
-    return oracle
+def workers_of(kubelet: Kubelet, pool: str) -> dict[str, str]:
+    """Pods of the pool's live workers, by worker, as the supervisor has them."""
+    (head,) = kubelet.pods("app.kubernetes.io/component=head")
+    with ControlClient(f"{head['status']['podIP']}:7101") as client:
+        workers = client.fleet().workers
+    return {
+        worker.info.ref.worker_id: worker.info.pod_name
+        for worker in workers
+        if worker.state == control_pb2.WORKER_STATE_LIVE
+        and worker.info.pool.rpartition("-")[0] == pool
+    }
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_a_pool_is_scaled_out_and_in_under_streams_and_none_changes_a_token(
     installed: Installed, kubelet: Kubelet, kuberay: KubeRay
 ) -> None:
@@ -138,22 +159,26 @@ def test_a_pool_is_scaled_out_and_in_under_streams_and_none_changes_a_token(
         router={"replicas": 1, "settings": {"localPrefill": "never"}},
     )
     installed.wait_available()
-    address = router_address(kubelet)
-    asyncio.run(streams(address, lambda: True))  # the oracle of a cluster that stands still
+    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+        drains = Drains(installed, streams)
 
-    def has(replicas: int) -> Callable[[], bool]:
-        def told() -> bool:
-            status = installed.read("wp/decode").get("status", {})
-            return status.get("readyReplicas", 0) == replicas == status.get(
-                "replicas", 0
-            ) and not status.get("draining")
+        def has(replicas: int) -> bool:
+            status = drains.look()
+            told = status.get("readyReplicas", 0), status.get("replicas", 0)
+            return told == (replicas, replicas) and not status.get("draining")
 
-        return told
-
-    for replicas in (3, 1):
-        installed.scale("decode", replicas)
-        oracle = asyncio.run(asyncio.wait_for(streams(address, has(replicas)), 150))
-        assert all(len(ids) == NUM_TOKENS for ids in oracle)
+        installed.scale("decode", 3)
+        eventually(lambda: has(3), "it has 3 workers", 150)
+        assert not drains.most_running
+        workers = workers_of(kubelet, "decode")
+        streams.wait_round()
+        installed.scale("decode", 1)
+        eventually(lambda: has(1), "it has 1 worker", 150)
+        left = workers_of(kubelet, "decode")
+    drained = {worker: pod for worker, pod in workers.items() if worker not in left}
+    assert len(drained) == 2
+    assert drains.most_running.keys() == drained.items()
+    assert all(drains.most_running.values()), "they were named while they had streams"
     cleared = GroupChange(1, ())
     eventually(lambda: kuberay.changes("default", "decode")[-1] == cleared, "the patch is cleared")
     shrinking = [
@@ -164,3 +189,5 @@ def test_a_pool_is_scaled_out_and_in_under_streams_and_none_changes_a_token(
     assert shrinking
     for before, after in shrinking:
         assert len(set(after.to_delete) - set(before.to_delete)) == before.replicas - after.replicas
+    gone = {name for change in kuberay.changes("default", "decode") for name in change.to_delete}
+    assert gone == set(drained.values())

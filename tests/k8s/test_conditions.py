@@ -1,0 +1,126 @@
+"""What the operator tells, on a real API server, of what it cannot look at as a whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.controller.manifests.common import POOL_LABEL, Owner
+from deploy.controller.objects import Key
+from deploy.controller.resources import PODS, RAY_CLUSTERS
+from tests.deploy.controller.test_pod_waits import UNSCHEDULABLE
+from tests.deploy.controller.test_unavailable import REFUSED
+from tests.k8s.api_clients import kube_of
+from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.operating import Operator, condition, eventually, operator_of
+from tests.k8s.test_crds import cluster
+from tests.k8s.test_operator import Seen
+
+pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
+
+
+@pytest.fixture
+def operator(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Operator]:
+    with operator_of(control_plane, namespace, tmp_path) as running:
+        yield running
+
+
+class Told:
+    """Conditions of what is in one namespace; empty while it is not there, or nothing is told."""
+
+    def __init__(self, control_plane: ControlPlane, namespace: str) -> None:
+        self._seen = Seen(control_plane, namespace)
+
+    def __call__(self, what: str, kind: str) -> dict[str, Any]:
+        return condition(self._seen(what) or {}, kind)
+
+    def soon(self, what: str, kind: str, reason: str) -> dict[str, Any]:
+        def told() -> dict[str, Any] | None:
+            found = self(what, kind)
+            return found if found.get("reason") == reason else None
+
+        found: dict[str, Any] = eventually(told, f"{what}: {kind} is {reason}")
+        return found
+
+
+@pytest.fixture
+def told(control_plane: ControlPlane, namespace: str) -> Told:
+    return Told(control_plane, namespace)
+
+
+def test_an_invalid_edit_leaves_what_was_told_of_the_cluster_before(
+    control_plane: ControlPlane, namespace: str, operator: Operator, told: Told
+) -> None:
+    control_plane.apply(cluster(namespace))
+    told.soon("servingcluster/main", "Degraded", "Sound")
+    before = told("servingcluster/main", "Available")
+    assert before["status"] == "False", "nobody runs its pods"
+    control_plane.apply(cluster(namespace, pools={"prefill": {"role": "prefill"}}))
+    told.soon("servingcluster/main", "Degraded", "InvalidSpec")
+    assert told("servingcluster/main", "Available") == before
+
+
+def test_a_pool_that_cannot_be_read_is_told_so_and_its_cluster_too(
+    control_plane: ControlPlane, namespace: str, operator: Operator, told: Told
+) -> None:
+    if control_plane.has_cel():
+        pytest.skip("this API server takes no such pool")
+    control_plane.apply(cluster(namespace))
+    told.soon("wp/main-decode", "Degraded", "SupervisorSilent")
+    control_plane.kubectl("-n", namespace, "scale", "wp/main-decode", "--replicas=65")
+    for what in ("wp/main-decode", "servingcluster/main"):
+        found = told.soon(what, "Degraded", "InvalidSpec")
+        assert "spec.replicas: must not be above maxReplicas" in found["message"]
+    assert told("wp/main-decode", "Available")["reason"] == "SupervisorSilent", "as it was"
+    control_plane.kubectl("-n", namespace, "scale", "wp/main-decode", "--replicas=2")
+    told.soon("wp/main-decode", "Degraded", "SupervisorSilent")
+    told.soon("servingcluster/main", "Degraded", "Sound")
+
+
+def test_a_fault_of_the_operators_own_is_told_logged_and_over_when_its_cause_is(
+    control_plane: ControlPlane, namespace: str, operator: Operator, told: Told
+) -> None:
+    """Its cause: a worker group such as the operator never writes."""
+    control_plane.apply(cluster(namespace))
+    told.soon("servingcluster/main", "Degraded", "Sound")
+    before = told("servingcluster/main", "Available")
+    broken = json.dumps({"spec": {"workerGroupSpecs": [{"groupName": "x"}]}})
+    control_plane.kubectl(
+        *("-n", namespace, "patch", "rayclusters.ray.io/main", "--type=merge", "-p", broken)
+    )
+    found = told.soon("servingcluster/main", "Degraded", "InternalError")
+    assert "KeyError: 'template'" in found["message"]
+    assert "Traceback" not in found["message"]
+    assert "Traceback" in operator.log.read_text()
+    assert told("servingcluster/main", "Available") == before
+    control_plane.kubectl("-n", namespace, "delete", "rayclusters.ray.io/main")
+    told.soon("servingcluster/main", "Degraded", "Sound")
+
+
+def test_what_pods_wait_for_is_told_of_their_pool_and_their_cluster(
+    control_plane: ControlPlane, namespace: str, operator: Operator, told: Told
+) -> None:
+    control_plane.apply(cluster(namespace))
+    told.soon("wp/main-decode", "Available", "SupervisorSilent")
+    administrator = kube_of(control_plane)
+    labels = Owner("main", namespace, "").labels("worker") | {POOL_LABEL: "decode"}
+    made = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "stuck", "namespace": namespace, "labels": labels},
+        "spec": {"containers": [{"name": "ray-worker", "image": "none"}]},
+    }
+    administrator.create(PODS, made)
+    key = Key(namespace, "stuck")
+    administrator.merge_patch(PODS, key, {"status": UNSCHEDULABLE}, "status")
+    says = lambda what: told(what, "Available").get("message", "")  # noqa: E731
+    no_gpu = "pod stuck: Unschedulable: 0/8 nodes are available: 8 Insufficient nvidia.com/gpu."
+    eventually(lambda: no_gpu in says("wp/main-decode"), "the scheduler's word")
+    assert "Unschedulable" not in says("wp/main-prefill")
+    administrator.merge_patch(RAY_CLUSTERS, Key(namespace, "main"), REFUSED, "status")
+    for what in ("wp/main-prefill", "servingcluster/main"):
+        eventually(lambda what=what: "exceeded quota" in says(what), f"{what}: KubeRay's word")
