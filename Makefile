@@ -41,9 +41,10 @@ control-plane: setup  ## a real Kubernetes API server for tests, built once (abo
 bench: setup  ## one table of first numbers, into bench/results/
 	@$(PY) -m bench
 
-check: setup $(BUF)  ## format, lint, types, import rules, wire rules, stale generated code
+check: setup $(BUF)  ## format, lint (images too), types, import rules, wire rules, stale generated code
 	@$(VENV)/bin/ruff format --check $(CODE)
 	@$(VENV)/bin/ruff check $(CODE)
+	@$(VENV)/bin/hadolint deploy/images/*.Dockerfile
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-cache
 	@$(BUF) lint proto
@@ -51,7 +52,7 @@ check: setup $(BUF)  ## format, lint, types, import rules, wire rules, stale gen
 	@$(PY) tests/generated_code.py --check
 	@$(PY) -m deploy.api.generate --check
 
-crds: setup  ## regenerate deploy/crds/ from deploy/api
+crds: setup  ## regenerate deploy/crds/ and docs/reference/ from deploy/api
 	@$(PY) -m deploy.api.generate
 
 images:  ## the container images, $(IMAGES)/{worker,router,controller}, by docker, podman or buildah

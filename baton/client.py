@@ -9,8 +9,8 @@ A request survives its router: when the connection is lost, nothing answers on i
 the router shuts down, the client goes on at the next address (over a new connection where it left
 in good order: one address may stand for several routers) with the request's id, seed and first
 unseen index, so that no token is seen twice and none is missing. A short call goes to the next
-address when one does not answer. Errors are those of
-`baton.errors`. Leaving a stream early aborts its request.
+address when one does not answer. Errors are those of `baton.errors`. Leaving a stream early aborts
+its request.
 
     Client("router.example:7100", tls=Tls(ca_file="ca.crt"), token=token_in("token"))
 """
@@ -19,15 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Generator,
-    Iterator,
-    Sequence,
-)
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
@@ -90,7 +83,7 @@ class Client:
         self._routers: Routers[grpc.Channel] = Routers(
             addresses, reconnect_within_s, call_timeout_s, _connector(grpc, tls)
         )
-        self._token = token
+        self._token, self._closed = token, threading.Event()
 
     def generate(
         self,
@@ -140,7 +133,9 @@ class Client:
         return self._call(router_calls.fleet())
 
     def close(self) -> None:
-        for channel in self._routers.close():
+        channels = self._routers.close()
+        self._closed.set()
+        for channel in channels:
             channel.close()
 
     def __enter__(self) -> Self:
@@ -179,7 +174,7 @@ class Client:
                     finally:
                         call.cancel()
                     if not stream.is_finished:
-                        time.sleep(routers.lost(stream, connection, failure))
+                        self._closed.wait(routers.lost(stream, connection, failure))
                 routers.answered(connection)
             finally:
                 self._abandon(stream, connection)
@@ -243,7 +238,7 @@ class AsyncClient:
         self._routers: Routers[grpc.aio.Channel] = Routers(
             addresses, reconnect_within_s, call_timeout_s, _connector(grpc.aio, tls)
         )
-        self._token = token
+        self._token, self._closed = token, asyncio.Event()
 
     def generate(
         self,
@@ -293,7 +288,9 @@ class AsyncClient:
         return await self._call(router_calls.fleet())
 
     async def close(self) -> None:
-        for channel in self._routers.close():
+        channels = self._routers.close()
+        self._closed.set()
+        for channel in channels:
             await channel.close()
 
     async def __aenter__(self) -> Self:
@@ -332,7 +329,9 @@ class AsyncClient:
                     finally:
                         call.cancel()
                     if not stream.is_finished:
-                        await asyncio.sleep(routers.lost(stream, connection, failure))
+                        pause_s = routers.lost(stream, connection, failure)
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(self._closed.wait(), pause_s)
                 routers.answered(connection)
             except asyncio.CancelledError as error:
                 self._tell_if_closed(error)

@@ -40,12 +40,14 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
     """Raises ConfigError when workers would have to share a port."""
     router, control, worker = config.router, config.control, config.worker
     num_workers = sum(pool.replicas for pool in config.pools.values())
-    if worker.metrics_port and num_workers > 1:
-        raise ConfigError(
-            f"worker.metrics_port: {num_workers} workers on one machine cannot share port "
-            f"{worker.metrics_port}; 0 gives each a free one",
-            field="worker.metrics_port",
-        )
+    of_workers = {"worker.port": worker.port, "worker.metrics_port": worker.metrics_port}
+    for key, port in of_workers.items():
+        if port and num_workers > 1:
+            raise ConfigError(
+                f"{key}: {num_workers} workers on one machine cannot share port {port}; "
+                "0 gives each a free one",
+                field=key,
+            )
     wanted = [
         _Wanted("control.port", control.host, control.port),
         _Wanted("router.port", router.host, router.port, router.reuse_port),
@@ -56,8 +58,9 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
         wanted.append(
             _Wanted("router.health_port", router.host, router.health_port, router.reuse_port)
         )
-    if worker.metrics_port is not None:
-        wanted.append(_Wanted("worker.metrics_port", "127.0.0.1", worker.metrics_port))
+    wanted += [
+        _Wanted(key, "127.0.0.1", port) for key, port in of_workers.items() if port is not None
+    ]
     return wanted
 
 

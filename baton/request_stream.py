@@ -19,6 +19,7 @@ from typing import Literal, TypedDict, Unpack
 
 from baton import status
 from baton.errors import (
+    AlreadyExistsError,
     BatonError,
     DeadlineError,
     HandshakeError,
@@ -149,6 +150,7 @@ class RequestStream:
         self._next_index = 0
         self._was_taken = False  # a router has, or may have, begun it
         self._has_seen_tail = False
+        self._leaves_out_models = False  # of the next try
         self._unreachable: set[str] = set()
         self._lost_at: float | None = None
         self._pauses = self._new_pauses()
@@ -182,6 +184,8 @@ class RequestStream:
         message.timeout_ms = max(1, int((self._deadline - time.monotonic()) * 1e3))
         if self._was_taken:
             message.resume_from_index = self._next_index
+        if self._leaves_out_models:
+            message.ClearField("model_fingerprints")
         return message
 
     def absorb(self, response: router_pb2.GenerateResponse) -> Event | None:
@@ -211,8 +215,12 @@ class RequestStream:
         """
         now = time.monotonic()
         problem = None if failure is None else status.from_rpc_error(failure, self.address)
+        if self._is_taken_for_another(problem):
+            self.was_sent_away = False
+            return 0.0
         if failure is not None and problem is not None and not self._may_retry(failure, problem):
-            self.is_finished = True  # its router says so
+            # Its router says so; but one that is too busy to look for it knows nothing of it.
+            self.is_finished = not (self._was_taken and isinstance(problem, OverloadedError))
             raise problem
         if now >= self._deadline:
             raise DeadlineError("the request's time is over, and its router is lost")
@@ -226,9 +234,12 @@ class RequestStream:
         pause_s = next(self._pauses) * random.uniform(0.5, 1.0)
         ends_at = min(self._deadline, self._lost_at + self._reconnect_within_s)
         if isinstance(problem, OverloadedError):
-            pause_s = max(pause_s, problem.retry_after_s or 0.0)
-            if now + pause_s > ends_at:
+            told_s = problem.retry_after_s or 0.0
+            left_s = ends_at - now - told_s
+            if left_s < 0:
                 raise problem
+            # Those who were sent away at once are not to come back at once.
+            pause_s = max(pause_s, told_s + random.uniform(0.0, min(told_s / 2, left_s)))
         if now > ends_at:
             why = "shuts down" if self.was_sent_away else "was lost"
             raise UnavailableError(
@@ -237,6 +248,14 @@ class RequestStream:
             )
         self._position = (self._position + 1) % len(self._addresses)
         return pause_s
+
+    def _is_taken_for_another(self, problem: BatonError | None) -> bool:
+        """Whether its router may be of a release to which fingerprints make another request of it:
+        then it is asked once more, without them."""
+        has_left_out, self._leaves_out_models = self._leaves_out_models, False
+        if isinstance(problem, AlreadyExistsError) and self._was_taken and not has_left_out:
+            self._leaves_out_models = bool(self._request.model_fingerprints)
+        return self._leaves_out_models
 
     def _may_retry(self, failure: status.RpcFailure, problem: BatonError) -> bool:
         if status.is_connection_lost(failure) or isinstance(problem, ShuttingDownError):

@@ -13,7 +13,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from baton.errors import ConfigError
@@ -53,6 +53,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(inner, Mapping) and isinstance(value, Mapping)
         result[name] = merge(inner, value) if both else value  # type: ignore[arg-type]
     return result
+
+
+def unknown_key(name: str, valid: Sequence[str]) -> str:
+    """What to say of a key that is none of those."""
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(valid))}"
+    return f"unknown key; {hint}"
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -140,9 +147,7 @@ class _Reader:
         return ConfigError(f"{where}: {problem}", field=key or None)
 
     def _unknown_key(self, key: str, name: str, valid: list[str]) -> ConfigError:
-        near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(valid))}"
-        return self._error(_join(key, name), f"unknown key; {hint}")
+        return self._error(_join(key, name), unknown_key(name, valid))
 
     def _locate(self, key: str, problem: str, names: Mapping[str, Any]) -> tuple[str, str]:
         """A dataclass names the field first in its ValueError: move it into the key."""

@@ -19,7 +19,13 @@ _SMALL_BYTES = 10_000
 class SmallHub:
     """Serves `files` (path to content), a revision of the repository `name`; a context manager."""
 
-    def __init__(self, name: str, files: Mapping[str, bytes], revision: str = "main") -> None:
+    def __init__(
+        self,
+        name: str,
+        files: Mapping[str, bytes],
+        revision: str = "main",
+        host: str = "127.0.0.1",
+    ) -> None:
         self.name = name
         self.revision = revision
         self.files = files
@@ -29,8 +35,8 @@ class SmallHub:
         """While it is not set, weights stop coming half-way."""
         self.goes_on.set()
         handler = type("Handler", (_Handler,), {"hub": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.address = f"http://127.0.0.1:{self._server.server_port}"
+        self._server = ThreadingHTTPServer((host, 0), handler)
+        self.address = f"http://{host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever)
 
     def __enter__(self) -> SmallHub:

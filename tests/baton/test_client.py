@@ -5,8 +5,10 @@ Every case runs over `Client` and over `AsyncClient`.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import threading
+import time
 
 import pytest
 
@@ -75,6 +77,42 @@ def test_a_client_that_is_closed_ends_its_streams_and_takes_no_more(
             with pytest.raises(UnavailableError, match="the client is closed"):
                 ask(client)
         hold.set()
+
+
+def lost_to_a_busy_router(book: Book) -> list[SmallRouter]:
+    """Routers whose client comes back after 8 s only."""
+    busy = OverloadedError("queue full", retry_after_s=8.0)
+    return [SmallRouter(book, die_at=1), SmallRouter(book, fail=busy)]
+
+
+def test_a_client_that_is_closed_ends_a_stream_that_waits_to_come_back(book: Book) -> None:
+    ended: list[BatonError] = []
+    with routers(*lost_to_a_busy_router(book)) as addresses, Client(addresses) as client:
+
+        def read() -> None:
+            with pytest.raises(UnavailableError, match="the client is closed") as caught:
+                client.text("hello")
+            ended.append(caught.value)
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        while len(book.requests) < 2:
+            time.sleep(0.005)
+        client.close()
+        reading.join(4.0)
+        assert ended
+        reading.join()
+
+
+async def test_an_async_client_that_is_closed_ends_it_likewise(book: Book) -> None:
+    with routers(*lost_to_a_busy_router(book)) as addresses:
+        async with AsyncClient(addresses) as client:
+            reading = asyncio.create_task(client.text("hello"))
+            while len(book.requests) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            await client.close()
+            with pytest.raises(UnavailableError, match="the client is closed"):
+                await asyncio.wait_for(reading, 4.0)
 
 
 ALL_ERRORS = [  # but for what sends a request elsewhere (test_client_shutdowns)

@@ -6,13 +6,23 @@ Every case runs over `Client` and over `AsyncClient`.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
-from baton.errors import BatonError, NotFoundError, UnavailableError
+from baton.errors import BatonError, NotFoundError, OverloadedError, UnavailableError
 from baton.events import Event, Tokens
+from baton.v1 import router_pb2
 from tests.baton.both_clients import Connect, routers
 from tests.baton.small_router import Book, SmallRouter
+
+
+class BusyRouter(SmallRouter):
+    """It looks for no request, and ends whichever it is told to."""
+
+    def Abort(self, request: router_pb2.AbortRequest, context: Any) -> router_pb2.AbortResponse:  # noqa: N802
+        self.fail = None
+        return super().Abort(request, context)
 
 
 def test_leaving_a_stream_early_aborts_its_request(book: Book, connect: Connect) -> None:
@@ -52,6 +62,22 @@ def test_a_request_that_is_not_read_to_its_end_is_aborted_at_its_own_router(
         hold.set()
     assert book.aborted == ["left"]
     assert own.aborted == ["left"]
+
+
+@pytest.mark.parametrize("num_seen", [0, 1])
+def test_a_request_that_busy_routers_do_not_look_for_is_aborted(
+    book: Book, connect: Connect, num_seen: int
+) -> None:
+    """It runs on at its worker."""
+    too_late = OverloadedError("the line is full", retry_after_s=60.0)
+    dying, busy = SmallRouter(book, die_at=num_seen), BusyRouter(book, fail=too_late)
+    with (
+        routers(dying, busy) as addresses,
+        connect(addresses) as client,
+        pytest.raises(OverloadedError),
+    ):
+        list(client.generate("hello", request_id="left"))
+    assert book.aborted == ["left"]
 
 
 def test_an_abort_goes_on_to_the_router_that_knows_the_request(

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,6 +150,64 @@ def test_a_workers_engine_has_the_revision_that_its_cluster_names(
     worker = worker_config(config, "decode", "decode-0", "127.0.0.1:1")
     found = find_model(worker.model_path, worker.model_revision, worker.engine)
     assert found == str(folder)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def in_a_pod(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """What a worker pod's init container runs."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "baton.model_folder", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_what_a_pod_has_fetched_its_workers_find_without_the_hub(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--name", NAME, "--revision", "v2")
+    with SmallHub(NAME, FILES, revision="v2") as hub:
+        process = in_a_pod(*arguments, HF_HUB_OFFLINE="0", HF_ENDPOINT=hub.address)
+        told, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "3.0 MB of 3.0 MB" in told.splitlines()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folder = find_model(NAME, "v2", CONFIG.engine)
+    assert (Path(folder) / "model-00001-of-00001.safetensors").read_bytes() == WEIGHTS
+    again = in_a_pod(*arguments)  # offline
+    told, errors = again.communicate(timeout=60)
+    assert (again.returncode, told.splitlines()[-1]) == (0, f"it is in {folder}"), errors
+
+
+def test_a_pod_that_cannot_have_its_model_ends_with_the_reason(cache: Path) -> None:
+    process = in_a_pod("--name", NAME)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"cannot fetch the model: {NAME} is no folder, nor can it be had" in errors
+
+
+def test_a_folder_of_the_pods_image_is_asked_of_no_hub(cache: Path) -> None:
+    process = in_a_pod("--name", "tests/baton")  # as a name on the hub would be
+    told, errors = process.communicate(timeout=60)
+    assert (process.returncode, told) == (0, "tests/baton is there\n"), errors
+
+
+def test_a_pod_that_is_ended_does_not_wait_for_a_file_that_is_still_coming(cache: Path) -> None:
+    with SmallHub(NAME, FILES) as hub:
+        hub.goes_on.clear()
+        process = in_a_pod("--name", NAME, HF_HUB_OFFLINE="0", HF_ENDPOINT=hub.address)
+        assert process.stdout is not None
+        while " of 3.0 MB" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)  # its pipes are closed: nobody is left who fetches
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("model", ["/", "no such/folder/at all"])

@@ -50,12 +50,34 @@ def test_without_a_compiler_it_says_which_were_looked_for(tmp_path: Path, recipe
         build(missing, tmp_path / "kept")
 
 
-def test_a_failing_compiler_leaves_nothing_in_the_cache(tmp_path: Path, recipe: Recipe) -> None:
-    compiler = tmp_path / "cc"
-    compiler.write_text("#!/bin/sh\necho nonsense in line 3 >&2\nexit 1\n")
+def failing(folder: Path, name: str) -> str:
+    """A compiler that notes each of its calls that compiles, and fails."""
+    compiler = folder / name
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit\n'
+        f"echo call >> {folder}/calls\necho {name} cannot >&2\nexit 1\n"
+    )
     compiler.chmod(0o755)
-    with pytest.raises(NativeBuildError, match="nonsense in line 3"):
-        build(dataclasses.replace(recipe, compilers=(str(compiler),)), cache := tmp_path / "kept")
+    return str(compiler)
+
+
+@needs_compiler
+def test_where_one_compiler_fails_the_next_does_it_and_the_first_is_not_asked_again(
+    tmp_path: Path, recipe: Recipe
+) -> None:
+    recipe = dataclasses.replace(recipe, compilers=(failing(tmp_path, "odd"), *recipe.compilers))
+    library = build(recipe, cache := tmp_path / "kept")
+    assert ctypes.CDLL(str(library)).answer() == 42
+    assert build(recipe, cache) == library
+    assert (tmp_path / "calls").read_text().splitlines() == ["call"]
+
+
+def test_where_all_compilers_fail_it_says_what_each_said_and_keeps_nothing(
+    tmp_path: Path, recipe: Recipe
+) -> None:
+    compilers = failing(tmp_path, "odd"), failing(tmp_path, "old")
+    with pytest.raises(NativeBuildError, match=r"odd failed: odd cannot; .*old failed: old cannot"):
+        build(dataclasses.replace(recipe, compilers=compilers), cache := tmp_path / "kept")
     assert list(cache.iterdir()) == []
 
 

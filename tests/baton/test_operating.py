@@ -173,6 +173,8 @@ def test_a_pool_is_scaled_out_drained_and_scaled_in(cluster: Cluster) -> None:
     assert (done.returncode, done.stderr) == (0, "decode-0: finishing what it runs ...\n")
     assert cluster.run("generate", BAKER[0]).stdout == BAKER[1]
 
+    done = cluster.run("scale", "decode", "2")  # until decode-0 serves again: else it would leave
+    assert (done.returncode, done.stdout) == (0, "decode: 2 → 2\n")
     done = cluster.run("scale", "decode", "1")
     assert (done.returncode, done.stdout) == (0, "decode: 2 → 1\n")
     assert ", 1 leaving ...\n" in done.stderr

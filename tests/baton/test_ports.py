@@ -21,6 +21,7 @@ Capture = pytest.CaptureFixture[str]
         ("router.port", {"reuse_port": True}),
         ("router.metrics_port", {}),
         ("router.health_port", {}),
+        ("worker.port", {}),
         ("worker.metrics_port", {}),
     ],
 )
@@ -83,10 +84,11 @@ def test_up_lets_two_hosts_have_the_same_port(tmp_path: Path, capsys: Capture) -
     assert f"are both {port}" not in capsys.readouterr().err
 
 
-def test_up_tells_that_workers_of_one_machine_cannot_share_a_metrics_port(
-    tmp_path: Path, capsys: Capture
+@pytest.mark.parametrize("name", ["port", "metrics_port"])
+def test_up_tells_that_workers_of_one_machine_cannot_share_a_port(
+    name: str, tmp_path: Path, capsys: Capture
 ) -> None:
-    (file := tmp_path / "cluster.yaml").write_text("worker: {metrics_port: 9100}\n")
+    (file := tmp_path / "cluster.yaml").write_text(f"worker: {{{name}: 9100}}\n")
     assert main(["up", "-f", str(file)]) == 2
     shown = " ".join(capsys.readouterr().err.split())
-    assert "worker.metrics_port: 2 workers on one machine cannot share port 9100" in shown
+    assert f"worker.{name}: 2 workers on one machine cannot share port 9100" in shown

@@ -6,7 +6,13 @@ import grpc
 import pytest
 
 from baton import status
-from baton.errors import BatonError, InvalidRequestError, OverloadedError
+from baton.errors import (
+    AlreadyExistsError,
+    BatonError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
 from baton.events import Tokens
 from baton.request_stream import RequestStream, build_request
 from baton.v1.router_pb2 import GenerateResponse, Routed
@@ -106,13 +112,34 @@ class Refused:
 def test_a_busy_router_ends_no_stream_that_has_put_out_tokens() -> None:
     busy = Refused(OverloadedError("the line is full", retry_after_s=1.5))
     stream = RequestStream(build_request("a"), ["nowhere"])
-    stream.absorb(GenerateResponse(routed=Routed(seed=5)))
     with pytest.raises(OverloadedError):
         stream.lost(busy)
+    assert stream.is_finished
     stream = RequestStream(build_request("a"), ["nowhere"], reconnect_within_s=5.0)
     stream.absorb(tokens(0, [5], "a"))
-    assert stream.lost(busy) == 1.5
+    assert 1.5 <= stream.lost(busy) <= 2.25
     assert stream.request().resume_from_index == 1
+
+
+def test_a_router_too_busy_to_look_for_a_request_does_not_end_it() -> None:
+    stream = RequestStream(build_request("a"), ["nowhere"])
+    stream.absorb(GenerateResponse(routed=Routed(seed=5)))
+    with pytest.raises(OverloadedError):
+        stream.lost(Refused(OverloadedError("the line is full", retry_after_s=1.5)))
+    assert not stream.is_finished  # it may run yet: its caller aborts it
+
+
+def test_clients_that_were_sent_away_at_once_come_back_one_by_one() -> None:
+    busy = Refused(OverloadedError("the line is full", retry_after_s=1.0))
+    pauses_s = []
+    for _ in range(64):
+        stream = RequestStream(build_request("a"), ["nowhere"], reconnect_within_s=1.3)
+        stream.absorb(tokens(0, [5], "a"))
+        pauses_s.append(stream.lost(busy))
+    assert min(pauses_s) >= 1.0
+    assert max(pauses_s) <= 1.3  # later nobody would come back
+    assert max(pauses_s) - min(pauses_s) > 0.1
+    assert len(set(pauses_s)) == len(pauses_s)
 
 
 @pytest.mark.parametrize(("timeout_ms", "reconnect_within_s"), [(600_000, 5.0), (3000, 60.0)])
@@ -125,3 +152,36 @@ def test_nobody_waits_for_a_busy_router_beyond_the_time_that_the_request_has(
     stream.absorb(tokens(0, [5], "a"))
     with pytest.raises(OverloadedError, match="the line is full"):
         stream.lost(Refused(OverloadedError("the line is full", retry_after_s=295.0)))
+
+
+def told_fingerprints() -> RequestStream:
+    stream = RequestStream(build_request("a"), ["one", "other"])
+    stream.absorb(GenerateResponse(routed=Routed(seed=5, model_fingerprints=[b"model"])))
+    stream.absorb(tokens(0, [5], "a"))
+    return stream
+
+
+def test_a_router_to_which_fingerprints_make_another_request_is_asked_once_more_without() -> None:
+    stream = told_fingerprints()
+    refused = Refused(AlreadyExistsError("sent before with another body"))
+    assert stream.lost(refused) == 0.0
+    assert (stream.address, stream.request().resume_from_index) == ("one", 1)
+    assert not stream.request().model_fingerprints
+    with pytest.raises(AlreadyExistsError):
+        stream.lost(refused)
+    assert stream.is_finished
+
+
+def test_the_next_router_is_told_the_fingerprints_again() -> None:
+    stream = told_fingerprints()
+    stream.lost(Refused(AlreadyExistsError("sent before with another body")))
+    stream.lost(Refused(UnavailableError("not now")))
+    assert stream.address == "other"
+    assert list(stream.request().model_fingerprints) == [b"model"]
+
+
+def test_a_new_request_whose_id_is_taken_is_refused_at_once() -> None:
+    stream = RequestStream(build_request("a"), ["nowhere"])
+    with pytest.raises(AlreadyExistsError):
+        stream.lost(Refused(AlreadyExistsError("sent before with another body")))
+    assert stream.is_finished
