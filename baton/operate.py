@@ -162,13 +162,15 @@ def drain(arguments: argparse.Namespace) -> int:
         control.drain(name)
         if arguments.no_wait:
             return 0
-        return _wait(
+        status = _wait(
             control,
             lambda fleet: _Progress(
                 f"{name}: finishing what it runs", _incarnations(fleet).get(name) != here[name]
             ),
             arguments.timeout,
         )
+        render.out().print(f"{name} has left", markup=False)
+        return status
 
 
 def _incarnations(fleet: Fleet) -> dict[str, int]:

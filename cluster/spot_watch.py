@@ -5,16 +5,23 @@ worker's container where the machine may be called back.
 
 1. Asks the cloud's metadata service, again and again; one that does not answer is told once, and
    asked on.
-2. At a notice it becomes `cluster.pod_drain`, which does what `preStop` does and asks as few: the
+2. At a notice it runs `cluster.pod_drain`, which does what `preStop` does and asks as few: the
    drain may take `--timeout`, but ends before the machine does, so that what still runs then goes
    on elsewhere in order and not when its silence is noticed.
+3. A machine that goes on after its end (it was hibernated, say, and woke up) keeps a pod whose node
+   has left Ray: after `--restart-after` the process that started this one, the container's own, is
+   ended. Started anew, the container believes that notice no more. One without a time is believed
+   for good.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -27,15 +34,24 @@ _LEAVE_S = 5.0  # for workers that have given up their requests to end
 _SHORTEST_S = 1.0
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Does not return: it ends as the drain does."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the drain's status."""
+    container = os.getppid()
     options = _parse(arguments)
-    notice = wait_for_notice(CLOUDS[options.cloud](options.address))
-    now = datetime.datetime.now(datetime.UTC)
-    timeout_s = drain_s(notice, options.timeout, options.notice, now)
+    outlived_s: float = options.restart_after
+    notice = wait_for_notice(CLOUDS[options.cloud](options.address), outlived_s)
+    timeout_s = drain_s(notice, options.timeout, options.notice, _now())
     _say(f"this machine ends: {notice.what}, {_when(notice)}")
     limits = [f"--timeout={timeout_s:g}", f"--leave={_LEAVE_S:g}"]
-    os.execv(sys.executable, [sys.executable, "-m", "cluster.pod_drain", *limits])
+    drain = [sys.executable, "-m", "cluster.pod_drain", *limits]
+    status = subprocess.run(drain, check=False).returncode
+    if notice.ends_at is not None and math.isfinite(outlived_s):
+        while not is_outlived(notice, outlived_s, _now()):
+            time.sleep(_LOOK_S)
+        _say("this machine goes on: its container ends, to be started anew")
+        if os.getppid() == container:
+            os.kill(container, signal.SIGTERM)
+    return status
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -56,10 +72,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="how long what runs may take to end where the machine lets it",
     )
+    parser.add_argument(
+        "--restart-after",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="after the end that was announced: end the process that started this one",
+    )
     return parser.parse_args(arguments)
 
 
-def wait_for_notice(cloud: Cloud) -> Notice:
+def wait_for_notice(cloud: Cloud, outlived_s: float) -> Notice:
+    """One whose time is over since `outlived_s` is none."""
     told = ""
     while True:
         try:
@@ -69,7 +93,7 @@ def wait_for_notice(cloud: Cloud) -> Notice:
                 told = str(error)
                 _say(f"nobody tells whether this machine ends, asked again: {told}")
         else:
-            if notice is not None:
+            if notice is not None and not is_outlived(notice, outlived_s, _now()):
                 return notice
             if told:
                 _say("the metadata service answers again")
@@ -85,6 +109,14 @@ def drain_s(notice: Notice, timeout_s: float, unsaid_s: float, now: datetime.dat
     return max(_SHORTEST_S, min(timeout_s + _LEAVE_S, left_s))
 
 
+def is_outlived(notice: Notice, by_s: float, now: datetime.datetime) -> bool:
+    return notice.ends_at is not None and (now - notice.ends_at).total_seconds() >= by_s
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
 def _when(notice: Notice) -> str:
     return "when is not said" if notice.ends_at is None else f"at {notice.ends_at.isoformat()}"
 
@@ -94,4 +126,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -171,6 +171,7 @@ def test_a_pool_is_scaled_out_drained_and_scaled_in(cluster: Cluster) -> None:
 
     done = cluster.run("drain", "decode-0")
     assert (done.returncode, done.stderr) == (0, "decode-0: finishing what it runs ...\n")
+    assert done.stdout == "decode-0 has left\n"
     assert cluster.run("generate", BAKER[0]).stdout == BAKER[1]
 
     done = cluster.run("scale", "decode", "2")  # until decode-0 serves again: else it would leave

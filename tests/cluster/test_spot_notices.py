@@ -11,7 +11,7 @@ import pytest
 
 from cluster.errors import MetadataError
 from cluster.spot_notices import CLOUDS, Notice
-from cluster.spot_watch import drain_s
+from cluster.spot_watch import drain_s, is_outlived
 from tests.cluster.metadata_server import OWN_NAME, MetadataServer, serving_metadata
 
 NOW = datetime.datetime(2026, 11, 22, 8, 20, tzinfo=datetime.UTC)
@@ -134,3 +134,10 @@ def test_a_drain_ends_with_its_machine_at_the_latest(
 ) -> None:
     ends_at = None if left_s is None else NOW + datetime.timedelta(seconds=left_s)
     assert drain_s(Notice("terminate", ends_at), timeout_s, 30, NOW) == wanted_s
+
+
+def test_a_notice_is_outlived_once_its_time_is_over_for_long_enough() -> None:
+    before = NOW - datetime.timedelta(seconds=60)
+    assert is_outlived(Notice("hibernate", before), 60, NOW)
+    assert not is_outlived(Notice("hibernate", before), 61, NOW)
+    assert not is_outlived(Notice("TRUE", None), 0, NOW)
