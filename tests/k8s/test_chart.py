@@ -70,6 +70,15 @@ class Release:
         found: str = self.kube.get(SECRETS, Key(self.namespace, REDIS))["data"]["password"]
         return found
 
+    def redis(self) -> tuple[Any, ...]:
+        """What the cluster is told of one, which runs, and with which password; (): none."""
+        told = self.cluster()["spec"].get("ray", {}).get("gcsFaultTolerance")
+        runs = [
+            d["metadata"]["uid"] for d in self.all(DEPLOYMENTS) if d["metadata"]["name"] == REDIS
+        ]
+        assert bool(told) is bool(runs)
+        return (told, runs, self.redis_password()) if told else ()
+
     def cluster(self) -> dict[str, Any]:
         return self.kube.get(SERVING_CLUSTERS, Key(self.namespace, "default"))
 
@@ -236,6 +245,43 @@ def test_the_one_secret_of_a_releases_own_making_is_its_rediss_and_never_changes
     release.uninstall()
     release.install()
     assert release.redis_password() == first
+
+
+ONE_WORKER = {"prefill": None, "decode": None, "both": {"role": "mixed"}}
+SCALED_BY_PLANNER = {**ONE_WORKER, "both": {"role": "mixed", "scaling": {"mode": "planner"}}}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [({}, ONE_WORKER), (ONE_WORKER, {}), (ONE_WORKER, SCALED_BY_PLANNER)],
+    ids=["with one", "without", "without, and scaled by the planner since"],
+)
+def test_an_upgrade_leaves_a_cluster_the_redis_that_it_has_or_has_not(
+    release: Release, first: dict[str, Any], then: dict[str, Any]
+) -> None:
+    release.install(cluster=_with_pools(first))
+    before = release.redis()
+    assert bool(before) is (first is not ONE_WORKER)
+    with job_is_run(release):
+        release.upgrade(cluster=_with_pools(then))
+    assert release.redis() == before
+
+
+@pytest.mark.full
+def test_an_upgrade_that_asks_for_a_redis_or_for_none_is_heard(release: Release) -> None:
+    release.install(cluster=_with_pools(ONE_WORKER))
+    with job_is_run(release):
+        release.upgrade(cluster=_with_pools(ONE_WORKER, enabled=True))
+    assert release.redis()
+    with job_is_run(release):
+        release.upgrade(cluster=_with_pools({}, enabled=False))
+    assert "gcsFaultTolerance" not in release.cluster()["spec"].get("ray", {})
+
+
+def _with_pools(pools: dict[str, Any], **redis: Any) -> dict[str, Any]:
+    spec = {"model": {"name": "models/demo"}, "pools": pools}
+    return {"enabled": True, "spec": spec, "redis": redis}
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

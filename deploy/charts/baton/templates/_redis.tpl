@@ -4,11 +4,30 @@
 {{- $given := dig "ray" "gcsFaultTolerance" dict .Values.cluster.spec -}}
 {{- $wanted := $redis.enabled -}}
 {{- if kindIs "invalid" $wanted -}}
-{{- $wanted = and (not $given) (eq (include "baton.hasSeveralWorkers" .) "true") -}}
+{{- $now := include "baton.clusterNow" . | fromJson -}}
+{{- if $given -}}
+{{- $wanted = false -}}
+{{- else if $now -}}
+{{- $own := printf "%s:6379" (include "baton.redisName" .) -}}
+{{- $wanted = eq $own (dig "spec" "ray" "gcsFaultTolerance" "redisAddress" "" $now) -}}
+{{- else -}}
+{{- $wanted = eq (include "baton.hasSeveralWorkers" .) "true" -}}
+{{- end -}}
 {{- else if and $wanted $given -}}
 {{- fail "cluster.redis.enabled or cluster.spec.ray.gcsFaultTolerance, which names another Redis, not both" -}}
 {{- end -}}
 {{- ternary $redis dict (and .Values.cluster.enabled (eq (toString $wanted) "true")) | toJson -}}
+{{- end -}}
+
+{{- /* The first ServingCluster as the API server has it: JSON, {} where there is none, or nobody to ask
+(helm template). What it has of a Redis decides on every upgrade: to take it away, or to give it one,
+costs all workers a start, and initialReplicas say nothing of a cluster that has been scaled since. */ -}}
+{{- define "baton.clusterNow" -}}
+{{- if .Capabilities.APIVersions.Has "baton.dev/v1alpha1/ServingCluster" -}}
+{{- lookup "baton.dev/v1alpha1" "ServingCluster" .Release.Namespace .Values.cluster.name | toJson -}}
+{{- else -}}
+{}
+{{- end -}}
 {{- end -}}
 
 {{- /* Whether workers may be on several nodes: a replica is one pod. What somebody else than a person
