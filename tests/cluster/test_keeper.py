@@ -117,7 +117,7 @@ async def test_a_place_without_a_pod_is_pending_and_filled_as_soon_as_there_is_o
         assert (last_error(ground), pool_of(ground).num_failed_starts) == ("", 0)
         replicas.has_room, came_at = True, time.monotonic()
         await until(lambda: replicas.started)
-        assert time.monotonic() - came_at < 2 * LOOK_S
+        assert time.monotonic() - came_at < 10 * LOOK_S
         assert set(replicas.asked) == set(replicas.started)  # one place, asked for all the time
         assert pool_of(ground).pending_replicas == 0
         keeper.end_now()
@@ -209,6 +209,8 @@ async def test_a_replica_found_serving_that_does_not_register_again_is_soon_take
     with ground_over(replicas, fence_after_s=0.01) as ground:
         keeper = Keeper("decode", 1, ground, found)
         running = asyncio.create_task(keeper.run())
+        if ends:
+            await until(lambda: replicas.destroyed)
         await asyncio.wait({running}, timeout=2.5 * LOOK_S)
         assert len(replicas.destroyed) == ends
         assert last_error(ground).startswith("decode-1: did not register") == serves

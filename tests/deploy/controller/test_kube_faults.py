@@ -68,7 +68,7 @@ def test_silence_ends_within_the_timeout_and_nothing_is_sent_twice(verb: str) ->
         began_at = time.monotonic()
         with pytest.raises(UnreachableError, match="timed out"):
             calls[verb]()
-        assert 0.2 <= time.monotonic() - began_at < 2
+        assert 0.2 <= time.monotonic() - began_at < 10
         assert len(server.requests) == 1
 
 
@@ -175,7 +175,7 @@ def test_a_silent_watch_ends_when_the_server_should_have_ended_it() -> None:
         began_at = time.monotonic()
         with pytest.raises(UnreachableError, match="timed out"):
             watched(kube_of(server), Window(watch_s=0, grace_s=0.2))
-        assert 0.2 <= time.monotonic() - began_at < 2
+        assert 0.2 <= time.monotonic() - began_at < 10
         assert "timeoutSeconds=0" in server.requests[0]
         assert "allowWatchBookmarks=true" in server.requests[0]
 
