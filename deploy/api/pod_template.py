@@ -44,10 +44,13 @@ CONTAINER_KEYS = (
     "terminationMessagePath", "terminationMessagePolicy", "tty", "volumeDevices", "volumeMounts",
     "workingDir",
 )  # fmt: skip
-SELECTED = frozenset(
-    f"app.kubernetes.io/{name}" for name in ("component", "instance", "managed-by", "name")
+_COMPONENT = "app.kubernetes.io/component"
+"""By this and those of our own group policies and the operator find the pods."""
+SHARED_LABELS = frozenset(
+    f"app.kubernetes.io/{name}" for name in ("instance", "managed-by", "name")
 )
-"""By these and those of our own group Services, budgets and policies find the pods."""
+"""Services, the routers' Deployment and KubeRay select by these, too. A template may say them,
+since people's tools write them everywhere; the operator's own stand."""
 
 
 def check(template: Mapping[str, Any], field: str) -> None:
@@ -66,7 +69,7 @@ def _check_metadata(metadata: Any, field: str) -> None:
         values = metadata.get(name, {})
         _check_mapping(values, way)
         for key, value in values.items():
-            if str(key).startswith(f"{GROUP}/") or key in SELECTED:
+            if str(key).startswith(f"{GROUP}/") or key == _COMPONENT:
                 raise ValueError(f"{way} must not hold {key}: the operator goes by its own")
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"{way} must hold text, not {value!r} as {key}")
@@ -85,19 +88,19 @@ def _check_pod(pod: Any, field: str) -> None:
 
 def _members(parent: Mapping[str, Any], field: str) -> Iterator[tuple[str, str, Any]]:
     """Of the lists that are merged by their members' keys: where each member is, its list's name,
-    itself. Raises ValueError for one without a key of its own."""
+    itself. Raises ValueError for one without a key, or another one under the same key; of a
+    variable the last one holds, as in a container."""
     for key, value in parent.items():
         if key not in MERGE_KEYS or value is None:
             continue
         if not isinstance(value, list | tuple):
             raise ValueError(f"{field}.{key} must be a list of mappings, not {value!r}")
-        seen = set()
+        seen: dict[tuple[str | int, ...], Any] = {}
         for i, member in enumerate(value):
             way = f"{field}.{key}[{i}]"
             identity = _identity(member, MERGE_KEYS[key], way)
-            if identity in seen:
+            if key != "env" and seen.setdefault(identity, member) != member:
                 raise ValueError(f"{way} is there twice")
-            seen.add(identity)
             yield way, key, member
 
 

@@ -81,7 +81,8 @@ class PoolShape(Checked):
     """Engine settings of this pool that differ from the cluster's."""
     template: Mapping[str, Any] = bounded(dict, is_pod_template=True)
     """A PodTemplateSpec that is merged over the operator's own: resources, node selection,
-    tolerations, annotations, volumes, further containers."""
+    tolerations, annotations, volumes, further containers. Labels by which pods are found
+    (baton.dev, app.kubernetes.io) stay the operator's."""
     drain_timeout: str = bounded("10m", pattern=DURATION, max_size=32)
     """How long a worker that leaves may finish what it runs."""
     rollout: Rollout = field(default_factory=Rollout)

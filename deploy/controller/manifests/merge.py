@@ -8,9 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deploy.api.pod_template import MERGE_DEFAULTS, MERGE_KEYS
+from deploy.api.pod_template import MERGE_DEFAULTS, MERGE_KEYS, SHARED_LABELS
 
 _RETAINING = frozenset({"volumes"})
+
+
+def merged_template(own: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """A pod's template with a user's laid over it, but for the labels by which others find it."""
+    result: dict[str, Any] = merged(own, over)
+    labels = own["metadata"]["labels"]
+    kept = {name: value for name, value in labels.items() if name in SHARED_LABELS}
+    return result | {"metadata": merged(result["metadata"], {"labels": kept})}
 
 
 def merged(own: Any, over: Any, key: str = "") -> Any:

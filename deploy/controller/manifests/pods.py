@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cluster.config import POD_LABEL, PORT_VARIABLE, pod_resource
 from deploy.api.model_source import ModelSource
@@ -32,7 +31,7 @@ from deploy.controller.manifests.common import (
     config_volume,
     env,
 )
-from deploy.controller.manifests.merge import merged
+from deploy.controller.manifests.merge import merged_template
 from deploy.controller.manifests.model_files import (
     fetching,
     model_env,
@@ -98,7 +97,7 @@ def head_template(context: PodContext) -> Object:
     own["metadata"]["annotations"] = {CONFIG_HASH: context.head_hash}
     own["spec"]["containers"][0]["volumeMounts"].insert(0, CONFIG_MOUNT)
     own["spec"]["volumes"].insert(0, config_volume(context.owner))
-    return _over(own, context.spec.ray.head_template)
+    return merged_template(own, context.spec.ray.head_template)
 
 
 def worker_template(context: PodContext, revision: str, pool: WorkerPoolSpec) -> Object:
@@ -122,7 +121,7 @@ def worker_template(context: PodContext, revision: str, pool: WorkerPoolSpec) ->
     # Not in the cluster file: heads of a release before this port go on with what they know of.
     own["spec"]["containers"][0]["env"].append(env(PORT_VARIABLE, str(WORKER_PORT)))
     own["spec"]["affinity"] = _same_fabric(context)
-    return _over(own, pool.template)
+    return merged_template(own, pool.template)
 
 
 def _drain_command(timeout_s: int) -> str:
@@ -178,11 +177,6 @@ def _template(
 def pull_secrets(images: Images) -> Object:
     names = [{"name": name} for name in images.pull_secrets]
     return {"imagePullSecrets": names} if names else {}
-
-
-def _over(own: Object, template: Any) -> Object:
-    result: Object = merged(own, template)
-    return result
 
 
 def _port(name: str, number: int) -> Object:

@@ -16,7 +16,7 @@ from deploy.controller.manifests.common import (
     Owner,
     config_volume,
 )
-from deploy.controller.manifests.merge import merged
+from deploy.controller.manifests.merge import merged_template
 from deploy.controller.manifests.model_files import (
     fetching,
     model_env,
@@ -56,7 +56,7 @@ def router_deployment(context: PodContext, groups: Iterable[Seen] = ()) -> Objec
                 "type": "RollingUpdate",
                 "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
             },
-            "template": merged(own, router.template),
+            "template": merged_template(own, router.template),
         },
     }
 

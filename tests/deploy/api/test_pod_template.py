@@ -37,7 +37,8 @@ BAD_TEMPLATES = [
     ({"spec": {"containers": ["x"]}}, ".spec.containers[0]", "must be a mapping, not 'x'"),
     ({"spec": {"containers": [{"image": "a"}]}}, ".spec.containers[0].name", "is needed"),
     ({"spec": {"containers": [{"name": ["a"]}]}}, ".spec.containers[0].name", "is needed"),
-    ({"spec": {"containers": [{"name": "a"}, {"name": "a"}]}}, ".spec.containers[1]", "twice"),
+    ({"spec": {"containers": [{"name": "a"}, {"name": "a", "image": "b"}]}}, ".spec.containers[1]",
+     "twice"),
     ({"spec": {"initContainers": ["x"]}}, ".spec.initContainers[0]", "must be a mapping"),
     (of_container(resource={}), ".spec.containers[0].resource", "did you mean 'resources'"),
     (of_container(env=["A=b"]), ".spec.containers[0].env[0]", "must be a mapping, not 'A=b'"),
@@ -46,16 +47,23 @@ BAD_TEMPLATES = [
      "is needed"),
     (of_container(ports=[{"name": "a"}]), ".spec.containers[0].ports[0].containerPort",
      "is needed"),
+    (of_container(ports=[{"containerPort": 80, "name": "a"}, {"containerPort": 80, "name": "b"}]),
+     ".spec.containers[0].ports[1]", "twice"),
     ({"spec": {"volumes": [{"emptyDir": {}}]}}, ".spec.volumes[0].name", "is needed"),
 ]  # fmt: skip
-GOOD_TEMPLATES = [
+GOOD_TEMPLATES: list[dict[str, Any]] = [
     {},
     {"metadata": {"annotations": {"example.com/rack": "7"}, "creationTimestamp": None}},
     {"metadata": {"labels": {"team": "red", "baton.example.com/pool": "a"}}},
+    {"metadata": {"labels": {
+        "app.kubernetes.io/name": "llm", "app.kubernetes.io/instance": "west",
+        "app.kubernetes.io/managed-by": None}}},
     {"spec": {"nodeSelector": None, "initContainers": None, "hostIPC": True}},
     of_container(env=[{"name": "A", "value": "b"}], livenessProbe=None, volumeMounts=None),
+    of_container(env=[{"name": "A", "value": "b"}, {"name": "A", "value": "c"}]),
     of_container(ports=[{"containerPort": 53}, {"containerPort": 53, "protocol": "UDP"}]),
-]
+    {"spec": {"imagePullSecrets": [{"name": "mirror"}, {"name": "mirror"}]}},
+]  # fmt: skip
 PLACES = ["pools.decode.template", "router.template", "ray.headTemplate"]
 
 

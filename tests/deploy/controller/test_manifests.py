@@ -287,6 +287,32 @@ def test_null_takes_a_key_away_and_lists_of_named_things_merge_by_name() -> None
     }
 
 
+@pytest.mark.parametrize("said", ["llm", None])
+def test_what_finds_a_pod_finds_it_whatever_its_template_says_of_those_labels(
+    said: str | None,
+) -> None:
+    labels = {"app.kubernetes.io/name": said, "app.kubernetes.io/instance": said, "team": "red"}
+    template = {"metadata": {"labels": labels}}
+    pools = {"decode": {"role": "decode", "template": template}}
+    spec = spec_of(pools=pools, router={"template": template}, ray={"headTemplate": template})
+    ray, router = ray_of(spec), router_deployment(PodContext(OWNER, spec, RELEASE, "v1", "r1"))
+    for component, made in (
+        ("head", ray["spec"]["headGroupSpec"]),
+        ("worker", group_of(ray, "decode")),
+        ("router", router["spec"]),
+    ):
+        found = made["template"]["metadata"]["labels"]
+        assert found | OWNER.labels(component) | {"team": "red"} == found
+
+
+def test_a_variable_that_is_given_twice_has_its_last_value() -> None:
+    own = {"env": [{"name": "A", "value": "1"}]}
+    twice = [{"name": name, "value": value} for name in "AB" for value in ("2", "3")]
+    assert merged(own, {"env": twice}) == {
+        "env": [{"name": "A", "value": "3"}, {"name": "B", "value": "3"}]
+    }
+
+
 def test_no_file_names_the_workers_port_which_heads_of_a_former_release_could_not_read() -> None:
     spec = spec_of()
     file = yaml.safe_load(cluster_config(OWNER, spec, pools_of(spec)).to_yaml())
