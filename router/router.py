@@ -82,7 +82,13 @@ class Router:
         self.links = FleetLinks(config, self.identity, self.fleet, self.index, self._is_served)
         self.admission = Admission(config, self.fleet, self.index, clock, random.Random())
         self.watch = FleetWatch(control_address, config, self._take_fleet, self.fleet.forget_others)
-        self.texts = Texts(text_model, text_source, self.fleet.texts, self._fleet_changed)
+        self.texts = Texts(
+            text_model,
+            text_source,
+            self.fleet.texts,
+            self._fleet_changed,
+            keep_s=2 * config.max_timeout_s,
+        )
         self._parts = self._make_parts()
         self._runs: dict[tuple[str, str], RequestRun] = {}
         self._timers: dict[RequestRun, asyncio.TimerHandle] = {}
@@ -288,7 +294,7 @@ class Router:
 
     def _take_fleet(self, reports: Sequence[WorkerReport], pools: Sequence[PoolReport]) -> None:
         """Texts first: no worker is here before it is known which is its."""
-        self.texts.update(pools)
+        self.texts.update(pools, self.fleet.kinds.cohorts)
         self.links.update(reports, pools)
 
     def _is_served(self, facts: WorkerFacts) -> bool:

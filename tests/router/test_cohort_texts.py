@@ -17,10 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.v1 import control_pb2, router_pb2
 from router import router as router_module
 from router import texts as texts_module
-from router.cohort_texts import OWN, TextId, TextSource
+from router.cohort_texts import OWN, TextId
 from router.cohorts import draw
 from router.text import TextModel
-from router.texts import Texts
 from tests.router.deployment import (
     DECODE,
     PREFILL,
@@ -250,6 +249,24 @@ async def test_a_router_is_not_ready_before_it_has_read_what_requests_go_to(
         watching.cancel()
 
 
+async def test_a_stream_keeps_its_text_while_its_cohort_has_gone(
+    text_model: TextModel, folder: Path
+) -> None:
+    async with two_texts(text_model, folder, fleet_wait_s=10.0) as d:
+        for name in ("d0", "d1"):
+            d.worker(f"new-{name}").may_decode.clear()
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id=name_drawn("new"))))
+        await d.until(lambda: any(run.log.ids for run in d.router._runs.values()))
+        await tell(d, folder, old=1)
+        for name in WORKERS:
+            await die(d, f"new-{name}")
+        await d.until(lambda: d.router.fleet.texts.is_only(OWN))
+        await tell(d, folder, **EVEN)
+        for name in WORKERS:
+            await add(d, "new", name)
+        assert_of(await asking, "new")
+
+
 # --- what is not read -----------------------------------------------------------------------------
 
 
@@ -302,46 +319,3 @@ async def test_a_stream_of_a_cohort_whose_text_is_not_read_is_for_another_router
         await tell(d, folder, **EVEN)
         await read(d)
         assert_of(await d.client.ask(request), "new", num_tokens=40)
-
-
-# --- reading --------------------------------------------------------------------------------------
-
-
-async def test_texts_of_equal_files_are_one_wherever_they_are(
-    text_model: TextModel, tmp_path: Path
-) -> None:
-    byte_model(tmp_path)
-    async with deployment(text_model, prefill=0, decode=0) as d:
-        await tell(d, tmp_path, **EVEN)
-        texts = d.router.fleet.texts
-        await d.until(lambda: texts.of("new") is not None)
-        assert texts.of("new") == texts.of("old") == OWN
-        assert texts.is_only(OWN)
-
-
-@pytest.mark.parametrize("file", ["tokenizer.json", "config.json", "generation_config.json"])
-def test_a_file_that_says_something_else_makes_another_text(
-    text_model: TextModel, tmp_path: Path, file: str
-) -> None:
-    byte_model(tmp_path, shift=1 if file == "tokenizer.json" else 0)
-    if file == "config.json":
-        (tmp_path / file).write_text('{"vocab_size": 257, "eos_token_id": 10}')
-    if file == "generation_config.json":
-        (tmp_path / file).write_text('{"temperature": 0.5}')
-    other = TextModel.load(tmp_path, known=[text_model])
-    assert other is not text_model
-    assert (other.vocabulary == text_model.vocabulary) is (file != "tokenizer.json")
-
-
-async def test_the_model_of_the_router_s_own_file_is_not_read_again(
-    text_model: TextModel, tmp_path: Path
-) -> None:
-    """Whatever tokenizer its pools' older files name."""
-    async with deployment(text_model, prefill=0, decode=0) as d:
-        fleet = d.router.fleet
-        source = TextSource(str(tmp_path / "nothing"))
-        texts = Texts(text_model, source, fleet.texts, lambda: None)
-        d.router.texts = texts
-        await tell(d, tmp_path / "nothing", **EVEN)
-        assert fleet.texts.of("new") == OWN
-        assert not texts._reading
