@@ -24,6 +24,7 @@ from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.backoff import Backoff
 from router.config import RouterConfig
+from router.contact import SETTLED_S, Contact
 from router.fleet import WorkerEntry, WorkerState
 from router.kv_follower import IndexState, KvFollower
 from router.prefix_index import PrefixIndex
@@ -90,7 +91,7 @@ class WorkerLink:
         self._kv = KvFollower(index, entry.slot, facts.incarnation)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_stopped = False
-        self._lost_at_s = time.monotonic()  # the connection, where it is lost
+        self._contact = Contact(LOST_FOR * config.attach_timeout_s, time.monotonic)
         self.tried = asyncio.Event()
         """Set when the first try to connect has ended, well or not."""
 
@@ -143,12 +144,11 @@ class WorkerLink:
     @property
     def may_be_heard_again(self) -> bool:
         """Whether a decode worker that does not answer now may do so in a moment, with all that it
-        kept: the registry takes it for well, and its connection has not been lost for long."""
+        kept: the registry takes it for well, and it has not been out of reach for long."""
         entry = self.entry
         if not entry.facts.can_decode or entry.state in (WorkerState.STARTING, WorkerState.SUSPECT):
             return False
-        lost_s = time.monotonic() - self._lost_at_s
-        return entry.connected or lost_s < LOST_FOR * self._config.attach_timeout_s
+        return self._contact.may_be_heard
 
     def prefill(self, request: worker_pb2.PrefillRequest, timeout_s: float) -> PrefillCall:
         return self._prefill.Prefill(request, timeout=timeout_s)
@@ -232,7 +232,7 @@ class WorkerLink:
                 log.info("session with %s: %s", self.entry.facts.worker_id, error.code().name)
             finally:
                 self._set_connected(False)
-            if loop.time() - opened_at > 1.0:
+            if loop.time() - opened_at > SETTLED_S:
                 backoff.reset()
             else:
                 await asyncio.sleep(backoff.next_s())
@@ -250,7 +250,10 @@ class WorkerLink:
     def _set_connected(self, connected: bool) -> None:
         self.tried.set()
         if connected != self.entry.connected:
-            self._lost_at_s = time.monotonic()
+            if connected:
+                self._contact.begin()
+            else:
+                self._contact.end()
             log.info(
                 "%s %s", self.entry.facts.worker_id, "connected" if connected else "disconnected"
             )

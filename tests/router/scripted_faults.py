@@ -21,6 +21,7 @@ class Faults:
     reject: list[tuple[int, int]] = field(default_factory=list)  # (RejectReason, retry ms)
     hang_reservations: int = 0
     hang_attaches: int = 0
+    end_sessions: int = 0  # as soon as they are opened
     end_early: int = 0  # prefill streams that end after the first token
 
     def use(self, fault: str) -> bool:

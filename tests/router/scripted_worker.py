@@ -220,6 +220,8 @@ class ScriptedWorker(
         self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
         first = await anext(aiter(request_iterator))
+        if self.faults.use("end_sessions"):
+            return
         router_id = first.open.router_id
         outbox = self.sessions[router_id] = asyncio.Queue()
         reader = asyncio.ensure_future(self._read(router_id, request_iterator))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -39,10 +40,10 @@ async def refused(client: Client, request: router_pb2.GenerateRequest) -> None:
 
 @contextlib.asynccontextmanager
 async def left_on_a_worker_that_hangs(
-    text_model: TextModel, num_hangs: int
+    text_model: TextModel, num_hangs: int, **changes: Any
 ) -> AsyncIterator[tuple[Deployment, Client, router_pb2.GenerateRequest]]:
     """The request is for its first token's successors."""
-    async with deployment(text_model, decode=2) as d:
+    async with deployment(text_model, decode=2, **changes) as d:
         request = ask_for(PROMPT, request_id="mine")
         second = await d.add_router()
         await d.connected(3, d.servers[1].router)
@@ -88,6 +89,27 @@ async def test_a_client_that_has_seen_nothing_waits_for_no_worker_that_does_not_
         request.resume_from_index = 0
         assert (await client.ask(request)).ids == expected(PROMPT, 12)
         assert num_reserves(d) > 1  # where it runs already that attempt is stale
+
+
+async def test_a_worker_whose_sessions_end_as_they_open_is_waited_for_for_so_long_only(
+    text_model: TextModel,
+) -> None:
+    async with left_on_a_worker_that_hangs(text_model, 0, attach_timeout_s=0.3) as left:
+        d, client, request = left
+        d.worker("d0").faults.end_sessions = 1 << 30
+        d.worker("d0").drop_sessions()
+        entry = d.router.fleet.get("d0")
+        assert entry is not None
+        await d.until(lambda: not entry.connected)
+        await refused(client, request)
+        answer = None
+        async with asyncio.timeout(5.0):
+            while answer is None:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    answer = await client.ask(request)
+        assert answer.ids == expected(PROMPT, 12)[1:]
+        assert [routed.decode_worker for routed in answer.routed] == ["d1"]
+        assert num_reserves(d) == 2
 
 
 # --- over real workers: a worker that only this router does not reach -----------------------------
