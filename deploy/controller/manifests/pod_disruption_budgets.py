@@ -4,7 +4,11 @@ A pool's budget counts pods that must stay, not pods that may go: the latter ask
 for its scale, which a RayCluster does not tell, and then Kubernetes lets nothing go at all.
 
 Budgets keep what serves. A pod that is not ready may go at any time, or one that never gets ready
-would hold up its node's drain for good; should streams run in it, it drains as any other does.
+would hold up its node's drain for good; should streams run in it, it drains as any other does. So a
+worker's pod is ready while its worker takes requests, by a probe of our own. The one that KubeRay
+gives a container without asks the agent of the pod's raylet, and that asks the head whether it
+knows the node: whatever ails the head would lay all of a pool's pods open, and a pod whose worker
+still loads would count as one that serves.
 """
 
 from __future__ import annotations

@@ -110,6 +110,8 @@ def worker_template(context: PodContext, revision: str, pool: WorkerPoolSpec) ->
         "command": ["/bin/sh", "-c"],
         "args": [f'ulimit -n 65536; {watch}eval "exec $KUBERAY_GEN_RAY_START_CMD {_OWN_LABEL}"'],
         "ports": [_port("grpc", WORKER_PORT), _port("metrics", METRICS_PORT)],
+        # KubeRay's own would ask Ray's agent, which asks the head: see pod_disruption_budgets.
+        "readinessProbe": context.probe(WORKER_PORT) | {"periodSeconds": 5, "timeoutSeconds": 5},
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", _drain_command(drain_s)]}}},
         "resources": _worker_resources(context.spec, pool),
     }

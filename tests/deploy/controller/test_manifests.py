@@ -109,6 +109,18 @@ def test_kubernetes_waits_for_a_drain_for_longer_than_the_drain_may_take() -> No
     assert pod["terminationGracePeriodSeconds"] > 90
 
 
+@pytest.mark.parametrize(("known", "asked"), [(True, "grpc"), (False, "tcpSocket")])
+def test_a_pod_is_ready_while_its_worker_serves_whatever_ray_and_its_head_do(
+    known: bool, asked: str
+) -> None:
+    context = PodContext(OWNER, spec_of(), RELEASE, "v1", "r1", has_grpc_probes=known)
+    pool = pools_of(context.spec)["decode"]
+    group = worker_group(context, Revision("decode-2x4bz", "decode", "c1"), pool)
+    (container,) = group["template"]["spec"]["containers"]
+    (port,) = (each for each in container["ports"] if each["name"] == "grpc")
+    assert container["readinessProbe"][asked] == {"port": port["containerPort"]}
+
+
 def test_a_pod_on_spot_capacity_asks_its_cloud_beside_ray_and_no_other_does() -> None:
     notices = {"cloud": "gcp", "address": "http://metadata.google.internal", "notice": "2m"}
     (container,) = group_of(ray_of(spec_of(spotNotices=notices)), "decode")["template"]["spec"][
