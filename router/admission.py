@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.errors import NoCapacityError, OverloadedError
+from baton.errors import OverloadedError
 from router.config import RouterConfig
 from router.fair_share import FairShare
 from router.fleet import Fleet
@@ -31,7 +31,7 @@ from router.placement import Bools, Placement, Reach, longest_open
 from router.placing import Kinds, Placing
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
-from router.refusals import stranded, too_large
+from router.refusals import hopeless, stranded
 from router.ticket import OtherTextError, Placed, Ticket
 
 # Requests tried per round for each class of workers, of those that fit some open worker of their
@@ -174,9 +174,10 @@ class Admission:
     async def place(self, ticket: Ticket) -> Placed:
         """Wait in line, then return a booked placement: the caller releases the booking.
 
-        Raises NoCapacityError when the request is too large for any worker, UnavailableError when
-        no usable worker took it for `fleet_wait_s`, OverloadedError when it would come too late,
-        OtherTextError when it is to be read anew first.
+        Raises NoCapacityError when the request is too large for any worker, the refusal of a text
+        when nobody has another one, UnavailableError when no usable worker took it for
+        `fleet_wait_s`, OverloadedError when it would come too late, OtherTextError when it is to be
+        read anew first.
         """
         if not (ticket.charged or ticket.was_placed):
             self._charge(ticket)  # it was read anew
@@ -188,7 +189,7 @@ class Admission:
                 ticket.charged = 0
 
     async def _wait_in_line(self, ticket: Ticket) -> Placed:
-        if error := self._too_large(ticket):
+        if error := hopeless(ticket, self._fleet, self._config):
             raise error
         if not ticket.is_bound:
             ticket.cohort = None
@@ -348,10 +349,6 @@ class Admission:
 
     # --- refusals ------------------------------------------------------------------------------
 
-    def _too_large(self, ticket: Ticket) -> NoCapacityError | None:
-        num_tokens, least = len(ticket.prompt), ticket.least_new_tokens
-        return too_large(num_tokens, least, self._fleet, self._config)
-
     def _refuse_too_late(self, ticket: Ticket) -> None:
         now = self._clock()
         if ticket.deadline_s is None:
@@ -389,7 +386,7 @@ class Admission:
                 ticket.stranded_since_s = None
                 if (text := self._placing.other_text(ticket)) is not None:
                     ticket.placed.set_exception(OtherTextError(text))
-            elif error := self._too_large(ticket):  # those that could take it have left
+            elif error := hopeless(ticket, self._fleet, self._config):  # who could take it has left
                 ticket.placed.set_exception(error)
             elif ticket.stranded_since_s is None or (are_held and not ticket.is_bound):
                 ticket.stranded_since_s = now

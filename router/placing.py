@@ -62,7 +62,9 @@ class Placing:
         text = texts.of(cohort)
         if ticket.is_bound or text == ticket.text:
             return ticket.size
-        if text is None or (ticket.is_of_ids and not texts.have_the_same_ids(text, ticket.text)):
+        if text is None or text in ticket.refusals:
+            return None
+        if ticket.is_of_ids and not texts.have_the_same_ids(text, ticket.text):
             return None
         return ticket.other_sizes.get(text, ticket.size)
 

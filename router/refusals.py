@@ -6,13 +6,17 @@ from baton.errors import NoCapacityError, NotResumableError, UnavailableError
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.placement import Reach
-from router.ticket import Ticket
+from router.ticket import Refusal, Ticket
 
 
-def too_large(
-    num_tokens: int, least_new_tokens: int, fleet: Fleet, policy: RouterConfig
-) -> NoCapacityError | None:
+def hopeless(ticket: Ticket, fleet: Fleet, policy: RouterConfig) -> Refusal | None:
+    """Of a request that nobody can serve, however long it waits."""
+    return _too_large(ticket, fleet, policy) or _unreadable(ticket, fleet)
+
+
+def _too_large(ticket: Ticket, fleet: Fleet, policy: RouterConfig) -> NoCapacityError | None:
     """Of a request that no worker of the fleet takes, be it usable now or not."""
+    num_tokens, least_new_tokens = len(ticket.prompt), ticket.least_new_tokens
     longest = fleet.longest_request
     if longest is not None and num_tokens + least_new_tokens > longest:
         return NoCapacityError(
@@ -25,6 +29,22 @@ def too_large(
             f"{num_tokens} tokens exceed what every prefill worker takes ({longest} tokens)"
         )
     return None
+
+
+def _unreadable(ticket: Ticket, fleet: Fleet) -> Refusal | None:
+    """Of a request that cannot be read with the text of any cohort that there is, or may be once
+    its workers come. One whose text is not read may yet take it; one whose tokenizer is not that of
+    its token ids never does."""
+    if ticket.is_bound or not ticket.refusals:
+        return None
+    texts = {
+        text
+        for text in map(fleet.texts.of, fleet.known_cohorts())
+        if text is None or not ticket.is_of_ids or fleet.texts.have_the_same_ids(text, ticket.text)
+    }
+    if not texts <= ticket.refusals.keys():
+        return None
+    return next((error for text, error in ticket.refusals.items() if text in texts), None)
 
 
 def stranded(

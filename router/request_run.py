@@ -180,7 +180,7 @@ class RequestRun:
                     await self._read_with(other.text)
                 except (InvalidRequestError, NoCapacityError) as error:
                     log.info("request %s: %s", self.arrival.request_id, error.message)
-                    ticket.other_sizes[other.text] = None  # it goes to cohorts that take it
+                    ticket.refusals[other.text] = error  # it goes to cohorts that take it
                 except OverloadedError as busy:  # many draw anew when weights change
                     await asyncio.sleep(busy.retry_after_s or 1.0)
 

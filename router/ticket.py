@@ -6,12 +6,15 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from baton.errors import InvalidRequestError, NoCapacityError
 from router.cohort_texts import OWN, TextId
 from router.cohorts import Cohort
 from router.fleet import Booking
 from router.placement import Placement
 from router.prompt import PromptBlocks
 from router.worker_facts import ModelIds
+
+Refusal = InvalidRequestError | NoCapacityError
 
 
 class Size(NamedTuple):
@@ -67,8 +70,10 @@ class Ticket:
     """What the prompt was read with: no worker of another one is asked."""
     is_of_ids: bool = field(compare=False, default=False)
     """The prompt came as token ids: another tokenizer makes nothing of them."""
-    other_sizes: dict[TextId, Size | None] = field(compare=False, default_factory=dict)
-    """Of the prompt read with other texts before; None: that text refuses it."""
+    other_sizes: dict[TextId, Size] = field(compare=False, default_factory=dict)
+    """Of the prompt read with other texts before."""
+    refusals: dict[TextId, Refusal] = field(compare=False, default_factory=dict)
+    """Of texts that it cannot be read with."""
     explores: bool = field(compare=False, default=False)
     """Its next placement does not trust old measures of the workers' speed."""
 

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -164,6 +165,26 @@ async def test_a_request_whose_cohort_fails_before_its_first_token_is_read_anew(
         answer = await asking
         assert [routed.cohort for routed in answer.routed] == ["new", "old"]
         assert_of(answer, "old")
+        await d.check_empty()
+
+
+async def test_a_request_that_the_only_text_left_refuses_is_told_so_at_once(
+    text_model: TextModel, tmp_path: Path
+) -> None:
+    byte_model(tmp_path, SHIFTS["new"])
+    (tmp_path / "config.json").write_text('{"vocab_size": 200}')
+    async with two_texts(text_model, tmp_path, fleet_wait_s=15.0) as d:
+        d.worker("old-p0").may_prefill.clear()
+        request = ask_for(PROMPT, request_id=name_drawn("old"), stop_token_ids=[250])
+        asking = asyncio.create_task(d.client.ask(request))
+        await d.until(lambda: d.worker("old-p0").num_prefilling == 1)
+        await tell(d, tmp_path, new=1)
+        for name in WORKERS:
+            await die(d, f"old-{name}")
+        async with asyncio.timeout(5.0):
+            with pytest.raises(grpc.aio.AioRpcError, match="outside the vocabulary") as refused:
+                await asking
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await d.check_empty()
 
 

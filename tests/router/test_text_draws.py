@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from baton.errors import UnavailableError
+from baton.errors import InvalidRequestError, UnavailableError
 from router.cohort_texts import OWN, CohortTexts, TextId
 from router.cohorts import Cohort
 from router.fleet import Fleet, ReportedLoad
@@ -24,6 +24,7 @@ from tests.router.test_cohorts import (
 from tests.router.test_placement import Clock
 
 OTHER = TextId(1)
+REFUSAL = InvalidRequestError("too long", field="prompt")
 EVEN: Mapping[Cohort, int] = {"old": 1, "new": 1}
 
 
@@ -102,8 +103,65 @@ async def test_who_is_refused_by_a_text_goes_where_it_is_not() -> None:
     fleet = two_texts(clock)
     admission = admission_of(fleet, clock)
     ticket = ticket_of(admission, drawn("new"))
-    ticket.other_sizes[OTHER] = None
+    ticket.refusals[OTHER] = REFUSAL
     assert await where(admission, fleet, ticket) == "old"
+
+
+@pytest.mark.parametrize("is_in_line", [False, True])
+async def test_who_is_refused_by_the_text_of_every_cohort_that_is_left_is_told_so_at_once(
+    is_in_line: bool,
+) -> None:
+    clock = Clock()
+    fleet = two_texts(clock)
+    leave(fleet, "old")
+    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    ticket = ticket_of(admission, "any")
+    ticket.refusals[OTHER] = REFUSAL
+    waiting = None
+    if is_in_line:
+        waiting = asyncio.create_task(admission.place(ticket))
+        await rounds(admission, clock, 5.0)
+        assert not waiting.done(), "the old one's workers may yet come"
+    fleet.set_pools(pools(new=1))
+    if waiting is not None:
+        await rounds(admission, clock, 0.5)
+    with pytest.raises(InvalidRequestError) as refused:
+        await (waiting or admission.place(ticket))
+    assert refused.value is REFUSAL
+
+
+@pytest.mark.parametrize("text", [None, OWN], ids=["not read yet", "its own"])
+async def test_who_is_refused_by_a_text_waits_while_another_cohort_may_yet_serve_it(
+    text: TextId | None,
+) -> None:
+    clock = Clock()
+    fleet = two_texts(clock)
+    leave(fleet, "old")
+    fleet.texts.update({"old": text, "new": OTHER}, {OWN: b"one", OTHER: b"other"})
+    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    ticket = ticket_of(admission, "any")
+    ticket.refusals[OTHER] = REFUSAL
+    waiting = asyncio.create_task(admission.place(ticket))
+    await rounds(admission, clock, 9.0)
+    assert not waiting.done()
+    await rounds(admission, clock, 2.0)
+    with pytest.raises(UnavailableError):
+        await waiting
+
+
+async def test_token_ids_that_every_model_of_their_tokenizer_refuses_wait_for_no_other() -> None:
+    clock = Clock()
+    fleet = two_texts(clock)
+    leave(fleet, "old")
+    fleet.set_pools(pools(new=1, third=1))
+    vocabularies = {OWN: b"one", OTHER: b"one", TextId(2): b"other"}
+    fleet.texts.update({"new": OTHER, "third": TextId(2)}, vocabularies)
+    admission = admission_of(fleet, clock)
+    ticket = ticket_of(admission, "any")
+    ticket.is_of_ids = True
+    ticket.refusals[OTHER] = REFUSAL
+    with pytest.raises(InvalidRequestError):
+        await admission.place(ticket)
 
 
 async def test_what_is_too_long_in_another_text_is_not_sent_back_for_it_again() -> None:
