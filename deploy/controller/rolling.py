@@ -25,7 +25,7 @@ from deploy.controller.manifests.cluster_yaml import seconds
 from deploy.controller.manifests.ray_cluster import GroupSize
 from deploy.controller.observed import FleetPool
 from deploy.controller.revisions import cohort_of
-from deploy.controller.rollout import ReadyWatch, RevisionState, next_sizes
+from deploy.controller.rollout import ReadyWatch, RevisionState, next_sizes, rests
 from deploy.controller.view import ClusterView, PoolView
 
 
@@ -121,7 +121,7 @@ def _pool(
     cohorts = {name: each.revision.cohort for name, each in pool.revisions.items()}
     is_stopped = bool(pool.others) and watch.is_late(seconds(pool.spec.rollout.ready_timeout), now)
     sizes: dict[str, int] = {}
-    kept = {pool.target}
+    kept, at_rest = {pool.target}, True
     for cohort in sorted(set(cohorts.values())):
         own = [state for name, state in states.items() if cohorts[name] == cohort]
         replicas = share.of(cohort, pool.replicas)
@@ -129,28 +129,51 @@ def _pool(
         if cohort in (share.progress.serving, share.progress.next):
             kept.add(target)
         holds = is_stopped and target == pool.target
-        sizes |= next_sizes(replicas, pool.spec.rollout, target, own, is_stopped=holds)
+        found = next_sizes(replicas, pool.spec.rollout, target, own, is_stopped=holds)
+        at_rest = at_rest and rests(replicas, pool.spec.rollout, target, own, found)
+        sizes |= found
     if (pool.fleet is None or not view.heard.is_settled) and _is_rolled(states, pool.target):
         # Nothing tells what runs where: all stays. A pool that goes drains by itself.
         sizes = {name: 0 if pool.is_going else state.size for name, state in states.items()}
     is_taken_back = share.has_returned(cohorts[pool.target])
-    gone = _leaving(view, pool)
-    sizes[pool.target] += gone.surge
+    gone = _leaving(view, pool, sizes, is_stopped=is_stopped, at_rest=at_rest)
+    for name, surge in gone.surge.items():
+        sizes[name] += surge
     return PoolRolling(sizes, frozenset(kept), watch, is_stopped, is_taken_back, gone)
 
 
-def _leaving(view: ClusterView, pool: PoolView) -> Leaving:
-    """While nothing tells what runs where nobody leaves."""
+def _leaving(
+    view: ClusterView,
+    pool: PoolView,
+    sizes: Mapping[str, int],
+    *,
+    is_stopped: bool,
+    at_rest: bool,
+) -> Leaving:
+    """While nothing tells what runs where nobody leaves. `sizes`: what is decided without it."""
     if pool.fleet is None or not view.heard.is_settled or pool.is_going:
         return NOBODY_LEAVES
-    states = {name: revision.state for name, revision in pool.revisions.items()}
     return leaving(
         pool.pods,
         pool.fleet.places,
         floor=pool.replicas - pool.spec.rollout.max_unavailable,
-        max_surge=0 if _is_rolled(states, pool.target) else pool.spec.rollout.max_surge,
-        surged=pool.updated.size - pool.replicas,
+        max_surge=pool.spec.rollout.max_surge,
+        surged=sum(each.size for each in pool.revisions.values()) - sum(sizes.values()),
+        growing=_growing(pool, sizes, is_stopped=is_stopped, at_rest=at_rest),
     )
+
+
+def _growing(
+    pool: PoolView, sizes: Mapping[str, int], *, is_stopped: bool, at_rest: bool
+) -> list[str]:
+    """Revisions that may have workers beside their size, to stand in for those that leave. Where
+    the newest one does not get ready it is the one that serves instead; of several old ones their
+    sizes would not tell which has some beside."""
+    there = [name for name, size in sizes.items() if size]
+    if is_stopped:
+        olds = [name for name in there if name != pool.target]
+        return olds if len(olds) == 1 else []
+    return there if at_rest else []
 
 
 def _is_rolled(states: Mapping[str, RevisionState], target: str) -> bool:

@@ -92,6 +92,21 @@ def next_sizes(
     return _grown(replicas + rollout.max_surge, goals, first, states)
 
 
+def rests(
+    replicas: int,
+    rollout: Rollout,
+    target: str,
+    revisions: Sequence[RevisionState],
+    sizes: Mapping[str, int],
+) -> bool:
+    """Whether these are the sizes to stay: of others nothing is left, and nothing more changes once
+    all that is asked for is live."""
+    if any(state.present and not sizes[state.name] for state in revisions):
+        return False
+    whole = [RevisionState(n, size, frozenset(range(size)), size) for n, size in sizes.items()]
+    return next_sizes(replicas, rollout, target, whole) == sizes
+
+
 def _goals(
     replicas: int, rollout: Rollout, target: RevisionState, olds: Sequence[RevisionState]
 ) -> dict[str, int]:

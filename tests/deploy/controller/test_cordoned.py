@@ -34,7 +34,8 @@ def left(
     rollout: Rollout, pods: list[Pod], there: list[Place], replicas: int = 2, surged: int = 0
 ) -> Leaving:
     floor = replicas - rollout.max_unavailable
-    return leaving(pods, there, floor=floor, max_surge=rollout.max_surge, surged=surged)
+    most = rollout.max_surge
+    return leaving(pods, there, floor=floor, max_surge=most, surged=surged, growing=["v1"])
 
 
 def test_where_no_node_is_cordoned_nobody_leaves() -> None:
@@ -44,17 +45,17 @@ def test_where_no_node_is_cordoned_nobody_leaves() -> None:
 
 def test_another_worker_is_live_before_one_is_asked_to_leave() -> None:
     pods = [pod("a"), pod("b", cordoned=False)]
-    assert left(SURGES, pods, places(LIVE, LIVE)) == Leaving(surge=1)
+    assert left(SURGES, pods, places(LIVE, LIVE)) == Leaving({"v1": 1})
     pods.append(pod("c", cordoned=False))
-    assert left(SURGES, pods, places(LIVE, LIVE, STARTING)) == Leaving(surge=1)
+    assert left(SURGES, pods, places(LIVE, LIVE, STARTING)) == Leaving({"v1": 1})
     goes = left(SURGES, pods, places(LIVE, LIVE, LIVE))
-    assert goes == Leaving(1, frozenset("a"), {"v1": 1})
+    assert goes == Leaving({"v1": 1}, frozenset("a"), {"v1": 1})
 
 
 def test_without_a_surge_so_many_leave_as_may_be_missing_and_one_at_a_time() -> None:
     pods = [pod("a"), pod("b"), pod("c")]
     two = Rollout(max_surge=0, max_unavailable=2)
-    assert left(two, pods, places(LIVE, LIVE, LIVE), 3) == Leaving(0, frozenset("a"))
+    assert left(two, pods, places(LIVE, LIVE, LIVE), 3) == Leaving({}, frozenset("a"))
     pods[0] = pod("a", going=True)
     assert left(two, pods, places(DRAINING, LIVE, LIVE), 3) == NOBODY_LEAVES
     assert left(SPARES, pods, places(DRAINING, LIVE, LIVE), 3) == NOBODY_LEAVES
@@ -63,19 +64,21 @@ def test_without_a_surge_so_many_leave_as_may_be_missing_and_one_at_a_time() -> 
 def test_a_pod_that_does_no_work_goes_at_once() -> None:
     pods = [pod("a"), pod("b"), pod("c", cordoned=False)]
     goes = left(SURGES, pods, places(LIVE, STARTING, LIVE), 3)
-    assert goes == Leaving(1, frozenset("b"))
+    assert goes == Leaving({"v1": 1}, frozenset("b"))
 
 
 def test_the_surge_lasts_until_the_last_worker_there_serves_no_more() -> None:
     pods = [pod("a", going=True), pod("b", cordoned=False), pod("c", cordoned=False)]
-    assert left(SURGES, pods, places(LIVE, LIVE, LIVE)) == Leaving(1, frozenset(), {"v1": 1})
-    assert left(SURGES, pods, places(DRAINING, LIVE, LIVE)) == Leaving(0)
+    assert left(SURGES, pods, places(LIVE, LIVE, LIVE)) == Leaving(
+        {"v1": 1}, frozenset(), {"v1": 1}
+    )
+    assert left(SURGES, pods, places(DRAINING, LIVE, LIVE)) == NOBODY_LEAVES
 
 
 def test_no_other_worker_is_taken_for_one_that_is_about_to_drain() -> None:
     uncordoned = [pod(name, cordoned=False, going=name == "a") for name in "abc"]
     serving = places(LIVE, LIVE, LIVE)
-    assert left(SURGES, uncordoned, serving, surged=1) == Leaving(1, frozenset(), {"v1": 1})
+    assert left(SURGES, uncordoned, serving, surged=1) == Leaving({"v1": 1}, frozenset(), {"v1": 1})
     assert left(SURGES, uncordoned, serving, replicas=3) == NOBODY_LEAVES  # somebody evicts it
 
 
@@ -143,7 +146,7 @@ class World:
         there = [Place(f"v1-{seat.index}", seat.pod, seat.state) for seat in self.seats]
         pods = list(self.pods.values())
         gone = left(self.rollout, pods, there, self.replicas, self.size - self.replicas)
-        self.size = self.replicas + gone.surge
+        self.size = self.replicas + gone.surge.get("v1", 0)
         wanted = self.size - gone.replaced.get("v1", 0)
         told = group_size(wanted, pods, FleetPool(self.size, there), gone.pods)
         self.num_pods, self.doomed = told.replicas, told.to_delete
