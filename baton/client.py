@@ -34,7 +34,7 @@ from baton.errors import BatonError
 from baton.events import Event, Tokens
 from baton.grpc_options import DIRECT, sends_pings
 from baton.request_stream import Chat, GenerateOptions, RequestStream, build_request
-from baton.router_calls import Call, Routers, Tries
+from baton.router_calls import REFUSED_BY_GRPC, Call, Routers, Tries
 from baton.v1 import control_pb2, router_pb2
 
 T = TypeVar("T")
@@ -191,6 +191,9 @@ class Client:
         connection = self._routers.connections.begin(connection)
         try:
             yield connection
+        except REFUSED_BY_GRPC:
+            self._routers.check_open()
+            raise
         finally:
             unused = self._routers.connections.end(connection)
             if unused is not None:
@@ -351,10 +354,12 @@ class AsyncClient:
     async def _using(
         self, connection: Connection[grpc.aio.Channel]
     ) -> AsyncIterator[Connection[grpc.aio.Channel]]:
-        """As `Client`'s."""
         connection = self._routers.connections.begin(connection)
         try:
             yield connection
+        except REFUSED_BY_GRPC:
+            self._routers.check_open()
+            raise
         finally:
             unused = self._routers.connections.end(connection)
             if unused is not None:

@@ -21,6 +21,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _COMPILE_TIMEOUT_S = 300.0
+_VERSION_TIMEOUT_S = 30.0
 
 
 class NativeBuildError(Exception):
@@ -49,8 +50,14 @@ def build(recipe: Recipe, cache: Path | None = None) -> Path:
         raise NativeBuildError(f"no compiler ({' or '.join(recipe.compilers)}) on this machine")
     try:
         folder = cache_folder() if cache is None else _own(cache)
-        libraries = {c: folder / f"{recipe.name}-{_digest(recipe, c)}.so" for c in compilers}
-        return _kept(libraries) or _built(recipe, libraries)
+        sources = _digest_of_sources(recipe)
+        libraries, failures = {}, []
+        for compiler in compilers:
+            try:
+                libraries[compiler] = folder / f"{recipe.name}-{_digest(sources, compiler)}.so"
+            except NativeBuildError as error:
+                failures.append(str(error))
+        return _kept(libraries) or _built(recipe, libraries, failures)
     except OSError as error:
         raise NativeBuildError(str(error)) from error
 
@@ -60,10 +67,10 @@ def _kept(libraries: dict[str, Path]) -> Path | None:
     return next((library for library in libraries.values() if library.exists()), None)
 
 
-def _built(recipe: Recipe, libraries: dict[str, Path]) -> Path:
-    """By the first compiler that can. Raises NativeBuildError with what each has said."""
+def _built(recipe: Recipe, libraries: dict[str, Path], failures: list[str]) -> Path:
+    """By the first compiler that can. Raises NativeBuildError with what each has said, after the
+    failures of those that cannot even tell who they are."""
     log.info("compiling %s for this machine (once; a few seconds)", recipe.name)
-    failures = []
     for compiler, library in libraries.items():
         try:
             _compile(recipe, compiler, library)
@@ -107,25 +114,37 @@ def _compile(recipe: Recipe, compiler: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
         command = [compiler, *recipe.flags, *map(str, recipe.sources), "-o", str(built)]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            raise NativeBuildError(f"{compiler} took more than {_COMPILE_TIMEOUT_S} s") from error
+        done = _run(command, _COMPILE_TIMEOUT_S)
         if done.returncode:
-            raise NativeBuildError(f"{compiler} failed: {done.stderr.strip()[-2000:]}")
+            said = done.stderr.decode(errors="replace").strip()
+            raise NativeBuildError(f"{compiler} failed: {said[-2000:]}")
         os.replace(built, library)  # atomic: another process may be doing the same
 
 
-def _digest(recipe: Recipe, compiler: str) -> str:
-    digest = hashlib.blake2b(digest_size=12)
+def _digest_of_sources(recipe: Recipe) -> bytes:
+    """And of what they are compiled with."""
+    digest = hashlib.blake2b()
     for path in (*recipe.sources, *recipe.headers):
         digest.update(path.name.encode() + path.read_bytes())
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    for part in (" ".join(recipe.flags).encode(), version, _cpu()):
+    for part in (" ".join(recipe.flags).encode(), _cpu()):
         digest.update(part + b"\0")
-    return digest.hexdigest()
+    return digest.digest()
+
+
+def _digest(sources: bytes, compiler: str) -> str:
+    """Raises NativeBuildError where the compiler does not run."""
+    version = _run([compiler, "--version"], _VERSION_TIMEOUT_S).stdout
+    return hashlib.blake2b(sources + version, digest_size=12).hexdigest()
+
+
+def _run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+    """Raises NativeBuildError where it cannot be run, or takes longer."""
+    try:
+        return subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NativeBuildError(f"{command[0]} took more than {timeout_s:g} s") from error
+    except OSError as error:
+        raise NativeBuildError(f"{command[0]} does not run: {error}") from error
 
 
 def _cpu() -> bytes:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-import grpc
+import grpc.aio
 
 from baton import status
 from baton.connections import Connection, Connections
@@ -22,6 +22,8 @@ from baton.v1 import control_pb2, router_pb2
 T = TypeVar("T")
 C = TypeVar("C")
 
+REFUSED_BY_GRPC = (ValueError, grpc.aio.UsageError)
+"""How it refuses a call on a channel that was closed since its caller looked, among others."""
 _ABORT_TIMEOUT_S = 2.0
 
 

@@ -79,6 +79,21 @@ def test_a_client_that_is_closed_ends_its_streams_and_takes_no_more(
         hold.set()
 
 
+def test_a_client_that_is_closed_as_a_call_begins_says_so(book: Book) -> None:
+    clients: list[Client] = []
+
+    def token() -> str:
+        clients[-1].close()
+        return "word"
+
+    with routers(SmallRouter(book)) as addresses:
+        for ask in (*SHORT_CALLS, lambda client: client.text("hello")):
+            clients.append(Client(addresses, token=token))
+            with pytest.raises(UnavailableError, match="the client is closed"):
+                ask(clients[-1])
+    assert not book.requests
+
+
 def lost_to_a_busy_router(book: Book) -> list[SmallRouter]:
     """Routers whose client comes back after 8 s only."""
     busy = OverloadedError("queue full", retry_after_s=8.0)

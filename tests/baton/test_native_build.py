@@ -72,6 +72,16 @@ def test_where_one_compiler_fails_the_next_does_it_and_the_first_is_not_asked_ag
     assert (tmp_path / "calls").read_text().splitlines() == ["call"]
 
 
+@needs_compiler
+def test_a_compiler_that_does_not_run_is_passed_over(tmp_path: Path, recipe: Recipe) -> None:
+    (odd := tmp_path / "odd").write_text("#!/no/such/interpreter\n")
+    odd.chmod(0o755)
+    library = build(dataclasses.replace(recipe, compilers=(str(odd), "cc")), tmp_path / "kept")
+    assert ctypes.CDLL(str(library)).answer() == 42
+    with pytest.raises(NativeBuildError, match=r"odd does not run: .*No such file"):
+        build(dataclasses.replace(recipe, compilers=(str(odd),)), tmp_path / "kept")
+
+
 def test_where_all_compilers_fail_it_says_what_each_said_and_keeps_nothing(
     tmp_path: Path, recipe: Recipe
 ) -> None:

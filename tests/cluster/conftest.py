@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import grpc.aio
@@ -98,8 +98,16 @@ class Heard:
     tokens: dict[int, int] = field(default_factory=dict)
     finished: int = 0
     num_messages: int = 0
+    repeated: list[int] = field(default_factory=list)
+    """Indices of tokens that were told before."""
+
+    def take(self, index: int, token_ids: Sequence[int]) -> None:
+        new = dict(enumerate(token_ids, index))
+        self.repeated += sorted(new.keys() & self.tokens.keys())
+        self.tokens |= new
 
     def in_order(self) -> list[int]:
+        assert not self.repeated, self.repeated
         assert sorted(self.tokens) == list(range(len(self.tokens))), sorted(self.tokens)
         return [self.tokens[index] for index in range(len(self.tokens))]
 
@@ -127,7 +135,9 @@ class DecodeLink:
             self._reader.cancel()
             self._call.cancel()
             # Also where the worker has ended the session.
-            await asyncio.gather(self._reader, return_exceptions=True)
+            await asyncio.wait({self._reader})
+            if not self._reader.cancelled() and (error := self._reader.exception()) is not None:
+                assert isinstance(error, grpc.aio.AioRpcError), error
         await self._channel.close()
 
     async def reserve(
@@ -161,7 +171,7 @@ class DecodeLink:
                     self.of(moved.request_id, moved.attempt).moved = True
                 for run in message.tokens:
                     heard = self.of(run.request_id, run.attempt)
-                    heard.tokens.update(enumerate(run.ids, run.index))
+                    heard.take(run.index, run.ids)
                     heard.finished = run.finished or heard.finished
                     heard.num_messages += 1
                 self._changed.notify_all()
@@ -198,7 +208,7 @@ class MiniRouter:
             responses.append(response)
             if response.HasField("first_token"):
                 index = len(spec.token_ids) // 4 - spec.num_prompt_tokens
-                heard.tokens[index] = response.first_token.id
+                heard.take(index, [response.first_token.id])
                 heard.finished = response.first_token.finished or heard.finished
         return responses
 
