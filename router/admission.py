@@ -194,8 +194,8 @@ class Admission:
         if not ticket.is_bound:
             ticket.cohort = None
             self._placing.draw_at_once(ticket)
-            if (text := self._placing.other_text(ticket)) is not None:
-                raise OtherTextError(text)
+        if (text := self._placing.other_text(ticket)) is not None:
+            raise OtherTextError(text)
         if not ticket.was_placed and (self._waiting or ticket.deadline_s is not None):
             self._refuse_too_late(ticket)
         ticket.since_s, ticket.stranded_since_s = self._clock(), None

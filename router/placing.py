@@ -60,17 +60,18 @@ class Placing:
         read, or refuses it."""
         texts = self._fleet.texts
         text = texts.of(cohort)
-        if ticket.is_bound or text == ticket.text:
+        if ticket.keeps_text or text == ticket.text:
             return ticket.size
         if text is None or text in ticket.refusals:
             return None
-        if ticket.is_of_ids and not texts.have_the_same_ids(text, ticket.text):
+        is_others = ticket.is_of_ids and not ticket.is_bound
+        if is_others and not texts.have_the_same_ids(text, ticket.text):
             return None
         return ticket.other_sizes.get(text, ticket.size)
 
     def other_text(self, ticket: Ticket) -> TextId | None:
         """What the request has to be read with before it can go where it has drawn; None: it is."""
-        if ticket.is_bound or ticket.cohort is None:
+        if ticket.keeps_text or ticket.cohort is None:
             return None
         text = self._fleet.texts.of(ticket.cohort)
         return None if text == ticket.text else text
@@ -86,7 +87,7 @@ class Placing:
         known: dict[tuple[Cohort | None, ModelIds, TextId | None], Sequence[int]] = {}
 
         def numbers_for(ticket: Ticket) -> Sequence[int]:
-            key = (ticket.cohort, ticket.model_ids, None if ticket.is_bound else ticket.text)
+            key = (ticket.cohort, ticket.model_ids, None if ticket.keeps_text else ticket.text)
             if key not in known:
                 known[key] = [number for _, number in self._classes_for(ticket)]
             return known[key]
@@ -95,13 +96,13 @@ class Placing:
 
     def _classes_for(self, ticket: Ticket) -> Sequence[tuple[KvClass, int]]:
         """None of another text, whatever is drawn: its workers would be given another's ids. Those
-        of a stream that has begun are its model's."""
+        of a stream that has begun here are its model's."""
         kinds, texts = self._fleet.kinds, self._fleet.texts
         return [
             (kv_class, number)
             for kv_class, number in kinds.classes
             if ticket.cohort in (None, kv_class.cohort)
-            and (ticket.is_bound or texts.of(kv_class.cohort) == ticket.text)
+            and (ticket.keeps_text or texts.of(kv_class.cohort) == ticket.text)
             and kinds.runs(kv_class, ticket.model_ids)
         ]
 

@@ -33,14 +33,16 @@ def _too_large(ticket: Ticket, fleet: Fleet, policy: RouterConfig) -> NoCapacity
 
 def _unreadable(ticket: Ticket, fleet: Fleet) -> Refusal | None:
     """Of a request that cannot be read with the text of any cohort that there is, or may be once
-    its workers come. One whose text is not read may yet take it; one whose tokenizer is not that of
-    its token ids never does."""
-    if ticket.is_bound or not ticket.refusals:
+    its workers come, or of its own if it is bound. One whose text is not read may yet take it; one
+    whose tokenizer is not that of its token ids never does."""
+    if not ticket.refusals:
         return None
+    cohorts = {ticket.cohort or ""} if ticket.is_bound else fleet.known_cohorts()
+    are_all_its = ticket.is_bound or not ticket.is_of_ids
     texts = {
         text
-        for text in map(fleet.texts.of, fleet.known_cohorts())
-        if text is None or not ticket.is_of_ids or fleet.texts.have_the_same_ids(text, ticket.text)
+        for text in map(fleet.texts.of, cohorts)
+        if text is None or are_all_its or fleet.texts.have_the_same_ids(text, ticket.text)
     }
     if not texts <= ticket.refusals.keys():
         return None
@@ -53,15 +55,7 @@ def stranded(
     """Of a request that no usable worker, of its cohort and model if it is bound, took for long
     enough. One whose cohort's workers are to come back may go on then."""
     if ticket.is_bound:
-        wants = f"the model that its tokens come from, of its cohort, {ticket.cohort!r}"
-        if fleet.stopped.lacks(ticket.cohort):
-            message = f"no worker that can go on with the request is live yet: it takes {wants}"
-            return UnavailableError(message, retry_after_s=1.0)
-        return NotResumableError(
-            f"no worker that can go on with the request is left: it takes {wants};"
-            " ask anew under a new id",
-            field="cohort",
-        )
+        return _cut_off(ticket, fleet)
     total_tokens, num_tokens = ticket.num_tokens, len(ticket.prompt)
     longest = int(within_reach.request_tokens.max(initial=0.0))
     unread = [cohort for cohort in fleet.kinds.cohorts if fleet.texts.of(cohort) is None]
@@ -79,3 +73,19 @@ def stranded(
             " no room"
         )
     return UnavailableError(message, retry_after_s=1.0)
+
+
+def _cut_off(ticket: Ticket, fleet: Fleet) -> UnavailableError | NotResumableError:
+    """Of a stream that has begun."""
+    wants = f"the model that its tokens come from, of its cohort, {ticket.cohort!r}"
+    if fleet.stopped.lacks(ticket.cohort):
+        message = f"no worker that can go on with the request is live yet: it takes {wants}"
+        return UnavailableError(message, retry_after_s=1.0)
+    if not ticket.keeps_text and ticket.cohort in fleet.texts.unread:
+        message = f"this router has not read the text of cohort {ticket.cohort!r}"
+        return UnavailableError(message, retry_after_s=1.0)
+    return NotResumableError(
+        f"no worker that can go on with the request is left: it takes {wants};"
+        " ask anew under a new id",
+        field="cohort",
+    )

@@ -82,6 +82,12 @@ class Ticket:
         return Size(self.num_tokens, len(self.prompt))
 
     @property
+    def keeps_text(self) -> bool:
+        """It has put out tokens here, of the text it was read with. A stream that another router
+        began is read as its cohort is, which may not be known at first."""
+        return self.is_bound and len(self.prompt) > self.prompt.num_prompt_tokens
+
+    @property
     def num_tokens(self) -> int:
         """Of prompt and output, all that must fit where it runs."""
         return len(self.prompt) + self.least_new_tokens

@@ -221,6 +221,27 @@ async def test_another_router_goes_on_in_the_text_of_the_tokens(
         assert_of(await second.ask(request), "new", num_tokens=40)
 
 
+async def test_a_stream_in_line_is_read_anew_once_it_is_known_which_text_its_cohort_has(
+    text_model: TextModel, folder: Path
+) -> None:
+    """The next router starts with a registry that has yet to be told of its pools and workers."""
+    async with two_texts(text_model, folder, fleet_wait_s=10.0) as d:
+        request = ask_for(PROMPT, 40, request_id=name_drawn("new"))
+        seen = await d.client.ask(request, until=lambda answer: len(answer.ids) >= 3)
+        await d.servers.pop(0).stop(0.0)
+        workers = [w for w in d.registry.workers if w.worker_id != seen.routed[0].decode_worker]
+        d.registry.workers, d.registry.pools = [], []
+        await d.registry.publish()
+        second = await d.add_router()
+        request.resume_from_index, request.cohort = len(seen.ids), "new"
+        request.model_fingerprints[:] = seen.routed[0].model_fingerprints
+        asking = asyncio.create_task(second.ask(request))
+        await d.until(lambda: len(d.router.admission) == 1)
+        d.registry.workers = workers
+        await tell(d, folder, **EVEN)
+        assert_of(await asking, "new", num_tokens=40)
+
+
 async def test_a_registry_that_is_told_of_its_pools_anew_takes_no_cohort_s_text_away(
     text_model: TextModel, folder: Path
 ) -> None:

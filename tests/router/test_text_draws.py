@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from baton.errors import InvalidRequestError, UnavailableError
+from router.admission import Admission
 from router.cohort_texts import OWN, CohortTexts, TextId
 from router.cohorts import Cohort
 from router.fleet import Fleet, ReportedLoad
@@ -208,8 +209,50 @@ async def test_a_stream_that_has_begun_stays_with_its_model_whatever_is_read_sin
     admission = admission_of(fleet, clock)
     ticket = ticket_of(admission, "any")
     ticket.cohort, ticket.is_bound, ticket.text = "new", True, OTHER
+    ticket.prompt.extend_to([5])
     have(fleet, None)
     assert await where(admission, fleet, ticket) == "new"
+
+
+def bound(admission: Admission) -> Ticket:
+    """To the new one's cohort by tokens that another router has put out."""
+    ticket = ticket_of(admission, "any")
+    ticket.cohort, ticket.is_bound = "new", True
+    return ticket
+
+
+async def test_a_stream_that_another_router_began_is_read_as_its_cohort_is() -> None:
+    clock = Clock()
+    fleet = two_texts(clock)
+    admission = admission_of(fleet, clock)
+    ticket = bound(admission)
+    ticket.is_of_ids = True
+    with pytest.raises(OtherTextError):
+        await admission.place(ticket)
+    read_anew(ticket)
+    assert await where(admission, fleet, ticket) == "new"
+
+
+async def test_a_stream_that_another_router_began_waits_for_its_text_and_comes_again() -> None:
+    clock = Clock()
+    fleet = two_texts(clock, None)
+    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    waiting = asyncio.create_task(admission.place(bound(admission)))
+    await rounds(admission, clock, 9.0)
+    assert not waiting.done()
+    await rounds(admission, clock, 2.0)
+    with pytest.raises(UnavailableError, match="has not read the text"):
+        await waiting
+
+
+async def test_a_stream_that_its_own_cohort_s_text_refuses_is_told_so() -> None:
+    clock = Clock()
+    fleet = two_texts(clock)
+    admission = admission_of(fleet, clock)
+    ticket = bound(admission)
+    ticket.refusals[OTHER] = REFUSAL
+    with pytest.raises(InvalidRequestError):
+        await admission.place(ticket)
 
 
 async def test_where_all_texts_are_one_nobody_is_sent_back() -> None:
