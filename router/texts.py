@@ -152,7 +152,7 @@ class Texts:
 
     def _id_of(self, found: TextModel) -> TextId:
         for text, model in self._models.items():
-            if model is found:
+            if model.digest == found.digest:  # read at the same time, perhaps
                 return text
         text = TextId(next(self._next_ids))
         self._models[text] = found

@@ -28,6 +28,23 @@ async def test_texts_of_equal_files_are_one_wherever_they_are(
         assert texts.is_only(OWN)
 
 
+async def test_texts_of_equal_files_that_are_read_at_once_are_one(
+    text_model: TextModel, tmp_path: Path
+) -> None:
+    of_cohorts = CohortTexts()
+    texts = Texts(text_model, None, of_cohorts, lambda: None, keep_s=1.0)
+    pools = []
+    for cohort in ("one", "two"):
+        (tmp_path / cohort).mkdir()
+        byte_model(tmp_path / cohort, SHIFTS["new"])
+        source = TextSource(str(tmp_path / cohort))
+        pools.append(PoolReport(f"d-{cohort}", True, True, 1, cohort=cohort, text=source))
+    texts.update(pools, ())
+    await asyncio.gather(*texts._reading.values())
+    assert of_cohorts.of("one") == of_cohorts.of("two") != OWN
+    await texts.close()
+
+
 @pytest.mark.parametrize("file", ["tokenizer.json", "config.json", "generation_config.json"])
 def test_a_file_that_says_something_else_makes_another_text(
     text_model: TextModel, tmp_path: Path, file: str
