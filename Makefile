@@ -8,7 +8,7 @@ CODE := baton router prefill_worker decode_worker kv_transfer engine cluster dep
 ENGINES := docker podman buildah
 IMAGES := baton
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-.PHONY: setup demo test test-full test-k8s control-plane check bench crds proto format images
+.PHONY: setup demo test test-full test-k8s control-plane check bench crds proto format images released
 
 setup: $(VENV)/.ready  ## a virtual environment with everything the project needs
 

@@ -18,6 +18,15 @@ def cpu_name() -> str:
     return platform.processor()
 
 
+def cpu_kind() -> str:
+    """What tells CPUs of one name apart: family, model, stepping, last-level cache."""
+    first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+    told = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in told.items()}
+    names = ("cpu family", "model", "stepping", "cache size")
+    return ", ".join(f"{name} {fields[name]}" for name in names if name in fields)
+
+
 def cpu_features() -> str:
     """The instruction sets that decide which kernel runs."""
     flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[-1].split("\n", 1)[0].split()
@@ -53,6 +62,7 @@ def describe(command: str) -> str:
             f"- command: `{command}`",
             f"- date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
             f"- machine: {cpu_name()}, {os.cpu_count()} cores, {gib:.0f} GiB, {cpu_features()}",
+            f"- CPU: {cpu_kind()}",
             f"- load average before the run: {load}",
             f"- commit: {commit()}",
         )

@@ -341,6 +341,18 @@ def test_asking_imports_neither_torch_nor_ray_nor_the_tokenizer(router: str) -> 
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize("module", ["router.__main__", "deploy.controller.__main__"])
+def test_routers_and_the_operator_import_no_torch(module: str) -> None:
+    script = (
+        f"import sys, {module}; "
+        "print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
 def test_a_command_whose_packages_are_not_installed_says_which_extra_has_them() -> None:
     script = """
 import sys
