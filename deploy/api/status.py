@@ -73,6 +73,8 @@ class CohortStatus(Checked):
     """Why it is taken back."""
     is_fault: bool = False
     """The next one served worse than `spec.rollout` allows."""
+    tried: tuple[str, ...] = bounded((), max_size=64)
+    """The pools' versions with which it did: with others it is tried again."""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,10 @@ def _progressing(view: ClusterView, rolling: Rolling, late: Sequence[str]) -> Ve
             told += "; routers have yet to read its tokenizer: their logs say why"
         return Verdict(PROGRESSING, True, f"Cohort{progress.phase.value}", told)
     if progress.phase is Phase.RETURNED:
-        told = f"{progress.next} was taken back: nothing is tried again until the spec changes"
+        told = (
+            f"{progress.next} was taken back: "
+            "nothing is tried again until the spec asks for other workers"
+        )
         return Verdict(PROGRESSING, False, "CohortReturned", told)
     rolled = [
         _noted(f"{name} {pool.updated.num_live} of {pool.replicas} updated", pool_waits(view, pool))

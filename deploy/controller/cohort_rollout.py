@@ -9,7 +9,8 @@
 
 Returning: the new one fails more, or is slower, than the old one by more than is allowed, and its
 share ends at once; or the spec names another version, and its share ends when the old one has all
-of its workers back. Returned: nothing is tried again until the spec changes.
+of its workers back. Returned: nothing is tried again until the spec names another version, or has
+workers of this one be others than those that failed: what was at fault may be no part of a cohort.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Progress:
     """Why it is taken back."""
     is_fault: bool = False
     """The next one serves worse than allowed."""
+    tried: tuple[str, ...] = ()
+    """The pools' revisions of which the next one was then."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Seen:
     """By cohort; None: nothing was measured of this step yet."""
     unread: frozenset[str] = frozenset()
     """Cohorts to which some router sends nothing: it has not read their text."""
+    targets: frozenset[str] = frozenset()
+    """The revisions that the spec asks for, one of each pool."""
 
     def has_live(self, cohort: str) -> bool:
         return any(pool.num_live.get(cohort, 0) for pool in self.pools)
@@ -150,13 +155,13 @@ def advance(
             reason = "the spec names another version"
             return replace(progress, phase=Phase.RETURNING, reason=reason, since=None)
     if progress.phase is Phase.RETURNED:
-        return progress
+        return _tried_again(progress, seen)
     if progress.phase is Phase.RETURNING:
         return _returned(progress, wanted, seen)
     if progress.weight and seen.has_live(progress.serving):  # else there is nothing to go back to
         if fault := _fault(progress, rollout, seen):
             back = replace(progress, phase=Phase.RETURNING, reason=fault, is_fault=True)
-            return replace(back, weight=0, since=None)
+            return replace(back, weight=0, since=None, tried=tuple(sorted(seen.targets)))
         if is_in_doubt(*seen.both(progress), rollout):
             return progress
     return _forward(progress, rollout, seen, step_s, now)
@@ -209,6 +214,21 @@ def _returned(progress: Progress, wanted: str, seen: Seen) -> Progress:
     if not progress.is_fault:  # the spec has changed its mind twice
         return Progress(progress.serving, wanted, Phase.GROWING)
     return replace(progress, phase=Phase.RETURNED, weight=0)
+
+
+def _tried_again(progress: Progress, seen: Seen) -> Progress:
+    """Where a pool is to have other workers than those that failed. A pool more or less is no
+    reason."""
+    if not progress.tried:  # of an operator that did not note it
+        return replace(progress, tried=tuple(sorted(seen.targets)))
+    failed = {_pool_of(name): name for name in progress.tried}
+    if all(failed.get(_pool_of(name), name) == name for name in seen.targets):
+        return progress
+    return Progress(progress.serving, progress.next, Phase.GROWING)
+
+
+def _pool_of(revision: str) -> str:
+    return revision.rpartition("-")[0]
 
 
 def _fault(progress: Progress, rollout: CohortRollout, seen: Seen) -> str:

@@ -113,7 +113,10 @@ def _rolled(view: PoolView, rolling: PoolRolling, waits: str) -> Verdict | None:
         return None
     told = f"{num_updated} of {view.replicas} updated to {view.target}"
     if rolling.is_taken_back:
-        why = f"{told}, which was taken back: nothing is tried again until the spec changes"
+        why = (
+            f"{told}, which was taken back: "
+            "nothing is tried again until the spec asks for other workers"
+        )
         return Verdict(PROGRESSING, False, "CohortReturned", why)
     if rolling.is_stopped:
         why = f"{told}, and no more in {view.spec.rollout.ready_timeout}: older workers serve on"

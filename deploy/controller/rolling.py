@@ -210,4 +210,5 @@ def _seen(
             live[progress.serving] = pool.replicas  # it is newer than that cohort: none is missed
         pools.append(CohortPool(pool.replicas, live))
     unread = frozenset[str]() if view.fleet is None else view.fleet.unread_cohorts
-    return Seen(pools, figures, unread)
+    targets = frozenset(pool.target for pool in view.pools.values() if not pool.is_going)
+    return Seen(pools, figures, unread, targets)

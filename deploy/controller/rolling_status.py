@@ -33,6 +33,7 @@ def progress_in(cluster: Seen) -> Progress | None:
         since=_moment(told.get("since")),
         reason=told.get("reason") or "",
         is_fault=told.get("isFault", False),
+        tried=tuple(told.get("tried") or ()),
     )
 
 
@@ -45,6 +46,7 @@ def progress_status(progress: Progress) -> Object:
         "since": None if progress.since is None else timestamp(progress.since),
         "reason": progress.reason or None,
         "isFault": progress.is_fault,
+        "tried": list(progress.tried) or None,
     }
 
 

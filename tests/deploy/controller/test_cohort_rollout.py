@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,6 +37,7 @@ class World:
     now: datetime.datetime = START
     broken: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
+    targets: frozenset[str] = frozenset({"decode-v1", "prefill-v1"})
     told: list[dict[str, int]] = field(default_factory=list)
     """Each division of requests, once."""
 
@@ -46,7 +47,7 @@ class World:
     @property
     def seen(self) -> Seen:
         pools = [CohortPool(n, live) for n, live in zip(self.replicas, self.live, strict=True)]
-        return Seen(pools, self.figures, self.unread)
+        return Seen(pools, self.figures, self.unread, self.targets)
 
     def look(self, wanted: str, seconds: float = 10.0) -> None:
         self.now += datetime.timedelta(seconds=seconds)
@@ -139,6 +140,53 @@ def test_failures_take_the_share_back_at_once_and_nothing_is_tried_again() -> No
     assert world.progress == Progress("old")
     world.look_until(Phase.SERVING, "new")
     assert world.progress.serving == "new", "the spec has changed: it is tried again"
+
+
+def taken_back() -> World:
+    world = watched(10, Figures(200.0, 100.0), Figures(2000.0, 0.0))
+    world.look_until(Phase.RETURNED)
+    world.figures = {}
+    return world
+
+
+def test_a_cohort_that_was_taken_back_is_tried_again_once_its_workers_are_to_be_others() -> None:
+    """As of an image or a setting that was at fault, and no part of what the cohort is."""
+    world = taken_back()
+    world.look("new")
+    assert world.progress.phase is Phase.RETURNED
+    world.targets = frozenset({"decode-v2", "prefill-v1"})
+    world.look("new")
+    assert world.progress == Progress("old", "new", Phase.GROWING)
+    world.look_until(Phase.SERVING)
+    assert world.progress == Progress("new")
+
+
+def test_what_changes_while_a_cohort_is_taken_back_is_tried_as_well() -> None:
+    world = watched(10, Figures(200.0, 100.0), Figures(2000.0, 0.0))
+    assert world.progress.phase is Phase.RETURNING
+    world.targets = frozenset({"decode-v2", "prefill-v2"})
+    world.figures = {}
+    world.look_until(Phase.SERVING)
+    assert world.progress == Progress("new")
+
+
+def test_another_pool_or_one_less_is_no_other_try() -> None:
+    world = taken_back()
+    for targets in {"decode-v1", "prefill-v1", "more-v1"}, {"decode-v1"}, {"decode-v1", "more-v1"}:
+        world.targets = frozenset(targets)
+        world.look("new")
+        assert world.progress.phase is Phase.RETURNED
+
+
+def test_one_that_an_operator_took_back_who_noted_no_versions_stays_so() -> None:
+    world = taken_back()
+    world.progress = replace(world.progress, tried=())
+    world.look("new")
+    assert world.progress.phase is Phase.RETURNED
+    assert world.progress.tried == ("decode-v1", "prefill-v1")
+    world.targets = frozenset({"decode-v2", "prefill-v2"})
+    world.look("new")
+    assert world.progress.phase is Phase.GROWING
 
 
 def watched(weight: int, new: Figures, old: Figures) -> World:

@@ -10,6 +10,7 @@ from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.cluster_status import Refusals, cluster_verdicts
+from deploy.controller.cohort_judgement import Figures
 from deploy.controller.cohort_rollout import Phase, Progress
 from deploy.controller.manifests.common import Owner
 from deploy.controller.objects import Key
@@ -226,6 +227,26 @@ def test_nothing_progresses_any_more_once_a_cohort_was_taken_back() -> None:
     assert told[2].message == f"{new} was taken back, {old} serves: it was slow"
 
 
+def test_a_cohort_that_was_taken_back_is_told_with_its_versions_and_tried_again_as_others() -> None:
+    old = revision_of(OLD, "decode", pool_spec()).cohort
+    new = revision_of(SPEC, "decode", pool_spec()).cohort
+    fleet = {name_of(OLD): served(OLD, 2), name_of(SPEC): served(SPEC, 0)}
+    seen = view(fleet, [group(OLD, 2), group(SPEC, 0)], pods(OLD, 2))
+    watching = Progress(old, new, Phase.WATCHING, 10, NOW)
+    figures = {new: Figures(100.0, 100.0), old: Figures(1000.0, 0.0)}
+    progress = decide(seen, watching, {}, figures, NOW).progress
+    for _ in range(3):  # an operator that was restarted goes on from what the status holds
+        progress = decided(
+            seen, progress_in({"status": {"cohort": progress_status(progress)}})
+        ).progress
+    assert (progress.phase, progress.tried) == (Phase.RETURNED, (name_of(SPEC),))
+    mended = view(fleet, [group(OLD, 2), group(SPEC, 0)], pods(OLD, 2), drain_timeout="5m")
+    rolling = decided(mended, progress)
+    assert rolling.progress == Progress(old, new, Phase.GROWING)
+    target = mended.pools["decode"].target
+    assert rolling.sizes == {name_of(OLD): 2, name_of(SPEC): 0, target: 1}
+
+
 def test_what_the_supervisor_refuses_degrades_the_pool() -> None:
     seen = view({name_of(SPEC): served(SPEC, 2)}, [group(SPEC, 2)], pods(SPEC, 2))
     rolling = decided(seen)
@@ -235,7 +256,7 @@ def test_what_the_supervisor_refuses_degrades_the_pool() -> None:
 
 
 def test_statuses_hold_all_that_an_operator_goes_on_from() -> None:
-    progress = Progress("old", "new", Phase.WATCHING, 10, NOW, "slow", True)
+    progress = Progress("old", "new", Phase.WATCHING, 10, NOW, "slow", True, ("decode-2x4bz",))
     assert progress_in({"status": {"cohort": progress_status(progress)}}) == progress
     assert progress_in({"status": {"cohort": progress_status(Progress("a"))}}) == Progress("a")
     watch = ReadyWatch("decode-2x4bz", 1, NOW)
