@@ -34,7 +34,8 @@ KERNELS = Recipe(
 def native_library() -> ctypes.CDLL | None:
     """The kernels' functions, or None where torch has to do."""
     try:
-        # torch has loaded its libgomp already: the kernels share its threads.
+        # torch has loaded its libgomp already, whose threads GCC's kernels share; Clang's have
+        # threads of their own.
         return ctypes.CDLL(str(build(KERNELS)))
     except (NativeBuildError, OSError) as error:
         log.warning("no native attention kernels, using torch's: %s", error)

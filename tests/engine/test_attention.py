@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import logging
 import platform
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,12 +34,17 @@ MANY = (0, 1, 15, 16, 17, 31, 33, 47, 48, 63, 100, 127, 128, 255, 257, 1023, 120
 TOLERANCE = {F32: 1e-5, BF16: 8e-3}
 
 
-def native(*flags: str) -> NativeKernels:
+def native(*flags: str, compiler: str | None = None) -> NativeKernels:
     """As they are here, or as with `flags` on another machine."""
     library = native_library.native_library()
     if library is None:
         pytest.skip("no C++ compiler on this machine")
-    if flags:
+    if compiler is not None:
+        if shutil.which(compiler) is None:
+            pytest.skip(f"no {compiler} on this machine")
+        recipe = dataclasses.replace(native_library.KERNELS, compilers=(compiler,))
+        library = ctypes.CDLL(str(build(recipe)))
+    elif flags:
         if platform.machine() != "x86_64":
             pytest.skip("flags of x86-64's compilers")
         recipe = native_library.KERNELS
@@ -51,10 +57,14 @@ MAKERS: dict[str, Callable[[], Kernels]] = {
     "native": native,
     "without AVX-512's bf16": lambda: native("-mno-avx512bf16"),
     "without AVX-512": lambda: native("-mno-avx512f"),
+    "by clang": lambda: native(compiler="clang++"),
 }
 
 
-@pytest.fixture(scope="module", params=MAKERS)
+MARKS = {"by clang": pytest.mark.full}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(m, marks=MARKS.get(m, ())) for m in MAKERS])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     torch.set_num_threads(1)
     return MAKERS[request.param]()
