@@ -62,6 +62,7 @@ class Attempt:
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._early = EarlyTokens()
         self._early_reserved: worker_pb2.Reserved | None = None
+        self._early_loss: str | None = None  # of the session, before `adopt`
         self._adopted = True
         self._find_worker: FindWorker | None = None  # of an attempt that was attached to
         self._first_seen = False
@@ -76,11 +77,6 @@ class Attempt:
     @property
     def _decode(self) -> WorkerEntry:
         return self._workers.decode.entry
-
-    @property
-    def _prefill(self) -> WorkerEntry:
-        link = self._workers.prefill
-        return self._decode if link is None else link.entry
 
     # --- running it ----------------------------------------------------------------------------
 
@@ -120,6 +116,8 @@ class Attempt:
         self._begin("a token", config.token_timeout_s if self.running else config.max_timeout_s)
         # For want of a router, or by a client that wants it after all.
         self._adopt(response.tokens, response.tokens.finished == common_pb2.FINISH_REASON_ABORTED)
+        if self._early_loss is not None:
+            self.on_session_lost(self._early_loss)
         await self._follow()
 
     def _take_spec(self, spec: worker_pb2.RequestSpec) -> None:
@@ -254,7 +252,7 @@ class Attempt:
     def _fail_rejected(self, rejected: worker_pb2.Rejected) -> None:
         failure = failure_of(rejected)
         is_of_handoff = failure is Failure.HANDOFF_FAILED
-        worker = self._prefill if is_of_handoff else self._decode
+        worker = self._workers.writer if is_of_handoff else self._decode
         if is_of_handoff and (self._workers.prefill is None or self._is_lease_taken):
             failure = Failure.WRITER_UNKNOWN
         message = f"{self._decode.facts.worker_id}: {failure.value}: {rejected.message}"
@@ -289,12 +287,14 @@ class Attempt:
         """A lost answer to Reserve cannot be had again; all else the worker keeps for a while."""
         if self._over_at_worker:
             return  # its end is known, or another router's affair
-        if not self._reserved or self._done.done():
+        if not self._reserved and not self._adopted:
+            self._early_loss = message
+        elif not self._reserved or self._done.done():
             self._decode_lost(message)
-            return
-        if self._reattach_task is not None:
-            self._reattach_task.cancel()
-        self._reattach_task = asyncio.create_task(self._reattach(message))
+        else:
+            if self._reattach_task is not None:
+                self._reattach_task.cancel()
+            self._reattach_task = asyncio.create_task(self._reattach(message))
 
     def _decode_lost(self, message: str) -> None:
         self._fail(loss_of(self._decode, Failure.DECODE_LOST), self._decode, message)
@@ -337,7 +337,7 @@ class Attempt:
         if self.running:
             self._expect("a token", self._decode)
         else:  # it hangs at the writer, or at the receiver that does not acknowledge
-            self._expect("the end of the handoff", self._prefill, self._decode)
+            self._expect("the end of the handoff", self._workers.writer, self._decode)
         has_logprobs = first.HasField("logprobs")
         self._deliver(
             worker_pb2.RequestTokens(
@@ -358,7 +358,7 @@ class Attempt:
     def on_prefill_failed(self, broken: PrefillFailed) -> None:
         """Of no account once the decode worker has taken over, unless the first token is lost."""
         if not (self.running and self._first_seen):
-            worker = self._decode if broken.lost_receiver else self._prefill
+            worker = self._decode if broken.lost_receiver else self._workers.writer
             self._fail(broken.failure, worker, broken.message, field=broken.field)
 
     # --- tokens --------------------------------------------------------------------------------

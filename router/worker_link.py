@@ -272,6 +272,11 @@ class Workers:
     def links(self) -> set[WorkerLink]:
         return {self.decode} if self.prefill is None else {self.decode, self.prefill}
 
+    @property
+    def writer(self) -> WorkerEntry:
+        """Who computes the prompt's KV, as far as is known."""
+        return (self.prefill or self.decode).entry
+
     def serve_others(
         self, worker: WorkerEntry, since_s: float, has_first_token: bool, is_running: bool
     ) -> bool:

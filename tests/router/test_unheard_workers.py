@@ -67,6 +67,24 @@ async def test_a_worker_that_does_not_answer_is_not_one_that_does_not_keep_the_r
         await d.check_empty()
 
 
+async def test_what_a_worker_told_of_a_stream_stays_known_when_its_session_ends_before_all_answer(
+    text_model: TextModel,
+) -> None:
+    async with left_on_a_worker_that_hangs(text_model, num_hangs=0) as (d, client, request):
+        d.worker("d1").faults.hang_attaches = 1
+        d.worker("d0").may_decode.clear()
+        asking = asyncio.create_task(client.ask(request))
+        await d.until(lambda: d.worker("d0").num_attaches == 1)
+        d.worker("d0").drop_sessions()
+        await d.until(lambda: d.worker("d0").num_attaches == 2)
+        d.worker("d0").may_decode.set()
+        answer = await asking
+        assert answer.ids == expected(PROMPT, 12)[1:]
+        assert [routed.attempt for routed in answer.routed] == [1]
+        assert num_reserves(d) == 1
+        await d.check_empty()
+
+
 async def test_what_a_worker_keeps_that_the_registry_suspects_is_run_again(
     text_model: TextModel,
 ) -> None:
