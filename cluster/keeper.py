@@ -77,8 +77,6 @@ class Keeper:
 
     async def run(self) -> None:
         """Fill the place, which is open, for as long as it is wanted."""
-        if self.replica is not None:
-            self._placed_in(self.replica.pod_name)
         while not self._leaving.is_set() or self.replica is not None:
             self._began_at = time.monotonic()
             if await self._fill():
@@ -187,7 +185,7 @@ class Keeper:
         return True
 
     def _placed_in(self, pod_name: str | None) -> None:
-        """Tell the registry where the ranks start or run; None also for: nowhere now."""
+        """Tell the registry where new ranks start; None also for: nothing is left here."""
         if self._ground.registry.pools.placed(self.worker_id, pod_name):
             self._ground.changes.announce()
 

@@ -40,7 +40,7 @@ class Place:
     is_pending: bool = False
     """There is no pod yet that it could start on."""
     is_adopted: bool = False
-    """A former supervisor left a worker here that served."""
+    """A former supervisor left a worker here that served, and it is not known to be over."""
     is_leaving: bool = False
     """It is wanted no longer, and closes when its worker has left."""
 
@@ -212,8 +212,11 @@ class PoolBook:
 
     # --- places, and what failed there ----------------------------------------------------------
 
-    def open_place(self, pool: str, worker_id: str, is_adopted: bool = False) -> None:
-        self._book(Place(worker_id, pool, is_adopted=is_adopted))
+    def open_place(
+        self, pool: str, worker_id: str, pod_name: str | None = None, is_adopted: bool = False
+    ) -> None:
+        """`pod_name`: where what a former supervisor left there runs."""
+        self._book(Place(worker_id, pool, pod_name, is_adopted=is_adopted))
 
     def leaves(self, worker_id: str) -> None:
         """It is wanted no longer."""
@@ -226,11 +229,13 @@ class PoolBook:
 
     def waits(self, worker_id: str) -> bool:
         """There is no pod yet that the worker could start on; whether that is news."""
-        return self._book(replace(self._places[worker_id], pod_name=None, is_pending=True))
+        place = self._places[worker_id]
+        return self._book(replace(place, pod_name=None, is_pending=True, is_adopted=False))
 
     def placed(self, worker_id: str, pod_name: str | None) -> bool:
-        """It waits no more: its ranks have this pod, if it is one; whether that is news."""
-        return self._book(replace(self._places[worker_id], pod_name=pod_name, is_pending=False))
+        """It waits no more: new ranks have this pod, if it is one; whether that is news."""
+        place = self._places[worker_id]
+        return self._book(replace(place, pod_name=pod_name, is_pending=False, is_adopted=False))
 
     def places_of(self, pool: str) -> tuple[Place, ...]:
         return tuple(place for place in self._places.values() if place.pool == pool)

@@ -202,8 +202,12 @@ class Supervision:
         """Open a place and have it filled."""
         adopted = self._adopted.pop(key, None)
         keeper = Keeper(*key, self._ground, adopted)
-        serves = adopted is not None and adopted.serves
-        self._registry.pools.open_place(keeper.pool, keeper.worker_id, serves)
+        if adopted is None:
+            self._registry.pools.open_place(keeper.pool, keeper.worker_id)
+        else:
+            self._registry.pools.open_place(
+                keeper.pool, keeper.worker_id, adopted.pod_name, adopted.serves
+            )
         self._keepers[key] = keeper
         self._tasks[key] = asyncio.create_task(keeper.run())
 

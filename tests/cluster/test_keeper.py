@@ -145,13 +145,17 @@ async def test_a_place_tells_its_pod_before_its_worker_registers_and_none_once_t
 ):
     replicas, found = WrittenDown(), dataclasses.replace(ADOPTED, pod_name="former pod")
     with ground_over(replicas) as ground:
+        ground.registry.pools.open_place("decode", "decode-1", "former pod", is_adopted=True)
         keeper = Keeper("decode", 1, ground, found)
         running = asyncio.create_task(keeper.run())
-        await until(lambda: pods_told(ground) == ["former pod"])
+        await asyncio.wait({running}, timeout=0.1)
+        (place,) = pool_of(ground).places
+        assert (place.pod_name, place.is_adopted) == ("former pod", True)
         replicas.has_room = False
         keeper.ended(RankEnd(ADOPTED.name, 0, "killed"))
         await until(lambda: pool_of(ground).pending_replicas)
-        assert pods_told(ground) == [None]
+        (place,) = pool_of(ground).places
+        assert (place.pod_name, place.is_adopted) == (None, False)
         replicas.has_room = True
         await until(lambda: pods_told(ground) == ["pod"])
         assert ground.registry.snapshot().workers == ()

@@ -69,6 +69,21 @@ def test_what_is_nearest_to_serving_stays_longest_then_the_lowest() -> None:
     )
 
 
+def test_a_place_is_no_nearer_to_serving_for_an_adopted_worker_that_is_over() -> None:
+    registry = Registry(RegistryConfig(forget_after_s=0), Clock())
+    book = registry.pools
+    book.add(settings_of(), 3)
+    book.open_place("decode", "decode-0")
+    for index in (1, 2):
+        book.open_place("decode", f"decode-{index}", is_adopted=True)
+        serve(registry, "decode", index)
+        registry.gone(f"decode-{index}", 1)
+        book.placed(f"decode-{index}", None)  # nothing is left there
+    registry.refresh()  # and the registry has forgotten it
+    book.waits("decode-1")
+    assert [place.index for place in registry.staying("decode")] == [0, 2, 1]
+
+
 def indices(supervision: Supervision) -> list[int]:
     return sorted(index for _, index in supervision._keepers)
 
