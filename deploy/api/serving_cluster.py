@@ -192,7 +192,8 @@ class ServingClusterSpec(Checked):
     model's own files hold no tokenizer."""
     hub: HubSettings = field(default_factory=HubSettings)
     served_model_name: str | None = bounded(None, max_size=256)
-    """What clients call the model; None: the last part of its source."""
+    """What clients call the model; None: the last part of the source of the first that was
+    available (`status.servedModelName`), so that another one takes its place under its name."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of every process."""
     router: RouterSpec = field(default_factory=RouterSpec)

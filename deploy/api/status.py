@@ -116,6 +116,9 @@ class WorkerPoolStatus(Checked):
 class ServingClusterStatus(Checked):
     model: str = bounded("", max_size=1024)
     """What clients call it."""
+    served_model_name: str = bounded("", max_size=256)
+    """What they called it when it was last available: it stays that where the spec gives no
+    `servedModelName`, whatever the model is then."""
     endpoints: Mapping[str, str] = field(default_factory=dict)
     """Where what is served: `grpc` (grpcs:// before it: by TLS alone), `control`, and `external`,
     the name of `spec.router.hostname`, at the port of the Gateway or Ingress."""

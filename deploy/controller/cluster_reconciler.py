@@ -45,7 +45,7 @@ from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.heads import remove_unfit
 from deploy.controller.hindrances import internal_error, invalid_spec, kuberay_missing
 from deploy.controller.kube import Kube
-from deploy.controller.manifests.cluster_yaml import cluster_config, config_map
+from deploy.controller.manifests.cluster_yaml import cluster_config, config_map, with_name
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext
@@ -117,7 +117,7 @@ class ClusterReconciler:
         self._events.look_at(obj)
         owner = Owner(key.name, key.namespace, obj["metadata"]["uid"])
         try:
-            spec = read_spec(ServingClusterSpec, obj)
+            spec = with_name(read_spec(ServingClusterSpec, obj), obj)
             if not self._caches.ray_clusters.is_served:
                 self._tell_kuberay_missing(obj)
                 return _LOOK_AGAIN_S

@@ -34,12 +34,14 @@ class Refusals:
     """Kinds that the API server does not know."""
 
 
-def cluster_status(view: ClusterView, progress: Progress) -> Object:
-    """Without conditions."""
+def cluster_status(view: ClusterView, progress: Progress, verdicts: Sequence[Verdict]) -> Object:
+    """Without conditions. What clients call the model stays once they could."""
+    is_available = any(each.type == AVAILABLE and each.is_true for each in verdicts)
+    called = {"servedModelName": model_name(view.spec)} if is_available else {}
     router = f"{view.owner.router_name}.{view.owner.namespace}.svc:{ROUTER_PORT}"
     if view.spec.router.tls is not None:
         router = f"grpcs://{router}"
-    return {
+    return called | {
         "model": model_name(view.spec),
         "endpoints": {
             "grpc": router,

@@ -63,7 +63,7 @@ class Statuses:
         if not view.heard.is_certain:
             return
         verdicts = cluster_verdicts(view, rolling, routers, refusals)
-        status = cluster_status(view, rolling.progress)
+        status = cluster_status(view, rolling.progress, verdicts)
         self._tell(SERVING_CLUSTERS, view.obj, status, verdicts, now)
 
     def tell(self, resource: Resource, obj: Object, verdicts: list[Verdict], now: str) -> None:

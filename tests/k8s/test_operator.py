@@ -12,6 +12,8 @@ import pytest
 from deploy.controller.finalizers import FINALIZER
 from deploy.controller.manifests.pods import CONFIG_HASH
 from deploy.controller.manifests.ray_cluster import revision_in
+from deploy.controller.objects import Key
+from deploy.controller.resources import SERVING_CLUSTERS
 from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
@@ -104,6 +106,20 @@ def test_a_pools_size_is_whoever_scales_its_and_never_the_operators(
     managers = [m for m in pool["metadata"]["managedFields"] if m["operation"] == "Apply"]
     assert managers
     assert all("f:replicas" not in m["fieldsV1"].get("f:spec", {}) for m in managers)
+
+
+@pytest.mark.full
+def test_a_model_that_was_available_leaves_its_name_to_the_next_one(
+    control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen
+) -> None:
+    control_plane.apply(cluster(namespace))
+    config = lambda: seen.soon("configmap/main-config")["data"]["cluster.yaml"]  # noqa: E731
+    assert "served_model_name: demo" in config()
+    served = {"status": {"servedModelName": "demo"}}
+    kube_of(control_plane).merge_patch(SERVING_CLUSTERS, Key(namespace, "main"), served, "status")
+    control_plane.apply(cluster(namespace, model={"name": "models/other"}))
+    eventually(lambda: "model: models/other" in config(), "the change is taken over")
+    assert "served_model_name: demo" in config()
 
 
 def test_a_bad_cluster_is_told_so_and_another_one_is_served_all_the_same(

@@ -20,6 +20,7 @@ from deploy.controller.manifests.common import (
     Owner,
 )
 from deploy.controller.manifests.router_access import router_settings
+from deploy.controller.objects import Object as Seen
 
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 _LEAVE_MARGIN_S = 30.0
@@ -58,6 +59,13 @@ def model_name(spec: ServingClusterSpec) -> str:
     )
     assert source
     return spec.served_model_name or source.rstrip("/").rpartition("/")[2]
+
+
+def with_name(spec: ServingClusterSpec, cluster: Seen) -> ServingClusterSpec:
+    """Where people give none, with the name that clients have called the model by so far: a router
+    uses no worker of another name, so with each model's own the one before would serve nobody."""
+    name = spec.served_model_name or cluster.get("status", {}).get("servedModelName")
+    return dataclasses.replace(spec, served_model_name=name)
 
 
 def cluster_config(

@@ -10,7 +10,7 @@ from deploy.api.model_source import ModelSource
 from deploy.api.naming import API_VERSION
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import PoolTemplate, Scaling, WorkerPoolSpec
-from deploy.controller.cluster_status import Refusals, availability
+from deploy.controller.cluster_status import Refusals, availability, cluster_status
 from deploy.controller.cohort_rollout import Progress
 from deploy.controller.manifests.common import Owner
 from deploy.controller.objects import Key
@@ -59,6 +59,17 @@ def test_pools_that_the_planner_stopped_are_available_for_the_next_request_start
 ) -> None:
     available = availability(at(replicas, mode), num_routers_ready=2)
     assert (available.type, available.is_true, available.reason) == ("Available", status, reason)
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("planner", "model"), ("manual", None)])
+def test_what_clients_call_a_model_is_kept_once_it_was_available(
+    mode: str, kept: str | None
+) -> None:
+    view = at(0, mode)
+    view.obj["spec"] = {"model": {"name": "a/model"}, "pools": {}}
+    status = cluster_status(view, Progress("c"), [availability(view, num_routers_ready=2)])
+    assert status["model"] == "model"
+    assert status.get("servedModelName") == kept
 
 
 def test_who_has_just_begun_to_listen_leaves_what_was_told_of_a_cluster() -> None:

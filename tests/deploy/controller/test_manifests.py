@@ -15,7 +15,12 @@ from baton.errors import ConfigError
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.manifests.cluster_yaml import cluster_config, config_map, seconds
+from deploy.controller.manifests.cluster_yaml import (
+    cluster_config,
+    config_map,
+    seconds,
+    with_name,
+)
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.merge import merged
 from deploy.controller.manifests.pods import PodContext
@@ -285,6 +290,18 @@ def test_routers_read_the_tokenizer_where_workers_read_the_model() -> None:
         mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
         assert mounts["model"]["mountPath"] == "/claims/weights"
     assert cluster_config(OWNER, spec, pools_of(spec)).model == "/claims/weights/qwen"
+
+
+def test_another_model_is_called_as_the_first_was_unless_the_spec_says_otherwise() -> None:
+    """Routers use no worker of another name: of two the old one's would serve nobody."""
+
+    def called(served: dict[str, str], **spec: Any) -> str:
+        named = with_name(spec_of(model={"uri": "s3://models/qwen-v2"}, **spec), {"status": served})
+        return cluster_config(OWNER, named, pools_of(named)).model_name
+
+    assert called({}) == "qwen-v2"
+    assert called({"servedModelName": "qwen-v1"}) == "qwen-v1"
+    assert called({"servedModelName": "qwen-v1"}, servedModelName="mine") == "mine"
 
 
 def test_null_takes_a_key_away_and_lists_of_named_things_merge_by_name() -> None:

@@ -213,4 +213,4 @@ def test_the_way_in_from_outside_is_among_the_endpoints(
     view = seen({"decode"})
     view = dataclasses.replace(view, spec=dataclasses.replace(view.spec, router=router))
     view.obj["spec"] = {"model": {"name": "a/model"}, "pools": {}}
-    assert cluster_status(view, SERVING)["endpoints"]["external"] == external
+    assert cluster_status(view, SERVING, [])["endpoints"]["external"] == external
