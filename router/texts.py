@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 AGAIN_S = 10.0
 SETTLE_S = 2.0
 """Requests wait so long at most for a text that is being read."""
+MAX_SETTLING = 256
+"""So many at most: their messages are held meanwhile."""
 
 
 @dataclass
@@ -62,6 +64,7 @@ class Texts:
         self._told: dict[Cohort, frozenset[TextSource]] = {}
         self._sources: dict[TextSource, _Reading] = {}  # of these cohorts
         self._reading: dict[TextSource, asyncio.Task[None]] = {}
+        self._num_settling = 0
         self._settled, self._news = asyncio.Event(), asyncio.Event()
         self._settled.set()
 
@@ -87,9 +90,16 @@ class Texts:
         self._tell()
 
     async def settled(self, is_wanted: Callable[[Cohort], bool]) -> None:
-        """Return once no text that is wanted is on its way and has just begun to be read."""
-        if not self._settled.is_set() and any(map(is_wanted, self._of_cohorts.unread)):
-            await self._settled.wait()
+        """Return once no text that is wanted is on its way and has just begun to be read, or at
+        once where many wait for that already: a request may be read anew later."""
+        if self._settled.is_set() or self._num_settling >= MAX_SETTLING:
+            return
+        if any(map(is_wanted, self._of_cohorts.unread)):
+            self._num_settling += 1
+            try:
+                await self._settled.wait()
+            finally:
+                self._num_settling -= 1
 
     async def until_read(self, is_wanted: Callable[[Cohort], bool]) -> None:
         """Return once the text of each cohort that is wanted is read."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from router import texts as texts_module
 from router.cohort_texts import OWN, CohortTexts, TextSource
 from router.stopped_pools import PoolReport
 from router.text import TextModel
@@ -71,6 +72,21 @@ async def test_the_model_of_the_router_s_own_file_is_not_read_again(
         await tell(d, tmp_path / "nothing", **EVEN)
         assert fleet.texts.of("new") == OWN
         assert not texts._reading
+
+
+async def test_no_more_than_so_many_requests_wait_for_a_text_that_is_being_read(
+    text_model: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts_module, "MAX_SETTLING", 2)
+    byte_model(tmp_path, SHIFTS["new"])
+    texts = Texts(text_model, None, CohortTexts(), lambda: None, keep_s=1.0)
+    source = TextSource(str(tmp_path))
+    texts.update([PoolReport("d-new", True, True, 1, cohort="new", text=source)], ())
+    waiting = [asyncio.create_task(texts.settled(lambda _: True)) for _ in range(3)]
+    over, left = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    assert (len(over), len(left)) == (1, 2), "it goes on with what is read"
+    await asyncio.gather(*waiting)
+    await texts.close()
 
 
 # --- forgetting -----------------------------------------------------------------------------------
