@@ -251,6 +251,18 @@ class Registry:
         places = [place for place in self.pools.places_of(pool) if not place.is_leaving]
         return sorted(places, key=lambda place: (self._distance(place), place.index))
 
+    def awaits_adopted(self, pool: str) -> bool:
+        """Whether a worker of the pool that a former supervisor left has yet to say how it stands,
+        and with it who is to leave. It will soon, or be taken for hung."""
+        return any(
+            place.is_adopted and self._is_unheard(place.worker_id)
+            for place in self.pools.places_of(pool)
+        )
+
+    def _is_unheard(self, worker_id: str) -> bool:
+        worker = self._workers.get(worker_id)
+        return worker is None or worker.state is WorkerState.STARTING
+
     def _distance(self, place: Place) -> int:
         """From serving: 0 does, 1 may be about to again."""
         worker = self._workers.get(place.worker_id)

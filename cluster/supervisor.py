@@ -3,7 +3,8 @@
 Each place of a pool has a `Keeper`. A keeper that fails is reported by name and set to work again:
 no replica's failure ends the supervisor. Scaling in gives up places that do not serve, then drains
 the highest. kill -9 of this process stops nothing: Ray starts it again, it listens on the same
-port, adopts, and the workers register anew.
+port, adopts, and the workers register anew; who leaves a pool is chosen once all of it have, or
+are taken for hung, for one of them may be leaving already.
 
 Each pool has settings of its own, from the cluster's file or as they were told later. What must
 survive a restart (port, told pools, sizes, role plans, weights) lies in the run directory.
@@ -182,7 +183,8 @@ class Supervision:
                 self._keep(key)
             self._places_opened.set()
             for key in sorted(set(self._keepers) - wanted):
-                self._keepers[key].let_go()
+                if not self._registry.awaits_adopted(key[0]):
+                    self._keepers[key].let_go()
             for key in [key for key, task in self._tasks.items() if task.done()]:
                 self._keeper_ended(key)
             await self._divide_cores()

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 from baton.control_client import ControlClient
 from baton.v1 import common_pb2, control_pb2
-from cluster.config import RegistryConfig
+from cluster.config import RegistryConfig, SupervisorConfig
 from cluster.fleet_wire import fleet_message
 from cluster.registry import Progress, Registration, Registry, Stream
 from cluster.replica import Replica, ReplicaName
 from cluster.supervisor import Supervision
+from kv_transfer.process import ProcessIdentity
 from tests.cluster.pool_settings import settings_of
 from tests.cluster.test_supervision import Keeps, cluster_of, supervision_over, until
 
 POOL = "all"
 
 
+def process_of(index: int) -> ProcessIdentity:
+    return ProcessIdentity("boot", 1, pid=1 + index, start_time_ticks=1)
+
+
 def register(registry: Registry, pool: str, index: int) -> Stream:
     """A worker that has yet to be live."""
     worker_id = f"{pool}-{index}"
-    ref = common_pb2.WorkerRef(worker_id=worker_id, incarnation=1)
+    rank = common_pb2.RankAddress(process=process_of(index).to_proto())
+    ref = common_pb2.WorkerRef(worker_id=worker_id, incarnation=1, ranks=[rank])
     info = control_pb2.WorkerInfo(ref=ref, pool=pool).SerializeToString()
     stream = registry.register(Registration(worker_id, 1, pool, info))
     assert stream is not None
@@ -84,6 +92,19 @@ def test_a_place_is_no_nearer_to_serving_for_an_adopted_worker_that_is_over() ->
     assert [place.index for place in registry.staying("decode")] == [0, 2, 1]
 
 
+def test_an_adopted_worker_is_waited_for_until_it_has_told_how_it_stands_or_is_over() -> None:
+    registry = Registry(RegistryConfig(), Clock())
+    registry.pools.add(settings_of(), 3)
+    for index, is_adopted in enumerate((True, True, False)):
+        registry.pools.open_place("decode", f"decode-{index}", is_adopted=is_adopted)
+    registry.pools.placed("decode-0", "pod")
+    assert registry.awaits_adopted("decode")
+    stream = register(registry, "decode", 1)
+    assert registry.awaits_adopted("decode")
+    registry.heartbeat(stream, Progress(False, 0.0, 0.01), b"", draining=False)
+    assert not registry.awaits_adopted("decode")
+
+
 def indices(supervision: Supervision) -> list[int]:
     return sorted(index for _, index in supervision._keepers)
 
@@ -106,17 +127,65 @@ async def test_a_pool_that_gets_smaller_keeps_the_worker_that_serves(tmp_path: P
 
 
 class Finds(Keeps):
-    """What a former supervisor left: one that starts, and a higher one that serves."""
+    """What a former supervisor left in the pool's first places: those that serve, and others."""
+
+    def __init__(self, *serves: bool) -> None:
+        super().__init__()
+        self._serves = serves
 
     def find(self, tp_sizes: Mapping[str, int]) -> list[Replica]:
-        return [Replica(ReplicaName(POOL, i, 1), {}, (), serves=i == 1) for i in (0, 1)]
+        return [
+            Replica(ReplicaName(POOL, i, 1), {}, (process_of(i),), serves)
+            for i, serves in enumerate(self._serves)
+        ]
+
+
+@contextlib.asynccontextmanager
+async def started_again(
+    found: Finds, run_dir: Path, replicas: int, fence_after_s: float = 10.0
+) -> AsyncIterator[Supervision]:
+    """A supervisor that has opened a place for each that it found."""
+    limits = SupervisorConfig(fence_after_s=fence_after_s)
+    cluster = dataclasses.replace(cluster_of(replicas), supervisor=limits)
+    supervision = supervision_over(found, cluster, run_dir)
+    running = asyncio.create_task(supervision.run(lambda address: None))
+    await asyncio.wait_for(supervision.places_known(), 10)
+    try:
+        yield supervision
+    finally:
+        supervision.stop()
+        await asyncio.wait_for(running, 10)
+
+
+def leaving(supervision: Supervision) -> list[str]:
+    places = supervision._registry.pools.places_of(POOL)
+    return [place.worker_id for place in places if place.is_leaving]
 
 
 async def test_a_supervisor_that_starts_again_keeps_the_worker_that_served(tmp_path: Path) -> None:
-    told = asyncio.get_running_loop().create_future()
-    supervision = supervision_over(Finds(), cluster_of(replicas=1), tmp_path)
-    running = asyncio.create_task(supervision.run(told.set_result))
-    await told
-    await until(lambda: indices(supervision) == [1])
-    supervision.stop()
-    await asyncio.wait_for(running, 10)
+    async with started_again(Finds(False, True), tmp_path, replicas=1) as supervision:
+        serve(supervision._registry, POOL, 1)
+        await until(lambda: indices(supervision) == [1])
+
+
+async def test_who_leaves_is_chosen_once_all_that_a_former_supervisor_left_have_registered(
+    tmp_path: Path,
+) -> None:
+    async with started_again(Finds(True, True, True), tmp_path, replicas=2) as supervision:
+        registry = supervision._registry
+        for index in (1, 2):
+            serve(registry, POOL, index)
+        stream = register(registry, POOL, 0)
+        registry.heartbeat(stream, Progress(False, 0.0, 0.01), b"", draining=True)
+        await until(lambda: leaving(supervision))
+        assert leaving(supervision) == ["all-0"]  # as the former one had told it to
+
+
+async def test_an_adopted_worker_that_never_registers_is_the_one_that_leaves(
+    tmp_path: Path,
+) -> None:
+    finds = Finds(True, True, True)
+    async with started_again(finds, tmp_path, replicas=2, fence_after_s=1.0) as supervision:
+        for index in (0, 2):
+            serve(supervision._registry, POOL, index)
+        await until(lambda: indices(supervision) == [0, 2])
