@@ -82,6 +82,11 @@ class FleetLinks:
     def num_degraded(self) -> int:
         return sum(link.index_state is IndexState.DEGRADED for link in self._links.values())
 
+    @property
+    def is_heard(self) -> bool:
+        """The registry has told of a fleet."""
+        return self._heard.is_set()
+
     async def wait_heard(self) -> None:
         """Until the registry has told of a fleet."""
         await self._heard.wait()

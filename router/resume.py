@@ -146,7 +146,11 @@ def _abandon(asked: Iterable[asyncio.Task[Found | None]]) -> None:
 
 
 def _check_all_heard(arrival: Arrival, links: FleetLinks, heard: Set[WorkerLink]) -> None:
-    """Raises UnavailableError for a worker that may keep the request, and be heard in a moment."""
+    """Raises UnavailableError for a worker that may keep the request, and be heard in a moment, or
+    be told of by a registry that has not been heard itself."""
+    if not links.is_heard:
+        message = "the registry has yet to tell which workers may keep the request"
+        raise UnavailableError(message, retry_after_s=1.0)
     for link in links:
         if link in heard or not link.may_be_heard_again:
             continue

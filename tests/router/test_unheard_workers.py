@@ -20,6 +20,7 @@ from router.text import TextModel
 from tests.cluster.conftest import nothing_held, running_worker
 from tests.router.deployment import PROMPT, Answer, Client, Deployment, ask_for, deployment
 from tests.router.proxy import Proxy
+from tests.router.scripted_worker import FINGERPRINT
 from tests.router.test_clients import left_behind
 from tests.router.test_real_workers import NUM_TOKENS, Listed, alone, router_over, until
 from tests.router.test_requests import expected
@@ -98,6 +99,26 @@ async def test_what_a_worker_keeps_that_the_registry_suspects_is_run_again(
         assert answer.ids == expected(PROMPT, 12)[1:]
         assert [routed.decode_worker for routed in answer.routed] == ["d1"]
         assert num_reserves(d) == 2
+
+
+async def test_a_router_that_knows_of_no_fleet_yet_runs_nothing_again(
+    text_model: TextModel,
+) -> None:
+    async with left_on_a_worker_that_hangs(text_model, 0, attach_timeout_s=0.3) as left:
+        d, _, request = left
+        port = int(d.registry.address.rpartition(":")[2])
+        await d.registry.stop()
+        third = await d.add_router(fleet_wait_s=10.0)
+        router = d.servers[-1].router
+        request.cohort, request.model_fingerprints[:] = "", [FINGERPRINT]
+        asking = asyncio.create_task(refused(third, request))
+        await asyncio.wait({asking}, timeout=1.0)
+        await d.registry.start(port)
+        await d.connected(3, router)
+        await asking
+        answer = await third.ask(request)
+        assert answer.ids == expected(PROMPT, 12)[1:]
+        assert num_reserves(d) == 1
 
 
 async def test_a_client_that_has_seen_nothing_waits_for_no_worker_that_does_not_answer(
