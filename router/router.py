@@ -14,7 +14,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 
 from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
@@ -226,8 +226,16 @@ class Router:
         with contextlib.suppress(NotFoundError):
             self.abort(tenant, request_id)
 
-    async def text_for(self, wire_id: str, cohort: Cohort | None, *, is_of_ids: bool) -> TextId:
-        """What a new request is read with. `cohort`: of the tokens that its client has seen.
+    async def text_for(
+        self,
+        wire_id: str,
+        cohort: Cohort | None,
+        *,
+        is_of_ids: bool,
+        refused_by: Collection[TextId] = (),
+    ) -> TextId:
+        """What a new request is read with; one of `refused_by` where there is no other. `cohort`:
+        of the tokens that its client has seen.
 
         Raises UnavailableError where that cohort's text is not read.
         """
@@ -239,7 +247,8 @@ class Router:
             return text_of_stream(cohort, texts)
         if is_of_ids:
             return texts.main(cohorts.weights)
-        read = [each for each in self.fleet.kinds.cohorts if texts.of(each) is not None]
+        none = (None, *refused_by)
+        read = [each for each in self.fleet.kinds.cohorts if texts.of(each) not in none]
         text = texts.of(cohorts.draw(wire_id, read)) if read else None
         return texts.main(cohorts.weights) if text is None else text
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc.aio
 
-from baton.errors import BatonError, NotFoundError
+from baton.errors import BatonError, InvalidRequestError, NoCapacityError, NotFoundError
 from baton.status import abort
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.arriving import Arriving
@@ -39,6 +39,7 @@ from router.request_line import of_refused
 from router.request_run import RequestRun
 from router.router import Router
 from router.run_parts import Arrival, wire_id
+from router.ticket import Refusal
 from router.tokenizing import Tokenizing
 from router.validate import (
     ParsedRequest,
@@ -137,15 +138,24 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         )
 
     async def _read(self, request: router_pb2.GenerateRequest, request_id: str) -> _Read:
-        """With the text of the cohort that it draws."""
-        router = self._router
+        """With the text of the cohort that it draws, or of another one where that refuses it."""
         check_names(request, self._of_names)  # the line before the tokenizer keeps the tenant's
-        text = await router.text_for(
-            wire_id(request.tenant, request_id),
-            request.cohort if request.resume_from_index and request.HasField("cohort") else None,
-            is_of_ids=request.HasField("token_ids"),
-        )
-        return text, await self._read_with(request, text)
+        refusals: dict[TextId, Refusal] = {}
+        while True:
+            text = await self._router.text_for(
+                wire_id(request.tenant, request_id),
+                request.cohort
+                if request.resume_from_index and request.HasField("cohort")
+                else None,
+                is_of_ids=request.HasField("token_ids"),
+                refused_by=refusals.keys(),
+            )
+            if text in refusals:
+                raise next(iter(refusals.values()))
+            try:
+                return text, await self._read_with(request, text)
+            except (InvalidRequestError, NoCapacityError) as error:
+                refusals[text] = error
 
     async def _read_with(self, request: router_pb2.GenerateRequest, text: TextId) -> ParsedRequest:
         router, model = self._router, self._router.texts[text]

@@ -168,6 +168,20 @@ async def test_a_request_whose_cohort_fails_before_its_first_token_is_read_anew(
         await d.check_empty()
 
 
+async def test_a_request_that_the_text_of_its_draw_refuses_goes_where_it_is_not(
+    text_model: TextModel, tmp_path: Path
+) -> None:
+    byte_model(tmp_path, SHIFTS["new"])
+    (tmp_path / "config.json").write_text('{"vocab_size": 200}')
+    async with two_texts(text_model, tmp_path) as d:
+        request = ask_for(PROMPT, request_id=name_drawn("new"), stop_token_ids=[250])
+        assert_of(await d.client.ask(request), "old")
+        request = ask_for(PROMPT, request_id=name_drawn("new", 1), stop_token_ids=[1000])
+        with pytest.raises(grpc.aio.AioRpcError, match="vocabulary of 200"):
+            await d.client.ask(request)
+        await d.check_empty()
+
+
 async def test_a_request_that_the_only_text_left_refuses_is_told_so_at_once(
     text_model: TextModel, tmp_path: Path
 ) -> None:
