@@ -43,6 +43,10 @@ OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
 """KubeRay leaves our command as it is, and gives it its own in KUBERAY_GEN_RAY_START_CMD."""
 GRACE_MARGIN_S = 60
 """Kubernetes' patience beyond a drain: what is left then is killed."""
+_OUTLIVED_S = 120
+"""After its announced end: a cloud ends a machine later than it says, but not by so much. One that
+is there still, as after hibernation, keeps a pod whose node has left Ray until its container starts
+anew."""
 CONFIG_HASH = "baton.dev/config-hash"
 HEAD_CONTAINER = "ray-head"
 REVISION_LABEL = f"{GROUP}/revision"
@@ -141,7 +145,9 @@ def _spot_watch(notices: SpotNotices | None, timeout_s: int) -> str:
     if notices is None:
         return ""
     asked = f"--cloud {notices.cloud} --address {shlex.quote(notices.address)}"
-    limits = f"--notice {seconds(notices.notice):g} --timeout {timeout_s}"
+    limits = (
+        f"--notice {seconds(notices.notice):g} --timeout {timeout_s} --restart-after {_OUTLIVED_S}"
+    )
     return f"python -m cluster.spot_watch {asked} {limits} & "
 
 

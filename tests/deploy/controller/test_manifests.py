@@ -132,10 +132,10 @@ def test_a_pod_on_spot_capacity_asks_its_cloud_beside_ray_and_no_other_does() ->
         "containers"
     ]
     ((before, _, after),) = [each.partition(" & ") for each in container["args"]]
-    *_, module, cloud, address, notice, timeout = re.split(r" (?=--|cluster)", before)
+    *_, module, cloud, address, notice, timeout, again = re.split(r" (?=--|cluster)", before)
     assert module == "cluster.spot_watch"
     assert (cloud, address) == ("--cloud gcp", "--address http://metadata.google.internal")
-    assert (notice, timeout) == ("--notice 120", "--timeout 90")
+    assert (notice, timeout, again) == ("--notice 120", "--timeout 90", "--restart-after 120")
     assert after.startswith('eval "exec $KUBERAY_GEN_RAY_START_CMD')
     (other,) = group_of(ray_of(spec_of()), "decode")["template"]["spec"]["containers"]
     assert "spot_watch" not in str(other)
