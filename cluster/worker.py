@@ -1,7 +1,7 @@
 """Rank 0 of a replica as a server: engine thread, roles, services, standing in the registry.
 
-1. `serve` starts the engine's thread, mounts the role's services, registers. The parts behind
-   the services are those of both roles.
+1. `serve` starts the engine's thread, warms the engine up, mounts the role's services, registers.
+   The parts behind the services are those of both roles.
 2. It runs until `stop`, until a drain is over, or until a part of it fails.
 3. A drain: no new work, health says NOT_SERVING, what runs finishes, for `drain_timeout_s` at most;
    routers take the last tokens; then every pool and table is checked. It asks nothing of the
@@ -44,6 +44,7 @@ from engine.api import Engine, EngineLoad
 from engine.build import build_engine
 from engine.loop import EngineThread
 from engine.request import EngineEvent
+from engine.warm_up import warm_up
 from kv_transfer.clock import LoopClock
 from kv_transfer.exporter import Exporter
 from kv_transfer.lease_table import LeaseTable
@@ -115,6 +116,7 @@ class Worker:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(self._stop_engine)
+                await asyncio.wrap_future(self.engine.call(lambda _: self._warm_up()))
                 await stack.enter_async_context(self._server())
                 stack.enter_context(self._metrics())
                 stack.enter_context(self._told_in_its_pod())
@@ -135,6 +137,10 @@ class Worker:
             self.left.set()
         if self._failure is not None:
             raise self._failure
+
+    def _warm_up(self) -> None:
+        """On the engine's thread, which has nothing else to do yet."""
+        warm_up(self._config.engine, self.rank.runner, self.rank.transfer)
 
     def fail(self, part: str, error: BaseException) -> None:
         """A part has failed: nothing here can be relied on any more. The first error is told."""
@@ -196,9 +202,6 @@ class Worker:
                 log.warning("%s: a router does not take its tokens", self._config.worker_id)
                 return
             await asyncio.sleep(_SWEEP_S)
-
-    def _is_idle(self) -> bool:
-        return self.prefill.is_idle and self.decode.is_idle
 
     @contextlib.asynccontextmanager
     async def _server(self) -> AsyncIterator[None]:
@@ -356,7 +359,7 @@ class Worker:
         while True:
             await asyncio.sleep(_SWEEP_S)
             self.decode.sweep()
-            if self._drain is not None and self._is_idle():
+            if self._drain is not None and self.prefill.is_idle and self.decode.is_idle:
                 self._idle.set()
 
     # --- integrity ------------------------------------------------------------------------------

@@ -122,8 +122,8 @@ class WorkerThread:
 
     @property
     def serves(self) -> bool:
-        """Whether it has loaded; of rank 0 only."""
-        return self._worker is not None
+        """Whether it has loaded and warmed up; of rank 0 only."""
+        return self._worker is not None and self._worker.ready.is_set()
 
     def wait(self, timeout_s: float) -> str | None:
         """Until the rank is over: why it failed, or None when it has left in good order.

@@ -20,6 +20,7 @@ from engine.models.errors import ShardingError
 from engine.models.sharding import shard_of
 from engine.request import StepPlan
 from engine.tp import TpGroup, TpPeerError
+from engine.warm_up import warm_up
 from kv_transfer.layout import TensorSpec
 from tests.engine import checkpoints, tp_rank
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
@@ -103,6 +104,16 @@ def test_four_ranks_replicate_two_kv_heads(tmp_path: Path) -> None:
     with replica(tmp_path, 4) as (setup, _):
         found = generate(Driver(setup), prompts, 8, chunk=64)
         assert found == [checkpoints.greedy_answer(oracle, prompt, 8) for prompt in prompts]
+
+
+def test_all_ranks_warm_up_by_what_rank_0_runs(tmp_path: Path) -> None:
+    oracle = checkpoints.save("mistral", tmp_path)
+    tokens = random_prompt(40, checkpoints.VOCAB, 40)
+    with replica(tmp_path, 2) as (setup, others):
+        warm_up(CONFIG, setup.runner, setup.sink)
+        (found,) = generate(Driver(setup), [tokens], 8, chunk=64)
+        assert found == checkpoints.greedy_answer(oracle, tokens, 8)
+    assert [other.exitcode for other in others] == [0]
 
 
 def test_a_killed_rank_makes_the_next_step_raise_soon(tmp_path: Path) -> None:
