@@ -29,7 +29,7 @@ class Standing:
     """Ray's, of the machine or pod that it runs on."""
     launched: bool
     serves: bool
-    """Loaded, and so in the registry for as long as it is sound; of rank 0 only."""
+    """Loaded and warmed up, and so in the registry for as long as it is sound; of rank 0 only."""
 
 
 @dataclass(frozen=True)
