@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from deploy.api import pod_template
+from deploy.api.naming import camel
 
 _KEY = "bounds"
 
@@ -51,7 +52,9 @@ class Rule:
     """With `self` for the object; `oldSelf` makes it a rule on changes."""
     message: str
     holds: Callable[[Any], bool] | None = None
-    """The same of the dataclass; None: of changes, which only an API server sees."""
+    """The same of the dataclass; None: a rule on changes."""
+    keeps: str | None = None
+    """The same of a rule on changes: the field whose value stays (see `broken_by`)."""
 
     def validation(self) -> dict[str, str]:
         """An entry of `x-kubernetes-validations`."""
@@ -75,6 +78,14 @@ class Checked:
         for rule in self.rules:
             if rule.holds is not None and not rule.holds(self):
                 raise ValueError(rule.message)
+
+
+def broken_by(
+    cls: type[Checked], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[Rule]:
+    """Rules on changes of an object, spelt as in Kubernetes both times."""
+    names = {rule: camel(rule.keeps) for rule in cls.rules if rule.keeps is not None}
+    return [rule for rule, name in names.items() if before.get(name) != after.get(name)]
 
 
 def _problem(value: Any, bounds: Bounds) -> str | None:

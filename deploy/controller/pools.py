@@ -9,8 +9,11 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 
+from baton.errors import ConfigError
 from cluster.planner.planner import PoolPlan
+from deploy.api.checked import broken_by
 from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches
 from deploy.controller.each import each
@@ -19,7 +22,7 @@ from deploy.controller.finalizers import FINALIZER, Finalizers
 from deploy.controller.kube import Kube
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner
-from deploy.controller.manifests.worker_pool import worker_pool
+from deploy.controller.manifests.worker_pool import kept, worker_pool
 from deploy.controller.objects import Key, Object, key_of
 from deploy.controller.resources import WORKER_POOLS
 from deploy.controller.view import ClusterView
@@ -37,19 +40,40 @@ class Pools:
     def keep(
         self, cluster: Object, owner: Owner, spec: ServingClusterSpec
     ) -> tuple[dict[str, Object], list[KubeError]]:
-        """All that there are, by name, and what failed. A deleted cluster's are deleted."""
-        pools = {pool["spec"].get("pool"): pool for pool in self._of(key_of(cluster))}
-        wanted = {} if "deletionTimestamp" in cluster["metadata"] else cluster["spec"]["pools"]
+        """All that there are, by name, and what failed. A deleted cluster's are deleted. Raises
+        ConfigError, before anything is done, where one is to become what no pool becomes."""
+        templates = {} if "deletionTimestamp" in cluster["metadata"] else cluster["spec"]["pools"]
+        wanted = {
+            name: worker_pool(owner, name, template, FINALIZER)
+            for name, template in templates.items()
+        }
+        self._check_changes(cluster, wanted)
+        names = {made["metadata"]["name"]: name for name, made in wanted.items()}
+        pools = {
+            names.get(pool["metadata"]["name"], pool["spec"].get("pool")): pool
+            for pool in self._of(key_of(cluster))
+        }
 
         def keep(name: str) -> None:
-            made = worker_pool(owner, name, wanted[name], FINALIZER)
-            pools[name] = self._keep(key_of(cluster), made, spec.pools[name].initial_replicas)
+            first_size = spec.pools[name].initial_replicas
+            pools[name] = self._keep(key_of(cluster), wanted[name], first_size)
 
         failed = each(partial(keep, name) for name in wanted)  # as it was, if it was
         for name in pools.keys() - wanted.keys():
             if "deletionTimestamp" not in pools[name]["metadata"]:
                 self._kube.delete(WORKER_POOLS, key_of(pools[name]))
         return pools, failed
+
+    def _check_changes(self, cluster: Object, wanted: Mapping[str, Manifest]) -> None:
+        """What an API server with CEL refuses; one without takes it. One that is being deleted
+        makes way for another."""
+        problems = []
+        for name, made in wanted.items():
+            seen = self._caches.pools.get(key_of(made))
+            if seen is not None and "deletionTimestamp" not in seen["metadata"]:
+                problems += _problems(name, seen, made)
+        if problems:
+            raise ConfigError(f"ServingCluster {key_of(cluster)}: {'; '.join(problems)}")
 
     def _keep(self, cluster: Key, wanted: Manifest, initial_replicas: int) -> Object:
         """Made with its first size; afterwards whoever scales it says what it is."""
@@ -93,3 +117,13 @@ class Pools:
 
     def _of(self, cluster: Key) -> list[Object]:
         return self._caches.of_cluster(self._caches.pools, cluster)
+
+
+def _problems(name: str, seen: Object, made: Manifest) -> list[str]:
+    """Why the WorkerPool that is there does not become what the pool of that name is made to."""
+    was = kept(seen, made)
+    broken = broken_by(WorkerPoolSpec, was, made["spec"])
+    if all(rule.keeps == "role" for rule in broken):
+        return [f"spec.pools.{name}.{rule.message}" for rule in broken]
+    whose = f"pool {was['pool']} of ServingCluster {was['cluster']}"
+    return [f"spec.pools.{name} needs another name: WorkerPool {key_of(seen)} is {whose}"]

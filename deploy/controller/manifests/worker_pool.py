@@ -6,13 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from deploy.api.naming import API_VERSION
-from deploy.controller.manifests.common import POOL_LABEL, Object, Owner
+from deploy.controller.manifests.common import (
+    CLUSTER_LABEL,
+    POOL_LABEL,
+    ROLE_LABEL,
+    Object,
+    Owner,
+)
+from deploy.controller.objects import Object as Seen
+
+_LABEL_OF = {"cluster": CLUSTER_LABEL, "pool": POOL_LABEL, "role": ROLE_LABEL}
 
 
 def worker_pool(owner: Owner, name: str, template: Mapping[str, Any], finalizer: str) -> Object:
     """`template`: the pool as the ServingCluster's object spells it."""
     metadata = owner.metadata(owner.pool_name(name), "pool")
-    metadata["labels"] |= {POOL_LABEL: name}
+    metadata["labels"] |= {POOL_LABEL: name, ROLE_LABEL: template["role"]}
     metadata["finalizers"] = [finalizer]
     first_only = {"initialReplicas"}
     if template.get("scaling", {}).get("mode") == "planner":
@@ -24,3 +33,15 @@ def worker_pool(owner: Owner, name: str, template: Mapping[str, Any], finalizer:
         "metadata": metadata,
         "spec": shape | {"cluster": owner.name, "pool": name},
     }
+
+
+def kept(seen: Seen, made: Object) -> dict[str, str]:
+    """What the WorkerPool that is `seen` stays for good, by its fields' names. Its spec tells it
+    and a label does, too (not of each role that an operator of an earlier release made): of what
+    somebody has changed only one the other tells still what it was `made`."""
+    labels, spec = seen["metadata"].get("labels", {}), seen["spec"]
+    values = {}
+    for name, label in _LABEL_OF.items():
+        wanted, told = made["spec"][name], (spec.get(name), labels.get(label))
+        values[name] = wanted if wanted in told else told[0]
+    return values

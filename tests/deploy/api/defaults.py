@@ -31,16 +31,18 @@ def _fill(schema: Mapping[str, Any], value: Any) -> None:
             _fill(schema["additionalProperties"], item)
 
 
-def inner_objects(cls: type, value: Mapping[str, Any]) -> Iterator[tuple[type, dict[str, Any]]]:
-    """The objects directly in one, each with the dataclass it is read as."""
+def inner_objects(
+    cls: type, value: Mapping[str, Any]
+) -> Iterator[tuple[str, type, dict[str, Any]]]:
+    """The objects directly in one: where each is, and the dataclass it is read as."""
     for name, kind in typing.get_type_hints(cls).items():
         inner = value.get(camel(name))
         for each in (kind, *typing.get_args(kind)):
             if not dataclasses.is_dataclass(each) or not isinstance(inner, dict):
                 continue
-            items = inner.values() if _is_map(kind) else [inner]
-            for item in items:
-                yield typing.cast(type, each), item
+            items = inner if _is_map(kind) else {"": inner}
+            for key, item in items.items():
+                yield f"{name}.{key}", typing.cast(type, each), item
 
 
 def _is_map(kind: Any) -> bool:

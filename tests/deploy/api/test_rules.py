@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import cel
 import pytest
 
 from baton.errors import ConfigError
-from deploy.api.checked import Checked
+from deploy.api.checked import Checked, Rule, broken_by
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
@@ -129,16 +130,20 @@ def test_a_misspelt_key_is_told_with_the_nearest_one_in_kubernetes_spelling() ->
 # --- CEL and Python -----------------------------------------------------------------------------
 
 
+def is_of_changes(rule: Rule) -> bool:
+    return "oldSelf" in rule.cel
+
+
 def violated(cls: type[Checked], value: dict[str, Any]) -> list[str]:
-    """Messages of the rules on one object that CEL finds broken; rules on changes left out."""
-    rules = [rule for rule in cls.rules if rule.holds is not None]
+    """Messages of the rules on one object that CEL finds broken; those on changes left out."""
+    rules = [rule for rule in cls.rules if not is_of_changes(rule)]
     return [rule.message for rule in rules if not cel.evaluate(rule.cel, {"self": value})]
 
 
 def all_violated(cls: type, value: Any) -> list[str]:
     """The same, of the object and everything in it."""
     found = violated(cls, value) if issubclass(cls, Checked) else []
-    for inner_cls, inner in inner_objects(cls, value):
+    for _, inner_cls, inner in inner_objects(cls, value):
         found += all_violated(inner_cls, inner)
     return found
 
@@ -157,7 +162,7 @@ def rules_in(cls: type) -> list[str]:
         for each in dataclasses_in(cls)
         if issubclass(each, Checked)
         for rule in each.rules
-        if rule.holds is not None
+        if not is_of_changes(rule)
     ]
 
 
@@ -196,3 +201,61 @@ def test_every_rule_is_broken_by_some_case(cls: type[Checked]) -> None:
         for message in all_violated(cls, with_defaults(cls, changed(base, path, value)))
     }
     assert set(rules_in(cls)) - broken == set()
+
+
+# --- changes --------------------------------------------------------------------------------------
+
+CHANGES = [
+    (WorkerPoolSpec, POOL, "role", "prefill", "role"),
+    (WorkerPoolSpec, POOL, "cluster", "other", "cluster"),
+    (WorkerPoolSpec, POOL, "pool", "other", "pool"),
+    (WorkerPoolSpec, POOL, "replicas", 3, None),
+    (WorkerPoolSpec, POOL, "scaling.mode", "planner", None),
+    (ServingClusterSpec, CLUSTER, "pools.decode.role", "mixed", "role"),
+    (ServingClusterSpec, CLUSTER, "pools.decode.initialReplicas", 3, None),
+    (ServingClusterSpec, CLUSTER, "pools.other", {"role": "mixed"}, None),
+    (ServingClusterSpec, CLUSTER, "pools.prefill", None, None),
+    (ServingClusterSpec, CLUSTER, "pools", {"both": {"role": "mixed"}}, None),
+]
+"""With the field that is refused."""
+
+
+def cel_refuses(cls: type[Checked], before: dict[str, Any], after: dict[str, Any]) -> list[Rule]:
+    values = {"oldSelf": before, "self": after}
+    rules = [rule for rule in cls.rules if is_of_changes(rule)]
+    return [rule for rule in rules if not cel.evaluate(rule.cel, values)]
+
+
+def refused_changes(
+    refuses: Callable[[type[Checked], dict[str, Any], dict[str, Any]], list[Rule]],
+    cls: type,
+    before: dict[str, Any],
+    after: dict[str, Any],
+) -> list[str]:
+    """The object's and those in it; of what an API server finds in the old one, too."""
+    found = refuses(cls, before, after) if issubclass(cls, Checked) else []
+    messages = [rule.message for rule in found]
+    olds = {where: inner for where, _, inner in inner_objects(cls, before)}
+    for where, inner_cls, inner in inner_objects(cls, after):
+        if where in olds:
+            messages += refused_changes(refuses, inner_cls, olds[where], inner)
+    return messages
+
+
+@pytest.mark.parametrize(("cls", "base", "path", "value", "field"), CHANGES)
+def test_cel_and_python_refuse_the_same_changes(
+    cls: type[Checked], base: dict[str, Any], path: str, value: object, field: str | None
+) -> None:
+    before, after = with_defaults(cls, base), with_defaults(cls, changed(base, path, value))
+    refused = refused_changes(cel_refuses, cls, before, after)
+    assert [message.split()[0] for message in refused] == ([] if field is None else [field])
+    assert refused_changes(broken_by, cls, before, after) == refused
+
+
+def test_every_rule_on_changes_is_broken_by_some_case() -> None:
+    broken = {(cls, field) for cls, *_, field in CHANGES if field is not None}
+    for cls in (ServingClusterSpec, WorkerPoolSpec):
+        for each in dataclasses_in(cls):
+            for rule in each.rules if issubclass(each, Checked) else ():
+                assert is_of_changes(rule) == (rule.holds is None) == (rule.keeps is not None)
+                assert not is_of_changes(rule) or (cls, rule.message.split()[0]) in broken

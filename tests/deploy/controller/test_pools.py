@@ -1,0 +1,206 @@
+"""WorkerPools as the operator finds, applies and scales them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from baton.errors import ConfigError
+from cluster.planner.planner import PoolPlan
+from cluster.role_plan import RolePlan
+from deploy.api.read import read_spec
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.applied import Applied
+from deploy.controller.caches import Caches
+from deploy.controller.finalizers import FINALIZER, Finalizers
+from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, ROLE_LABEL, Owner
+from deploy.controller.manifests.worker_pool import worker_pool
+from deploy.controller.objects import Key
+from deploy.controller.observed import NOTHING_HEARD
+from deploy.controller.pools import Pools
+from deploy.controller.view import ClusterView, PoolView
+from tests.deploy.controller.following import FAST, TIMEOUT_S
+from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
+
+OWNER = Owner("main", "models", "uid-1")
+PATH = "/apis/baton.dev/v1alpha1/namespaces/models/workerpools/main-decode"
+DECODE = {"role": "decode"}
+
+
+@dataclass
+class Server:
+    """WorkerPools as they were when the operator began to follow them; what is written is noted."""
+
+    pools: list[dict[str, Any]]
+    writes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+
+    def __call__(self, exchange: Exchange) -> None:
+        if exchange.is_watch:
+            exchange.begin_stream()
+            exchange.hang()
+        elif exchange.command == "GET":
+            metadata = {"resourceVersion": "1"}
+            kind = {"kind": "WorkerPoolList", "apiVersion": "baton.dev/v1alpha1"}
+            exchange.answer(kind | {"metadata": metadata, "items": self.pools})
+        else:
+            body = json.loads(exchange.body)
+            self.writes.append((exchange.command, exchange.path.partition("?")[0], body))
+            exchange.answer({"metadata": {"namespace": "models"}} | body)
+
+
+@contextlib.contextmanager
+def pools_at(*seen: dict[str, Any]) -> Iterator[tuple[Pools, Server]]:
+    """`seen`: the WorkerPools that there are."""
+    server = Server(list(seen))
+    with scripted(server) as running:
+        kube = kube_of(running)
+        caches = Caches.of(kube, None, FAST)
+        caches.pools.start()
+        try:
+            assert caches.pools.wait_synced(TIMEOUT_S)
+            applied = Applied(kube, caches.of_written)
+            yield Pools(kube, caches, applied, Finalizers(kube)), server
+        finally:
+            caches.pools.stop()
+
+
+def cluster(**pools: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kind": "ServingCluster",
+        "metadata": {"name": OWNER.name, "namespace": OWNER.namespace, "uid": OWNER.uid},
+        "spec": {"model": {"name": "models/demo"}, "pools": pools},
+    }
+
+
+def keep(pools: Pools, wanted: dict[str, Any]) -> None:
+    _, failed = pools.keep(wanted, OWNER, read_spec(ServingClusterSpec, wanted))
+    assert not failed
+
+
+def seen(
+    written: dict[str, Any] | None = None, owner: Owner = OWNER, name: str = "decode"
+) -> dict[str, Any]:
+    """As the operator made it; `written`: by somebody else since."""
+    made = worker_pool(owner, name, DECODE, FINALIZER)
+    made["metadata"] |= {"uid": "uid-2", "resourceVersion": "1"}
+    return made | {"spec": made["spec"] | {"replicas": 2} | (written or {})}
+
+
+def by_an_older_operator(made: dict[str, Any]) -> dict[str, Any]:
+    del made["metadata"]["labels"][ROLE_LABEL]
+    return made
+
+
+# --- what a pool is for good ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("found", [seen(), by_an_older_operator(seen())])
+def test_a_role_that_is_changed_is_told_by_its_field_and_nothing_is_touched(
+    found: dict[str, Any],
+) -> None:
+    """An API server without CEL takes it."""
+    wanted = cluster(decode={"role": "mixed"}, prefill={"role": "prefill"})
+    problem = r"ServingCluster models/main: spec\.pools\.decode\.role cannot be changed: make an"
+    with pools_at(found) as (pools, server):
+        with pytest.raises(ConfigError, match=problem):
+            keep(pools, wanted)
+        assert server.writes == []
+
+
+@pytest.mark.parametrize(
+    "written", [{"role": "prefill"}, {"pool": "other"}, {"cluster": "other"}, {"maxReplicas": 3}]
+)
+@pytest.mark.parametrize("label", [CLUSTER_LABEL, POOL_LABEL, ROLE_LABEL])
+def test_what_somebody_writes_into_a_worker_pool_is_put_back(
+    written: dict[str, Any], label: str
+) -> None:
+    labelled = seen()
+    labelled["metadata"]["labels"][label] = "other"
+    for found in (seen(written), labelled):
+        with pools_at(found) as (pools, server):
+            keep(pools, cluster(decode=DECODE))
+        ((command, path, body),) = server.writes
+        assert (command, path) == ("PATCH", PATH)
+        assert body["spec"] == {"role": "decode", "cluster": "main", "pool": "decode"}
+        assert body["metadata"]["labels"][label] in {"main", "decode"}
+
+
+def test_a_pool_that_an_older_operator_made_is_gone_on_with() -> None:
+    with pools_at(by_an_older_operator(seen())) as (pools, server):
+        keep(pools, cluster(decode=DECODE))
+    ((command, path, body),) = server.writes
+    assert (command, path) == ("PATCH", PATH)
+    assert body["metadata"]["labels"][ROLE_LABEL] == "decode"
+
+
+def test_a_pool_that_is_being_deleted_makes_way_for_one_of_another_role() -> None:
+    going = seen()
+    going["metadata"]["deletionTimestamp"] = "2030-01-01T00:00:00Z"
+    with pools_at(going) as (pools, server):
+        keep(pools, cluster(decode={"role": "mixed"}))
+        assert server.writes == [], "it drains first"
+
+
+def test_a_worker_pool_of_another_cluster_is_left_alone_and_told() -> None:
+    other = Owner("default", OWNER.namespace, "uid-3")
+    problem = (
+        r"spec\.pools\.decode needs another name: WorkerPool models/main-decode is pool "
+        r"main-decode of ServingCluster default"
+    )
+    with pools_at(seen(owner=other, name="main-decode")) as (pools, server):
+        with pytest.raises(ConfigError, match=problem):
+            keep(pools, cluster(decode=DECODE))
+        assert server.writes == []
+
+
+# --- what the planner writes ----------------------------------------------------------------------
+
+
+def pool_of(mode: str, role_plan: dict[str, int] | None = None) -> dict[str, Any]:
+    """A mixed pool of four."""
+    roles = {} if role_plan is None else {"rolePlan": role_plan}
+    return seen({"role": "mixed", "replicas": 4, "scaling": {"mode": mode}} | roles)
+
+
+def scale(pool: dict[str, Any], plan: PoolPlan) -> list[tuple[str, str, dict[str, Any]]]:
+    """What is written."""
+    with pools_at(pool) as (pools, server):
+        spec = read_spec(WorkerPoolSpec, pool)
+        views = {"decode": PoolView(pool, spec, [], None)}
+        parsed = read_spec(ServingClusterSpec, cluster(decode=DECODE))
+        key = Key(OWNER.namespace, OWNER.name)
+        view = ClusterView(key, cluster(), OWNER, parsed, views, NOTHING_HEARD)
+        pools.scale(view, {"decode": plan})
+    return server.writes
+
+
+def test_the_planners_roles_and_size_are_written_at_once() -> None:
+    plan = PoolPlan(5, RolePlan(prefill=1, decode=3), "so it is")
+    roles = {"prefill": 1, "decode": 3}
+    spec = {"spec": {"replicas": 5, "rolePlan": roles}}
+    assert scale(pool_of("planner"), plan) == [("PATCH", PATH, spec)]
+
+
+def test_roles_that_switch_leave_the_size_alone() -> None:
+    plan = PoolPlan(4, RolePlan(prefill=3, decode=1), "so it is")
+    before = pool_of("planner", {"prefill": 1, "decode": 3})
+    spec = {"spec": {"rolePlan": {"prefill": 3, "decode": 1}}}
+    assert scale(before, plan) == [("PATCH", PATH, spec)]
+
+
+@pytest.mark.parametrize("mode", ["manual", "hpa"])
+def test_the_planner_writes_nothing_of_a_pool_that_somebody_else_scales(mode: str) -> None:
+    plan = PoolPlan(5, RolePlan(prefill=3, decode=1), "so it is")
+    assert scale(pool_of(mode), plan) == []
+
+
+def test_a_plan_that_changes_nothing_is_not_written() -> None:
+    plan = PoolPlan(4, RolePlan(prefill=3, decode=1), "so it is")
+    assert scale(pool_of("planner", {"prefill": 3, "decode": 1}), plan) == []
+    assert scale(pool_of("planner"), PoolPlan(4, RolePlan(0, 0), "nobody")) == []
