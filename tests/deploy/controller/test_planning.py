@@ -5,13 +5,15 @@ from __future__ import annotations
 from baton.v1 import common_pb2, control_pb2
 from cluster.planner.config import PlannerConfig
 from cluster.planner.planner import PoolPlan
-from deploy.api.worker_pool import Scaling, ScalingMode, WorkerPoolSpec
+from cluster.role_plan import RolePlan as Split
+from deploy.api.worker_pool import RolePlan, Scaling, ScalingMode, WorkerPoolSpec
 from deploy.controller.objects import Key
 from deploy.controller.planning import Planning, by_pool
 
 MAIN = Key("models", "main")
 POOL_OF = {"prefill-old": "prefill", "prefill-new": "prefill"}
-CONFIG = PlannerConfig(panic_window_s=10.0, stable_window_s=20.0, warm_up_s=0.0)
+CONFIG = PlannerConfig(panic_window_s=10.0, stable_window_s=20.0, warm_up_s=0.0, role_hold_s=10.0)
+NUM_MIXED = 4
 
 
 def told(replicas: int) -> control_pb2.WatchFleetResponse:
@@ -70,3 +72,62 @@ def test_the_revisions_of_a_pool_are_one_pool_to_the_planner() -> None:
     assert (name, size) == ("prefill", 4)
     assert [worker.info.pool for worker in seen.workers] == ["prefill"]
     assert answer.pools[0].name == "prefill-old", "the answer itself stays as it was"
+
+
+# --- a mixed pool ---------------------------------------------------------------------------------
+
+
+def mixed_told(tokens_per_s: float, kv_fill: float) -> control_pb2.WatchFleetResponse:
+    """Workers that compute 1,000 tokens/s each; `kv_fill`: how many of their KV is full. The
+    supervisor knows nothing of the roles yet."""
+    router = control_pb2.ReportRouterRequest(
+        router_id="router-1", requests_per_s=4.0, uncached_tokens_per_s=tokens_per_s
+    )
+    role = common_pb2.WORKER_ROLE_MIXED
+    pool = control_pb2.PoolStatus(name="mixed-2x4bz", role=role, desired_replicas=NUM_MIXED)
+    answer = control_pb2.WatchFleetResponse(routers=[router], pools=[pool])
+    for number in range(NUM_MIXED):
+        worker = answer.workers.add(state=control_pb2.WORKER_STATE_LIVE)
+        worker.info.ref.worker_id, worker.info.pool = f"mixed-2x4bz-{number}", pool.name
+        worker.info.max_num_seqs, worker.load.num_running = 64, 10
+        worker.load.num_blocks = 1000
+        worker.load.num_free_blocks = round(1000 * (1 - kv_fill / NUM_MIXED))
+        worker.load.prefill_tokens_per_s = 1000.0
+    return answer
+
+
+def mixed_pool(roles: RolePlan | None) -> WorkerPoolSpec:
+    return WorkerPoolSpec(
+        role="mixed",
+        cluster="main",
+        pool="mixed",
+        max_replicas=NUM_MIXED,
+        replicas=NUM_MIXED,
+        scaling=Scaling("planner"),
+        role_plan=roles,
+    )
+
+
+def test_the_roles_of_a_mixed_pool_follow_the_load() -> None:
+    planning, roles, second = Planning(), None, 0.0
+    split = []
+    for tokens_per_s, kv_fill in ((2450.0, 0.85), (820.0, 2.45), (2450.0, 0.85)):
+        for _ in range(20):
+            told = mixed_told(tokens_per_s, kv_fill), second
+            pools = {"mixed": mixed_pool(roles)}
+            plan = planning.plan(MAIN, told, pools, CONFIG, {"mixed-2x4bz": "mixed"})["mixed"]
+            assert plan.desired_replicas == NUM_MIXED
+            assert plan.role_plan is not None
+            second += 2.0
+            roles = RolePlan(plan.role_plan.prefill, plan.role_plan.decode)  # it is written
+        split.append(plan.role_plan)
+    assert split == [Split(3, 1), Split(1, 3), Split(3, 1)]
+    assert "3 prefill alone, 1 decode alone" in plan.reason
+
+
+def test_the_roles_in_force_are_those_of_the_worker_pool_whatever_the_supervisor_knows() -> None:
+    """Either split does for this load, and so either stays."""
+    for prefill in (1, 2):
+        told, pools = (mixed_told(1480.0, 1.0), 0.0), {"mixed": mixed_pool(RolePlan(prefill, 1))}
+        plans = Planning().plan(MAIN, told, pools, CONFIG, {"mixed-2x4bz": "mixed"})
+        assert plans["mixed"].role_plan == Split(prefill, 1)
