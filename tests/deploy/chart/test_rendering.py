@@ -84,6 +84,7 @@ def test_crds_are_installed_before_all_else_and_upgraded_before_an_upgrade(helm:
     told = helm.run("show", "crds", CHART)
     installed = {crd["metadata"]["name"]: crd for crd in yaml.safe_load_all(told)}
     assert installed == {kind.crd_name: kind.crd() for kind in KINDS}
+    check([*installed.values()])
     assert not of_kind(helm.template(), "Job")
     job = one(helm.template({}, "--is-upgrade"), "Job")
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-upgrade"
