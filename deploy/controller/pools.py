@@ -13,7 +13,7 @@ from baton.errors import ConfigError
 from cluster.planner.planner import PoolPlan
 from deploy.api.checked import broken_by
 from deploy.api.serving_cluster import ServingClusterSpec
-from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.api.worker_pool import PoolTemplate, WorkerPoolSpec
 from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches
 from deploy.controller.each import each
@@ -41,13 +41,13 @@ class Pools:
         self, cluster: Object, owner: Owner, spec: ServingClusterSpec
     ) -> tuple[dict[str, Object], list[KubeError]]:
         """All that there are, by name, and what failed. A deleted cluster's are deleted. Raises
-        ConfigError, before anything is done, where one is to become what no pool becomes."""
+        ConfigError, before anything is done, where one is to become what it cannot."""
         templates = {} if "deletionTimestamp" in cluster["metadata"] else cluster["spec"]["pools"]
         wanted = {
             name: worker_pool(owner, name, template, FINALIZER)
             for name, template in templates.items()
         }
-        self._check_changes(cluster, wanted)
+        self._check_changes(cluster, wanted, spec.pools)
         names = {made["metadata"]["name"]: name for name, made in wanted.items()}
         pools = {
             names.get(pool["metadata"]["name"], pool["spec"].get("pool")): pool
@@ -55,8 +55,7 @@ class Pools:
         }
 
         def keep(name: str) -> None:
-            first_size = spec.pools[name].initial_replicas
-            pools[name] = self._keep(key_of(cluster), wanted[name], first_size)
+            pools[name] = self._keep(key_of(cluster), wanted[name], spec.pools[name])
 
         failed = each(partial(keep, name) for name in wanted)  # as it was, if it was
         for name in pools.keys() - wanted.keys():
@@ -64,27 +63,50 @@ class Pools:
                 self._kube.delete(WORKER_POOLS, key_of(pools[name]))
         return pools, failed
 
-    def _check_changes(self, cluster: Object, wanted: Mapping[str, Manifest]) -> None:
-        """What an API server with CEL refuses; one without takes it. One that is being deleted
-        makes way for another."""
+    def _check_changes(
+        self,
+        cluster: Object,
+        wanted: Mapping[str, Manifest],
+        templates: Mapping[str, PoolTemplate],
+    ) -> None:
+        """What an API server with CEL would refuse of a WorkerPool, and one without takes. A pool
+        that is being deleted makes way for another."""
         problems = []
         for name, made in wanted.items():
             seen = self._caches.pools.get(key_of(made))
             if seen is not None and "deletionTimestamp" not in seen["metadata"]:
                 problems += _problems(name, seen, made)
+                problems += _left_out(name, seen, templates[name])
         if problems:
             raise ConfigError(f"ServingCluster {key_of(cluster)}: {'; '.join(problems)}")
 
-    def _keep(self, cluster: Key, wanted: Manifest, initial_replicas: int) -> Object:
+    def _keep(self, cluster: Key, wanted: Manifest, template: PoolTemplate) -> Object:
         """Made with its first size; afterwards whoever scales it says what it is."""
-        first = wanted | {"spec": wanted["spec"] | {"replicas": initial_replicas}}
+        first = wanted | {"spec": wanted["spec"] | {"replicas": template.initial_replicas}}
         seen = self._caches.pools.get(key_of(wanted))
         if seen is not None and "deletionTimestamp" in seen["metadata"]:
             return seen
         if seen is None:
             with contextlib.suppress(AlreadyExistsError):  # the cache has yet to hear of it
                 self._kube.create(WORKER_POOLS, first)
+        elif template.scaling.mode == "planner":
+            self._fit(seen, template)
         return self._applied.apply(cluster, WORKER_POOLS, wanted)
+
+    def _fit(self, seen: Object, template: PoolTemplate) -> None:
+        """The planner's size and roles follow their bounds, in one write with them: nobody else
+        may scale the pool, and beside bounds that leave them out they are refused."""
+        spec = seen["spec"]
+        fit: Manifest = {}
+        size = max(template.min_replicas, min(spec.get("replicas", 1), template.max_replicas))
+        if size != spec.get("replicas", 1):
+            fit["replicas"] = size
+        if sum((spec.get("rolePlan") or {}).values()) > template.max_replicas:
+            fit["rolePlan"] = None
+        if fit:
+            log.info("%s: new bounds: %s", key_of(seen), fit)
+            fit |= {"minReplicas": template.min_replicas, "maxReplicas": template.max_replicas}
+            self._kube.merge_patch(WORKER_POOLS, key_of(seen), {"spec": fit})
 
     def release(self, view: ClusterView) -> None:
         """Deleted pools go when their last worker and pod have: those of a cluster that is deleted
@@ -127,3 +149,21 @@ def _problems(name: str, seen: Object, made: Manifest) -> list[str]:
         return [f"spec.pools.{name}.{rule.message}" for rule in broken]
     whose = f"pool {was['pool']} of ServingCluster {was['cluster']}"
     return [f"spec.pools.{name} needs another name: WorkerPool {key_of(seen)} is {whose}"]
+
+
+def _left_out(name: str, seen: Object, template: PoolTemplate) -> list[str]:
+    """Why bounds that have changed do not suit the pool's size, which is somebody's own."""
+    spec = seen["spec"]
+    size = spec.get("replicas", 1)
+    if template.scaling.mode == "planner":
+        return []
+    bounds = {
+        "minReplicas": (template.min_replicas, size < template.min_replicas),
+        "maxReplicas": (template.max_replicas, size > template.max_replicas),
+    }
+    return [
+        f"spec.pools.{name}.{bound} is {value}, and WorkerPool {key_of(seen)} has {size} replicas: "
+        "scale it first"
+        for bound, (value, is_outside) in bounds.items()
+        if is_outside and spec.get(bound) != value
+    ]

@@ -159,13 +159,68 @@ def test_a_worker_pool_of_another_cluster_is_left_alone_and_told() -> None:
         assert server.writes == []
 
 
+# --- sizes and their bounds -----------------------------------------------------------------------
+
+
+def test_a_size_that_new_bounds_leave_out_is_told_where_it_is_not_the_planners() -> None:
+    """An API server with CEL would refuse the WorkerPool; of one without it could not be read."""
+    for bound, value in (("maxReplicas", 1), ("minReplicas", 3)):
+        template = DECODE | {"initialReplicas": value, bound: value}
+        problem = (
+            rf"spec\.pools\.decode\.{bound} is {value}, and WorkerPool models/main-decode has 2 "
+            "replicas: scale it first"
+        )
+        with pools_at(seen({"minReplicas": 0, "maxReplicas": 64})) as (pools, server):
+            with pytest.raises(ConfigError, match=problem):
+                keep(pools, cluster(decode=template))
+            assert server.writes == []
+
+
+def test_a_size_that_somebody_gives_a_pool_beside_its_bounds_is_told_of_the_pool_alone() -> None:
+    found = seen({"replicas": 65, "minReplicas": 0, "maxReplicas": 64})
+    with pools_at(found) as (pools, server):
+        keep(pools, cluster(decode=DECODE))
+    assert [command for command, *_ in server.writes] == ["PATCH"]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "size"),
+    [({"minReplicas": 5, "maxReplicas": 9}, 5), ({"minReplicas": 0, "maxReplicas": 2}, 2)],
+)
+def test_a_size_that_new_bounds_leave_out_follows_them_where_it_is_the_planners(
+    bounds: dict[str, int], size: int
+) -> None:
+    """At once, or an API server with CEL would take neither; roles that split too many go."""
+    planner = {"role": "mixed", "scaling": {"mode": "planner"}, "initialReplicas": size}
+    found = pool_of("planner", {"prefill": 1, "decode": 3})
+    with pools_at(found) as (pools, server):
+        keep(pools, cluster(decode=planner | bounds))
+    fit, applied = [body["spec"] for *_, body in server.writes]
+    roles: dict[str, Any] = {} if size > 3 else {"rolePlan": None}
+    assert fit == bounds | {"replicas": size} | roles
+    assert applied.items() >= bounds.items()
+    assert "replicas" not in applied
+
+
+def test_a_size_within_its_bounds_is_left_alone() -> None:
+    planner = {"role": "mixed", "scaling": {"mode": "planner"}, "maxReplicas": 4}
+    with pools_at(pool_of("planner", {"prefill": 1, "decode": 3})) as (pools, server):
+        keep(pools, cluster(decode=planner))
+    ((_, _, body),) = server.writes
+    assert not {"replicas", "rolePlan"} & set(body["spec"])
+
+
 # --- what the planner writes ----------------------------------------------------------------------
 
 
 def pool_of(mode: str, role_plan: dict[str, int] | None = None) -> dict[str, Any]:
     """A mixed pool of four."""
     roles = {} if role_plan is None else {"rolePlan": role_plan}
-    return seen({"role": "mixed", "replicas": 4, "scaling": {"mode": mode}} | roles)
+    bounds = {"minReplicas": 0, "maxReplicas": 64}
+    mixed = {"role": "mixed", "replicas": 4, "scaling": {"mode": mode}}
+    found = seen(mixed | bounds | roles)
+    found["metadata"]["labels"][ROLE_LABEL] = "mixed"
+    return found
 
 
 def scale(pool: dict[str, Any], plan: PoolPlan) -> list[tuple[str, str, dict[str, Any]]]:
