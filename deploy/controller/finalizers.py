@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from deploy.api.naming import GROUP
-from deploy.controller.errors import NotFoundError
+from deploy.controller.errors import ConflictError, NotFoundError
 from deploy.controller.kube import Kube
 from deploy.controller.objects import Object, Resource, key_of
 
@@ -22,10 +22,11 @@ class Finalizers:
             self._patch(resource, obj, [*metadata.get("finalizers", ()), FINALIZER])
 
     def drop(self, resource: Resource, obj: Object) -> None:
+        """Unless the object is another by now: then it is looked at again."""
         finalizers = obj["metadata"].get("finalizers", ())
         if FINALIZER in finalizers:
             left = [name for name in finalizers if name != FINALIZER]
-            with contextlib.suppress(NotFoundError):
+            with contextlib.suppress(NotFoundError, ConflictError):
                 self._patch(resource, obj, left)
 
     def _patch(self, resource: Resource, obj: Object, finalizers: list[str]) -> None:

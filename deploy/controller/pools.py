@@ -17,7 +17,7 @@ from deploy.api.worker_pool import PoolTemplate, WorkerPoolSpec
 from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches
 from deploy.controller.each import each
-from deploy.controller.errors import AlreadyExistsError, KubeError
+from deploy.controller.errors import AlreadyExistsError, KubeError, NotFoundError
 from deploy.controller.finalizers import FINALIZER, Finalizers
 from deploy.controller.kube import Kube
 from deploy.controller.manifests.common import Object as Manifest
@@ -58,9 +58,7 @@ class Pools:
             pools[name] = self._keep(key_of(cluster), wanted[name], spec.pools[name])
 
         failed = each(partial(keep, name) for name in wanted)  # as it was, if it was
-        for name in pools.keys() - wanted.keys():
-            if "deletionTimestamp" not in pools[name]["metadata"]:
-                self._kube.delete(WORKER_POOLS, key_of(pools[name]))
+        failed += each(partial(self._delete, pools[name]) for name in pools.keys() - wanted.keys())
         return pools, failed
 
     def _check_changes(
@@ -92,6 +90,11 @@ class Pools:
         elif template.scaling.mode == "planner":
             self._fit(seen, template)
         return self._applied.apply(cluster, WORKER_POOLS, wanted)
+
+    def _delete(self, pool: Object) -> None:
+        if "deletionTimestamp" not in pool["metadata"]:
+            with contextlib.suppress(NotFoundError):  # the cache has yet to hear of it
+                self._kube.delete(WORKER_POOLS, key_of(pool))
 
     def _fit(self, seen: Object, template: PoolTemplate) -> None:
         """The planner's size and roles follow their bounds, in one write with them: nobody else

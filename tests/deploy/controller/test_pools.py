@@ -39,6 +39,8 @@ class Server:
 
     pools: list[dict[str, Any]]
     writes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+    refuses: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Verbs, each with a status and its reason."""
 
     def __call__(self, exchange: Exchange) -> None:
         if exchange.is_watch:
@@ -51,6 +53,10 @@ class Server:
         else:
             body = json.loads(exchange.body)
             self.writes.append((exchange.command, exchange.path.partition("?")[0], body))
+            if exchange.command in self.refuses:
+                code, reason = self.refuses[exchange.command]
+                exchange.answer({"kind": "Status", "code": code, "reason": reason}, code)
+                return
             exchange.answer({"metadata": {"namespace": "models"}} | body)
 
 
@@ -157,6 +163,33 @@ def test_a_worker_pool_of_another_cluster_is_left_alone_and_told() -> None:
         with pytest.raises(ConfigError, match=problem):
             keep(pools, cluster(decode=DECODE))
         assert server.writes == []
+
+
+# --- pools that go --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("status", "is_told"), [((403, "Forbidden"), 1), ((404, "NotFound"), 0)])
+def test_a_pool_that_cannot_be_deleted_keeps_no_other_from_being_done(
+    status: tuple[int, str], is_told: int
+) -> None:
+    wanted = cluster(prefill={"role": "prefill"}, both={"role": "mixed"})
+    with pools_at(seen()) as (pools, server):
+        server.refuses["DELETE"] = status
+        found, failed = pools.keep(wanted, OWNER, read_spec(ServingClusterSpec, wanted))
+    assert set(found) == {"prefill", "both", "decode"}
+    assert len(failed) == is_told
+    assert [path for command, path, _ in server.writes if command == "DELETE"] == [PATH]
+
+
+def test_a_pool_that_was_written_meanwhile_is_let_go_at_the_next_look() -> None:
+    """That what is known of it is old is no fault to tell people of."""
+    going = seen()
+    going["metadata"]["deletionTimestamp"] = "2030-01-01T00:00:00Z"
+    with pools_at(going) as (pools, server):
+        server.refuses["PATCH"] = (409, "Conflict")
+        pools.release_orphans(Key(OWNER.namespace, OWNER.name))
+    ((_, path, body),) = server.writes
+    assert (path, body["metadata"]) == (PATH, {"finalizers": [], "resourceVersion": "1"})
 
 
 # --- sizes and their bounds -----------------------------------------------------------------------
