@@ -15,9 +15,13 @@ log = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
 
+_REFUSED_S = 10.0
+"""What is refused of one part is refused for long, perhaps; what is done of the others, such as to
+roll and to plan, goes by looks."""
 Reconcile = Callable[[K], float | None]
 """Brings the key's object one step nearer to what is wanted; answers in how many seconds to look
-again without being told, None: when told. What it raises brings the key back, later and later."""
+again without being told, None: when told. What it raises brings the key back, later and later; a
+KubeError at least every `_REFUSED_S`, unless the server wants to be left alone."""
 TellFault = Callable[[K, Exception], None]
 """Hears what a reconcile has raised that it never should, before the key may be taken again."""
 
@@ -63,7 +67,7 @@ class Workers(Generic[K]):
                 again_after_s = self._reconcile(key)
             except KubeError as error:
                 wanted_s = error.retry_after_s if isinstance(error, StatusError) else None
-                delay_s = self._queue.failed(key, wanted_s or 0.0)
+                delay_s = self._queue.failed(key, wanted_s or 0.0, _REFUSED_S)
                 log.warning("%s: %s: %s: again in %.1f s", self._name, key, error, delay_s)
             except Exception as error:
                 log.exception("%s: %s failed", self._name, key)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 import threading
 import time
@@ -133,12 +134,13 @@ class WorkQueue(Generic[K]):
             self._num_failures.pop(key, None)
             self._end(key, again_after_s)
 
-    def failed(self, key: K, at_least_s: float = 0.0) -> float:
+    def failed(self, key: K, at_least_s: float = 0.0, at_most_s: float = math.inf) -> float:
         """It comes back after the delay in seconds that is answered."""
         with self._changed:
             num_failures = self._num_failures.get(key, 0) + 1
             self._num_failures[key] = num_failures
-            delay_s = max(self._retries.delay_s(num_failures, self._rng), at_least_s)
+            delay_s = min(self._retries.delay_s(num_failures, self._rng), at_most_s)
+            delay_s = max(delay_s, at_least_s)
             self._end(key, delay_s)
             return delay_s
 

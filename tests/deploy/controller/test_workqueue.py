@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections import Counter
 
@@ -14,6 +15,7 @@ from deploy.controller.workers import Workers
 from deploy.controller.workqueue import PendingKeys, WorkQueue
 
 _TIMEOUT_S = 10.0
+_AGAIN = re.compile(r"test: (\w+): .*again in ([0-9.]+) s")
 
 
 class FakeClock:
@@ -249,6 +251,29 @@ def test_a_server_that_wants_to_be_left_alone_is(caplog: pytest.LogCaptureFixtur
     assert throttled.wait(_TIMEOUT_S)
     assert workers.stop(_TIMEOUT_S)
     assert "again in 60.0 s" in caplog.text
+
+
+def test_what_is_refused_for_long_is_looked_at_again_within_seconds_and_a_fault_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of one that is refused a part all else is done: the planner and rollouts go by looks."""
+    queue: WorkQueue[str] = WorkQueue(Backoff(first_s=600.0, longest_s=600.0))
+    errors = {"refused": UnreachableError("gone"), "faulty": ValueError("a bug")}
+    looks = {key: threading.Event() for key in errors}
+
+    def reconcile(key: str) -> float | None:
+        looks[key].set()
+        raise errors[key]
+
+    workers = Workers(queue, reconcile, num_workers=1, name="test")
+    workers.start()
+    for key, has_looked in looks.items():
+        queue.add(key)
+        assert has_looked.wait(_TIMEOUT_S)
+    assert workers.stop(_TIMEOUT_S)
+    delays_s = {key: float(s) for key, s in _AGAIN.findall(caplog.text)}
+    assert delays_s["refused"] <= 10.0
+    assert delays_s["faulty"] >= 300.0
 
 
 def test_a_stop_lets_the_key_under_way_end_and_begins_no_other() -> None:
