@@ -100,7 +100,8 @@ def site(
 ) -> Iterator[PodSite]:
     config = CLUSTERS[request.param](tmp_path_factory.mktemp("model"))
     one = {name: dataclasses.replace(p, replicas=1) for name, p in config.pools.items()}
-    config = dataclasses.replace(config, runs_on="pods", pools=one)
+    patient = dataclasses.replace(config.router, fleet_wait_s=60)  # one worker is a whole pool
+    config = dataclasses.replace(config, runs_on="pods", pools=one, router=patient)
     with running_head(config, tmp_path_factory.mktemp("run")) as pods:
         pods.serve()
         site = PodSite(cast(Any, pods), config)
