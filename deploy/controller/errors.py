@@ -4,6 +4,7 @@ KubeError
 ├── NotConfiguredError       no kubeconfig and no service account, or one that cannot be read
 ├── UnreachableError         no whole answer: refused, reset, silent; a write may have taken effect
 ├── WriteRefusedError        refused here, before anything was sent: this process may not write now
+├── UnfitError               the same: what there is does not let it
 └── StatusError              the API server's own answer, and what it said
     ├── BadRequestError      400
     ├── UnauthorizedError    401
@@ -45,6 +46,10 @@ class UnreachableError(KubeError):
 
 
 class WriteRefusedError(KubeError):
+    pass
+
+
+class UnfitError(KubeError):
     pass
 
 

@@ -17,7 +17,7 @@ from deploy.api.worker_pool import PoolTemplate, WorkerPoolSpec
 from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches
 from deploy.controller.each import each
-from deploy.controller.errors import AlreadyExistsError, KubeError, NotFoundError
+from deploy.controller.errors import AlreadyExistsError, KubeError, NotFoundError, UnfitError
 from deploy.controller.finalizers import FINALIZER, Finalizers
 from deploy.controller.kube import Kube
 from deploy.controller.manifests.common import Object as Manifest
@@ -47,7 +47,7 @@ class Pools:
             name: worker_pool(owner, name, template, FINALIZER)
             for name, template in templates.items()
         }
-        self._check_changes(cluster, wanted, spec.pools)
+        self._check_changes(cluster, wanted)
         names = {made["metadata"]["name"]: name for name, made in wanted.items()}
         pools = {
             names.get(pool["metadata"]["name"], pool["spec"].get("pool")): pool
@@ -61,20 +61,14 @@ class Pools:
         failed += each(partial(self._delete, pools[name]) for name in pools.keys() - wanted.keys())
         return pools, failed
 
-    def _check_changes(
-        self,
-        cluster: Object,
-        wanted: Mapping[str, Manifest],
-        templates: Mapping[str, PoolTemplate],
-    ) -> None:
-        """What an API server with CEL would refuse of a WorkerPool, and one without takes. A pool
-        that is being deleted makes way for another."""
+    def _check_changes(self, cluster: Object, wanted: Mapping[str, Manifest]) -> None:
+        """What an API server with CEL refuses; one without takes it. A pool that is being deleted
+        makes way for another."""
         problems = []
         for name, made in wanted.items():
             seen = self._caches.pools.get(key_of(made))
             if seen is not None and "deletionTimestamp" not in seen["metadata"]:
                 problems += _problems(name, seen, made)
-                problems += _left_out(name, seen, templates[name])
         if problems:
             raise ConfigError(f"ServingCluster {key_of(cluster)}: {'; '.join(problems)}")
 
@@ -89,6 +83,8 @@ class Pools:
                 self._kube.create(WORKER_POOLS, first)
         elif template.scaling.mode == "planner":
             self._fit(seen, template)
+        else:
+            _check_size(wanted["spec"]["pool"], seen, template)
         return self._applied.apply(cluster, WORKER_POOLS, wanted)
 
     def _delete(self, pool: Object) -> None:
@@ -154,19 +150,16 @@ def _problems(name: str, seen: Object, made: Manifest) -> list[str]:
     return [f"spec.pools.{name} needs another name: WorkerPool {key_of(seen)} is {whose}"]
 
 
-def _left_out(name: str, seen: Object, template: PoolTemplate) -> list[str]:
-    """Why bounds that have changed do not suit the pool's size, which is somebody's own."""
+def _check_size(name: str, seen: Object, template: PoolTemplate) -> None:
+    """Raises UnfitError where new bounds leave out the pool's size, which is somebody else's to
+    change. With them no API server that has CEL takes the pool, and nobody could read it."""
     spec = seen["spec"]
     size = spec.get("replicas", 1)
-    if template.scaling.mode == "planner":
-        return []
     bounds = {
         "minReplicas": (template.min_replicas, size < template.min_replicas),
         "maxReplicas": (template.max_replicas, size > template.max_replicas),
     }
-    return [
-        f"spec.pools.{name}.{bound} is {value}, and WorkerPool {key_of(seen)} has {size} replicas: "
-        "scale it first"
-        for bound, (value, is_outside) in bounds.items()
-        if is_outside and spec.get(bound) != value
-    ]
+    for bound, (value, is_outside) in bounds.items():
+        if is_outside and spec.get(bound) != value:
+            has = f"WorkerPool {key_of(seen)} has {size} replicas"
+            raise UnfitError(f"spec.pools.{name}.{bound} is {value}, and {has}: scale it first")

@@ -195,18 +195,23 @@ def test_a_pool_that_was_written_meanwhile_is_let_go_at_the_next_look() -> None:
 # --- sizes and their bounds -----------------------------------------------------------------------
 
 
-def test_a_size_that_new_bounds_leave_out_is_told_where_it_is_not_the_planners() -> None:
-    """An API server with CEL would refuse the WorkerPool; of one without it could not be read."""
-    for bound, value in (("maxReplicas", 1), ("minReplicas", 3)):
-        template = DECODE | {"initialReplicas": value, bound: value}
-        problem = (
-            rf"spec\.pools\.decode\.{bound} is {value}, and WorkerPool models/main-decode has 2 "
-            "replicas: scale it first"
-        )
-        with pools_at(seen({"minReplicas": 0, "maxReplicas": 64})) as (pools, server):
-            with pytest.raises(ConfigError, match=problem):
-                keep(pools, cluster(decode=template))
-            assert server.writes == []
+@pytest.mark.parametrize(("bound", "value"), [("maxReplicas", 1), ("minReplicas", 3)])
+def test_a_size_that_new_bounds_leave_out_is_told_where_it_is_not_the_planners(
+    bound: str, value: int
+) -> None:
+    """An API server with CEL would refuse the WorkerPool; one without would take it, and nobody
+    could read it. It stays as it is, and all else is done."""
+    found = seen({"minReplicas": 0, "maxReplicas": 64})
+    bounds = DECODE | {"initialReplicas": value, bound: value}
+    wanted = cluster(decode=bounds, prefill={"role": "prefill"})
+    with pools_at(found) as (pools, server):
+        kept, (problem,) = pools.keep(wanted, OWNER, read_spec(ServingClusterSpec, wanted))
+    assert kept["decode"] == found
+    assert str(problem) == (
+        f"spec.pools.decode.{bound} is {value}, and WorkerPool models/main-decode has 2 replicas: "
+        "scale it first"
+    )
+    assert {body["metadata"]["name"] for *_, body in server.writes} == {"main-prefill"}
 
 
 def test_a_size_that_somebody_gives_a_pool_beside_its_bounds_is_told_of_the_pool_alone() -> None:
