@@ -12,13 +12,24 @@ from deploy.controller.objects import Key, Selection
 from deploy.controller.resources import PODS, RAY_CLUSTERS, SECRETS, SERVICES
 from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.kubelet.errors import ContainerError
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import GroupChange, KubeRay
-from tests.k8s.kubelet.objects import container, name_of, pod_spec, secret, until, until_ready
+from tests.k8s.kubelet.objects import (
+    container,
+    name_of,
+    pod,
+    pod_spec,
+    secret,
+    until,
+    until_ready,
+)
 from tests.k8s.kubelet.ray_start import quoted
 
 _RAY = {"object-store-memory": "80000000", "num-cpus": "0"}
 _OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
+_TOKEN = "a-token-of-ray" * 3
+_JOIN_S = 120.0
 _NODES = """
 import json, ray
 ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
@@ -68,6 +79,27 @@ def ray_template(name: str) -> dict[str, Any]:
         env=[{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}],
     )
     return {"spec": pod_spec(starts, securityContext={"runAsUser": 1000})}
+
+
+def stranger(namespace: str) -> dict[str, Any]:
+    """A pod in which nothing runs yet."""
+    waits = container(
+        "ray",
+        ["sleep", "600"],
+        env=[
+            {"name": "RAY_AUTH_MODE", "value": "token"},
+            {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
+        ],
+    )
+    return pod(namespace, "stranger", pod_spec(waits, securityContext={"runAsUser": 1000}))
+
+
+def join(kubelet: Kubelet, token: str) -> None:
+    """Start Ray in the stranger's pod. Raises ContainerError where it comes to nothing."""
+    params = _RAY | {"address": "rays-head-svc:6379", "resources": '{"pool/stranger": 1}'}
+    command = ["ray", "start", *(f"--{name}={value}" for name, value in params.items())]
+    with_token = ("env", f"RAY_AUTH_TOKEN={token}", *command)
+    kubelet.container("stranger").output_of(*with_token, timeout_s=_JOIN_S)
 
 
 def sized(group: str, replicas: int, *to_delete: str) -> list[dict[str, Any]]:
@@ -136,12 +168,13 @@ def test_a_pod_whose_ray_has_ended_for_good_is_replaced(
 
 @pytest.mark.cluster
 @pytest.mark.full
-def test_ray_nodes_of_each_group_join_the_head_and_the_named_one_goes(
+def test_ray_nodes_of_each_group_join_the_head_by_its_token_and_the_named_one_goes(
     kubelet: Kubelet, kuberay: KubeRay, kube: Kube, namespace: str
 ) -> None:
     key = Key(namespace, "rays")
-    kube.create(SECRETS, secret(namespace, "ray-token", {"auth_token": "a-token-of-ray" * 3}))
+    kube.create(SECRETS, secret(namespace, "ray-token", {"auth_token": _TOKEN}))
     kube.create(RAY_CLUSTERS, ray_cluster(namespace, "rays", {"decode": 1, "prefill": 1}))
+    kube.create(PODS, stranger(namespace))
     pods = until_ready(kubelet, "ray.io/cluster=rays", 3)
     decode, head, prefill = pods  # by name
     until(lambda: kube.get(RAY_CLUSTERS, key)["status"].get("state") == "ready", "it is ready")
@@ -158,6 +191,14 @@ def test_ray_nodes_of_each_group_join_the_head_and_the_named_one_goes(
 
     each: list[dict[str, float]] = [{}, {"pool/decode": 2.0}, {"pool/prefill": 2.0}]
     until(lambda: sorted(offered(), key=str) == sorted(each, key=str), "all nodes have joined")
+
+    (_,) = until_ready(kubelet, "app=stranger")
+    with pytest.raises(ContainerError, match=r"(?i)token|authenticat"):
+        join(kubelet, "another-token-of-ray" * 3)
+    assert sorted(offered(), key=str) == sorted(each, key=str)
+    join(kubelet, _TOKEN)
+    each.append({"pool/stranger": 1.0})
+    until(lambda: sorted(offered(), key=str) == sorted(each, key=str), "it was the token")
 
     kube.json_patch(RAY_CLUSTERS, key, sized("decode", 0, name_of(decode)))
     until(lambda: not pods_of(kube, namespace, "decode"), "the worker's pod goes")

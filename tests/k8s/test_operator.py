@@ -3,12 +3,15 @@ not touch."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.config import load_config, read_config
 from deploy.controller.finalizers import FINALIZER
 from deploy.controller.manifests.pods import CONFIG_HASH
 from deploy.controller.manifests.ray_cluster import revision_in
@@ -22,6 +25,16 @@ from tests.k8s.stuck_head import stuck_head
 from tests.k8s.test_crds import cluster
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
+
+CLUSTER_FILE = """
+model: org/name
+served_model_name: chat
+engine: {backend: fake, max_num_seqs: 32}
+router: {max_queue: 7}
+pools:
+  prefill: {role: prefill}
+  decode: {role: decode, replicas: 3, max_replicas: 5, engine: {max_num_seqs: 8}}
+"""
 
 
 @pytest.fixture
@@ -120,6 +133,26 @@ def test_a_model_that_was_available_leaves_its_name_to_the_next_one(
     control_plane.apply(cluster(namespace, model={"name": "models/other"}))
     eventually(lambda: "model: models/other" in config(), "the change is taken over")
     assert "served_model_name: demo" in config()
+
+
+def test_what_baton_deploy_prints_is_taken_by_kubectl_and_becomes_the_cluster_of_the_file(
+    control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen, tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER_FILE)
+    command = [sys.executable, "-m", "baton.cli", "deploy", "-f", str(path)]
+    done = subprocess.run(
+        [*command, "--name", "main", "-n", namespace], capture_output=True, text=True, check=True
+    )
+    control_plane.kubectl("apply", "-f", "-", stdin=done.stdout)
+    assert group_sizes(seen) == {"prefill": 1, "decode": 3}
+    pool = seen.soon("wp/main-decode")["spec"]
+    assert (pool["maxReplicas"], pool["engine"]) == (5, {"maxNumSeqs": 8})
+    made = read_config(seen.soon("configmap/main-config")["data"]["cluster.yaml"], source="made")
+    config = load_config(path)
+    assert (made.model, made.model_name) == (config.model, config.model_name)
+    assert made.engine == config.engine
+    assert made.router.max_queue == config.router.max_queue == 7
 
 
 def test_a_bad_cluster_is_told_so_and_another_one_is_served_all_the_same(
