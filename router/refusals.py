@@ -34,8 +34,9 @@ def _too_large(ticket: Ticket, fleet: Fleet, policy: RouterConfig) -> NoCapacity
 def _unreadable(ticket: Ticket, fleet: Fleet) -> Refusal | None:
     """Of a request that cannot be read with the text of any cohort that there is, or may be once
     its workers come, or of its own if it is bound. One whose text is not read may yet take it; one
-    whose tokenizer is not that of its token ids never does."""
-    if not ticket.refusals:
+    whose tokenizer is not that of its token ids never does. A stream that has begun here is read
+    with no other."""
+    if not ticket.refusals or ticket.keeps_text:
         return None
     cohorts = {ticket.cohort or ""} if ticket.is_bound else fleet.known_cohorts()
     are_all_its = ticket.is_bound or not ticket.is_of_ids

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from baton.errors import InvalidRequestError, UnavailableError
+from baton.errors import InvalidRequestError, NotResumableError, UnavailableError
 from router.admission import Admission
 from router.cohort_texts import OWN, CohortTexts, TextId
 from router.cohorts import Cohort
@@ -253,6 +253,26 @@ async def test_a_stream_that_its_own_cohort_s_text_refuses_is_told_so() -> None:
     ticket.refusals[OTHER] = REFUSAL
     with pytest.raises(InvalidRequestError):
         await admission.place(ticket)
+
+
+async def test_a_stream_that_has_begun_is_never_ended_by_what_another_text_refuses() -> None:
+    """Its cohort's workers and pools have gone, and what was told of its text is forgotten."""
+    clock = Clock()
+    fleet = two_texts(clock)
+    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    ticket = bound(admission)
+    ticket.text = OTHER
+    ticket.prompt.extend_to([5])
+    ticket.refusals[OWN] = REFUSAL
+    leave(fleet, "new")
+    fleet.set_pools(pools(old=1))
+    fleet.texts.update({"old": OWN}, {OWN: b"one"})
+    waiting = asyncio.create_task(admission.place(ticket))
+    await rounds(admission, clock, 9.0)
+    assert not waiting.done()
+    await rounds(admission, clock, 2.0)
+    with pytest.raises(NotResumableError):
+        await waiting
 
 
 async def test_where_all_texts_are_one_nobody_is_sent_back() -> None:
