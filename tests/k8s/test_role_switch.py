@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ pytestmark = [
 
 NUM_TOKENS = 150
 WITHIN_S = 5.0
+PLACED_WITHIN_S = 60.0
+"""To be told how long it took where that is longer."""
 CONTROL_PORT = 7101
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 
@@ -55,6 +58,8 @@ class MixedPool:
 
     def switch(self, prefill: int, decode: int) -> float:
         """Told by kubectl; in how many seconds requests were placed so."""
+        with ControlClient(self._control) as control:
+            before = roles_of(control.fleet())
         began_at = time.monotonic()
         patch = f'{{"spec": {{"rolePlan": {{"prefill": {prefill}, "decode": {decode}}}}}}}'
         self._control_plane.kubectl(
@@ -63,7 +68,7 @@ class MixedPool:
         with ControlClient(self._control) as control:
             told = map(roles_of, control.watch_fleet(60.0))
             roles = next(each for each in told if split(each) == (prefill, decode))
-        self._wait_placed(roles)
+        self._wait_placed(before, roles)
         return time.monotonic() - began_at
 
     def pods(self) -> list[tuple[str, int]]:
@@ -71,14 +76,22 @@ class MixedPool:
         pods = self._kubelet.pods("ray.io/node-type=worker")
         return sorted((pod["metadata"]["uid"], _restarts(pod)) for pod in pods)
 
-    def _wait_placed(self, roles: Roles) -> None:
-        """Until new requests go by these roles."""
+    def _wait_placed(self, before: Roles, roles: Roles) -> None:
+        """Until a request goes by these roles to a worker that had another one before."""
+        switched = {worker for worker, role in roles.items() if before[worker] != role}
+        assert switched
+        numbers = itertools.count()
+
+        def is_placed(client: Client) -> bool:
+            prompt = f"{next(numbers)}: who prefills this?"  # nobody has the last one's cached
+            events = client.generate(prompt, max_tokens=1, temperature=0.0)
+            (routed,) = [event for event in events if isinstance(event, Routed)]
+            pair = routed.prefill_worker, routed.decode_worker
+            is_by_roles = [roles[worker] for worker in pair] == [PREFILL, DECODE]
+            return is_by_roles and not switched.isdisjoint(pair)
+
         with Client(router_address(self._kubelet)) as client:
-            while True:
-                events = client.generate("who prefills this?", max_tokens=1, temperature=0.0)
-                (routed,) = [event for event in events if isinstance(event, Routed)]
-                if (roles[routed.prefill_worker], roles[routed.decode_worker]) == (PREFILL, DECODE):
-                    return
+            eventually(lambda: is_placed(client), "a worker acts in its new role", PLACED_WITHIN_S)
 
 
 def _restarts(pod: dict[str, Any]) -> int:
