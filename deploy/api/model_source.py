@@ -8,6 +8,8 @@ from deploy.api.checked import Checked, Rule, bounded
 
 CLAIMS_FOLDER = "/claims"
 """Where claims lie in every pod, each in a folder of its name."""
+SOURCE = 2048
+"""Characters of a source at most: a model is called by the last part of its own."""
 FORMER_CLAIM_FOLDER = "/models"
 """Where the one claim lay in pods of former releases; a tokenizer may still be named so."""
 
@@ -33,7 +35,7 @@ class ModelSource(Checked):
     name: str | None = bounded(None, max_size=1024)
     """A name on the Hugging Face hub, or a folder that the images of workers and routers hold."""
     claim: ClaimSource | None = None
-    uri: str | None = bounded(None, max_size=2048, pattern=r"^(s3|https)://[^/?#@]+/[^?#]+$")
+    uri: str | None = bounded(None, max_size=SOURCE, pattern=r"^(s3|https)://[^/?#@]+/[^?#]+$")
     """An s3:// or https:// folder that holds config.json, or a tar file of one; fetched once to
     each node's weights cache. What is there is taken to stay: another version, another URI."""
     credentials_secret_name: str | None = bounded(None, max_size=253)

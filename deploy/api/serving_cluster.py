@@ -11,7 +11,7 @@ from cluster.config import RegistryConfig, SupervisorConfig, WorkerSettings
 from cluster.planner.config import PlannerConfig
 from decode_worker.config import DecodeConfig
 from deploy.api.checked import Checked, Rule, bounded
-from deploy.api.model_source import HubSettings, ModelSource
+from deploy.api.model_source import SOURCE, HubSettings, ModelSource
 from deploy.api.worker_pool import DURATION, PoolTemplate
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
@@ -191,7 +191,7 @@ class ServingClusterSpec(Checked):
     """A folder of the router's image or of the model's claim, or a name on the hub, where the
     model's own files hold no tokenizer."""
     hub: HubSettings = field(default_factory=HubSettings)
-    served_model_name: str | None = bounded(None, max_size=256)
+    served_model_name: str | None = bounded(None, max_size=SOURCE)
     """What clients call the model; None: the last part of the source of the first that was
     available (`status.servedModelName`), so that another one takes its place under its name."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from deploy.api.checked import Checked, bounded
+from deploy.api.model_source import SOURCE
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,9 @@ class WorkerPoolStatus(Checked):
 
 @dataclass(frozen=True)
 class ServingClusterStatus(Checked):
-    model: str = bounded("", max_size=1024)
+    model: str = bounded("", max_size=SOURCE)
     """What clients call it."""
-    served_model_name: str = bounded("", max_size=256)
+    served_model_name: str = bounded("", max_size=SOURCE)
     """What they called it when it was last available: it stays that where the spec gives no
     `servedModelName`, whatever the model is then."""
     endpoints: Mapping[str, str] = field(default_factory=dict)

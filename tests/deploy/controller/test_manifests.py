@@ -14,10 +14,12 @@ from baton.config import parse_config
 from baton.errors import ConfigError
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.status import ServingClusterStatus
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import (
     cluster_config,
     config_map,
+    model_name,
     seconds,
     with_name,
 )
@@ -302,6 +304,16 @@ def test_another_model_is_called_as_the_first_was_unless_the_spec_says_otherwise
     assert called({}) == "qwen-v2"
     assert called({"servedModelName": "qwen-v1"}) == "qwen-v1"
     assert called({"servedModelName": "qwen-v1"}, servedModelName="mine") == "mine"
+
+
+def test_the_longest_name_that_a_model_can_have_stays_its_own() -> None:
+    """A status that its schema does not take would never be written."""
+    spec = spec_of(model={"uri": "s3://b/".ljust(2048, "m")})
+    name = model_name(spec)
+    assert len(name) > 1024
+    status = ServingClusterStatus(model=name, served_model_name=name)
+    assert with_name(spec, {"status": {"servedModelName": name}}).served_model_name == name
+    assert status.model == name
 
 
 def test_null_takes_a_key_away_and_lists_of_named_things_merge_by_name() -> None:
