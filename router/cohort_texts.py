@@ -65,6 +65,11 @@ class CohortTexts:
         of former releases tell nothing."""
         return self._texts.get(cohort, OWN)
 
+    def knows(self, cohort: Cohort) -> bool:
+        """Whether the registry tells of it; by one that tells of none there is one only. A stream
+        may come back of one that has gone, or is yet to be told of: its text may be any."""
+        return cohort in self._texts or not (self._texts or cohort)
+
     @property
     def unread(self) -> list[Cohort]:
         return sorted(cohort for cohort, text in self._texts.items() if text is None)

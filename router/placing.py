@@ -71,9 +71,10 @@ class Placing:
 
     def other_text(self, ticket: Ticket) -> TextId | None:
         """What the request has to be read with before it can go where it has drawn; None: it is."""
-        if ticket.keeps_text or ticket.cohort is None:
+        texts = self._fleet.texts
+        if ticket.keeps_text or ticket.cohort is None or not texts.knows(ticket.cohort):
             return None
-        text = self._fleet.texts.of(ticket.cohort)
+        text = texts.of(ticket.cohort)
         return None if text == ticket.text else text
 
     def slots_for(self, ticket: Ticket) -> Bools:

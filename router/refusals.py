@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.errors import NoCapacityError, NotResumableError, UnavailableError
+from router.cohorts import Cohort
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.placement import Reach
@@ -35,8 +36,10 @@ def _unreadable(ticket: Ticket, fleet: Fleet) -> Refusal | None:
     """Of a request that cannot be read with the text of any cohort that there is, or may be once
     its workers come, or of its own if it is bound. One whose text is not read may yet take it; one
     whose tokenizer is not that of its token ids never does. A stream that has begun here is read
-    with no other."""
+    with no other; nor does anybody know what one's text is whose cohort is not told of."""
     if not ticket.refusals or ticket.keeps_text:
+        return None
+    if ticket.is_bound and not fleet.texts.knows(ticket.cohort or ""):
         return None
     cohorts = {ticket.cohort or ""} if ticket.is_bound else fleet.known_cohorts()
     are_all_its = ticket.is_bound or not ticket.is_of_ids
@@ -56,7 +59,10 @@ def stranded(
     """Of a request that no usable worker, of its cohort and model if it is bound, took for long
     enough. One whose cohort's workers are to come back may go on then."""
     if ticket.is_bound:
-        return _cut_off(ticket, fleet)
+        if not ticket.keeps_text and ticket.cohort in fleet.texts.unread:
+            message = f"this router has not read the text of cohort {ticket.cohort!r}"
+            return UnavailableError(message, retry_after_s=1.0)
+        return cut_off(ticket.cohort, fleet)
     total_tokens, num_tokens = ticket.num_tokens, len(ticket.prompt)
     longest = int(within_reach.request_tokens.max(initial=0.0))
     unread = [cohort for cohort in fleet.kinds.cohorts if fleet.texts.of(cohort) is None]
@@ -76,14 +82,11 @@ def stranded(
     return UnavailableError(message, retry_after_s=1.0)
 
 
-def _cut_off(ticket: Ticket, fleet: Fleet) -> UnavailableError | NotResumableError:
+def cut_off(cohort: Cohort | None, fleet: Fleet) -> UnavailableError | NotResumableError:
     """Of a stream that has begun."""
-    wants = f"the model that its tokens come from, of its cohort, {ticket.cohort!r}"
-    if fleet.stopped.lacks(ticket.cohort):
+    wants = f"the model that its tokens come from, of its cohort, {cohort!r}"
+    if fleet.stopped.lacks(cohort):
         message = f"no worker that can go on with the request is live yet: it takes {wants}"
-        return UnavailableError(message, retry_after_s=1.0)
-    if not ticket.keeps_text and ticket.cohort in fleet.texts.unread:
-        message = f"this router has not read the text of cohort {ticket.cohort!r}"
         return UnavailableError(message, retry_after_s=1.0)
     return NotResumableError(
         f"no worker that can go on with the request is left: it takes {wants};"

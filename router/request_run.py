@@ -200,7 +200,7 @@ class RequestRun:
 
     async def _speak_as(self, cohort: Cohort) -> None:
         """Of a stream that has begun. Raises UnavailableError where its text is not read here."""
-        await self._read_with(text_of_stream(cohort, self._parts.fleet.texts))
+        await self._read_with(text_of_stream(cohort, self._parts.fleet.texts, self.arrival.text))
 
     async def _read_with(self, text: TextId) -> None:
         """Have the request read, and its tokens put out, with this text."""

@@ -75,9 +75,10 @@ def origin_of(parsed: ParsedRequest, fleet: Fleet) -> Origin:
     return Origin(cohort, seen)
 
 
-def text_of_stream(cohort: Cohort, texts: CohortTexts) -> TextId:
-    """What a cohort's tokens are read with. Raises UnavailableError where that is not read here."""
-    text = texts.of(cohort)
+def text_of_stream(cohort: Cohort, texts: CohortTexts, at_hand: TextId) -> TextId:
+    """What a cohort's tokens are read with: `at_hand` while that is not known. Raises
+    UnavailableError where it is not read here."""
+    text = texts.of(cohort) if texts.knows(cohort) else at_hand
     if text is None:
         message = f"this router has not read the text of cohort {cohort!r}"
         raise UnavailableError(message, retry_after_s=1.0)

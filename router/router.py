@@ -34,6 +34,7 @@ from router.placement import Placement
 from router.pool_figures import PoolFigures
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
+from router.refusals import cut_off
 from router.reporting import Reporting, waiting_requests
 from router.request_run import SHUTTING_DOWN, RequestRun
 from router.resume import text_of_stream
@@ -237,14 +238,17 @@ class Router:
         """What a new request is read with; one of `refused_by` where there is no other. `cohort`:
         of the tokens that its client has seen.
 
-        Raises UnavailableError where that cohort's text is not read.
+        Raises UnavailableError where that cohort's text is not read, and NotResumableError too for
+        one that was refused and whose cohort is not told of: its own text took it.
         """
         await self.texts.settled(self._gets_requests)
         texts, cohorts = self.fleet.texts, self.fleet.cohorts
+        if refused_by and cohort is not None and not texts.knows(cohort):
+            raise cut_off(cohort, self.fleet)
         if texts.is_only(OWN):
             return OWN
         if cohort is not None:
-            return text_of_stream(cohort, texts)
+            return text_of_stream(cohort, texts, OWN)
         if is_of_ids:
             return texts.main(cohorts.weights)
         none = (None, *refused_by)

@@ -255,14 +255,16 @@ async def test_a_stream_that_its_own_cohort_s_text_refuses_is_told_so() -> None:
         await admission.place(ticket)
 
 
-async def test_a_stream_that_has_begun_is_never_ended_by_what_another_text_refuses() -> None:
-    """Its cohort's workers and pools have gone, and what was told of its text is forgotten."""
+@pytest.mark.parametrize("tokens", [[5], []], ids=["put out here", "of another router"])
+async def test_a_stream_whose_cohort_is_forgotten_is_ended_by_nothing_that_another_text_refuses(
+    tokens: list[int],
+) -> None:
     clock = Clock()
     fleet = two_texts(clock)
     admission = admission_of(fleet, clock, fleet_wait_s=10.0)
     ticket = bound(admission)
     ticket.text = OTHER
-    ticket.prompt.extend_to([5])
+    ticket.prompt.extend_to(tokens)
     ticket.refusals[OWN] = REFUSAL
     leave(fleet, "new")
     fleet.set_pools(pools(old=1))
