@@ -9,6 +9,9 @@ from typing import Literal
 from deploy.api.checked import Checked, bounded
 from deploy.api.model_source import SOURCE
 
+MESSAGE = 32768
+"""Characters of what is told in words, at most."""
+
 
 @dataclass(frozen=True)
 class Condition(Checked):
@@ -17,7 +20,7 @@ class Condition(Checked):
     type: str = bounded(max_size=316)
     status: Literal["True", "False", "Unknown"] = bounded()
     reason: str = bounded(max_size=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")
-    message: str = bounded(max_size=32768)
+    message: str = bounded(max_size=MESSAGE)
     last_transition_time: str = bounded(max_size=64)
     observed_generation: int = bounded(0, minimum=0)
 
@@ -104,7 +107,7 @@ class WorkerPoolStatus(Checked):
     """Between two tokens of the streams that the pool decodes, likewise."""
     itl_target_seconds: float | None = None
     """`spec.planner.itlTargetS`, where the pool decodes."""
-    last_error: str = bounded("", max_size=32768)
+    last_error: str = bounded("", max_size=MESSAGE)
     """Why a replica last failed to start, in its own words."""
     desired_replicas: int | None = None
     """What the planner would have, whoever writes `spec.replicas`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deploy.api.status import MESSAGE
 from deploy.controller.manifests.common import Object
 from deploy.controller.objects import Object as Seen
 
@@ -37,10 +38,15 @@ def conditions(verdicts: Sequence[Verdict], seen: Seen, now: str) -> list[Object
                 "type": verdict.type,
                 "status": status,
                 "reason": verdict.reason,
-                "message": verdict.message,
+                "message": shortened(verdict.message),
                 "lastTransitionTime": old["lastTransitionTime"] if old and is_same else now,
                 "observedGeneration": generation,
             }
         )
     judged = {verdict.type for verdict in verdicts}
     return told + [dict(each) for kind, each in before.items() if kind not in judged]
+
+
+def shortened(text: str) -> str:
+    """As much as a status takes: an API server's refusal may quote all that it refuses."""
+    return text if len(text) <= MESSAGE else f"{text[: MESSAGE - 3]}..."

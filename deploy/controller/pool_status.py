@@ -6,7 +6,7 @@ import datetime
 
 from cluster.planner.config import PlannerConfig
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
+from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict, shortened
 from deploy.controller.drains import held_by, is_overdue
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, Object
 from deploy.controller.observed import FleetPool, Place
@@ -33,7 +33,7 @@ def pool_status(view: PoolView, rolling: PoolRolling, targets: PlannerConfig, no
         "selector": f"{CLUSTER_LABEL}={spec.cluster},{POOL_LABEL}={spec.pool}",
         "queue": sum(place.num_waiting for place in places),
         "kvUsePercent": round(100 * max((place.kv_use for place in view.live), default=0.0)),
-        "lastError": (pool.last_error or None) if pool is not None else None,
+        "lastError": (shortened(pool.last_error) or None) if pool is not None else None,
         "ttftSeconds": _seconds(pool.seen.ttft_s) if pool is not None else None,
         "ttftTargetSeconds": targets.ttft_target_s if spec.role != "decode" else None,
         "itlSeconds": _seconds(pool.seen.itl_s) if pool is not None else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deploy.api.status import MESSAGE, Condition
 from deploy.controller.conditions import AVAILABLE, DEGRADED, Verdict, conditions
 from deploy.controller.hindrances import invalid_spec
 
@@ -46,3 +47,13 @@ def test_what_never_could_be_read_is_not_available() -> None:
     new = {"metadata": {"generation": 1}}
     told = by_type(conditions(invalid_spec(new, "spec.model: missing"), new, NOW))
     assert (told["Available"]["status"], told["Available"]["reason"]) == ("False", "InvalidSpec")
+
+
+def test_what_is_too_long_for_a_condition_is_told_as_far_as_it_goes() -> None:
+    """A status that its schema does not take would not be told at all. An API server's refusal may
+    quote the whole of what it refuses."""
+    new = {"metadata": {"generation": 1}}
+    (told,) = conditions([Verdict(DEGRADED, True, "Refused", "spec: " + "x" * MESSAGE)], new, NOW)
+    Condition("Degraded", "True", "Refused", told["message"], NOW)
+    assert told["message"].startswith("spec: xxx")
+    assert told["message"].endswith("x...")

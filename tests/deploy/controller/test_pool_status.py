@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.v1 import control_pb2
 from cluster.planner.config import PlannerConfig
+from deploy.api.status import MESSAGE, WorkerPoolStatus
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.fleet_watch import fleet_of
 from deploy.controller.manifests.common import POOL_LABEL, Object
@@ -52,6 +53,14 @@ def test_a_drain_that_takes_longer_than_it_may_says_what_holds_it() -> None:
 def test_a_silent_supervisor_ends_no_drain() -> None:
     first = draining([], BEGUN)
     assert draining(first, "2026-01-01T10:09:00Z", None) == first
+
+
+def test_an_error_that_is_too_long_for_a_status_is_told_as_far_as_it_goes() -> None:
+    fleet = FleetPool(1, (), last_error="no memory: " + "x" * MESSAGE)
+    revision = RevisionView(Revision(NAME, "decode", ""), fleet=fleet)
+    view = PoolView({"metadata": {}}, SPEC, [], fleet, {NAME: revision}, NAME)
+    error = pool_status(view, ROLLING, PlannerConfig(), BEGUN)["lastError"]
+    assert WorkerPoolStatus(last_error=error).last_error.startswith("no memory: xxx")
 
 
 def test_what_clients_see_stands_beside_what_they_are_to_see() -> None:
