@@ -20,7 +20,7 @@ from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from cluster.fleet_wire import ROLES
 from cluster.rank import Rank
 from cluster.worker_config import WorkerConfig
-from engine.api import EngineCapacity
+from engine.api import EngineCapacity, EngineLoad
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,22 @@ def worker_info(
         max_held_tokens_per_request=capacity.max_held_tokens or 0,
         pod_name="" if pod is None else pod.name,
         node_name="" if pod is None else pod.node_name,
+    )
+
+
+def worker_load(load: EngineLoad, handoff_bytes_per_s: float) -> worker_pb2.WorkerLoad:
+    """What a worker tells of its engine's load."""
+    return worker_pb2.WorkerLoad(
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        num_reserved=load.num_reserved,
+        num_queued_tokens=load.num_queued_tokens,
+        num_free_blocks=load.num_free_blocks,
+        num_blocks=load.num_blocks,
+        num_quarantined_blocks=load.num_quarantined_blocks,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        decode_step_s=load.decode_step_s,
+        handoff_bytes_per_s=handoff_bytes_per_s,
     )
 
 

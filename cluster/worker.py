@@ -2,7 +2,8 @@
 
 1. `serve` starts the engine's thread, warms the engine up, mounts the role's services, registers.
    The parts behind the services are those of both roles.
-2. It runs until `stop`, until a drain is over, or until a part of it fails.
+2. It runs until `stop`, until a drain is over, or until a part of it fails; one that is told any
+   of these while it warms up opens nothing, and does not wait for a step that hangs.
 3. A drain: no new work, health says NOT_SERVING, what runs finishes, for `drain_timeout_s` at most;
    routers take the last tokens; then every pool and table is checked. It asks nothing of the
    registry.
@@ -31,7 +32,7 @@ from cluster.integrity import EngineBooks, TokenCount, problems_of, report
 from cluster.kv_feed import KvFeed
 from cluster.pod import PodWorkers
 from cluster.rank import Rank
-from cluster.registration import Beat, Registrar, worker_info
+from cluster.registration import Beat, Registrar, worker_info, worker_load
 from cluster.registry import Progress
 from cluster.request_wire import read_spec
 from cluster.role_plan import Role
@@ -111,36 +112,59 @@ class Worker:
     # --- life -----------------------------------------------------------------------------------
 
     async def serve(self) -> None:
-        """Serve until stopped or drained. Raises WorkerFailedError, EngineStuckError."""
+        """Serve until stopped or drained. Raises WorkerFailedError, EngineStuckError, and whatever
+        a step of the warm-up raises."""
         self.engine.start()
         try:
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(self._stop_engine)
-                await asyncio.wrap_future(self.engine.call(lambda _: self._warm_up()))
-                await stack.enter_async_context(self._server())
-                stack.enter_context(self._metrics())
-                stack.enter_context(self._told_in_its_pod())
-                registrar = Registrar(
-                    self._config.control_address,
-                    self.info(),
-                    self._beat,
-                    self.drain,
-                    self._config.settings.heartbeat_s,
-                )
-                for name, work in (("registrar", registrar.run()), ("sweep", self._sweep())):
-                    stack.push_async_callback(_end, self._begin(name, work))
-                self.ready.set()
-                log.info("%s serves at %s", self._config.worker_id, self.address)
-                await self._stopped.wait()
-                await _end(self._drain)
+                if await self._warmed_up():
+                    await self._open(stack)
+                    await self._stopped.wait()
+                    await _end(self._drain)
         finally:
             self.left.set()
         if self._failure is not None:
             raise self._failure
 
+    async def _warmed_up(self) -> bool:
+        """False: it is to leave; its first step may hang. Raises what a step raises."""
+        warming = asyncio.wrap_future(self.engine.call(lambda _: self._warm_up()))
+        stopped = self._loop.create_task(self._stopped.wait())
+        ends: set[asyncio.Future[Any]] = {warming, stopped}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if warming.done():
+                warming.result()
+            return not self._stopped.is_set()
+        finally:
+            for end in ends:
+                end.cancel()
+
     def _warm_up(self) -> None:
         """On the engine's thread, which has nothing else to do yet."""
         warm_up(self._config.engine, self.rank.runner, self.rank.transfer)
+
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
+        """Serve, and be known to; until the stack is left."""
+        await stack.enter_async_context(self._server())
+        if (port := self._config.settings.metrics_port) is not None:
+            stack.enter_context(self._metrics(port))
+        if self._config.pod is not None:
+            workers, info = PodWorkers(self._config.pod), self.info()
+            workers.enter(info)
+            stack.callback(workers.strike, info)
+        registrar = Registrar(
+            self._config.control_address,
+            self.info(),
+            self._beat,
+            self.drain,
+            self._config.settings.heartbeat_s,
+        )
+        for name, work in (("registrar", registrar.run()), ("sweep", self._sweep())):
+            stack.push_async_callback(_end, self._begin(name, work))
+        self.ready.set()
+        log.info("%s serves at %s", self._config.worker_id, self.address)
 
     def fail(self, part: str, error: BaseException) -> None:
         """A part has failed: nothing here can be relied on any more. The first error is told."""
@@ -172,8 +196,10 @@ class Worker:
         self._stopped.set()
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Take no new work, finish what runs, then leave."""
-        if self._drain is None:
+        """Take no new work, finish what runs, then leave: at once, where it does not serve yet."""
+        if not self.ready.is_set():
+            self.stop()
+        elif self._drain is None:
             log.info("%s drains", self._config.worker_id)
             # Now, not with the task's first turn: a worker that is idle until then is not later.
             self.prefill.begin_drain()
@@ -231,10 +257,7 @@ class Worker:
             await server.stop(grace=0.5)
 
     @contextlib.contextmanager
-    def _metrics(self) -> Iterator[None]:
-        if self._config.settings.metrics_port is None:
-            yield
-            return
+    def _metrics(self, port: int) -> Iterator[None]:
         collector = WorkerCollector(
             self._config.worker_id,
             self._config.pool,
@@ -244,9 +267,8 @@ class Worker:
             lambda: self._num_quarantined_bytes,
         )
         host = self._config.host.strip("[]")
-        server, thread = prometheus_client.start_http_server(
-            self._config.settings.metrics_port, host, registry=collector.registry()
-        )
+        registry = collector.registry()
+        server, thread = prometheus_client.start_http_server(port, host, registry=registry)
         self.metrics_address = f"{self._config.host}:{server.server_port}"
         log.info("%s serves metrics at %s", self._config.worker_id, self.metrics_address)
         try:
@@ -255,18 +277,6 @@ class Worker:
             server.shutdown()
             server.server_close()
             thread.join()
-
-    @contextlib.contextmanager
-    def _told_in_its_pod(self) -> Iterator[None]:
-        if self._config.pod is None:
-            yield
-            return
-        workers, info = PodWorkers(self._config.pod), self.info()
-        workers.enter(info)
-        try:
-            yield
-        finally:
-            workers.strike(info)
 
     # --- the engine's thread --------------------------------------------------------------------
 
@@ -337,18 +347,7 @@ class Worker:
     def _take_load(self, load: EngineLoad) -> None:
         self._load_asked = False
         self._num_quarantined_bytes = load.num_quarantined_bytes
-        self._load = worker_pb2.WorkerLoad(
-            num_waiting=load.num_waiting,
-            num_running=load.num_running,
-            num_reserved=load.num_reserved,
-            num_queued_tokens=load.num_queued_tokens,
-            num_free_blocks=load.num_free_blocks,
-            num_blocks=load.num_blocks,
-            num_quarantined_blocks=load.num_quarantined_blocks,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            decode_step_s=load.decode_step_s,
-            handoff_bytes_per_s=self.prefill.handoff_bytes_per_s,
-        )
+        self._load = worker_load(load, self.prefill.handoff_bytes_per_s)
 
     async def _load_now(self) -> worker_pb2.WorkerLoad:
         """As the engine's thread tells it between two steps; waits for as long as a step takes."""

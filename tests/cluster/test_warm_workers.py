@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import sys
-from dataclasses import replace
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.config import parse_config
 from baton.v1 import worker_pb2
+from cluster.rank import build_rank
 from cluster.registration import Registrar
 from cluster.role_plan import Role
-from cluster.worker import Worker
-from cluster.worker_config import RankPlace, worker_config
+from cluster.worker import EngineStuckError, Worker
+from cluster.worker_config import RankPlace, WorkerConfig, worker_config
 from cluster.worker_process import serve_worker
 from engine.fake_runner import FakeRunner
 from engine.request import StepPlan
@@ -72,14 +78,129 @@ async def test_a_worker_whose_warm_up_fails_ends_with_its_error_and_is_never_rea
         raise OSError("the device is gone")
 
     monkeypatch.setattr(FakeRunner, "run", fails)
-    cluster = parse_config({"model": "fake", "engine": {"backend": "fake"}})
-    config = worker_config(cluster, "decode", "decode-0", "127.0.0.1:1")
-    config = replace(config, transfer=TransferConfig(transport="memory"))
     made: list[Worker] = []
     fatal: list[BaseException] = []
     with pytest.raises(OSError, match="the device is gone"):
-        await serve_worker(config, RankPlace(), made.append, fatal.append)
+        await serve_worker(small_config(), RankPlace(), made.append, fatal.append)
     assert ([worker.ready.is_set() for worker in made], fatal) == ([False], [])
+
+
+def small_config(leave_timeout_s: float = 10.0) -> WorkerConfig:
+    cluster = parse_config({"model": "fake", "engine": {"backend": "fake"}})
+    config = worker_config(cluster, "decode", "decode-0", "127.0.0.1:1")
+    settings = replace(config.settings, leave_timeout_s=leave_timeout_s)
+    return replace(config, transfer=TransferConfig(transport="memory"), settings=settings)
+
+
+@dataclass
+class FirstStep:
+    """Does not end until `go_on`."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+
+@pytest.fixture
+def first_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[FirstStep]:
+    step, run = FirstStep(), FakeRunner.run
+
+    def hold(self: FakeRunner, plan: StepPlan, specs: Any) -> Any:
+        step.begun.set()
+        assert step.go_on.wait(30)
+        return run(self, plan, specs)
+
+    monkeypatch.setattr(FakeRunner, "run", hold)
+    yield step
+    step.go_on.set()
+
+
+@contextlib.asynccontextmanager
+async def warming_up(
+    first_step: FirstStep, config: WorkerConfig
+) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
+    """A worker in its first step, and what it ends with."""
+    rank = await asyncio.to_thread(build_rank, config, RankPlace())
+    worker = Worker(config, rank)
+    serving = asyncio.create_task(worker.serve())
+    try:
+        assert await asyncio.to_thread(first_step.begun.wait, 10)
+        yield worker, serving
+    finally:
+        first_step.go_on.set()
+        worker.stop()
+        await asyncio.wait({serving})
+        await asyncio.to_thread(worker.engine.stop)
+        await asyncio.to_thread(rank.close)
+
+
+ENDS: dict[str, Callable[[Worker], None]] = {
+    "stop": Worker.stop,
+    "drain": Worker.drain,
+    "fail": lambda worker: worker.fail("the transport", OSError("the device is gone")),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_worker_whose_first_step_hangs_can_be_ended(
+    first_step: FirstStep, end: str
+) -> None:
+    async with warming_up(first_step, small_config(leave_timeout_s=0.1)) as (worker, serving):
+        ENDS[end](worker)
+        with pytest.raises(EngineStuckError) as stuck:
+            await asyncio.wait_for(asyncio.shield(serving), 5)
+        assert (stuck.value.__cause__ is not None) == (end == "fail")
+        assert worker.left.is_set()
+
+
+@pytest.mark.parametrize("end", ["stop", "drain"])
+async def test_a_worker_that_is_to_end_while_it_warms_up_serves_nobody_first(
+    first_step: FirstStep, end: str
+) -> None:
+    async with warming_up(first_step, small_config()) as (worker, serving):
+        ENDS[end](worker)
+        first_step.go_on.set()
+        await asyncio.wait_for(asyncio.shield(serving), 5)
+        assert (worker.address, worker.ready.is_set()) == ("", False)
+
+
+HANGS = """
+import sys, threading
+from cluster import worker_process
+from engine.fake_runner import FakeRunner
+
+def hang(self, plan, specs):
+    print("hangs", flush=True)
+    threading.Event().wait()
+
+FakeRunner.run = hang
+sys.exit(worker_process.main(sys.argv[1:]))
+"""
+SMALL_CLUSTER = """
+model: fake
+engine: {backend: fake}
+worker: {leave_timeout_s: 0.1}
+pools: {decode: {role: decode}}
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_ends_a_worker_process_whose_first_step_hangs(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    (file := tmp_path / "cluster.yaml").write_text(SMALL_CLUSTER)
+    options = ("--config", str(file), "--pool", "decode", "--control", "127.0.0.1:1")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HANGS, *options, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert await asyncio.wait_for(process.stdout.readline(), 60) == b"hangs\n"
+        process.send_signal(number)
+        assert await asyncio.wait_for(process.wait(), 10) == 1
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 PROCESS = """
