@@ -1,8 +1,8 @@
 """Brings one ServingCluster one step nearer to what its spec wants. Of levels: it may be cut off at
 any line, by another one goes on.
 
-1. Read the spec; one that cannot be read is told in a condition, and nothing of it is touched.
-   Neither is anything while KubeRay's kind is not served.
+1. Read the spec; one that cannot be read, or has a pool become what it cannot, is told in a
+   condition, and nothing of it is touched. Neither is anything while KubeRay's kind is not served.
 2. WorkerPools (see `pools`), and what there is of their revisions (see `view`).
 3. How many workers each revision is to have, and which share of requests each cohort (see
    `rolling`).
