@@ -195,6 +195,9 @@ class Keeper:
         assert replica is not None
         reason = await self._until_over()
         log.info("%s: %s", replica.name, reason)
+        # Nobody waits to hear of it any more, and its end may take long to prove.
+        if self._ground.registry.pools.ends(self.worker_id):
+            self._ground.changes.announce()
         problems = [] if self._failure is None or self._leaving.is_set() else [self._failure]
         destroyed = await self._ground.ray(partial(self._ground.replicas.destroy, replica))
         self._left_behind = not destroyed

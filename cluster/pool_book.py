@@ -40,7 +40,7 @@ class Place:
     is_pending: bool = False
     """There is no pod yet that it could start on."""
     is_adopted: bool = False
-    """A former supervisor left a worker here that served, and it is not known to be over."""
+    """A former supervisor left a worker here that served, and nothing has ended it since."""
     is_leaving: bool = False
     """It is wanted no longer, and closes when its worker has left."""
 
@@ -236,6 +236,10 @@ class PoolBook:
         """It waits no more: new ranks have this pod, if it is one; whether that is news."""
         place = self._places[worker_id]
         return self._book(replace(place, pod_name=pod_name, is_pending=False, is_adopted=False))
+
+    def ends(self, worker_id: str) -> bool:
+        """What runs there is being ended; whether that is news."""
+        return self._book(replace(self._places[worker_id], is_adopted=False))
 
     def places_of(self, pool: str) -> tuple[Place, ...]:
         return tuple(place for place in self._places.values() if place.pool == pool)

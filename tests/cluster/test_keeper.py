@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -162,6 +163,44 @@ async def test_a_place_tells_its_pod_before_its_worker_registers_and_none_once_t
         keeper.end_now()
         await asyncio.wait_for(running, 10)
         assert pods_told(ground) == [None]
+
+
+class SlowEnds(WrittenDown):
+    """An end takes until `go_on`, and the first one fails even then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def destroy(self, replica: Replica) -> bool:
+        super().destroy(replica)
+        assert self.go_on.wait(10)
+        if len(self.destroyed) == 1:
+            raise OSError("its machine does not answer")
+        return True
+
+
+async def test_an_adopted_worker_that_failed_is_awaited_no_more_before_its_end_is_proved() -> None:
+    replicas = SlowEnds()
+    with ground_over(replicas) as ground:
+        registry = ground.registry
+        registry.pools.open_place("decode", "decode-1", "former pod", is_adopted=True)
+        keeper = Keeper("decode", 1, ground, ADOPTED)
+        running = asyncio.create_task(keeper.run())
+        await asyncio.wait({running}, timeout=0.1)
+        assert registry.awaits_adopted("decode")
+        version = registry.refresh()
+        keeper.ended(RankEnd(ADOPTED.name, 0, "killed"))
+        await until(lambda: replicas.destroyed)
+        assert not registry.awaits_adopted("decode")
+        assert registry.refresh() > version
+        assert pods_told(ground) == ["former pod"]  # something may be left there
+        replicas.go_on.set()
+        with pytest.raises(OSError, match="does not answer"):
+            await asyncio.wait_for(running, 10)
+        assert not registry.awaits_adopted("decode")
+        keeper.end_now()
+        await asyncio.wait_for(keeper.run(), 10)
 
 
 class LostPods(WrittenDown):
