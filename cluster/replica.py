@@ -75,7 +75,7 @@ class Replica:
     actors: Mapping[int, Any]
     processes: tuple[ProcessIdentity, ...]
     serves: bool = False
-    """Found with all loaded: it will register again soon, or never."""
+    """Found loaded and warmed up: it will register again soon, or never."""
     node_id: str | None = None
     """Ray's, of where it runs; None: not known."""
     pod_name: str | None = None
