@@ -12,13 +12,15 @@ _CHOICES = {
     "device": ("cpu", "cuda"),
     "backend": ("torch", "fake"),
 }
+_LEAST = {"max_model_len": 2}  # a prompt, and a token after it
 
 
 def _check_counts(config: EngineConfig | FakeEngineConfig) -> None:
     """Every whole number here counts or sizes something."""
     for name, value in vars(config).items():
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
+        least = _LEAST.get(name, 1)
+        if isinstance(value, int) and not isinstance(value, bool) and value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
 
 
 @dataclass(frozen=True)

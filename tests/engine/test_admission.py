@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine.config import EngineConfig, FakeEngineConfig
 from engine.errors import InvalidRequestError
 from engine.request import HandoffId, SamplingParams
 from tests.engine.fakes import (
@@ -64,6 +65,16 @@ def test_a_receiver_that_claims_part_of_a_block_or_the_whole_prompt_is_refused(c
         core.add_prefill(spec_of("r", prompt(64)), HandoffId("h"), cached)
     assert caught.value.field == "num_cached_tokens"
     pool_is_whole(core)
+
+
+@pytest.mark.parametrize("settings", [EngineConfig, FakeEngineConfig])
+@pytest.mark.parametrize("longest", [0, 1])
+def test_a_context_without_room_for_a_prompt_and_its_first_token_is_refused_by_name(
+    settings: type[EngineConfig | FakeEngineConfig], longest: int
+) -> None:
+    with pytest.raises(ValueError, match=f"^max_model_len must be at least 2, not {longest}$"):
+        settings(max_model_len=longest)
+    settings(max_model_len=2)
 
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
