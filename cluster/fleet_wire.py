@@ -39,6 +39,7 @@ def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
         pools=[_pool_message(pool, snapshot.standings) for pool in snapshot.pools],
         routers=[control_pb2.ReportRouterRequest.FromString(told) for told in snapshot.routers],
         keeps_pools=snapshot.keeps_pools,
+        settles=snapshot.settles,
     )
 
 

@@ -100,6 +100,8 @@ class FleetSnapshot:
     keeps_pools: bool = False
     standings: Mapping[str, int] = field(default_factory=dict)
     """Of the places that stay, by their workers' ids: the greatest of a pool leave first."""
+    settles: bool = False
+    """Workers that were here before the registry started may have yet to register."""
 
 
 @dataclass
@@ -124,6 +126,7 @@ class Registry:
         self.routers = RouterBook(self._clock)
         self.pools = PoolBook()
         self._workers: dict[str, _Worker] = {}
+        self._heard: set[str] = set()  # worker ids, of all that ever told how they stand
         self._num_streams = 0
         self._num_changes = 0  # of workers
 
@@ -243,6 +246,7 @@ class Registry:
                 for pool in self.pools.all_settings()
                 for standing, place in enumerate(self.staying(pool))
             },
+            self._settles(),
         )
 
     def staying(self, pool: str) -> list[Place]:
@@ -255,13 +259,28 @@ class Registry:
         """Whether a worker of the pool that a former supervisor left has yet to say how it stands,
         and with it who is to leave. It will soon, or be taken for hung."""
         return any(
-            place.is_adopted and self._is_unheard(place.worker_id)
+            place.is_adopted and place.worker_id not in self._heard
             for place in self.pools.places_of(pool)
         )
 
-    def _is_unheard(self, worker_id: str) -> bool:
-        worker = self._workers.get(worker_id)
-        return worker is None or worker.state is WorkerState.STARTING
+    def _settles(self) -> bool:
+        """Whether workers that were here before this registry may have yet to register: one that
+        has not within `silent_after_s` counts as silent, but for those that the pools tell of, or
+        will: by then nobody may have looked what a former supervisor left."""
+        if self._clock() < self._config.silent_after_s:
+            return True
+        if not self._keeps_pools:
+            return False
+        sizes = self.pools.desired_replicas()
+        return (
+            not sizes
+            or any(size and not self.pools.places_of(pool) for pool, size in sizes.items())
+            or any(self.awaits_adopted(pool) for pool in sizes)
+            or any(
+                worker.registration.pool not in sizes and worker.state is not WorkerState.GONE
+                for worker in self._workers.values()
+            )
+        )
 
     def _distance(self, place: Place) -> int:
         """From serving: 0 does, 1 may be about to again."""
@@ -303,6 +322,7 @@ class Registry:
     def _enter(self, worker: _Worker, state: WorkerState) -> None:
         if state is WorkerState.LIVE:
             self.pools.forgive(worker.registration.worker_id)
+        self._heard.add(worker.registration.worker_id)
         worker.state = state
         worker.state_since = self._clock()
         self._num_changes += 1

@@ -156,10 +156,10 @@ class Fleet:
         numbers = [number for kv_class, number in self.kinds.classes if kv_class.cohort == cohort]
         return np.isin(self.arrays.kv_class, numbers)
 
-    def set_pools(self, pools: Sequence[PoolReport]) -> None:
+    def set_pools(self, pools: Sequence[PoolReport], settles: bool = False) -> None:
         """Take in all pools as the registry sees them now; one that has just started, and knows of
         none yet, changes no weights."""
-        self.stopped.update(pools)
+        self.stopped.update(pools, settles)
         weights = {pool.cohort: pool.cohort_weight for pool in pools}
         if weights and self.cohorts.update(weights):
             self._on_change()

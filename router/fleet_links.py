@@ -83,9 +83,9 @@ class FleetLinks:
         return sum(link.index_state is IndexState.DEGRADED for link in self._links.values())
 
     @property
-    def is_heard(self) -> bool:
-        """The registry has told of a fleet."""
-        return self._heard.is_set()
+    def are_all_known(self) -> bool:
+        """The registry has told of a fleet, and not that workers of it may have yet to register."""
+        return self._heard.is_set() and not self._fleet.stopped.settles
 
     async def wait_heard(self) -> None:
         """Until the registry has told of a fleet."""
@@ -103,9 +103,15 @@ class FleetLinks:
 
     # --- what the registry says ----------------------------------------------------------------
 
-    def update(self, reports: Sequence[WorkerReport], pools: Sequence[PoolReport] = ()) -> None:
-        """Take in the whole fleet as the registry sees it now."""
-        self._fleet.set_pools(pools)
+    def update(
+        self,
+        reports: Sequence[WorkerReport],
+        pools: Sequence[PoolReport] = (),
+        settles: bool = False,
+    ) -> None:
+        """Take in the whole fleet as the registry sees it now. `settles`: workers may have yet to
+        register with it."""
+        self._fleet.set_pools(pools, settles)
         listed = set()
         self._refused &= {report.facts.worker_id for report in reports}
         for report in reports:

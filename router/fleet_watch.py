@@ -116,9 +116,10 @@ class FleetWatch:
         self,
         address: str,
         config: RouterConfig,
-        on_fleet: Callable[[Sequence[WorkerReport], Sequence[PoolReport]], None],
+        on_fleet: Callable[[Sequence[WorkerReport], Sequence[PoolReport], bool], None],
         on_lost: Callable[[], None],
     ) -> None:
+        """`on_fleet` is told of the workers and the pools, and whether the registry settles."""
         self._address, self._config = address, config
         self._on_fleet, self._on_lost = on_fleet, on_lost
         self.last: control_pb2.WatchFleetResponse | None = None
@@ -173,7 +174,7 @@ class FleetWatch:
             self._told_lost = False
             log.info("registry %s: connected", self._address)
         self.is_connected, self.last = True, message
-        self._on_fleet(read_fleet(message), read_pools(message))
+        self._on_fleet(read_fleet(message), read_pools(message), message.settles)
         async with self._news:
             self._news.notify_all()
 

@@ -148,8 +148,8 @@ def _abandon(asked: Iterable[asyncio.Task[Found | None]]) -> None:
 
 def _check_all_heard(arrival: Arrival, links: FleetLinks, heard: Set[WorkerLink]) -> None:
     """Raises UnavailableError for a worker that may keep the request, and be heard in a moment, or
-    be told of by a registry that has not been heard itself."""
-    if not links.is_heard:
+    be told of by a registry that has not been heard itself, or has just started."""
+    if not links.are_all_known:
         message = "the registry has yet to tell which workers may keep the request"
         raise UnavailableError(message, retry_after_s=1.0)
     for link in links:

@@ -305,10 +305,12 @@ class Router:
 
     # --- the fleet -----------------------------------------------------------------------------
 
-    def _take_fleet(self, reports: Sequence[WorkerReport], pools: Sequence[PoolReport]) -> None:
+    def _take_fleet(
+        self, reports: Sequence[WorkerReport], pools: Sequence[PoolReport], settles: bool
+    ) -> None:
         """Texts first: no worker is here before it is known which is its."""
         self.texts.update(pools, self.fleet.kinds.cohorts)
-        self.links.update(reports, pools)
+        self.links.update(reports, pools, settles)
 
     def _is_served(self, facts: WorkerFacts) -> bool:
         return facts.model == self.model_name

@@ -39,12 +39,14 @@ class StoppedPools:
     """Own the pools as the registry told them last, and which roles are away or coming back."""
 
     def __init__(self) -> None:
+        self.settles = False
+        """The registry has just started: workers may have yet to register with it again."""
         self._prefill_is_away = self._decode_is_away = False
         self._pools: Sequence[PoolReport] = ()
 
-    def update(self, pools: Sequence[PoolReport]) -> None:
+    def update(self, pools: Sequence[PoolReport], settles: bool = False) -> None:
         """Take in all pools as the registry sees them now."""
-        self._pools = pools
+        self._pools, self.settles = pools, settles
         prefills = [pool for pool in pools if pool.can_prefill]
         decodes = [pool for pool in pools if pool.can_decode]
         self._prefill_is_away = _is_away(prefills, self._prefill_is_away)
@@ -57,9 +59,10 @@ class StoppedPools:
 
     def lacks(self, cohort: Cohort | None) -> bool:
         """Whether workers of a cohort, or of any, are to come, or to come back. So it is, too,
-        while the registry tells of no pool: it has just started."""
+        while the registry settles or tells of no pool: it has just started."""
         own = [pool for pool in self._pools if cohort in (None, pool.cohort)]
-        return not self._pools or any(p.live_replicas < p.desired_replicas for p in own)
+        has_started = bool(self._pools) and not self.settles
+        return not has_started or any(p.live_replicas < p.desired_replicas for p in own)
 
 
 def _is_away(pools: Sequence[PoolReport], was_away: bool) -> bool:

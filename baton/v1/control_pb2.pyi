@@ -469,10 +469,15 @@ class WatchFleetResponse(_message.Message):
     POOLS_FIELD_NUMBER: _builtins.int
     ROUTERS_FIELD_NUMBER: _builtins.int
     KEEPS_POOLS_FIELD_NUMBER: _builtins.int
+    SETTLES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     keeps_pools: _builtins.bool
     """Whether this registry tells of pools at all: then a worker whose pool is not among them is one
     whose pool it has yet to hear of.
+    """
+    settles: _builtins.bool
+    """This registry started a moment ago: workers that were here before it may have yet to register,
+    and one that is not listed may be one of them. Releases that tell of nothing leave it unset.
     """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetWorker]: ...
@@ -490,10 +495,11 @@ class WatchFleetResponse(_message.Message):
         pools: _abc.Iterable[Global___PoolStatus] | None = ...,
         routers: _abc.Iterable[Global___ReportRouterRequest] | None = ...,
         keeps_pools: _builtins.bool = ...,
+        settles: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_pools", b"keeps_pools", "pools", b"pools", "routers", b"routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_pools", b"keeps_pools", "pools", b"pools", "routers", b"routers", "settles", b"settles", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

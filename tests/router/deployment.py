@@ -87,6 +87,7 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
     def __init__(self) -> None:
         self.workers: list[ScriptedWorker] = []
         self.pools: list[control_pb2.PoolStatus] = []
+        self.settles = False
         self._changed = asyncio.Condition()
         self._version = 0
         self._server: grpc.aio.Server | None = None
@@ -127,6 +128,7 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
                 version=version,
                 workers=[worker.info() for worker in self.workers],
                 pools=self.pools,
+                settles=self.settles,
             )
             async with self._changed:
                 try:

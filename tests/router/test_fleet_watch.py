@@ -42,7 +42,7 @@ async def test_a_registry_that_does_not_answer_is_told_of_once_and_again_when_it
         nonlocal num_lost
         num_lost += 1
 
-    watch = FleetWatch(registry.address, QUICK, lambda workers, pools: None, lost)
+    watch = FleetWatch(registry.address, QUICK, lambda *told: None, lost)
     running = asyncio.create_task(watch.run())
     try:
         for losses in (0, 1):

@@ -41,3 +41,9 @@ async def test_a_stream_that_the_router_s_text_refuses_and_whose_cohort_has_gone
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await second.ask(request)
         assert error_reason(refused.value) == "NOT_RESUMABLE"
+        d.registry.settles = True
+        await d.registry.publish()
+        await d.until(lambda: d.router.fleet.stopped.settles)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await second.ask(request)
+        assert error_reason(refused.value) == "UNAVAILABLE", "its cohort may be told of yet"

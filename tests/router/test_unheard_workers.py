@@ -121,6 +121,33 @@ async def test_a_router_that_knows_of_no_fleet_yet_runs_nothing_again(
         assert num_reserves(d) == 1
 
 
+@pytest.mark.parametrize("registered", [[], ["p0", "d1"]], ids=["nobody", "some"])
+async def test_nothing_is_run_again_while_the_registry_settles(
+    text_model: TextModel, registered: list[str]
+) -> None:
+    async with left_on_a_worker_that_hangs(text_model, 0, attach_timeout_s=0.3) as left:
+        d, _, request = left
+        everyone = d.registry.workers
+        d.registry.workers = [w for w in everyone if w.worker_id in registered]
+        d.registry.settles = True
+        await d.registry.publish()
+        third = await d.add_router(fleet_wait_s=10.0)
+        router = d.servers[-1].router
+        await router.links.wait_heard()
+        await d.connected(len(registered), router)
+        request.cohort, request.model_fingerprints[:] = "", [FINGERPRINT]
+        await refused(third, request)
+        if registered:
+            assert (await third.ask(ask_for(PROMPT))).ids == expected(PROMPT, 12)
+        d.registry.workers, d.registry.settles = everyone, False
+        await d.registry.publish()
+        await d.connected(3, router)
+        answer = await third.ask(request)
+        assert answer.ids == expected(PROMPT, 12)[1:]
+        assert [routed.attempt for routed in answer.routed] == [1]
+        assert d.worker("d0").num_reserves == 1
+
+
 async def test_a_client_that_has_seen_nothing_waits_for_no_worker_that_does_not_answer(
     text_model: TextModel,
 ) -> None:

@@ -50,7 +50,7 @@ async def test_a_router_hears_of_the_fleet_again_over_a_new_connection() -> None
 
     was_lost = asyncio.Event()
     async with registry_behind_proxy() as (_, proxy):
-        watch = FleetWatch(proxy.address, CONFIG, lambda workers, pools: None, lost)
+        watch = FleetWatch(proxy.address, CONFIG, lambda *told: None, lost)
         async with running(watch.run()), asyncio.timeout(10):
             await watch.next_after(None)
             proxy.strand()
