@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from deploy.controller.informer import Informer, InformerSettings
 from deploy.controller.kube import Kube
-from deploy.controller.manifests.common import CLUSTER_LABEL
+from deploy.controller.manifests.common import CLUSTER_LABEL, Owner
 from deploy.controller.objects import EVERYTHING, Key, Object, Resource, Selection, key_of
 from deploy.controller.resources import (
     DEPLOYMENTS,
@@ -70,6 +70,7 @@ class Caches:
         self.clusters.add_handler(handler, lambda obj: (key_of(obj),))
         for informer in self._dependents:
             informer.add_handler(handler, cluster_keys)
+        self.pools.add_handler(handler, self._clusters_with)
         if self.nodes is not None:
             self.nodes.add_handler(handler, self._clusters_on)
 
@@ -100,6 +101,19 @@ class Caches:
         """Names, as far as they are known."""
         nodes = {} if self.nodes is None else self.nodes.snapshot()
         return frozenset(key.name for key, node in nodes.items() if _is_cordoned(node))
+
+    def _clusters_with(self, pool: Object) -> Iterable[Key]:
+        """Those with a pool that is called so, whoever has made this one: of two that have, one
+        waits for the other's to go."""
+        named = key_of(pool)
+        return [
+            key
+            for key, cluster in self.clusters.snapshot().items()
+            if any(
+                Key(key.namespace, Owner(key.name, key.namespace, "").pool_name(name)) == named
+                for name in cluster["spec"].get("pools") or ()
+            )
+        ]
 
     def _clusters_on(self, node: Object) -> Iterable[Key]:
         """Those with pods on a node that is, or was, cordoned. What else happens to nodes, time and

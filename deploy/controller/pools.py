@@ -62,12 +62,11 @@ class Pools:
         return pools, failed
 
     def _check_changes(self, cluster: Object, wanted: Mapping[str, Manifest]) -> None:
-        """What an API server with CEL refuses; one without takes it. A pool that is being deleted
-        makes way for another."""
+        """What an API server with CEL refuses; one without takes it."""
         problems = []
         for name, made in wanted.items():
             seen = self._caches.pools.get(key_of(made))
-            if seen is not None and "deletionTimestamp" not in seen["metadata"]:
+            if seen is not None:
                 problems += _problems(name, seen, made)
         if problems:
             raise ConfigError(f"ServingCluster {key_of(cluster)}: {'; '.join(problems)}")
@@ -141,11 +140,13 @@ class Pools:
 
 
 def _problems(name: str, seen: Object, made: Manifest) -> list[str]:
-    """Why the WorkerPool that is there does not become what the pool of that name is made to."""
+    """Why the WorkerPool that is there does not become what the pool of that name is made to. One
+    that is being deleted makes way for another of its cluster."""
     was = kept(seen, made)
     broken = broken_by(WorkerPoolSpec, was, made["spec"])
     if all(rule.keeps == "role" for rule in broken):
-        return [f"spec.pools.{name}.{rule.message}" for rule in broken]
+        is_going = "deletionTimestamp" in seen["metadata"]
+        return [] if is_going else [f"spec.pools.{name}.{rule.message}" for rule in broken]
     whose = f"pool {was['pool']} of ServingCluster {was['cluster']}"
     return [f"spec.pools.{name} needs another name: WorkerPool {key_of(seen)} is {whose}"]
 

@@ -159,10 +159,13 @@ def test_a_worker_pool_of_another_cluster_is_left_alone_and_told() -> None:
         r"spec\.pools\.decode needs another name: WorkerPool models/main-decode is pool "
         r"main-decode of ServingCluster default"
     )
-    with pools_at(seen(owner=other, name="main-decode")) as (pools, server):
-        with pytest.raises(ConfigError, match=problem):
-            keep(pools, cluster(decode=DECODE))
-        assert server.writes == []
+    for metadata in ({}, {"deletionTimestamp": "2030-01-01T00:00:00Z"}):
+        found = seen(owner=other, name="main-decode")
+        found["metadata"] |= metadata
+        with pools_at(found) as (pools, server):
+            with pytest.raises(ConfigError, match=problem):
+                keep(pools, cluster(decode=DECODE))
+            assert server.writes == [], "it drains as its own cluster lets it"
 
 
 # --- pools that go --------------------------------------------------------------------------------
