@@ -14,11 +14,15 @@ from baton.control_client import ControlClient
 from baton.events import Finished, HandedOff, Tokens
 from baton.v1 import control_pb2
 from deploy.api.chart import CHART
+from deploy.kubectl.clusters import target
+from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import GroupChange, KubeRay
 from tests.k8s.operating import condition, eventually
 from tests.k8s.streaming import Streaming, streaming
+from tests.k8s.test_crds import cluster
+from tests.k8s.test_kubectl_plugin import Plugin
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crds", "kubelet", "kuberay")]
 
@@ -30,10 +34,18 @@ class Installed:
     """A release of the chart with one ServingCluster called `default`."""
 
     def __init__(
-        self, control_plane: ControlPlane, namespace: str, folder: Path, **nodes: Any
+        self,
+        control_plane: ControlPlane,
+        namespace: str,
+        folder: Path,
+        *,
+        has_redis: bool = False,
+        **nodes: Any,
     ) -> None:
-        """`nodes`: more of the chart's cluster.nodes."""
+        """`has_redis`: as the chart has it by default, which takes a redis-server on this machine;
+        `nodes`: more of the chart's cluster.nodes."""
         self._control_plane, self.namespace, self._folder = control_plane, namespace, folder
+        self._redis = {} if has_redis else {"enabled": False}
         self._nodes = {"preset": "cpu", **nodes}
         self._spec: dict[str, Any] = {}
 
@@ -52,7 +64,7 @@ class Installed:
             "cluster": {
                 "enabled": True,
                 "nodes": self._nodes,
-                "redis": {"enabled": False},  # nothing here runs its image
+                "redis": self._redis,
                 "spec": self._spec,
             },
         }
@@ -91,13 +103,31 @@ def router_address(kubelet: Kubelet) -> str:
     raise AssertionError("no router is ready")
 
 
+def pod_behind(control_plane: ControlPlane, installed: Installed, endpoint: str) -> str:
+    """Where kubectl would forward a port to, by what the ServingCluster tells of an endpoint: the
+    kubelet stand-in serves no port-forward."""
+    there = target(installed.read("servingcluster/default"), endpoint)
+    selector = installed.read(f"service/{there.service}")["spec"]["selector"]
+    labels = ",".join(f"{name}={value}" for name, value in selector.items())
+    (pod,) = control_plane.read("pods", "-n", there.namespace, "-l", labels)["items"]
+    return f"{pod['status']['podIP']}:{there.port}"
+
+
 @pytest.mark.full
 def test_helm_install_ends_with_an_answer_whose_kv_crossed_from_pod_to_pod(
-    installed: Installed, kubelet: Kubelet, kuberay: KubeRay
+    control_plane: ControlPlane,
+    installed: Installed,
+    kubelet: Kubelet,
+    kuberay: KubeRay,
+    tmp_path: Path,
 ) -> None:
     installed.install(
         model={"name": str(MODEL)},
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        # On a loaded machine a handoff's figures come later than a short answer's last token.
+        router={
+            "replicas": 1,
+            "settings": {"localPrefill": "never", "handoffReportWaitS": 10.0},
+        },
     )
     installed.wait_available()
     with Client(router_address(kubelet)) as client:
@@ -109,6 +139,19 @@ def test_helm_install_ends_with_an_answer_whose_kv_crossed_from_pod_to_pod(
     assert isinstance(events[-1], Finished)
     pools = installed.read("servingcluster/default")["status"]["pools"]
     assert pools == {"prefill": "1/1", "decode": "1/1"}
+
+    plugin = Plugin(control_plane, kube_of(control_plane), tmp_path, installed.namespace)
+    control, grpc = (pod_behind(control_plane, installed, each) for each in ("control", "grpc"))
+    workers = [*workers_of(kubelet, "prefill"), *workers_of(kubelet, "decode")]
+    assert len(workers) == 2
+    for asked in (
+        ("status", "--address", control),
+        ("top", "--address", control),
+        ("explain", "Who is Hugo?", "--address", grpc),
+    ):
+        done = plugin(*asked)
+        assert done.returncode == 0, done.stderr
+        assert all(worker in done.stdout for worker in workers), done.stdout
 
 
 # --- scaling while streams run --------------------------------------------------------------------
@@ -148,10 +191,35 @@ def workers_of(kubelet: Kubelet, pool: str) -> dict[str, str]:
     }
 
 
+class BadCluster:
+    """A second ServingCluster of the namespace, without a decode worker; told so on return."""
+
+    def __init__(self, control_plane: ControlPlane, installed: Installed) -> None:
+        self._installed = installed
+        made = cluster(installed.namespace, pools={"prefill": {"role": "prefill"}})
+        made["metadata"]["name"] = "bad"
+        control_plane.apply(made)
+        eventually(lambda: self._fault("bad") == ("True", "InvalidSpec"), "it is told so")
+
+    def check_alone(self) -> None:
+        """Nothing was made of it, and nothing of the other one was touched for it."""
+        assert self._fault("bad") == ("True", "InvalidSpec")
+        assert self._fault("default") == ("False", "Sound")
+        assert self._names("rayclusters.ray.io") == {"default"}
+        assert self._names("wp") == {"prefill", "decode"}
+
+    def _fault(self, name: str) -> tuple[str, str]:
+        told = condition(self._installed.read(f"servingcluster/{name}"), "Degraded")
+        return told.get("status", ""), told.get("reason", "")
+
+    def _names(self, kind: str) -> set[str]:
+        return {each["metadata"]["name"] for each in self._installed.read(kind)["items"]}
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_a_pool_is_scaled_out_and_in_under_streams_and_none_changes_a_token(
-    installed: Installed, kubelet: Kubelet, kuberay: KubeRay
+def test_a_pool_is_scaled_out_and_in_under_streams_beside_a_bad_cluster_and_none_changes_a_token(
+    control_plane: ControlPlane, installed: Installed, kubelet: Kubelet, kuberay: KubeRay
 ) -> None:
     installed.install(
         model={"name": str(MODEL)},
@@ -167,6 +235,7 @@ def test_a_pool_is_scaled_out_and_in_under_streams_and_none_changes_a_token(
             told = status.get("readyReplicas", 0), status.get("replicas", 0)
             return told == (replicas, replicas) and not status.get("draining")
 
+        bad = BadCluster(control_plane, installed)
         installed.scale("decode", 3)
         eventually(lambda: has(3), "it has 3 workers", 150)
         assert not drains.most_running
@@ -175,6 +244,7 @@ def test_a_pool_is_scaled_out_and_in_under_streams_and_none_changes_a_token(
         installed.scale("decode", 1)
         eventually(lambda: has(1), "it has 1 worker", 150)
         left = workers_of(kubelet, "decode")
+        bad.check_alone()
     drained = {worker: pod for worker, pod in workers.items() if worker not in left}
     assert len(drained) == 2
     assert drains.most_running.keys() == drained.items()
