@@ -8,7 +8,7 @@ from itertools import combinations
 from math import comb
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.api.serving_cluster import CohortRollout
@@ -25,6 +25,7 @@ def counted(num_new: int, failed_new: int, num_old: int, failed_old: int) -> Fra
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_chance_is_that_of_all_ways_in_which_the_failures_can_fall(data: st.DataObject) -> None:
     num_new, num_old = data.draw(st.integers(0, 7)), data.draw(st.integers(0, 7))
     failed_new = data.draw(st.integers(0, num_new))

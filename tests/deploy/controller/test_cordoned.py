@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.api.worker_pool import Rollout
@@ -219,6 +219,7 @@ class World:
     st.integers(0, 2**32),
     st.integers(1, 4),
 )
+@settings(deadline=None)
 def test_enough_workers_serve_at_every_step_until_all_have_moved(
     replicas: int, rollout: Rollout, seed: int, num_cordoned: int
 ) -> None:
@@ -237,6 +238,7 @@ def test_enough_workers_serve_at_every_step_until_all_have_moved(
 
 
 @given(st.integers(1, 3), st.integers(0, 2**32))
+@settings(deadline=None)
 def test_a_pool_whose_nodes_are_uncordoned_halfway_comes_to_its_size_again(
     replicas: int, seed: int
 ) -> None:

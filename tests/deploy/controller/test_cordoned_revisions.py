@@ -232,7 +232,7 @@ class World:
 
 @pytest.mark.parametrize("case", CASES)
 @given(st.integers(0, 2**32), st.integers(1, 4))
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 def test_they_are_replaced_by_the_same_revision_and_no_fewer_serve_meanwhile(
     case: str, seed: int, num_cordoned: int
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.controller.group_size import group_size
@@ -134,6 +134,7 @@ STEPS = st.sampled_from(["operate", "blind", "supervise", "streams", "pods", "0"
 
 
 @given(st.lists(STEPS, max_size=60))
+@settings(deadline=None)
 def test_however_steps_follow_each_other_no_pod_goes_with_a_worker_and_the_end_is_what_is_wanted(
     steps: list[str],
 ) -> None:
