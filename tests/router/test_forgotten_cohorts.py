@@ -8,7 +8,9 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from router.cohort_texts import OWN
+from baton.errors import UnavailableError
+from router.cohort_texts import OWN, CohortTexts, TextId
+from router.resume import text_of_stream
 from router.text import TextModel
 from tests.router.deployment import PROMPT, ask_for, byte_model, error_reason
 from tests.router.test_cohort_streams import WORKERS, die, name_drawn
@@ -47,3 +49,14 @@ async def test_a_stream_that_the_router_s_text_refuses_and_whose_cohort_has_gone
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await second.ask(request)
         assert error_reason(refused.value) == "UNAVAILABLE", "its cohort may be told of yet"
+
+
+def test_a_stream_keeps_the_text_that_it_is_read_with_while_its_cohort_is_not_told_of() -> None:
+    texts, other = CohortTexts(), TextId(1)
+    assert text_of_stream("new", texts, other) == other
+    texts.update({"old": OWN}, {})
+    assert text_of_stream("new", texts, other) == other
+    assert text_of_stream("old", texts, other) == OWN
+    texts.update({"old": OWN, "new": None}, {})
+    with pytest.raises(UnavailableError):
+        text_of_stream("new", texts, other)
