@@ -73,7 +73,6 @@ def test_a_drain_that_outlasts_its_pools_drain_timeout_says_what_holds_it(
     workers = workers_of(kubelet, "decode")
     with streaming(router_address(kubelet), NUM_TOKENS) as streams:
         streams.wait_round()
-        streams.enough()
         installed.scale("decode", 1)
 
         def held() -> list[dict[str, Any]]:
