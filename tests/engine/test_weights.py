@@ -107,15 +107,15 @@ def test_extra_tensor_is_named(folder: Path) -> None:
 
 
 def test_misshapen_tensor_is_named_with_both_shapes(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(65)}))
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \[65\].*\[64\]"):
+    change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(129)}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \[129\].*\[128\]"):
         load(folder)
 
 
 def test_integer_weights_are_refused(folder: Path) -> None:
     change_tensors(
         folder,
-        lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}),
+        lambda tensors: tensors.update({"model.norm.weight": torch.zeros(128, dtype=torch.int8)}),
     )
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight has dtype torch\.int8"):
         load(folder)
