@@ -236,8 +236,11 @@ class PrefillRole:
         except EngineStoppedError as error:
             prefill.tell(Stopped(str(error)))
             return
+        computed = self._waiting[key].event
+        if computed.done():  # told in this same turn: what follows takes the next, after its caller
+            await asyncio.sleep(0)
         try:
-            event = await self._waiting[key].event
+            event = await computed
         except HandoffError as error:
             prefill.tell(HandoffBroken(error.reason, str(error)))
             return

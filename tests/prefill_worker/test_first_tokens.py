@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -49,8 +50,9 @@ async def outcomes_of(run: PrefillRun, told: list[str]) -> None:
         told.append(type(outcome).__name__)
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["step by step", "all at once"])
 async def test_a_first_token_is_told_before_the_end_of_its_handoff_takes_the_worker(
-    workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+    workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
     prefill, decode = workers
     lease = await lease_of(prefill, decode, "x")
@@ -62,8 +64,18 @@ async def test_a_first_token_is_told_before_the_end_of_its_handoff_takes_the_wor
         finish(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(prefill.rank.transfer, "finish", record_and_finish)
+    may_compute, computed = threading.Event(), threading.Event()
+    if at_once:
+        prefill.engine.post(lambda engine: may_compute.wait(10))
     run = prefill.prefill.start(read_spec(make_spec("x")), lease, None)
-    await outcomes_of(run, told)
+    following = asyncio.create_task(outcomes_of(run, told))
+    if at_once:
+        for _ in range(10):  # turns of the loop: all wait for the engine by then
+            await asyncio.sleep(0)
+        may_compute.set()
+        while not computed.wait(0.01):  # the loop is busy meanwhile
+            prefill.engine.post(lambda engine: None if engine.has_work() else computed.set())
+    await following
     assert told == [FirstTokenReady.__name__, "the handoff is finished", HandedOff.__name__]
 
 

@@ -142,11 +142,14 @@ async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_st
     update = FleetLinks.update
 
     def fail_when_told(
-        links: FleetLinks, reports: Sequence[WorkerReport], pools: Sequence[PoolReport] = ()
+        links: FleetLinks,
+        reports: Sequence[WorkerReport],
+        pools: Sequence[PoolReport] = (),
+        settles: bool = False,
     ) -> None:
         if links in told:
             raise AssertionError("a fault of ours")
-        update(links, reports, pools)
+        update(links, reports, pools, settles)
 
     monkeypatch.setattr(FleetLinks, "update", fail_when_told)
     servers: list[RouterServer] = []
