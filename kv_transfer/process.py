@@ -65,11 +65,17 @@ def _stat_fields(pid: int) -> list[str] | None:
 
 def own_identity() -> ProcessIdentity:
     """The identity of this process."""
-    fields = _stat_fields(os.getpid())
-    assert fields is not None
-    return ProcessIdentity(
-        _boot_id(), _pid_namespace(), os.getpid(), int(fields[_START_TIME_FIELD])
-    )
+    identity = identity_of(os.getpid())
+    assert identity is not None
+    return identity
+
+
+def identity_of(pid: int) -> ProcessIdentity | None:
+    """Of a process of this pid namespace; None: there is none of that pid."""
+    fields = _stat_fields(pid)
+    if fields is None:
+        return None
+    return ProcessIdentity(_boot_id(), _pid_namespace(), pid, int(fields[_START_TIME_FIELD]))
 
 
 def is_gone(identity: ProcessIdentity) -> bool | None:

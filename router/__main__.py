@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import signal
+import socket
 import sys
 from wsgiref.simple_server import WSGIServer
 
@@ -50,7 +51,7 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
         text_model,
         text_source=TextSource(config.model, config.model_revision or "", config.tokenizer or ""),
     )
-    metrics = _serve_metrics(config.router, router.metrics)
+    metrics = serve_metrics(config.router, router.metrics)
     server = RouterServer(router, config.router, listen)
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -74,12 +75,15 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     return 1 if router.fault.done() else 0
 
 
-def _serve_metrics(config: RouterConfig, metrics: RouterMetrics) -> WSGIServer | None:
-    """Raises ConfigError when their port is taken."""
+def serve_metrics(config: RouterConfig, metrics: RouterMetrics) -> WSGIServer | None:
+    """Raises ConfigError when their port is taken. As gRPC takes it, 0.0.0.0 is all that there is,
+    IPv6, too."""
     if config.metrics_port is None:
         return None
+    is_any = config.host == "0.0.0.0" and socket.has_dualstack_ipv6()
+    host = "::" if is_any else config.host.strip("[]")
     try:
-        server, _ = start_http_server(config.metrics_port, config.host, metrics.registry)
+        server, _ = start_http_server(config.metrics_port, host, metrics.registry)
     except OSError as error:
         raise cannot_listen(f"{config.host}:{config.metrics_port}", error) from error
     return server

@@ -99,6 +99,8 @@ def read_pools(message: control_pb2.WatchFleetResponse) -> list[PoolReport]:
             cohort=pool.cohort,
             cohort_weight=pool.cohort_weight,
             text=read_text(pool),
+            prefill_comes_back=common_pb2.WORKER_ROLE_PREFILL in pool.comes_back_for,
+            decode_comes_back=common_pb2.WORKER_ROLE_DECODE in pool.comes_back_for,
         )
         for pool in message.pools
     ]

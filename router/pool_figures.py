@@ -13,6 +13,7 @@ from baton.v1 import control_pb2
 from router.recent import Recent
 
 WINDOW_S = 60.0
+RECENT_S = 10.0
 _SHARE = 0.95
 
 
@@ -47,7 +48,15 @@ class PoolFigures:
             if ttft_s is None and gap_s is None:
                 del self._pools[name]
             else:
-                told.append(control_pb2.PoolFigures(pool=name, ttft_p95_s=ttft_s, itl_p95_s=gap_s))
+                told.append(
+                    control_pb2.PoolFigures(
+                        pool=name,
+                        ttft_p95_s=ttft_s,
+                        itl_p95_s=gap_s,
+                        recent_itl_p95_s=pool.gaps_s.quantile(_SHARE, now_s, RECENT_S),
+                        num_recent_gaps=pool.gaps_s.count(now_s, RECENT_S),
+                    )
+                )
         return told
 
     def _of(self, pool: str) -> _Pool:

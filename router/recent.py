@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,10 +30,10 @@ class Spans(Generic[T]):
             spans.append((now_s, self._make()))
         return spans[-1][1]
 
-    def within(self, now_s: float) -> Iterator[T]:
-        """Of the whole window, oldest first."""
+    def within(self, now_s: float, last_s: float = math.inf) -> Iterator[T]:
+        """Of the whole window, or of its `last_s` alone; oldest first."""
         self._forget(now_s)
-        return (each for _, each in self._spans)
+        return (each for at_s, each in self._spans if now_s - at_s < last_s)
 
     def _forget(self, now_s: float) -> None:
         while self._spans and self._spans[0][0] <= now_s - self._window_s:
@@ -65,9 +66,12 @@ class Recent:
     def add(self, sample: float, now_s: float) -> None:
         self._spans.at(now_s).add(sample, self._rng)
 
-    def quantile(self, share: float, now_s: float) -> float | None:
+    def count(self, now_s: float, last_s: float = math.inf) -> int:
+        return sum(span.num_seen for span in self._spans.within(now_s, last_s))
+
+    def quantile(self, share: float, now_s: float, last_s: float = math.inf) -> float | None:
         """The least sample that `share` (0 to 1) of all are not above; None: there is none."""
-        spans = list(self._spans.within(now_s))
+        spans = list(self._spans.within(now_s, last_s))
         if not spans:
             return None
         samples = np.concatenate([span.kept for span in spans])

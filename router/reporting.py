@@ -18,6 +18,7 @@ from router.ticket import Ticket
 from router.worker_link import channel_options
 
 EVERY_S = 1.0
+_LEAVE_WITHIN_S = 1.0
 
 
 class Reporting:
@@ -38,16 +39,26 @@ class Reporting:
         options = channel_options(config)
         async with grpc.aio.insecure_channel(self._address, options=options) as channel:
             stub = control_pb2_grpc.ControlServiceStub(channel)
-            while True:
+            try:
+                while True:
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        await stub.ReportRouter(self._reports(backoff))
+                    await asyncio.sleep(backoff.next_s())
+            finally:
+                # A call that only breaks would have it counted as cut off, for minutes.
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    await stub.ReportRouter(self._reports(backoff))
-                await asyncio.sleep(backoff.next_s())
+                    await stub.ReportRouter(self._farewell(), timeout=_LEAVE_WITHIN_S)
 
     async def _reports(self, backoff: Backoff) -> AsyncIterator[control_pb2.ReportRouterRequest]:
         while True:
             yield self._report()
             await asyncio.sleep(EVERY_S)
             backoff.reset()
+
+    async def _farewell(self) -> AsyncIterator[control_pb2.ReportRouterRequest]:
+        last = self._report()
+        last.leaves = True
+        yield last
 
 
 def waiting_requests(

@@ -5,7 +5,8 @@ Of each role, over all pools that can do it:
 
 1. The registry tells that they are to have no replica: the role is away, also while their last
    workers drain.
-2. One is to have some again: it is coming back, however long its workers take to load.
+2. One is to have some again: it is coming back, however long its workers take to load. A router
+   that did not see it go hears of it from the registry.
 3. A worker is live, or has failed to start: it is a role like any other.
 """
 
@@ -33,6 +34,9 @@ class PoolReport:
     cohort_weight: int = 0
     text: TextSource | None = None
     """None: it is not told, as by registries of former releases."""
+    prefill_comes_back: bool = False
+    """It is to have workers again, and the role was away, as the registry remembers it."""
+    decode_comes_back: bool = False
 
 
 class StoppedPools:
@@ -49,8 +53,10 @@ class StoppedPools:
         self._pools, self.settles = pools, settles
         prefills = [pool for pool in pools if pool.can_prefill]
         decodes = [pool for pool in pools if pool.can_decode]
-        self._prefill_is_away = _is_away(prefills, self._prefill_is_away)
-        self._decode_is_away = _is_away(decodes, self._decode_is_away)
+        prefill_was_away = self._prefill_is_away or any(p.prefill_comes_back for p in pools)
+        decode_was_away = self._decode_is_away or any(p.decode_comes_back for p in pools)
+        self._prefill_is_away = _is_away(prefills, prefill_was_away)
+        self._decode_is_away = _is_away(decodes, decode_was_away)
 
     def holds(self, local_prefill: LocalPrefill) -> bool:
         """Whether a request is to wait, up to its own deadline: a role that it cannot do without

@@ -272,6 +272,7 @@ class ReportRouterRequest(_message.Message):
     COHORTS_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
     UNREAD_COHORTS_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     requests_per_s: _builtins.float
     """Arrivals of the last seconds, of requests and of prompt tokens that were not cached."""
@@ -280,6 +281,8 @@ class ReportRouterRequest(_message.Message):
     """Of a request, mean of those that ended of late; unset: none has."""
     num_held: _builtins.int
     """Requests for which no worker of a role that they need is there; they wait below, too."""
+    leaves: _builtins.bool
+    """It shuts down: this is the last of it. Routers of former releases only end their call."""
     @_builtins.property
     def waiting_for_prefill(self) -> Global___QueueFigures: ...
     @_builtins.property
@@ -307,10 +310,11 @@ class ReportRouterRequest(_message.Message):
         cohorts: _abc.Iterable[Global___CohortFigures] | None = ...,
         pools: _abc.Iterable[Global___PoolFigures] | None = ...,
         unread_cohorts: _abc.Iterable[_builtins.str] | None = ...,
+        leaves: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "output_tokens", b"output_tokens", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "cohorts", b"cohorts", "num_held", b"num_held", "output_tokens", b"output_tokens", "pools", b"pools", "requests_per_s", b"requests_per_s", "router_id", b"router_id", "uncached_tokens_per_s", b"uncached_tokens_per_s", "unread_cohorts", b"unread_cohorts", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "cohorts", b"cohorts", "leaves", b"leaves", "num_held", b"num_held", "output_tokens", b"output_tokens", "pools", b"pools", "requests_per_s", b"requests_per_s", "router_id", b"router_id", "uncached_tokens_per_s", b"uncached_tokens_per_s", "unread_cohorts", b"unread_cohorts", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__output_tokens: _TypeAlias = _typing.Literal["output_tokens"]  # noqa: Y015
     _WhichOneofArgType__output_tokens: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens"]  # noqa: Y015
@@ -327,6 +331,8 @@ class PoolFigures(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     TTFT_P95_S_FIELD_NUMBER: _builtins.int
     ITL_P95_S_FIELD_NUMBER: _builtins.int
+    RECENT_ITL_P95_S_FIELD_NUMBER: _builtins.int
+    NUM_RECENT_GAPS_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     ttft_p95_s: _builtins.float
     """From a request's arrival to its first token, seconds: of prompts that the pool prefilled, 95 of
@@ -334,23 +340,34 @@ class PoolFigures(_message.Message):
     """
     itl_p95_s: _builtins.float
     """Between two tokens of the streams that the pool decodes; unset: there were none."""
+    recent_itl_p95_s: _builtins.float
+    """The same of the last 10 seconds alone, which is to be held against what workers tell of now, and
+    of how many gaps that is.
+    """
+    num_recent_gaps: _builtins.int
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
         ttft_p95_s: _builtins.float | None = ...,
         itl_p95_s: _builtins.float | None = ...,
+        recent_itl_p95_s: _builtins.float | None = ...,
+        num_recent_gaps: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_p95_s", b"_itl_p95_s", "_ttft_p95_s", b"_ttft_p95_s", "itl_p95_s", b"itl_p95_s", "ttft_p95_s", b"ttft_p95_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_p95_s", b"_itl_p95_s", "_recent_itl_p95_s", b"_recent_itl_p95_s", "_ttft_p95_s", b"_ttft_p95_s", "itl_p95_s", b"itl_p95_s", "recent_itl_p95_s", b"recent_itl_p95_s", "ttft_p95_s", b"ttft_p95_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_p95_s", b"_itl_p95_s", "_ttft_p95_s", b"_ttft_p95_s", "itl_p95_s", b"itl_p95_s", "pool", b"pool", "ttft_p95_s", b"ttft_p95_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_p95_s", b"_itl_p95_s", "_recent_itl_p95_s", b"_recent_itl_p95_s", "_ttft_p95_s", b"_ttft_p95_s", "itl_p95_s", b"itl_p95_s", "num_recent_gaps", b"num_recent_gaps", "pool", b"pool", "recent_itl_p95_s", b"recent_itl_p95_s", "ttft_p95_s", b"ttft_p95_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__itl_p95_s: _TypeAlias = _typing.Literal["itl_p95_s"]  # noqa: Y015
     _WhichOneofArgType__itl_p95_s: _TypeAlias = _typing.Literal["_itl_p95_s", b"_itl_p95_s"]  # noqa: Y015
+    _WhichOneofReturnType__recent_itl_p95_s: _TypeAlias = _typing.Literal["recent_itl_p95_s"]  # noqa: Y015
+    _WhichOneofArgType__recent_itl_p95_s: _TypeAlias = _typing.Literal["_recent_itl_p95_s", b"_recent_itl_p95_s"]  # noqa: Y015
     _WhichOneofReturnType__ttft_p95_s: _TypeAlias = _typing.Literal["ttft_p95_s"]  # noqa: Y015
     _WhichOneofArgType__ttft_p95_s: _TypeAlias = _typing.Literal["_ttft_p95_s", b"_ttft_p95_s"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_p95_s) -> _WhichOneofReturnType__itl_p95_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__recent_itl_p95_s) -> _WhichOneofReturnType__recent_itl_p95_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_p95_s) -> _WhichOneofReturnType__ttft_p95_s | None: ...
 
@@ -470,6 +487,7 @@ class WatchFleetResponse(_message.Message):
     ROUTERS_FIELD_NUMBER: _builtins.int
     KEEPS_POOLS_FIELD_NUMBER: _builtins.int
     SETTLES_FIELD_NUMBER: _builtins.int
+    SILENT_ROUTERS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     keeps_pools: _builtins.bool
     """Whether this registry tells of pools at all: then a worker whose pool is not among them is one
@@ -487,6 +505,10 @@ class WatchFleetResponse(_message.Message):
     def routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportRouterRequest]:
         """Of the routers that report here, as they told last."""
 
+    @_builtins.property
+    def silent_routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___SilentRouter]:
+        """Routers that told of themselves and do not now: they may serve, and nothing is known of it."""
+
     def __init__(
         self,
         *,
@@ -496,14 +518,38 @@ class WatchFleetResponse(_message.Message):
         routers: _abc.Iterable[Global___ReportRouterRequest] | None = ...,
         keeps_pools: _builtins.bool = ...,
         settles: _builtins.bool = ...,
+        silent_routers: _abc.Iterable[Global___SilentRouter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_pools", b"keeps_pools", "pools", b"pools", "routers", b"routers", "settles", b"settles", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_pools", b"keeps_pools", "pools", b"pools", "routers", b"routers", "settles", b"settles", "silent_routers", b"silent_routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchFleetResponse: _TypeAlias = WatchFleetResponse  # noqa: Y015
+
+@_typing.final
+class SilentRouter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    SILENT_S_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    silent_s: _builtins.float
+    """Since it told of itself last."""
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+        silent_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id", "silent_s", b"silent_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SilentRouter: _TypeAlias = SilentRouter  # noqa: Y015
 
 @_typing.final
 class PoolStatus(_message.Message):
@@ -522,6 +568,7 @@ class PoolStatus(_message.Message):
     SETTINGS_DIGEST_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    COMES_BACK_FOR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
     desired_replicas: _builtins.int
@@ -556,6 +603,13 @@ class PoolStatus(_message.Message):
         tell of none: what they read themselves.
         """
 
+    @_builtins.property
+    def comes_back_for(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.WorkerRole.ValueType]:
+        """It is to have workers again, and these of its roles, PREFILL and DECODE, are on their way back:
+        all pools that can do one were to have none, and no worker of it has been live, nor failed to
+        start, since. Releases that tell of none leave it empty.
+        """
+
     def __init__(
         self,
         *,
@@ -572,10 +626,11 @@ class PoolStatus(_message.Message):
         settings_digest: _builtins.bytes = ...,
         places: _abc.Iterable[Global___PoolPlace] | None = ...,
         text: Global___TextSource | None = ...,
+        comes_back_for: _abc.Iterable[_common_pb2.WorkerRole.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["role_plan", b"role_plan", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "cohort_weight", b"cohort_weight", "desired_replicas", b"desired_replicas", "last_error", b"last_error", "live_replicas", b"live_replicas", "name", b"name", "num_failed_starts", b"num_failed_starts", "pending_replicas", b"pending_replicas", "places", b"places", "role", b"role", "role_plan", b"role_plan", "settings_digest", b"settings_digest", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "cohort_weight", b"cohort_weight", "comes_back_for", b"comes_back_for", "desired_replicas", b"desired_replicas", "last_error", b"last_error", "live_replicas", b"live_replicas", "name", b"name", "num_failed_starts", b"num_failed_starts", "pending_replicas", b"pending_replicas", "places", b"places", "role", b"role", "role_plan", b"role_plan", "settings_digest", b"settings_digest", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

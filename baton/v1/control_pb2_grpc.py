@@ -106,7 +106,8 @@ class ControlServiceServicer:
 
     def ReportRouter(self, request_iterator, context):
         """A router's life: each message is its newest figures, about one a second. Those of a call that
-        ended, or of one that is silent, are forgotten.
+        ended, or of one that is silent, are forgotten; the router may serve on all the same, and is
+        told of as silent for some minutes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -22,7 +22,8 @@ class ControlServiceStub:
     WatchFleet: _aio.UnaryStreamMultiCallable[_control_pb2.WatchFleetRequest, _control_pb2.WatchFleetResponse]
     ReportRouter: _aio.StreamUnaryMultiCallable[_control_pb2.ReportRouterRequest, _control_pb2.ReportRouterResponse]
     """A router's life: each message is its newest figures, about one a second. Those of a call that
-    ended, or of one that is silent, are forgotten.
+    ended, or of one that is silent, are forgotten; the router may serve on all the same, and is
+    told of as silent for some minutes.
     """
     SetReplicas: _aio.UnaryUnaryMultiCallable[_control_pb2.SetReplicasRequest, _control_pb2.SetReplicasResponse]
     """INVALID_ARGUMENT, naming the field, beyond the pool's max_replicas."""
@@ -68,7 +69,8 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_abc.AsyncIterator[_control_pb2.ReportRouterRequest], _abc.Awaitable[_control_pb2.ReportRouterResponse]],
     ) -> _abc.Awaitable[_control_pb2.ReportRouterResponse]:
         """A router's life: each message is its newest figures, about one a second. Those of a call that
-        ended, or of one that is silent, are forgotten.
+        ended, or of one that is silent, are forgotten; the router may serve on all the same, and is
+        told of as silent for some minutes.
         """
 
     @_abc_1.abstractmethod

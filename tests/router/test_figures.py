@@ -9,8 +9,8 @@ import pytest
 
 from baton.v1 import control_pb2
 from router.figures import WINDOW_S, Counts, Figures, Waiting
+from router.pool_figures import RECENT_S, PoolFigures
 from router.pool_figures import WINDOW_S as POOLS_WINDOW_S
-from router.pool_figures import PoolFigures
 from router.text import TextModel
 from tests.router.deployment import PROMPT, ask_for, deployment
 
@@ -110,6 +110,23 @@ def test_each_pool_s_slowest_but_a_twentieth_are_told_for_a_minute() -> None:
     assert decode.itl_p95_s == pytest.approx(0.5)
     clock.now_s += POOLS_WINDOW_S
     assert figures.report() == []
+
+
+def test_gaps_of_the_last_seconds_are_told_apart_and_how_many_they_are() -> None:
+    clock = Clock()
+    figures = PoolFigures(clock)
+    for gap_s in (0.5, 0.02):
+        for _ in range(200):
+            figures.saw_gap("decode-a", gap_s)
+            clock.now_s += 0.05
+    (decode,) = figures.report()
+    assert decode.itl_p95_s == pytest.approx(0.5)
+    assert decode.recent_itl_p95_s == pytest.approx(0.02)
+    assert decode.num_recent_gaps == pytest.approx(200, abs=20)
+    clock.now_s += RECENT_S
+    (decode,) = figures.report()
+    assert not decode.HasField("recent_itl_p95_s")
+    assert decode.num_recent_gaps == 0
 
 
 def test_a_second_in_which_little_was_seen_counts_for_little() -> None:

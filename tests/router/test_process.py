@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import sys
+import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,9 +21,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.client import AsyncClient
 from baton.config import ClusterConfig
 from baton.errors import ConfigError
-from router.__main__ import serve
+from router.__main__ import serve, serve_metrics
 from router.config import RouterConfig
 from router.fleet_links import FleetLinks, WorkerReport
+from router.metrics import RouterMetrics
 from router.server import RouterServer
 from router.stopped_pools import PoolReport
 from router.text import TextModel
@@ -310,6 +312,25 @@ async def test_a_router_that_cannot_listen_says_so_in_one_line(tmp_path: Path) -
         metrics = f"router:\n  metrics_port: {taken.getsockname()[1]}\n"
         assert await refused_start(tmp_path, metrics) == in_use
     assert "'nowhere' is no address" in await refused_start(tmp_path, control="nowhere")
+
+
+@pytest.mark.parametrize(
+    ("listens", "asked"), [("0.0.0.0", "127.0.0.1"), ("0.0.0.0", "[::1]"), ("[::1]", "[::1]")]
+)
+def test_metrics_are_served_at_the_addresses_at_which_grpc_would_be(
+    listens: str, asked: str
+) -> None:
+    if asked == "[::1]" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    server = serve_metrics(RouterConfig(host=listens, metrics_port=0), RouterMetrics())
+    assert server is not None
+    try:
+        url = f"http://{asked}:{server.server_port}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            assert b"baton_requests" in answer.read()
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import grpc.aio
 import pytest
@@ -44,6 +45,18 @@ def test_requests_are_held_from_the_order_to_stop_until_a_worker_of_each_role_is
     assert stopped_pools(AT_ZERO, coming, half).holds("never")
     assert not stopped_pools(AT_ZERO, coming, half).holds("auto")  # it may prefill by itself
     assert not stopped_pools(AT_ZERO, coming, (prefill(1, live=1), decode(1, live=1))).holds(
+        "never"
+    )
+
+
+def test_a_router_that_starts_while_pools_come_back_holds_as_those_do_that_saw_them_go() -> None:
+    coming = (prefill(1), replace(decode(1), decode_comes_back=True))
+    assert stopped_pools(coming).holds("auto")
+    assert not stopped_pools(coming, (prefill(1), decode(1, live=1))).holds("auto")
+    assert not stopped_pools(
+        (replace(prefill(1), prefill_comes_back=True), decode(1, live=1))
+    ).holds("auto")
+    assert stopped_pools((replace(prefill(1), prefill_comes_back=True), decode(1, live=1))).holds(
         "never"
     )
 
