@@ -34,8 +34,8 @@ class ItlCurve:
     def reaches(self, itl_s: float) -> bool:
         """Whether one stream alone has its tokens so near each other, as far as is known: else more
         workers cannot mend that."""
-        if not self._is_line:
-            return True
+        if not self.points:
+            return itl_s > 0
         base_s, slope_s = self._line()
         return base_s + slope_s <= itl_s
 
@@ -49,6 +49,8 @@ class ItlCurve:
         if not self._is_line:
             return streams * slope_s / target_s
         most = _REACH * max(point.streams for _, point in self.points)
+        if base_s >= target_s:  # just the target, whatever the streams
+            return streams / most
         return max(slope_s * tokens_per_s * target_s / (target_s - base_s), streams / most)
 
     def workers_for_kv(self, tokens_per_s: float, now_s: float, kv_of_stream: float) -> float:
@@ -83,8 +85,9 @@ class ItlCurve:
         return 0.0, sum(x * y for x, y in zip(streams, gaps_s)) / sum(x * x for x in streams)
 
 
+def smoothed(old: float, new: float) -> float:
+    return old + _NEWEST * (new - old)
+
+
 def _blend(old: ItlPoint, new: ItlPoint) -> ItlPoint:
-    return ItlPoint(
-        old.streams + _NEWEST * (new.streams - old.streams),
-        old.itl_s + _NEWEST * (new.itl_s - old.itl_s),
-    )
+    return ItlPoint(smoothed(old.streams, new.streams), smoothed(old.itl_s, new.itl_s))

@@ -19,6 +19,8 @@ from cluster.planner.signals import (
 )
 from cluster.role_plan import Role
 
+_FEWEST_GAPS = 100  # of which five are above the 95th percentile
+
 
 @dataclass(frozen=True)
 class Demand:
@@ -37,8 +39,9 @@ class Demand:
 
     @property
     def is_none(self) -> bool:
+        """At the routers that were heard."""
         waiting = self.num_held + self.for_prefill.num_requests + self.for_decode.num_requests
-        return self.unheard_factor == 1 and not waiting and self.requests_per_s <= 0
+        return not waiting and self.requests_per_s <= 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,10 @@ class PoolMeasure:
     prefill_tokens_per_s: float | None
     """Of the middle one of the workers that are warm and heard; None: none of them has a rate."""
     itl: ItlPoint | None
-    """Of the same workers; None: none of them decodes."""
+    """Of the same workers, by what their decode steps take; None: none of them decodes."""
+    extra_s: float | None
+    """By how much the gaps that clients see are longer: with what prompts take beside the streams,
+    say. None: not known now."""
 
     @property
     def is_blind(self) -> bool:
@@ -112,20 +118,23 @@ def measure_pool(pool: PoolSignals, signals: Signals, config: PlannerConfig) -> 
     num_young = sum(not _is_warm(worker, signals, config) for worker in live)
     rates = [worker.prefill_tokens_per_s for worker in warm if worker.prefill_tokens_per_s]
     times_s = [worker.measured_at_s for worker in live if worker.measured_at_s is not None]
+    itl, num_draining = _itl(warm), sum(w.phase is WorkerPhase.DRAINING for w in pool.workers)
     return PoolMeasure(
         num_live=len(live),
         num_unheard=len(live) - len(heard),
         num_warming=num_starting + num_young,
         num_started=num_starting + len(live),
         num_pending=pool.num_pending,
-        num_draining=sum(worker.phase is WorkerPhase.DRAINING for worker in pool.workers),
+        num_draining=num_draining,
         newest_at_s=max(times_s, default=None),
         num_streams=sum(worker.num_streams for worker in heard),
         fill=fsum(_fill(worker, pool.role) for worker in heard),
         kv_fill=fsum(worker.kv_use for worker in heard),
         num_queued_tokens=sum(worker.num_queued_tokens for worker in heard),
         prefill_tokens_per_s=statistics.median(sorted(rates)) if rates else None,
-        itl=_itl(warm),
+        itl=itl,
+        # Clients do not tell the gaps of workers that are cold, or drain, from the others'.
+        extra_s=None if num_young or num_draining else _extra_s(pool.name, itl, signals, config),
     )
 
 
@@ -153,6 +162,22 @@ def _itl(warm: list[WorkerSignals]) -> ItlPoint | None:
         streams=statistics.fmean(worker.num_streams for worker in decoding),
         itl_s=statistics.median(worker.itl_s for worker in decoding if worker.itl_s),
     )
+
+
+def _extra_s(
+    pool: str, itl: ItlPoint | None, signals: Signals, config: PlannerConfig
+) -> float | None:
+    seen = [
+        gaps
+        for router in signals.routers
+        if _is_fresh(router.measured_at_s, signals, config)
+        for gaps in router.gaps
+        if gaps.pool == pool
+    ]
+    num_gaps = sum(gaps.num_gaps for gaps in seen)
+    if itl is None or num_gaps < _FEWEST_GAPS:
+        return None
+    return max(0.0, fsum(gaps.num_gaps * gaps.p95_s for gaps in seen) / num_gaps - itl.itl_s)
 
 
 def _output_tokens(routers: list[RouterSignals]) -> float | None:

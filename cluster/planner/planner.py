@@ -7,13 +7,14 @@
 4. Else each pool's size by its own need (`sizing`), then the ratio between the roles (`ratio`),
    then the roles inside mixed pools (`roles`).
 
-The same signals, planned for twice, change nothing the second time.
+While workers may have yet to register all pools stay as they are. The same signals, planned for
+twice, change nothing the second time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum
 
 from cluster.planner.config import PlannerConfig
@@ -52,16 +53,19 @@ def decide(
     state: PlannerState, signals: Signals, config: PlannerConfig
 ) -> tuple[PlannerState, Plan]:
     """Plan every pool, and what to remember for the next call."""
+    if signals.settles:
+        return replace(state, busy_at_s=signals.now_s), _as_they_are(signals)
     demand = measure_demand(signals, config)
     measures = {pool.name: measure_pool(pool, signals, config) for pool in signals.pools}
     is_new = state.at_s is None or signals.now_s > state.at_s
     memories = {
         pool.name: state.pools.get(pool.name, PoolMemory()).see(
-            pool, measures[pool.name], signals.now_s, is_new
+            pool, measures[pool.name], signals.now_s, is_new, config
         )
         for pool in signals.pools
     }
-    busy = demand is None or not demand.is_none
+    # One that was not heard may have requests: that stops no pool, and starts none.
+    busy = demand is None or demand.unheard_factor > 1 or not demand.is_none
     busy = busy or not all(measure.is_idle for measure in measures.values())
     busy = busy or any(
         _comes_up(pool, memories[pool.name], signals.now_s) for pool in signals.pools
@@ -76,6 +80,21 @@ def decide(
     sizes = _sizes(pools, demand, signals.now_s - busy_at_s, signals.now_s, config)
     plans = {pool.name: _plan(pool, sizes[pool.name], signals.now_s, config) for pool in pools}
     return new_state, Plan(plans)
+
+
+def _as_they_are(signals: Signals) -> Plan:
+    """A worker that has yet to register is neither idle nor missing."""
+    return Plan(
+        {
+            pool.name: PoolPlan(
+                pool.desired_replicas,
+                pool.role_plan if pool.role is Role.MIXED else None,
+                f"{pool.name} stays at {pool.desired_replicas}: the registry has just started, and "
+                f"workers may have yet to register",
+            )
+            for pool in signals.pools
+        }
+    )
 
 
 def _comes_up(pool: PoolSignals, memory: PoolMemory, now_s: float) -> bool:
@@ -114,6 +133,7 @@ def _with_needs(
             decode_share=decode_shares.get(pool.name, 0.0),
             prefill_tokens_per_s=memory.prefill_tokens_per_s,
             itl_curve=memory.itl_curve,
+            extra_s=memory.extra_s or 0.0,
         )
         need = need_of(load, config)
         if need is None:

@@ -31,7 +31,7 @@ def roles_of(pool: Pool, replicas: int, now_s: float, config: PlannerConfig) -> 
     num_workers = min(pool.measure.num_live, replicas)
     if num_workers == 0:
         return Roles(RolePlan(), "")
-    fits = present.prefill + present.decode <= num_workers
+    fits = present.leaves_both_roles(num_workers)
     if not pool.is_known:
         return Roles(present if fits else RolePlan(), "")
     need = pool.memory.samples[-1].mean.least

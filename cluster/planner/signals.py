@@ -60,8 +60,8 @@ class WorkerSignals(_Figures):
     prefill_tokens_per_s: float | None = None
     """Its learned rate: `WorkerLoad.prefill_tokens_per_s`; None: it has never prefilled."""
     itl_s: float | None = None
-    """Recent gap between its streams' tokens, 95th percentile; `WorkerLoad.decode_step_s` where
-    nothing else tells; None: it has never decoded."""
+    """What its decode steps take, without the prompts that share them: `WorkerLoad.decode_step_s`,
+    learned; None: it has never decoded."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,15 @@ class QueueSignals(_Figures):
 
 
 @dataclass(frozen=True)
+class PoolGaps(_Figures):
+    """What one router's clients had of late of the streams that a pool decodes: `PoolFigures`."""
+
+    pool: str
+    num_gaps: int
+    p95_s: float
+
+
+@dataclass(frozen=True)
 class RouterSignals(_Figures):
     """One router, from its metrics. A router that is gone is left out."""
 
@@ -120,6 +129,8 @@ class RouterSignals(_Figures):
     """Requests that no prefill worker could start soon enough."""
     waiting_for_decode: QueueSignals = QueueSignals()
     """Requests that no decode worker has room for."""
+    gaps: tuple[PoolGaps, ...] = ()
+    """Those of one pool come together, each by its number."""
 
 
 @dataclass(frozen=True)
@@ -130,3 +141,5 @@ class Signals:
     pools: tuple[PoolSignals, ...]
     """In any order; names are distinct."""
     routers: tuple[RouterSignals, ...]
+    settles: bool = False
+    """Whether workers may have yet to register: `WatchFleetResponse.settles`."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from cluster.planner.config import PlannerConfig
-from cluster.planner.itl_curve import ItlCurve
+from cluster.planner.itl_curve import ItlCurve, smoothed
 from cluster.planner.measure import PoolMeasure
 from cluster.planner.needs import Need, NeedRange
 from cluster.planner.signals import PoolSignals
@@ -34,6 +34,11 @@ class PoolMemory:
     prefill_tokens_per_s: float | None = None
     """Newest known rate of a worker."""
     itl_curve: ItlCurve = field(default_factory=ItlCurve)
+    extra_s: float | None = None
+    """By how much the gaps that clients see are longer than what workers tell, as last known,
+    smoothed; None: it was not within the stable window."""
+    extra_at_s: float | None = None
+    """When it was last known."""
     desired_seen: int | None = None
     """The pool's size as the signals told it last."""
     shrunk_at_s: float | None = None
@@ -47,7 +52,12 @@ class PoolMemory:
     """When the signals last showed other roles than before."""
 
     def see(
-        self, pool: PoolSignals, measure: PoolMeasure, now_s: float, is_new: bool
+        self,
+        pool: PoolSignals,
+        measure: PoolMeasure,
+        now_s: float,
+        is_new: bool,
+        config: PlannerConfig,
     ) -> PoolMemory:
         """Take in what the signals show. What is not `is_new` was taken in before."""
         shrunk = self.desired_seen is not None and pool.desired_replicas < self.desired_seen
@@ -56,10 +66,18 @@ class PoolMemory:
         curve = self.itl_curve
         if is_new and measure.itl is not None:
             curve = curve.with_point(measure.itl)
+        extra_s, extra_at_s = self.extra_s, self.extra_at_s
+        if extra_at_s is not None and now_s - extra_at_s > config.stable_window_s:
+            extra_s = extra_at_s = None
+        if is_new and measure.extra_s is not None:
+            extra_s = measure.extra_s if extra_s is None else smoothed(extra_s, measure.extra_s)
+            extra_at_s = now_s
         return replace(
             self,
             prefill_tokens_per_s=measure.prefill_tokens_per_s or self.prefill_tokens_per_s,
             itl_curve=curve,
+            extra_s=extra_s,
+            extra_at_s=extra_at_s,
             desired_seen=pool.desired_replicas,
             shrunk_at_s=now_s if shrunk else self.shrunk_at_s,
             has_served=is_wanted and (self.has_served or measure.num_live > 0),

@@ -17,7 +17,6 @@ from cluster.planner.signals import (
 from cluster.planner.state import PlannerState
 from cluster.role_plan import Role
 
-LONG_AGO_S = -10_000.0
 RATE = 1_000.0
 """Tokens/s that a made-up worker prefills."""
 STABLE_S = PlannerConfig().stable_window_s
@@ -85,17 +84,16 @@ def decode_pool(
 def router(
     now_s: float,
     *,
-    age_s: float = 1.0,
     tokens_per_s: float = 0.0,
     prompt_tokens: int = 200,
     held: int = 0,
     for_prefill: QueueSignals | None = None,
     for_decode: QueueSignals | None = None,
 ) -> RouterSignals:
-    """A router at which prompts of `prompt_tokens` arrive."""
+    """A router at which prompts of `prompt_tokens` arrive, heard a second ago."""
     return RouterSignals(
         router_id="router-0",
-        measured_at_s=now_s - age_s,
+        measured_at_s=now_s - 1.0,
         requests_per_s=tokens_per_s / prompt_tokens,
         uncached_tokens_per_s=tokens_per_s,
         num_held=held,

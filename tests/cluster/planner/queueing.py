@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from cluster.planner.planner import Plan
 from cluster.planner.signals import (
+    PoolGaps,
     PoolSignals,
     QueueSignals,
     RouterSignals,
@@ -150,6 +151,8 @@ class Site:
         """Requests that had their first token, in its order."""
         self.gaps: list[tuple[float, float]] = []
         """When, and how far apart tokens were at a decode worker with streams."""
+        self._recent: deque[tuple[float, float, float]] = deque()
+        """The same of the last seconds, and how many tokens came so."""
         self._arrivals: Iterator[Arrival] = iter(arrivals)
         self._next = next(self._arrivals, None)
         self._arrived: list[Request] = []
@@ -221,6 +224,7 @@ class Site:
             return
         gap_s = self.decode.gap_s(worker, self.now_s)
         self.gaps.append((self.now_s, gap_s))
+        self._recent.append((self.now_s, gap_s, len(running) * seconds / gap_s))
         for request in running:
             request.output_left -= seconds / gap_s
             if request.output_left <= 0:
@@ -252,8 +256,21 @@ class Site:
             num_held=len(self.queue) if is_stopped else 0,
             waiting_for_prefill=QueueSignals() if lacks_room else waiting,
             waiting_for_decode=waiting if lacks_room else QueueSignals(),
+            gaps=self._gaps(),
         )
         return Signals(self.now_s, tuple(map(self._pool, self.pools)), (router,))
+
+    def _gaps(self) -> tuple[PoolGaps, ...]:
+        """As `PoolFigures` tells them."""
+        while self._recent and self._recent[0][0] <= self.now_s - 10.0:
+            self._recent.popleft()
+        total = sum(num for _, _, num in self._recent)
+        so_far = 0.0
+        for _, gap_s, num in sorted(self._recent, key=lambda each: each[1]):
+            so_far += num
+            if so_far >= 0.95 * total:
+                return (PoolGaps(self.decode.role.value, round(total), gap_s),)
+        return ()
 
     def _pool(self, pool: SimulatedPool) -> PoolSignals:
         return PoolSignals(

@@ -8,6 +8,7 @@ import pytest
 
 from cluster.planner.config import PlannerConfig
 from cluster.planner.signals import QueueSignals, Signals
+from cluster.role_plan import Role, RolePlan
 from tests.cluster.planner.moments import (
     RATE,
     STABLE_S,
@@ -184,6 +185,24 @@ def test_a_pool_shrinks_once_at_a_time_also_without_a_hold() -> None:
     for now_s, desired in ((STABLE_S, 3), (STABLE_S + 1.0, 2)):
         planning.see(moment(now_s, router(now_s), prefill_pool(now_s, 1), applied))
         assert planning.desired("decode") == desired
+
+
+def test_nothing_changes_while_workers_may_have_yet_to_register() -> None:
+    """Those of a former supervisor: else they would count as never started, and leave all at
+    once."""
+    planning = Planning(PlannerConfig(scale_in_hold_s=0.0))
+    quiet(planning, (prefill_pool(0.0, 6), decode_pool(0.0, 1)), STABLE_S - 5.0)
+    pools = prefill_pool(STABLE_S, 6, num_live=0), decode_pool(STABLE_S, 1, num_live=0)
+    split = RolePlan(prefill=1, decode=1)
+    mixed = replace(pools[1], name="mixed", role=Role.MIXED, role_plan=split)
+    seen = moment(STABLE_S, router(STABLE_S), *pools, mixed)
+    plan = planning.see(replace(seen, settles=True)).pools
+    assert (plan["prefill"].desired_replicas, plan["decode"].desired_replicas) == (6, 1)
+    assert plan["mixed"].role_plan == split
+    assert "yet to register" in planning.reason("prefill")
+    now_s = STABLE_S + 5.0
+    planning.see(moment(now_s, router(now_s), prefill_pool(now_s, 6), decode_pool(now_s, 1)))
+    assert planning.desired("prefill") == 5
 
 
 def test_a_gap_in_what_is_known_begins_the_stable_window_anew() -> None:

@@ -74,24 +74,37 @@ def test_dynamo_10528_one_odd_request_that_waits_long_asks_for_nothing() -> None
     assert planning.desired("prefill") == 1
 
 
-def steady_decode(now_s: float, num_workers: int, tokens_per_s: float) -> PoolSignals:
+def steady_decode(
+    now_s: float, num_workers: int, tokens_per_s: float, kv_of_stream: float = 1 / 80
+) -> PoolSignals:
     """A pool of which so many output tokens are wanted. A step takes 10 ms and 0.5 ms a stream, and
-    streams last as long as their tokens take, 100 each with the KV of 1/80 of a worker."""
+    streams last as long as their tokens take, 100 each with the KV of so much of a worker."""
     itl_s = 0.01 / max(0.05, 1 - 0.0005 * tokens_per_s / num_workers)
     streams = tokens_per_s * itl_s
-    return decode_pool(now_s, num_workers, streams=round(streams), fill=streams / 80, itl_s=itl_s)
+    fill = streams * kv_of_stream
+    return decode_pool(now_s, num_workers, streams=round(streams), fill=fill, itl_s=itl_s)
 
 
-def test_dynamo_9294_two_workers_whose_load_one_cannot_hold_stay_two() -> None:
-    """Each was under 80% of its target, so one was let go, had twice the load, and was too few:
-    2, 1, 2 without end under a constant load."""
-    planning = Planning(PlannerConfig(itl_target_s=0.04))
+@pytest.mark.parametrize(
+    ("itl_target_s", "kv_of_stream", "busy"),
+    [(0.04, 1 / 80, 2_200), (0.03, 1 / 1_000, 1_400), (0.4, 1 / 44, 1_400)],
+    ids=["too little of all", "tokens too far apart", "too little KV"],
+)
+@pytest.mark.parametrize("lull_s", [0.0, 100.0], ids=["constant", "in waves"])
+def test_dynamo_9294_two_workers_whose_load_one_cannot_hold_stay_two(
+    itl_target_s: float, kv_of_stream: float, busy: float, lull_s: float
+) -> None:
+    """Each was under 80% of its target, so one was let go, had twice the load, for its streams last
+    longer, and was too few: 2, 1, 2 without end under a constant load. In waves: one would do in
+    every lull, and not in what comes after it."""
+    planning = Planning(PlannerConfig(itl_target_s=itl_target_s))
 
     def look(now_s: float, sizes: dict[str, int]) -> Signals:
-        decode = steady_decode(now_s, sizes["decode"], 1_000 if now_s < 200 else 2_200)
+        is_lull = now_s < 200 or now_s % 200 < lull_s
+        decode = steady_decode(now_s, sizes["decode"], 1_000 if is_lull else busy, kv_of_stream)
         assert decode.workers[0].itl_s is not None
-        assert sizes["decode"] != 2 or decode.workers[0].itl_s < 0.8 * 0.04
-        seen = router(now_s, tokens_per_s=1_200)
+        assert sizes["decode"] != 2 or decode.workers[0].itl_s < 0.8 * itl_target_s
+        seen = router(now_s, tokens_per_s=600 if is_lull else 1_200)
         return moment(now_s, seen, prefill_pool(now_s, sizes["prefill"]), decode)
 
     seen = follow(planning, {"prefill": 2, "decode": 2}, 0.0, 1_800.0, look)
@@ -275,7 +288,7 @@ def test_llm_d_autoscaling_380_stale_figures_remove_no_worker_either() -> None:
     planning = Planning()
 
     def look(now_s: float, sizes: dict[str, int]) -> Signals:
-        seen = router(now_s, age_s=1.0 if now_s < 250 else now_s - 249)
+        seen = router(min(now_s, 250.0))
         pools = prefill_pool(now_s, sizes["prefill"]), decode_pool(now_s, sizes["decode"])
         return moment(now_s, seen, *pools)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from cluster.planner.itl_curve import ItlCurve
@@ -39,9 +41,24 @@ def test_a_target_that_one_stream_alone_misses_is_out_of_reach() -> None:
     assert curve.workers_for_itl(1_200, 0.03, 0.02) == 0
 
 
+def test_no_more_workers_are_asked_for_than_there_are_streams() -> None:
+    """One number of streams promises the most of fewer: 2 ms for one alone."""
+    curve = learned((20, 0.04))
+    assert curve.workers_for_itl(1_000, 0.04, 0.002) == pytest.approx(40)
+    assert not curve.reaches(0.0019)
+    assert curve.workers_for_itl(1_000, 0.04, 0.0005) == 0
+
+
 def test_a_gap_that_streams_do_not_change_is_believed_four_times_as_far_as_it_was_seen() -> None:
     curve = learned((10, 0.03), (20, 0.03))
     assert curve.workers_for_itl(16_000 / 3, 0.03, 0.05) == pytest.approx(160 / 80)
+
+
+def test_a_gap_that_streams_do_not_change_may_be_just_the_target() -> None:
+    for target_s in (0.05, math.nextafter(0.05, 1.0)):
+        curve = learned((1, 0.05), (4, 0.05))
+        assert curve.reaches(target_s)
+        assert curve.workers_for_itl(320, 0.05, target_s) == pytest.approx(16 / 16)
 
 
 def test_a_base_is_never_less_than_nothing() -> None:

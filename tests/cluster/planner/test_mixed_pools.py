@@ -102,6 +102,15 @@ def test_roles_are_not_switched_again_within_their_hold() -> None:
     assert see(35.0, first, 820, 2.45) == RolePlan(1, 3)
 
 
+def test_a_split_that_would_leave_a_role_to_nobody_is_not_held() -> None:
+    """The pool goes from two workers to one, a moment after one of them was to prefill alone."""
+    planning = Planning()
+    planning.see(moment(0.0, router(0.0), mixed(0.0, 2)))
+    planning.see(moment(5.0, router(5.0), mixed(5.0, 2, plan=RolePlan(prefill=1))))
+    planning.see(moment(10.0, router(10.0), mixed(10.0, 1, plan=RolePlan(prefill=1))))
+    assert roles(planning) == BOTH
+
+
 def test_a_role_switch_leaves_the_workers_that_running_streams_need() -> None:
     """3 of 4 workers' KV is taken, and prompts would need 8 workers."""
     planning = Planning(PlannerConfig(max_step_out=1))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cluster.planner.config import PlannerConfig
 from cluster.planner.planner import Plan, decide
 from cluster.planner.signals import (
+    PoolGaps,
     PoolSignals,
     QueueSignals,
     RouterSignals,
@@ -63,6 +64,11 @@ def made_router(rng: random.Random) -> RouterSignals:
         num_held=rng.choice([0, 0, 3]),
         waiting_for_prefill=made_queue(rng),
         waiting_for_decode=made_queue(rng),
+        gaps=tuple(
+            PoolGaps(f"{role.value}-{number}", rng.choice([5, 500]), rng.choice([0.01, 0.06, 0.3]))
+            for role in (Role.DECODE, Role.MIXED)
+            for number in range(rng.randrange(4))
+        ),
     )
 
 
