@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from baton.v1 import common_pb2, control_pb2
 from cluster.planner.signals import (
+    PoolGaps,
     PoolSignals,
     QueueSignals,
     RouterSignals,
@@ -75,7 +76,9 @@ class FleetSignals:
             if pool.name in bounds
         ]
         routers = [_router(told, now_s) for told in fleet.routers]
-        return Signals(now_s, tuple(pools), tuple(routers))
+        # What they told last says nothing of now: their clients may have gone to the others.
+        routers += [RouterSignals(each.router_id, None) for each in fleet.silent_routers]
+        return Signals(now_s, tuple(pools), tuple(routers), fleet.settles)
 
     def _worker(self, worker: control_pb2.FleetWorker, now_s: float) -> WorkerSignals:
         info, load = worker.info, worker.load
@@ -118,7 +121,7 @@ def _pool(
 
 
 def _router(told: control_pb2.ReportRouterRequest, now_s: float) -> RouterSignals:
-    """The registry leaves out those that fell silent."""
+    """Of one that speaks."""
     return RouterSignals(
         router_id=told.router_id,
         measured_at_s=now_s,
@@ -128,6 +131,11 @@ def _router(told: control_pb2.ReportRouterRequest, now_s: float) -> RouterSignal
         num_held=told.num_held,
         waiting_for_prefill=_queue(told.waiting_for_prefill),
         waiting_for_decode=_queue(told.waiting_for_decode),
+        gaps=tuple(
+            PoolGaps(pool.pool, pool.num_recent_gaps, pool.recent_itl_p95_s)
+            for pool in told.pools
+            if pool.num_recent_gaps
+        ),
     )
 
 

@@ -151,11 +151,14 @@ def _worker_row(worker: control_pb2.FleetWorker) -> list[str]:
 def _arrivals(fleet: Fleet) -> str:
     """What the routers told last, as a line."""
     routers = fleet.routers
+    silent_s = [each.silent_s for each in fleet.silent_routers]
+    silent = [f"silent {len(silent_s)}, for {max(silent_s):.0f} s"] if silent_s else []
     if not routers:
-        return "no router reports"
+        return " · ".join(["no router reports", *silent])
     held = sum(router.num_held for router in routers)
     parts = [
         f"routers {len(routers)}",
+        *silent,
         f"arriving {sum(router.requests_per_s for router in routers):.1f} requests/s",
         f"{sum(router.uncached_tokens_per_s for router in routers):,.0f} uncached tok/s",
         f"waiting for prefill {sum(r.waiting_for_prefill.num_requests for r in routers)}",

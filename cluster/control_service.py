@@ -149,9 +149,12 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                         grpc.StatusCode.INVALID_ARGUMENT, "router_id must be set, the same always"
                     )
                 router_id = report.router_id
-                self._registry.routers.report(router_id, report.SerializeToString())
+                if report.leaves:
+                    self._registry.routers.left(router_id)
+                else:
+                    self._registry.routers.report(router_id, report.SerializeToString())
         finally:
-            self._registry.routers.left(router_id)
+            self._registry.routers.lost(router_id)
         return control_pb2.ReportRouterResponse()
 
     async def SetReplicas(  # noqa: N802

@@ -37,6 +37,10 @@ def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
             for entry in snapshot.workers
         ],
         pools=[_pool_message(pool, snapshot.standings) for pool in snapshot.pools],
+        silent_routers=[
+            control_pb2.SilentRouter(router_id=each.router_id, silent_s=each.silent_s)
+            for each in snapshot.silent_routers
+        ],
         routers=[control_pb2.ReportRouterRequest.FromString(told) for told in snapshot.routers],
         keeps_pools=snapshot.keeps_pools,
         settles=snapshot.settles,
@@ -65,6 +69,7 @@ def _pool_message(pool: Pool, standings: Mapping[str, int]) -> control_pb2.PoolS
             for place in pool.places
         ],
         text=None if pool.text is None else _text_message(pool.text),
+        comes_back_for=[ROLES[role] for role in pool.comes_back_for],
     )
 
 

@@ -36,6 +36,9 @@ _UNAVAILABLE_STATUS = 3
 _CONNECT_S = 1.0
 _LOOK_S = 1.0
 _END_WITHIN_S = 120.0
+# Ray may be starting it again, on a machine that has never read its libraries. Whoever gives it up
+# here takes Ray's head along, and so the next one begins anew.
+_RESTARTED_WITHIN_S = 120.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -165,7 +168,8 @@ def _serve(config: ClusterConfig, options: argparse.Namespace) -> None:
         signal.signal(number, lambda *_: leaving.set())
     supervisor = SupervisorHandle.find()
     if supervisor is not None:
-        print(f"adopted the supervisor: control service at {supervisor.address()}", flush=True)
+        address = supervisor.address(_RESTARTED_WITHIN_S)
+        print(f"adopted the supervisor: control service at {address}", flush=True)
     else:
         options.run_dir.mkdir(parents=True, exist_ok=True)
         supervisor = SupervisorHandle.start(_settled(config), options.run_dir.resolve())

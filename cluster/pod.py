@@ -1,7 +1,8 @@
 """The pod that this process runs in, and the workers that serve there.
 
 Each worker tells in a file where it serves, for whoever drains the pod: by then the supervisor, its
-registry and Ray's head may all be gone.
+registry and Ray's head may all be gone. One that still loads is not among them: so that it does not
+begin to serve on a machine that ends, the pod can be closed to it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
 
-from baton.v1 import control_pb2
+from baton.v1 import common_pb2, control_pb2
 from cluster.config import PORT_VARIABLE
 from kv_transfer.process import ProcessIdentity, is_gone
 
@@ -45,17 +47,33 @@ class Pod:
 
 
 class PodWorkers:
-    """The workers that serve in a pod: one file each, until it serves no more."""
+    """The workers that serve in a pod: one file each, until it serves no more.
+
+    A worker enters first and then looks whether the pod is closed; who closes it reads afterwards
+    who is in. So one of them sees the other.
+    """
 
     def __init__(self, pod: Pod) -> None:
         self._folder = pod.folder
+        self._closed = self._folder / "closed"
 
     def enter(self, worker: control_pb2.WorkerInfo) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._path(worker)
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json_format.MessageToJson(worker))
-        os.replace(fresh, path)
+        self._write(self._path(worker), worker)
+
+    def close(self, container: ProcessIdentity) -> None:
+        """No worker is to begin to serve here while this process lives, its container's own: one
+        that is started anew is another life."""
+        self._write(self._closed, container.to_proto())
+
+    @property
+    def is_closed(self) -> bool:
+        try:
+            text = self._closed.read_text()
+        except FileNotFoundError:
+            return False
+        container = json_format.Parse(text, common_pb2.ProcessIdentity())
+        # None is an end, too: a container that was started anew has pids of its own.
+        return is_gone(ProcessIdentity.from_proto(container)) is False
 
     def strike(self, worker: control_pb2.WorkerInfo) -> None:
         self._path(worker).unlink(missing_ok=True)
@@ -72,6 +90,12 @@ class PodWorkers:
             if not is_over(worker):
                 found.append(worker)
         return found
+
+    def _write(self, path: Path, message: Message) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fresh = path.with_suffix(".new")
+        fresh.write_text(json_format.MessageToJson(message))
+        os.replace(fresh, path)
 
     def _path(self, worker: control_pb2.WorkerInfo) -> Path:
         return self._folder / f"{worker.ref.worker_id}.{worker.ref.incarnation}.json"

@@ -5,7 +5,8 @@
 1. Closes the pod to Ray, so that nothing new is placed here. A GCS that does not answer places
    nothing either: it is asked again while the pod drains.
 2. Asks each worker that serves here to drain: it takes nothing new, and leaves when what it runs
-   has ended. One that is still loading runs nothing.
+   has ended. One that is still loading runs nothing; where the container goes on after the drain,
+   as on a machine that is called back, `--close-for` has that one leave before it serves.
 3. Waits until their processes are gone, and tells once a second what still runs. Status 0 then, 1
    when the time is over, with what held it.
 """
@@ -26,6 +27,7 @@ from baton.grpc_options import DIRECT
 from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
 from cluster.node_closing import NodeClosing, ray_nodes
 from cluster.pod import Pod, PodWorkers, is_over
+from kv_transfer.process import identity_of
 
 _FAILED_STATUS, _USAGE_STATUS = 1, 2
 _LOOK_S = 0.2
@@ -43,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pod_drain: {problem} downward API (metadata.name)", file=sys.stderr)
         return _USAGE_STATUS
     with contextlib.ExitStack() as stack:
+        if options.close_for and (container := identity_of(options.close_for)) is not None:
+            PodWorkers(pod).close(container)
         return PodDrain(pod, options.timeout, options.leave, stack).run()
 
 
@@ -61,6 +65,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=0.0,
         metavar="SECONDS",
         help="of that, what is left for workers to end that have given up what they ran",
+    )
+    parser.add_argument(
+        "--close-for",
+        type=int,
+        metavar="PID",
+        help="the container's own process: while it lives no worker begins to serve here",
     )
     return parser.parse_args(arguments)
 
@@ -82,7 +92,7 @@ class Draining:
         return is_over(self._worker)
 
     def ask(self, timeout_s: float) -> None:
-        """Once it has answered, it drains. Asked again, it only goes on."""
+        """Until it has answered: then it drains, and is asked no more."""
         if not self._is_asked:
             request = worker_pb2.DrainRequest(timeout_ms=max(1, round(timeout_s * 1e3)))
             with contextlib.suppress(grpc.RpcError):

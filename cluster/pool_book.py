@@ -6,7 +6,7 @@ closes here; a place waits for a pod, or has one, and what failed there is booke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.errors import AlreadyExistsError, InUseError, InvalidRequestError, NotFoundError
@@ -16,6 +16,7 @@ from engine.config import DTYPES
 
 FIRST_WEIGHTS: Mapping[str, int] = {"": 100}
 """Until others are told: new requests stay with the cohort that the cluster started with."""
+_ROLES = (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ class Pool:
     places: tuple[Place, ...] = ()
     text: TextSource | None = None
     """Of its workers' model."""
+    comes_back_for: tuple[Role, ...] = ()
+    """Of its roles those that were away until now, and it is to have workers again."""
+
+    def can_do(self, role: Role) -> bool:
+        return self.role in (role, Role.MIXED)
 
     @property
     def pending_replicas(self) -> int:
@@ -93,6 +99,7 @@ class PoolBook:
         self._places: dict[str, Place] = {}  # by worker id
         self._failures: dict[str, Failure] = {}  # by worker id, oldest first; not while it is live
         self._weights = dict(FIRST_WEIGHTS)
+        self._away: frozenset[Role] = frozenset()  # or on their way back
         self.version = 0
         """Rises with every change."""
 
@@ -260,16 +267,29 @@ class PoolBook:
 
     # --- as they stand --------------------------------------------------------------------------
 
+    def see_live(self, live_replicas: Mapping[str, int]) -> None:
+        """Note which roles are away: from when all pools that can do one are to have no replica
+        until a worker of it is live, or has failed to start. `live_replicas` as for `shown`."""
+        pools = self.shown(live_replicas)
+        self._away = frozenset(role for role in _ROLES if self._is_away(role, pools))
+
     def shown(self, live_replicas: Mapping[str, int]) -> tuple[Pool, ...]:
         """All pools; `live_replicas` by pool, where there are any."""
         return tuple(
-            self._shown(entry, live_replicas.get(name, 0)) for name, entry in self._entries.items()
+            self._shown(each, live_replicas.get(name, 0)) for name, each in self._entries.items()
         )
+
+    def _is_away(self, role: Role, pools: Sequence[Pool]) -> bool:
+        own = [pool for pool in pools if pool.can_do(role)]
+        if own and not any(pool.desired_replicas for pool in own):
+            return True
+        has_started = any(pool.live_replicas or pool.num_failed_starts for pool in own)
+        return role in self._away and not has_started
 
     def _shown(self, entry: _Entry, live_replicas: int) -> Pool:
         settings = entry.settings
         failures = [f for f in self._failures.values() if f.pool == settings.name]
-        return Pool(
+        pool = Pool(
             settings.name,
             settings.role,
             entry.desired_replicas,
@@ -284,6 +304,10 @@ class PoolBook:
             places=self.places_of(settings.name),
             text=settings.text,
         )
+        if not pool.desired_replicas:
+            return pool
+        back_for = tuple(role for role in _ROLES if role in self._away and pool.can_do(role))
+        return replace(pool, comes_back_for=back_for)
 
     def _entry(self, name: str) -> _Entry:
         entry = self._entries.get(name)

@@ -26,7 +26,7 @@ from cluster.awake_clock import AwakeClock, Clock
 from cluster.config import RegistryConfig
 from cluster.pool_book import Place, Pool, PoolBook
 from cluster.role_plan import Role, RolePlan, active_roles
-from cluster.router_book import RouterBook
+from cluster.router_book import RouterBook, SilentRouter
 
 
 class WorkerState(enum.Enum):
@@ -102,6 +102,7 @@ class FleetSnapshot:
     """Of the places that stay, by their workers' ids: the greatest of a pool leave first."""
     settles: bool = False
     """Workers that were here before the registry started may have yet to register."""
+    silent_routers: tuple[SilentRouter, ...] = ()
 
 
 @dataclass
@@ -235,6 +236,7 @@ class Registry:
         live: Counter[str] = Counter()
         for worker in self._workers.values():
             live[worker.registration.pool] += worker.state is WorkerState.LIVE
+        self.pools.see_live(live)
         return FleetSnapshot(
             self._version,
             workers,
@@ -247,6 +249,7 @@ class Registry:
                 for standing, place in enumerate(self.staying(pool))
             },
             self._settles(),
+            self.routers.silent(),
         )
 
     def staying(self, pool: str) -> list[Place]:

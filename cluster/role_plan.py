@@ -24,15 +24,20 @@ class RolePlan:
     prefill: int = 0
     decode: int = 0
 
+    def leaves_both_roles(self, num_workers: int) -> bool:
+        """Whether so many are enough for it, with one for each role at least."""
+        is_enough = self.prefill + self.decode <= num_workers
+        return is_enough and max(self.prefill, self.decode) < num_workers
+
 
 def active_roles(plan: RolePlan, worker_ids: Sequence[str]) -> dict[str, Role]:
     """Of the workers of a mixed pool that take new requests.
 
     Prefill fills the lowest places and decode the highest, so that another split changes as few
-    workers as it can. Where there are fewer than the plan splits, all act as both: one role must
-    not be left without a worker because some are missing.
+    workers as it can. Where there are fewer than the plan splits, or it would leave one role to
+    nobody, all act as both: a role must not be without a worker because some are missing.
     """
-    if plan.prefill + plan.decode > len(worker_ids):
+    if not plan.leaves_both_roles(len(worker_ids)):
         return dict.fromkeys(worker_ids, Role.MIXED)
     in_order = sorted(worker_ids, key=_place)
     first_decode = len(in_order) - plan.decode

@@ -7,7 +7,8 @@ worker's container where the machine may be called back.
    asked on.
 2. At a notice it runs `cluster.pod_drain`, which does what `preStop` does and asks as few: the
    drain may take `--timeout`, but ends before the machine does, so that what still runs then goes
-   on elsewhere in order and not when its silence is noticed.
+   on elsewhere in order and not when its silence is noticed. A worker that still loads by then
+   leaves when it has loaded: the container goes on, and so would it.
 3. A machine that goes on after its end (it was hibernated, say, and woke up) keeps a pod whose node
    has left Ray: after `--restart-after` the process that started this one, the container's own, is
    ended. Started anew, the container believes that notice no more. One without a time is believed
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     notice = wait_for_notice(CLOUDS[options.cloud](options.address), outlived_s)
     timeout_s = drain_s(notice, options.timeout, options.notice, _now())
     _say(f"this machine ends: {notice.what}, {_when(notice)}")
-    limits = [f"--timeout={timeout_s:g}", f"--leave={_LEAVE_S:g}"]
+    limits = [f"--timeout={timeout_s:g}", f"--leave={_LEAVE_S:g}", f"--close-for={container}"]
     drain = [sys.executable, "-m", "cluster.pod_drain", *limits]
     status = subprocess.run(drain, check=False).returncode
     if notice.ends_at is not None and math.isfinite(outlived_s):

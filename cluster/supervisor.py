@@ -84,8 +84,8 @@ class Supervision:
         async with serve(self._registry, self._changes, self._state.listen, self) as address:
             self._control = self._announced(address)
             self._state.keep(address, self._registry.pools)
+            on_address(self._control)  # a rank that does not answer is waited for below
             await self._adopt(self._registry.pools.all_settings().values())
-            on_address(self._control)
             async with asyncio.TaskGroup() as group:
                 watcher = group.create_task(self._watch_ends())
                 await self._reconcile()

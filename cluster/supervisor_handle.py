@@ -52,9 +52,9 @@ class SupervisorHandle:
         except ValueError:
             return None
 
-    def address(self) -> str:
+    def address(self, within_s: float = _ANSWER_WITHIN_S) -> str:
         """Of its control service, as it announces it. Raises UnavailableError."""
-        give_up_at = time.monotonic() + _ANSWER_WITHIN_S
+        give_up_at = time.monotonic() + within_s
         while True:
             try:
                 left_s = max(0.0, give_up_at - time.monotonic())

@@ -22,7 +22,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import grpc.aio
-import prometheus_client
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
@@ -100,7 +99,7 @@ class Worker:
         self._stopped = asyncio.Event()
         self._failure: WorkerFailedError | None = None
         self._drain: asyncio.Task[None] | None = None
-        self._idle = asyncio.Event()
+        self._drained = asyncio.Event()  # what ran has ended, or its time is over
         self._tokens = TokenCount()
         self._load = worker_pb2.WorkerLoad()
         self._num_quarantined_bytes = 0
@@ -146,7 +145,7 @@ class Worker:
         warm_up(self._config.engine, self.rank.runner, self.rank.transfer)
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
-        """Serve, and be known to; until the stack is left."""
+        """Serve, and be known to; until the stack is left. At once, where the pod is closed."""
         await stack.enter_async_context(self._server())
         if (port := self._config.settings.metrics_port) is not None:
             stack.enter_context(self._metrics(port))
@@ -154,6 +153,10 @@ class Worker:
             workers, info = PodWorkers(self._config.pod), self.info()
             workers.enter(info)
             stack.callback(workers.strike, info)
+            if workers.is_closed:
+                log.info("%s leaves: its machine ends", self._config.worker_id)
+                self.stop()
+                return
         registrar = Registrar(
             self._config.control_address,
             self.info(),
@@ -196,24 +199,28 @@ class Worker:
         self._stopped.set()
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Take no new work, finish what runs, then leave: at once, where it does not serve yet."""
+        """Take no new work, finish what runs, then leave: at once, where it does not serve yet.
+        Asked again, the least time told counts: a notice, say, cuts short a drain under way."""
         if not self.ready.is_set():
             self.stop()
-        elif self._drain is None:
+            return
+        if timeout_s is None and self._drain is None:
+            timeout_s = self._config.settings.drain_timeout_s
+        if timeout_s is not None:
+            self._loop.call_later(timeout_s, self._drained.set)
+        if self._drain is None:
             log.info("%s drains", self._config.worker_id)
             # Now, not with the task's first turn: a worker that is idle until then is not later.
             self.prefill.begin_drain()
             self.decode.begin_drain()
-            limit_s = self._config.settings.drain_timeout_s if timeout_s is None else timeout_s
-            self._drain = self._begin("drain", self._drain_and_stop(limit_s))
+            self._drain = self._begin("drain", self._drain_and_stop())
 
-    async def _drain_and_stop(self, timeout_s: float) -> None:
+    async def _drain_and_stop(self) -> None:
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        await self._drained.wait()
         # The registry hears of it, and a router that lost its session comes back for the end.
         await asyncio.sleep(2 * self._config.settings.heartbeat_s)
-        if self._idle.is_set():
+        if self._is_idle():
             await self._last_tokens_taken()
         # A leak shows here, in the exit status; an engine that does not answer, in `_stop_engine`.
         books = await self.integrity(self._config.settings.leave_timeout_s)
@@ -266,17 +273,9 @@ class Worker:
             self.decode.num_orphans,
             lambda: self._num_quarantined_bytes,
         )
-        host = self._config.host.strip("[]")
-        registry = collector.registry()
-        server, thread = prometheus_client.start_http_server(port, host, registry=registry)
-        self.metrics_address = f"{self._config.host}:{server.server_port}"
-        log.info("%s serves metrics at %s", self._config.worker_id, self.metrics_address)
-        try:
+        with collector.served(self._config.host, port) as self.metrics_address:
+            log.info("%s serves metrics at %s", self._config.worker_id, self.metrics_address)
             yield
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
 
     # --- the engine's thread --------------------------------------------------------------------
 
@@ -358,8 +357,11 @@ class Worker:
         while True:
             await asyncio.sleep(_SWEEP_S)
             self.decode.sweep()
-            if self._drain is not None and self.prefill.is_idle and self.decode.is_idle:
-                self._idle.set()
+            if self._drain is not None and self._is_idle():
+                self._drained.set()
+
+    def _is_idle(self) -> bool:
+        return self.prefill.is_idle and self.decode.is_idle
 
     # --- integrity ------------------------------------------------------------------------------
 

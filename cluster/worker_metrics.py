@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -64,7 +65,15 @@ class WorkerCollector(Collector):
         gauge.add_metric(self._labels, value)
         return gauge
 
-    def registry(self) -> CollectorRegistry:
+    @contextlib.contextmanager
+    def served(self, host: str, port: int) -> Iterator[str]:
+        """Yields the host:port that it is scraped at."""
         registry = CollectorRegistry()
         registry.register(self)
-        return registry
+        server, thread = start_http_server(port, host.strip("[]"), registry=registry)
+        try:
+            yield f"{host}:{server.server_port}"
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()

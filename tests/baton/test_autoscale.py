@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import pytest
 
 from baton.autoscale import Autoscaler
+from baton.errors import NoCapacityError
 from baton.fleet_signals import FleetSignals, PoolBounds
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
 from cluster.planner.config import PlannerConfig
-from cluster.planner.signals import WorkerPhase
+from cluster.planner.measure import measure_demand
+from cluster.planner.signals import PoolGaps, WorkerPhase
+from cluster.pool_changes import PoolBacking, Unbacked
+from cluster.pool_settings import PoolSettings
 from cluster.registry import Progress, Registration, Registry
 from cluster.role_plan import Role
 from tests.cluster.pool_settings import settings_of
@@ -61,9 +68,39 @@ def test_the_registrys_words_become_signals_with_the_times_they_lack() -> None:
     assert worker.itl_s is None
 
 
+def test_what_clients_saw_of_a_pool_comes_with_its_router_s_words() -> None:
+    told = fleet(control_pb2.WORKER_STATE_LIVE)
+    seen = [
+        control_pb2.PoolFigures(pool="decode", num_recent_gaps=300, recent_itl_p95_s=0.25),
+        control_pb2.PoolFigures(pool="prefill", ttft_p95_s=0.5),
+    ]
+    told.routers.add(router_id="router-1", pools=seen)
+    (router,) = FleetSignals().take(told, BOUNDS, 10.0).routers
+    assert router.gaps == (PoolGaps("decode", 300, 0.25),)
+
+
+def test_a_registry_that_settles_is_told_of() -> None:
+    told = fleet(control_pb2.WORKER_STATE_LIVE)
+    assert not FleetSignals().take(told, BOUNDS, 10.0).settles
+    told.settles = True
+    assert FleetSignals().take(told, BOUNDS, 10.0).settles
+
+
+def test_a_router_that_is_silent_is_one_that_was_not_heard_of() -> None:
+    told = fleet(control_pb2.WORKER_STATE_LIVE)
+    told.routers.add(router_id="router-1", requests_per_s=2.5)
+    told.silent_routers.add(router_id="router-2", silent_s=3.0)
+    heard, silent = FleetSignals().take(told, BOUNDS, 10.0).routers
+    assert (heard.router_id, heard.measured_at_s) == ("router-1", 10.0)
+    assert (silent.router_id, silent.measured_at_s) == ("router-2", None)
+    demand = measure_demand(FleetSignals().take(told, BOUNDS, 10.0), QUICK)
+    assert demand is not None
+    assert (demand.requests_per_s, demand.unheard_factor) == (2.5, 2.0)
+
+
 @asynccontextmanager
 async def fleet_of(
-    registry: Registry, report: control_pb2.ReportRouterRequest
+    registry: Registry, report: control_pb2.ReportRouterRequest, backing: PoolBacking | None = None
 ) -> AsyncIterator[str]:
     """A prefill and a decode worker and a router that keep telling; the registry's address."""
     streams = []
@@ -85,33 +122,117 @@ async def fleet_of(
 
     beating = asyncio.create_task(beat())
     try:
-        async with serve(registry, Changes(), "127.0.0.1:0") as address:
+        async with serve(registry, Changes(), "127.0.0.1:0", backing) as address:
             yield address
     finally:
         beating.cancel()
 
 
-async def test_prompts_that_arrive_faster_than_one_worker_computes_get_more_workers() -> None:
-    registry = Registry(RegistryConfig(), time.monotonic)
-    waiting = control_pb2.QueueFigures(
+BUSY = control_pb2.ReportRouterRequest(
+    router_id="router-1",
+    requests_per_s=3.0,
+    uncached_tokens_per_s=2400.0,
+    output_tokens=10.0,
+    waiting_for_prefill=control_pb2.QueueFigures(
         num_requests=20, num_tokens=20_000, oldest_wait_s=9.0, median_wait_s=5.0
-    )
-    report = control_pb2.ReportRouterRequest(
-        router_id="router-1",
-        requests_per_s=3.0,
-        uncached_tokens_per_s=2400.0,
-        output_tokens=10.0,
-        waiting_for_prefill=waiting,
-    )
-    told: list[str] = []
-    async with fleet_of(registry, report) as address:
-        autoscaler = Autoscaler(address, BOUNDS, QUICK, told.append)
+    ),
+)
+"""What asks for three prefill workers and more."""
+
+
+@asynccontextmanager
+async def autoscaling(
+    tell: Callable[[str], None], backing: PoolBacking | None = None
+) -> AsyncIterator[Registry]:
+    """A fleet of one prefill and one decode worker under that load."""
+    registry = Registry(RegistryConfig(), time.monotonic)
+    async with fleet_of(registry, BUSY, backing) as address:
+        autoscaler = Autoscaler(address, BOUNDS, QUICK, tell)
         autoscaler.start()
         try:
             async with asyncio.timeout(20):
-                while registry.pools.desired_replicas()["prefill"] < 3:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+                yield registry
         finally:
             await asyncio.to_thread(autoscaler.stop)
+
+
+async def until_prefill_has(registry: Registry, replicas: int) -> None:
+    while registry.pools.desired_replicas()["prefill"] < replicas:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+async def test_prompts_that_arrive_faster_than_one_worker_computes_get_more_workers() -> None:
+    told: list[str] = []
+    async with autoscaling(told.append) as registry:
+        await until_prefill_has(registry, 3)
     assert registry.pools.desired_replicas()["prefill"] <= 4
     assert any("prefill" in reason and "tokens/s" in reason for reason in told)
+
+
+class SmallMachine(Unbacked):
+    """Has room for so many replicas of all pools together."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        self.num_refused = 0
+
+    async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
+        if sum(replicas.values()) > self.num_replicas:
+            self.num_refused += 1
+            raise NoCapacityError(f"no room for {replicas[pool.name]} replicas of {pool.name}")
+
+
+async def test_a_pool_that_is_to_be_larger_than_the_machine_gets_the_room_that_there_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told: list[str] = []
+    machine = SmallMachine(3)
+    async with autoscaling(told.append, machine) as registry:
+        await until_prefill_has(registry, 2)
+        num_refused = machine.num_refused
+        while machine.num_refused < num_refused + 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert registry.pools.desired_replicas() == {"prefill": 2, "decode": 1}
+    assert any(reason.endswith("; room for 2") for reason in told)
+    warned = [each.getMessage() for each in caplog.records if "no room" in each.getMessage()]
+    assert 0 < len(warned) < machine.num_refused
+    assert all(former != text for former, text in pairwise(warned))
+
+
+async def test_a_refusal_is_told_again_once_the_pool_has_been_what_it_was_to_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine = SmallMachine(2)
+
+    def refusals() -> int:
+        return sum("no room for 4" in each.getMessage() for each in caplog.records)
+
+    async with autoscaling(lambda reason: None, machine) as registry:
+        while not refusals():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        machine.num_replicas = 8
+        await until_prefill_has(registry, 4)
+        registry.pools.set_replicas("decode", 0)  # it is put right after prefill is looked at
+        while not registry.pools.desired_replicas()["decode"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        machine.num_replicas = 2
+        registry.pools.set_replicas("prefill", 1)
+        while refusals() < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_a_fault_of_the_autoscalers_own_is_logged_and_it_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told: list[str] = []
+
+    def closed_at_first(reason: str) -> None:
+        told.append(reason)
+        if len(told) == 1:
+            raise BrokenPipeError("nobody reads what is said")
+
+    async with autoscaling(closed_at_first) as registry:
+        await until_prefill_has(registry, 2)
+        registry.pools.set_replicas("prefill", 1)
+        await until_prefill_has(registry, 2)
+    assert "nobody reads what is said" in caplog.text

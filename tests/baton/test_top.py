@@ -132,6 +132,12 @@ def test_a_fleet_without_routers_and_workers_is_told_as_one() -> None:
     assert "no router reports" in shown(Fleet())
 
 
+def test_a_router_that_is_silent_is_told_beside_those_that_report() -> None:
+    told = fleet()
+    told.silent_routers.add(router_id="router-2", silent_s=40.2)
+    assert any("routers 1 · silent 1, for 40 s · arriving" in line for line in shown(told))
+
+
 def test_status_says_which_pools_wait_for_pods(capsys: pytest.CaptureFixture[str]) -> None:
     print_fleet(fleet())
     told = capsys.readouterr().out

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 OWN_NAME = "aks-gpu-31215_7"
 Reply = tuple[HTTPStatus, str, dict[str, str]]
+_LOOPBACK = "127.0.0.1"
 
 
 class MetadataServer:
@@ -137,12 +138,39 @@ class MetadataServer:
         return HTTPStatus.OK, json.dumps(told), {}
 
 
+class Machines:
+    """Own what each machine is told: all ask one address, and each is known by the one that it asks
+    from. `address` is the service's."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._lock = threading.Lock()
+        self._served: dict[str, MetadataServer] = {}
+
+    def of(self, ip: str) -> MetadataServer:
+        with self._lock:
+            return self._served.setdefault(ip, MetadataServer(self.address))
+
+    def end(self) -> None:
+        with self._lock:
+            for machine in self._served.values():
+                machine.end()
+
+
 @contextlib.contextmanager
 def serving_metadata() -> Iterator[MetadataServer]:
+    """Of this machine alone."""
+    with serving_machines(_LOOPBACK) as machines:
+        yield machines.of(_LOOPBACK)
+
+
+@contextlib.contextmanager
+def serving_machines(host: str) -> Iterator[Machines]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             headers = {name.lower(): value for name, value in self.headers.items()}
-            status, text, own = served.reply(self.command, self.path, headers)
+            machine = served.of(str(self.client_address[0]))
+            status, text, own = machine.reply(self.command, self.path, headers)
             self.send_response(status)
             for name, value in own.items():
                 self.send_header(name, value)
@@ -156,8 +184,8 @@ def serving_metadata() -> Iterator[MetadataServer]:
         def log_message(self, format: str, *args: object) -> None:
             """Nobody reads it."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    served = MetadataServer(f"http://127.0.0.1:{server.server_port}")
+    server = ThreadingHTTPServer((host, 0), Handler)
+    served = Machines(f"http://{host}:{server.server_port}")
     thread = threading.Thread(target=server.serve_forever, name="metadata")
     thread.start()
     try:

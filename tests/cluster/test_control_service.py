@@ -30,8 +30,12 @@ DRAINING = control_pb2.WORKER_STATE_DRAINING
 Call = grpc.aio.StreamStreamCall[control_pb2.RegisterRequest, control_pb2.RegisterResponse]
 
 
-def make_registry() -> Registry:
-    registry = Registry(RegistryConfig(), time.monotonic)
+PATIENT = RegistryConfig(silent_after_s=60.0, gone_after_s=120.0)
+"""Workers here speak once: however slow the machine is, none gets silent within a test."""
+
+
+def make_registry(config: RegistryConfig = PATIENT) -> Registry:
+    registry = Registry(config, time.monotonic)
     registry.pools.add(settings_of(max_replicas=4), 1)
     return registry
 
@@ -148,7 +152,7 @@ async def test_a_stream_ends_once_its_worker_has_registered_on_another() -> None
 
 async def test_a_registered_worker_is_seen_live_with_its_load_and_suspect_once_cut_off() -> None:
     async with (
-        serve(make_registry(), Changes(), "127.0.0.1:0") as address,
+        serve(make_registry(RegistryConfig()), Changes(), "127.0.0.1:0") as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
         stub = control_pb2_grpc.ControlServiceStub(channel)

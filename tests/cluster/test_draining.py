@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ import grpc.aio
 import pytest
 
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from cluster.config import WorkerSettings
 from cluster.request_wire import read_spec
 from cluster.role_plan import Role
 from decode_worker.request_log import Submission
@@ -112,3 +114,43 @@ async def test_a_worker_that_drained_gives_a_router_up_that_takes_nothing(
         worker.drain()
         await asyncio.wait_for(worker.left.wait(), 10)
         assert not session.has_told_all
+
+
+async def test_a_drain_under_way_takes_no_longer_than_whoever_asks_for_it_again_lets_it(
+    kit: Any,
+) -> None:
+    """A machine that is called back while its pod drains lets nothing have a pool's whole time."""
+    slow = dataclasses.replace(kit.engine.fake, decode_step_s=0.01)
+    engine = dataclasses.replace(kit.engine, fake=slow)
+    async with kit.running_worker("decode-9", Role.DECODE, engine) as worker:
+        session = worker.decode.open_session("router-a/1")
+        wire = kit.make_spec("long", 60)
+        wire.sampling.max_tokens = 5000
+        worker.decode.submit(session, submission_of(wire), None)
+        worker.drain(600)
+        worker.drain(0.5)
+        worker.drain(600)  # and no one gives it time again
+        await asyncio.wait_for(worker.left.wait(), 10)
+        assert not worker.decode.is_idle
+
+
+async def test_a_drain_under_way_keeps_its_time_where_it_is_asked_for_again_without_one(
+    kit: Any,
+) -> None:
+    """The registry does so, once it has heard that the worker drains."""
+    slow = dataclasses.replace(kit.engine.fake, decode_step_s=0.01)
+    engine = dataclasses.replace(kit.engine, fake=slow)
+    settings = WorkerSettings(heartbeat_s=0.05, metrics_port=None, drain_timeout_s=0.2)
+    async with kit.running_worker("decode-9", Role.DECODE, engine, settings=settings) as worker:
+        link = kit.decode_link(worker.address, "router-a")
+        await link.open()
+        spec = kit.make_spec("long", 60)
+        spec.sampling.max_tokens = 200
+        await link.reserve(spec)
+        await link.until(lambda: link.of("long").tokens)
+        worker.drain(600)
+        worker.drain()
+        await link.until(lambda: link.of("long").finished)
+        assert link.of("long").in_order() == kit.oracle.tokens(spec)
+        await worker.left.wait()
+        await link.close()

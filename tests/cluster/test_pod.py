@@ -17,7 +17,7 @@ from cluster.pod import Pod, PodWorkers
 from cluster.pool_settings import own_settings
 from cluster.room import check_room
 from cluster.worker_config import WorkerConfig, settled, worker_config
-from kv_transfer.process import ProcessIdentity, own_identity
+from kv_transfer.process import ProcessIdentity, identity_of, own_identity
 
 POD = Pod("decode-x1", "10.0.0.7", "node-3")
 
@@ -98,11 +98,33 @@ def test_a_worker_is_found_in_its_pod_until_it_strikes_itself(workers: PodWorker
 
 def test_a_worker_that_was_killed_is_not_found_in_its_pod(workers: PodWorkers) -> None:
     killed = subprocess.Popen(["sleep", "60"])
-    fields = Path(f"/proc/{killed.pid}/stat").read_text().rpartition(")")[2].split()
-    identity = dataclasses.replace(own_identity(), pid=killed.pid, start_time_ticks=int(fields[19]))
+    identity = identity_of(killed.pid)
+    assert identity is not None
     workers.enter(worker(identity))
     assert len(workers.read()) == 1
     killed.kill()
     os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie: nobody waits for it
     assert workers.read() == []
     killed.wait()
+
+
+def test_a_pod_is_closed_for_as_long_as_its_containers_own_process_lives(
+    workers: PodWorkers,
+) -> None:
+    assert not workers.is_closed
+    container = subprocess.Popen(["sleep", "60"])
+    identity = identity_of(container.pid)
+    assert identity is not None
+    workers.close(identity)
+    assert workers.is_closed
+    assert workers.read() == []
+    container.kill()
+    container.wait()
+    assert not workers.is_closed
+
+
+def test_a_container_that_was_started_anew_with_pids_of_its_own_opens_its_pod(
+    workers: PodWorkers,
+) -> None:
+    workers.close(dataclasses.replace(own_identity(), pid_namespace=1))
+    assert not workers.is_closed

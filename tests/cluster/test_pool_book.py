@@ -27,6 +27,7 @@ from cluster.role_plan import Role, RolePlan
 from cluster.supervisor_state import SupervisorState, state_file
 from router.cohort_texts import TextSource
 from router.fleet_watch import read_pools
+from router.stopped_pools import StoppedPools
 from tests.cluster.pool_settings import settings_of
 
 TOLD = """
@@ -47,6 +48,66 @@ def book_of(*pools: PoolSettings, replicas: int = 0) -> PoolBook:
     for settings in pools:
         book.add(settings, replicas)
     return book
+
+
+def coming_back(book: PoolBook, **live: int) -> list[str]:
+    book.see_live(live)
+    return [pool.name for pool in book.shown(live) if pool.comes_back_for]
+
+
+# --- pools that come back -------------------------------------------------------------------------
+
+
+def test_a_pool_comes_back_from_zero_until_its_first_worker_is_live() -> None:
+    book = book_of(settings_of("decode", Role.DECODE))
+    assert coming_back(book) == []  # it is away, and nobody wants it back
+    book.set_replicas("decode", 2)
+    assert coming_back(book) == coming_back(book) == ["decode"]
+    assert coming_back(book, decode=1) == []
+    assert coming_back(book) == []  # it has died
+
+
+def test_a_pool_that_has_yet_to_start_for_the_first_time_does_not_come_back() -> None:
+    assert coming_back(book_of(settings_of("decode", Role.DECODE), replicas=1)) == []
+
+
+def test_a_pool_that_fails_to_start_again_comes_back_no_more() -> None:
+    book = book_of(settings_of("decode", Role.DECODE))
+    coming_back(book)
+    book.set_replicas("decode", 1)
+    book.failed("decode", "decode-0", "no room", served=False)
+    assert coming_back(book) == []
+
+
+def test_a_role_is_away_only_when_all_pools_are_that_can_do_it() -> None:
+    """And another pool than the one that went may bring it back."""
+    book = book_of(settings_of("decode", Role.DECODE), settings_of("mixed", Role.MIXED))
+    book.set_replicas("mixed", 1)
+    coming_back(book, mixed=1)
+    book.set_replicas("decode", 1)
+    assert coming_back(book, mixed=1) == []
+    for name in ("mixed", "decode"):
+        book.set_replicas(name, 0)
+    coming_back(book)
+    book.add(settings_of("next", Role.DECODE), 1)
+    assert coming_back(book) == ["next"]
+
+
+def test_a_mixed_pool_comes_back_for_the_roles_alone_that_were_away() -> None:
+    """And a router that has just started takes no other for away."""
+    registry = Registry(RegistryConfig(), time.monotonic)
+    book = registry.pools
+    book.add(settings_of("mixed", Role.MIXED), 0)
+    book.add(settings_of("decode", Role.DECODE), 1)
+    assert coming_back(book) == []
+    book.set_replicas("mixed", 1)
+    assert coming_back(book) == ["mixed"]
+    (mixed, decode) = book.shown({})
+    assert (mixed.comes_back_for, decode.comes_back_for) == ((Role.PREFILL,), ())
+    stopped = StoppedPools()
+    stopped.update(read_pools(fleet_message(registry.snapshot())))
+    assert stopped.holds("never")
+    assert not stopped.holds("auto")
 
 
 # --- settings that are told -----------------------------------------------------------------------

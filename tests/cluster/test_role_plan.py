@@ -46,10 +46,11 @@ def test_a_plan_is_kept_exactly_or_all_act_as_both(
 ) -> None:
     names = [f"main-{number}" for number in range(num_workers)]
     found = list(active_roles(RolePlan(prefill, decode), names).values())
-    if prefill + decode > num_workers:
-        assert found == [Role.MIXED] * num_workers
-    else:
-        assert (found.count(Role.PREFILL), found.count(Role.DECODE)) == (prefill, decode)
+    for role in (Role.PREFILL, Role.DECODE):
+        assert not names or {role, Role.MIXED} & {*found}, "nobody is left for this role"
+    is_kept = (found.count(Role.PREFILL), found.count(Role.DECODE)) == (prefill, decode)
+    leaves_both_roles = prefill + decode <= num_workers and max(prefill, decode) < num_workers
+    assert is_kept if leaves_both_roles else found == [Role.MIXED] * num_workers
 
 
 def test_from_three_to_one_to_one_to_three_two_workers_change() -> None:
@@ -74,6 +75,14 @@ def test_a_worker_that_leaves_takes_no_role_from_those_that_stay() -> None:
     registry.pools.set_role_plan("main", RolePlan(1, 2))
     registry.ask_drain("main-0")
     assert roles_of(registry) == [None, Role.PREFILL, Role.DECODE, Role.DECODE]
+
+
+def test_the_one_that_can_do_both_leaves_and_the_others_do_both_in_its_place() -> None:
+    registry = registry_of(num_workers=3)
+    registry.pools.set_role_plan("main", RolePlan(prefill=2))
+    assert roles_of(registry) == [Role.PREFILL, Role.PREFILL, Role.MIXED]
+    registry.ask_drain("main-2")
+    assert roles_of(registry) == [Role.MIXED, Role.MIXED, None]
 
 
 def test_a_pool_of_one_role_is_not_split() -> None:

@@ -14,11 +14,15 @@ from baton.v1 import control_pb2, control_pb2_grpc
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
 from cluster.registry import Registry
-from cluster.router_book import SILENT_AFTER_S, RouterBook
+from cluster.router_book import FORGOTTEN_AFTER_S, SILENT_AFTER_S, RouterBook
 from router.config import RouterConfig
 from router.reporting import Reporting
 
 Watch = control_pb2.WatchFleetResponse
+
+
+def silent_in(book: RouterBook) -> list[tuple[str, float]]:
+    return [(router.router_id, router.silent_s) for router in book.silent()]
 
 
 def reports_of(book: RouterBook) -> list[bytes]:
@@ -37,6 +41,22 @@ def test_a_router_that_falls_silent_or_leaves_is_left_out() -> None:
     assert reports_of(book) == [b"1", b"3"]
     now = SILENT_AFTER_S
     assert reports_of(book) == [b"3"]
+
+
+def test_a_router_that_does_not_speak_is_told_of_for_some_minutes_for_it_may_serve() -> None:
+    now = 0.0
+    book = RouterBook(lambda: now)
+    for name in "abc":
+        book.report(name, b"")
+    book.lost("b")
+    book.left("c")
+    assert (len(reports_of(book)), silent_in(book)) == (1, [("b", 0.0)])
+    now = SILENT_AFTER_S
+    assert silent_in(book) == [("a", now), ("b", now)]
+    book.report("b", b"2")
+    assert (reports_of(book), silent_in(book)) == ([b"2"], [("a", now)])
+    now = FORGOTTEN_AFTER_S
+    assert [name for name, _ in silent_in(book)] == ["b"]
 
 
 @asynccontextmanager
@@ -67,7 +87,20 @@ async def test_what_a_router_reports_is_heard_until_it_leaves() -> None:
         assert list(fleet.routers) == [told]
         reporting.cancel()
         await asyncio.wait({reporting})
-        await hears(watch, [])
+        assert not (await hears(watch, [])).silent_routers
+
+
+async def test_a_router_whose_call_breaks_is_told_of_as_silent() -> None:
+    """A killed one, or one whose host is cut off: who only hears of the call cannot know."""
+    told = control_pb2.ReportRouterRequest(router_id="router-1", requests_per_s=2.5)
+    async with registry_at() as (address, watch), grpc.aio.insecure_channel(address) as channel:
+        call = control_pb2_grpc.ControlServiceStub(channel).ReportRouter()
+        await call.write(told)
+        await hears(watch, ["router-1"])
+        call.cancel()
+        (silent,) = (await hears(watch, [])).silent_routers
+        assert silent.router_id == "router-1"
+        assert 0 <= silent.silent_s < 10
 
 
 async def test_a_report_without_a_name_is_refused() -> None:

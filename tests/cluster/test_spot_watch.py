@@ -18,9 +18,10 @@ from typing import Any, cast
 
 import pytest
 
+from tests.cluster.fleet_processes import started
 from tests.cluster.metadata_server import MetadataServer, serving_metadata
 from tests.cluster.pods import PodProcess, running_head
-from tests.cluster.test_pod_drain import streaming
+from tests.cluster.test_pod_drain import CONFIG, streaming
 from tests.cluster.test_pods import PodSite
 from tests.cluster.whole_cluster import LIVE, fake_cluster, live_workers
 
@@ -83,6 +84,50 @@ async def test_what_a_notice_leaves_no_time_for_is_given_up_before_the_machine_e
             (within_s,) = re.findall(r"draining pod pod-a, within ([0-9.]+) s", said.decode())
             assert 5 <= float(within_s) <= 12
             assert watch.returncode == 0, said.decode()
+
+
+async def test_a_worker_that_had_yet_to_load_at_a_notice_serves_in_its_containers_next_life_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("POD_NAME", "pod-a")
+    (config := tmp_path / "cluster.yaml").write_text(CONFIG.replace("}", ", replicas: 0}", 1))
+    async with started(config) as fleet:
+        with serving_metadata() as served, sleeping_container(served) as container:
+            served.call_back("aws", in_s=60)
+            said = await asyncio.to_thread(container.stdout.readline)
+            while "pod pod-a is drained" not in said:
+                said = await asyncio.to_thread(container.stdout.readline)
+                assert said, "it says no more"
+            await fleet.start("decode", 0)
+            live = asyncio.create_task(fleet.until(lambda seen: len(seen.workers) > 0))
+            left = asyncio.create_task(fleet.processes["decode-0"].wait())
+            await asyncio.wait({live, left}, return_when=asyncio.FIRST_COMPLETED)
+            assert left.done()
+            assert left.result() == 0
+            assert not live.done()
+            live.cancel()
+        await fleet.start("decode", 0)
+        await fleet.until(lambda seen: [each.state for each in seen.workers] == [LIVE])
+
+
+@contextlib.contextmanager
+def sleeping_container(served: MetadataServer, *options: str) -> Iterator[Any]:
+    """As a worker's container has it: the shell becomes Ray."""
+    container = subprocess.Popen(
+        f"{shlex.join(command('aws', served, *options))} & exec sleep 600",
+        shell=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield container
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(container.pid, signal.SIGKILL)
+        container.communicate()
 
 
 async def test_a_service_that_comes_late_is_told_once_and_heard_then(

@@ -103,6 +103,20 @@ async def test_stopped_while_it_adopts_the_supervisor_ends_what_it_found(tmp_pat
     assert sorted(found.destroyed) == ["all-0", "all-1"]
 
 
+async def test_the_supervisor_tells_where_it_serves_before_it_looks_for_what_to_adopt(
+    tmp_path: Path,
+) -> None:
+    """A rank that hangs holds up its look by half a minute, for which a new head would not wait."""
+    found, told = Found(), list[str]()
+    supervision = supervision_over(found, cluster_of(), tmp_path)
+    running = asyncio.create_task(supervision.run(told.append))
+    await until(found.looking.is_set)
+    assert len(told) == 1
+    supervision.stop()
+    found.go_on.set()
+    await asyncio.wait_for(running, 10)
+
+
 async def test_starts_that_take_long_keep_a_replica_that_runs_from_nothing(tmp_path: Path) -> None:
     slow = SlowStarts()
     supervision = supervision_over(slow, cluster_of(replicas=20), tmp_path)
