@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from deploy.api.schema import schema_of
-from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.serving_cluster import CLUSTER_NAME, RAY_VERSION, ServingClusterSpec
 
 DEPLOY = Path(__file__).parents[1]
 CHART = DEPLOY / "charts" / "baton"
@@ -40,7 +40,11 @@ def values_schema() -> Schema:
     schema: Schema = yaml.safe_load((CHART.parent / "values.schema.yaml").read_text())
     spec = _from_crd(schema_of(ServingClusterSpec))
     del spec["required"]  # values.yaml has none of it, and needs none where no cluster is wanted
-    schema["definitions"]["servingClusterSpec"] = spec
+    schema["definitions"] |= {
+        "servingClusterSpec": spec,
+        "clusterName": {"type": "string", "pattern": CLUSTER_NAME},
+        "rayVersion": {"type": "string", "pattern": RAY_VERSION},
+    }
     _close(schema)
     return schema
 
@@ -75,7 +79,9 @@ def _close(schema: Any) -> None:
         for item in schema:
             _close(item)
     elif isinstance(schema, dict):
-        if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
+        if schema.get("type") in ("object", ["object", "null"]) and isinstance(
+            schema.get("properties"), dict
+        ):
             schema.setdefault("additionalProperties", False)
         for value in schema.values():
             _close(value)

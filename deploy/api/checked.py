@@ -67,6 +67,8 @@ class Checked:
     not hold."""
 
     rules: ClassVar[tuple[Rule, ...]] = ()
+    object_rules: ClassVar[tuple[Rule, ...]] = ()
+    """Of a spec's class: on its object, of which an API server shows `metadata.name` alone."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -93,7 +95,7 @@ def _problem(value: Any, bounds: Bounds) -> str | None:
         return f"must be at least {bounds.minimum:g}, not {value:g}"
     if bounds.maximum is not None and value > bounds.maximum:
         return f"must be at most {bounds.maximum:g}, not {value:g}"
-    if bounds.pattern is not None and not re.search(bounds.pattern, value):
+    if bounds.pattern is not None and not re.search(bounds.pattern, value, re.ASCII):
         return f"must match {bounds.pattern}, not {value!r}"
     if bounds.max_size is not None and len(value) > bounds.max_size:
         return f"must not be longer than {bounds.max_size}, not {len(value)}"

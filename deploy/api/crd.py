@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from deploy.api.checked import Checked
 from deploy.api.naming import GROUP, VERSION
 from deploy.api.schema import schema_of
 from deploy.api.serving_cluster import ServingClusterSpec
@@ -37,7 +38,7 @@ class Kind:
     plural: str
     short_names: tuple[str, ...]
     text: str
-    spec: type
+    spec: type[Checked]
     status: type
     columns: tuple[Column, ...]
     scale: bool = False
@@ -80,7 +81,7 @@ class Kind:
             if name in status["properties"]:
                 listed = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
                 status["properties"][name] |= listed
-        return {
+        schema = {
             "description": self.text,
             "type": "object",
             "required": ["spec"],
@@ -92,6 +93,8 @@ class Kind:
                 "status": status,
             },
         }
+        rules = [rule.validation() for rule in self.spec.object_rules]
+        return schema | ({"x-kubernetes-validations": rules} if rules else {})
 
     def _subresources(self) -> Object:
         scale = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deploy.api.checked import Checked, Rule, bounded
+from deploy.api.naming import OBJECT_NAME
 
 CLAIMS_FOLDER = "/claims"
 """Where claims lie in every pod, each in a folder of its name."""
@@ -18,7 +19,7 @@ FORMER_CLAIM_FOLDER = "/models"
 class ClaimSource(Checked):
     """A folder of a PersistentVolumeClaim, which every worker mounts read-only."""
 
-    claim_name: str = bounded(max_size=253)
+    claim_name: str = bounded(max_size=253, pattern=OBJECT_NAME)
     path: str | None = bounded(None, max_size=1024, pattern=r"^[^/.][^/]*(/[^/.][^/]*)*$")
     """The model's folder in it, relative; None: the claim's root."""
 
@@ -32,13 +33,13 @@ class ClaimSource(Checked):
 class ModelSource(Checked):
     """Exactly one of `name`, `claim` and `uri`."""
 
-    name: str | None = bounded(None, max_size=1024)
+    name: str | None = bounded(None, max_size=1024, pattern=r"^\S")
     """A name on the Hugging Face hub, or a folder that the images of workers and routers hold."""
     claim: ClaimSource | None = None
     uri: str | None = bounded(None, max_size=SOURCE, pattern=r"^(s3|https)://[^/?#@]+/[^?#]+$")
     """An s3:// or https:// folder that holds config.json, or a tar file of one; fetched once to
     each node's weights cache. What is there is taken to stay: another version, another URI."""
-    credentials_secret_name: str | None = bounded(None, max_size=253)
+    credentials_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
     """For `uri`: a Secret whose keys are environment variables: AWS_ACCESS_KEY_ID,
     AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL and what else boto3 reads, BEARER_TOKEN for https."""
     revision: str | None = bounded(None, max_size=256, pattern=r"^[^/\s][^\s]*$")
@@ -72,5 +73,5 @@ class HubSettings(Checked):
     routers mount, too."""
     endpoint: str | None = bounded(None, max_size=2048, pattern=r"^https?://[^/?#@]+(/[^?#]*)?$")
     """A mirror instead of https://huggingface.co."""
-    token_secret_name: str | None = bounded(None, max_size=253)
+    token_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
     """A Secret whose key `token` opens private models."""

@@ -10,6 +10,15 @@ GROUP = "baton.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 
+_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN = f"{_LABEL}([.]{_LABEL})*"
+OBJECT_NAME = f"^{_SUBDOMAIN}$"
+"""Of a Secret, a claim, and most else: a DNS subdomain."""
+HOSTNAME = f"^([*][.])?{_SUBDOMAIN}$"
+"""`*.` stands for one label."""
+NAMESPACED_NAME = f"^({_LABEL}/)?{_SUBDOMAIN}$"
+LABEL_KEY = rf"^({_SUBDOMAIN}/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?$"
+
 
 def camel(name: str) -> str:
     """max_num_seqs -> maxNumSeqs."""

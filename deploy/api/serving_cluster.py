@@ -1,4 +1,4 @@
-"""`ServingCluster` (`sc`): one model, its routers and its pools."""
+"""`ServingCluster` (`serving`): one model, its routers and its pools."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ from cluster.planner.config import PlannerConfig
 from decode_worker.config import DecodeConfig
 from deploy.api.checked import Checked, Rule, bounded
 from deploy.api.model_source import SOURCE, HubSettings, ModelSource
+from deploy.api.naming import HOSTNAME, LABEL_KEY, NAMESPACED_NAME, OBJECT_NAME
 from deploy.api.worker_pool import DURATION, PoolTemplate
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
 from router.config import RouterConfig
 
-SECRET_NAME = 253
 ZONE = "topology.kubernetes.io/zone"
 # The names of its revisions, `<pool>-<code of 5>`, are pools' names of a cluster file.
 POOL_NAME = r"^[a-z0-9]([-a-z0-9]{0,32}[a-z0-9])?$"
+CLUSTER_NAME = "^[a-z]([-a-z0-9]{0,51}[a-z0-9])?$"
+"""As KubeRay takes names of RayClusters, and Kubernetes those of the Services that are made."""
+RAY_VERSION = (
+    "^(2[.](5[2-9]|[6-9][0-9]|[1-9][0-9]{2})|([3-9]|[1-9][0-9])[.][0-9]+)([.][-+.0-9A-Za-z]+)?$"
+)
+"""From 2.52: Ray has no token authentication before, and KubeRay makes no pod then."""
 
 
 @dataclass(frozen=True)
 class IssuerRef(Checked):
     """A cert-manager issuer."""
 
-    name: str = bounded(max_size=SECRET_NAME)
+    name: str = bounded(max_size=253, pattern=OBJECT_NAME)
     kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
 
 
@@ -35,7 +41,7 @@ class IssuerRef(Checked):
 class RouterTls(Checked):
     """The routers' certificate. Exactly one of `secretName` and `issuerRef`."""
 
-    secret_name: str | None = bounded(None, max_size=SECRET_NAME)
+    secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
     """A Secret with tls.crt and tls.key, and ca.crt where clients must show a certificate."""
     issuer_ref: IssuerRef | None = None
     """Who issues it, by cert-manager."""
@@ -54,8 +60,20 @@ class RouterTls(Checked):
 class RouterAuth(Checked):
     """Who may call the routers."""
 
-    token_secret_name: str = bounded(max_size=SECRET_NAME)
+    token_secret_name: str = bounded(max_size=253, pattern=OBJECT_NAME)
     """A Secret: each key is a tenant, its value the bearer token that tenant's calls carry."""
+
+
+@dataclass(frozen=True)
+class RouterIngress(Checked):
+    """What the Ingress is to say beside the name and the routers' Service."""
+
+    class_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
+    """None: the default class."""
+    annotations: Mapping[str, str] = bounded(dict, max_size=64)
+    """For its controller, over the operator's own, which are ingress-nginx's for gRPC."""
+    tls_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
+    """A Secret with the certificate that clients are shown; None: the routers' own, if any."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +87,11 @@ class RouterSpec(Checked):
     settings: RouterConfig = field(default_factory=RouterConfig)
     """Limits, deadlines and cost weights of each router."""
     service_type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
-    hostname: str | None = bounded(None, max_size=253)
+    hostname: str | None = bounded(None, max_size=253, pattern=HOSTNAME)
     """Where given, a GRPCRoute or Ingress leads this name to the routers."""
-    gateway: str | None = bounded(None, max_size=253)
+    gateway: str | None = bounded(None, max_size=317, pattern=NAMESPACED_NAME)
     """The Gateway that the GRPCRoute hangs on, `name` or `namespace/name`; None: an Ingress."""
+    ingress: RouterIngress | None = None
     template: Mapping[str, Any] = bounded(dict, is_pod_template=True)
     """A PodTemplateSpec that is merged over the operator's own."""
 
@@ -83,12 +102,39 @@ class RouterSpec(Checked):
             lambda router: router.gateway is None or router.hostname is not None,
         ),
         Rule(
+            "!has(self.ingress) || has(self.hostname) && !has(self.gateway)",
+            "ingress must not be given without hostname, nor beside gateway: there is none then",
+            lambda router: router.ingress is None or router.has_ingress,
+        ),
+        Rule(
+            "!has(self.hostname) || has(self.gateway) || !has(self.tls) || "
+            "!has(self.tls.requireClientCertificate) || !self.tls.requireClientCertificate || "
+            "has(self.ingress) && has(self.ingress.annotations) && "
+            "self.ingress.annotations.size() > 0",
+            "tls.requireClientCertificate needs ingress.annotations where hostname makes an "
+            "Ingress: by which it passes TLS through, or shows the routers a certificate",
+            lambda router: (
+                not router.has_ingress
+                or not router.wants_certificates
+                or (router.ingress is not None and bool(router.ingress.annotations))
+            ),
+        ),
+        Rule(
             "!has(self.settings) || !has(self.settings.tls) && !has(self.settings.auth)",
             "settings must hold no tls and auth: the router's own fields of these names say what "
             "Secrets they are in",
             lambda router: router.settings.tls is None and router.settings.auth is None,
         ),
     )
+
+    @property
+    def has_ingress(self) -> bool:
+        return self.hostname is not None and self.gateway is None
+
+    @property
+    def wants_certificates(self) -> bool:
+        """Of its clients."""
+        return self.tls is not None and self.tls.require_client_certificate
 
 
 @dataclass(frozen=True)
@@ -100,13 +146,21 @@ class Images(Checked):
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     pull_secrets: tuple[str, ...] = bounded((), max_size=16)
 
+    rules = (
+        Rule(
+            f"!has(self.pullSecrets) || self.pullSecrets.all(name, name.matches('{OBJECT_NAME}'))",
+            "pullSecrets must be names of Secrets",
+            lambda images: all(re.search(OBJECT_NAME, name) for name in images.pull_secrets),
+        ),
+    )
+
 
 @dataclass(frozen=True)
 class GcsFaultTolerance(Checked):
     """Where Ray's head keeps its state, so that workers outlive it."""
 
     redis_address: str = bounded(max_size=512, pattern=r"^(rediss?://)?[^/:]+:[0-9]+$")
-    redis_secret_name: str | None = bounded(None, max_size=SECRET_NAME)
+    redis_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
     """A Secret whose key `password` opens it."""
 
 
@@ -114,9 +168,9 @@ class GcsFaultTolerance(Checked):
 class RaySpec(Checked):
     """The Ray cluster under the workers."""
 
-    version: str | None = bounded(None, max_size=32)
-    """What the worker image holds; None: that of the operator's default image."""
-    token_secret_name: str | None = bounded(None, max_size=SECRET_NAME)
+    version: str | None = bounded(None, max_size=32, pattern=RAY_VERSION)
+    """What the worker image holds, 2.52 or newer; None: that of the operator's default image."""
+    token_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
     """A Secret whose key `auth_token` Ray's processes share; None: the operator makes one."""
     gcs_fault_tolerance: GcsFaultTolerance | None = None
     """None: losing the head's pod takes the pools down with it."""
@@ -128,7 +182,7 @@ class RaySpec(Checked):
 class Fabric(Checked):
     """What the nodes of all pools share: KV crosses between prefill and decode."""
 
-    node_label: str = bounded(ZONE, max_size=316)
+    node_label: str = bounded(ZONE, max_size=317, pattern=LABEL_KEY)
     """Workers go to nodes with one value of this label: a zone, a block of the network, a switch,
     such as network.topology.nvidia.com/leaf."""
     required: bool = False
@@ -212,6 +266,14 @@ class ServingClusterSpec(Checked):
     """None: nobody asks whether a machine is called back."""
     rollout: CohortRollout = field(default_factory=CohortRollout)
 
+    object_rules = (
+        Rule(
+            f"self.metadata.name.matches('{CLUSTER_NAME}')",
+            "metadata.name must be of 1 to 53 small letters, digits and -, begin with a letter and "
+            "end with a letter or digit",
+            lambda cluster: re.search(CLUSTER_NAME, cluster["metadata"]["name"]) is not None,
+        ),
+    )
     rules = (
         Rule(
             f"self.pools.all(name, name.matches('{POOL_NAME}'))",

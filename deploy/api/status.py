@@ -59,6 +59,11 @@ class PoolRollout(Checked):
     """Most that were ready at once."""
     waiting_since: str = bounded("", max_size=64)
     """Empty: all that were asked for are ready."""
+    max_surge: int | None = None
+    """With which it waited: with another it is tried anew."""
+    max_unavailable: int | None = None
+    instead: str = bounded("", max_size=63)
+    """The version that served before, until this one does."""
 
 
 @dataclass(frozen=True)

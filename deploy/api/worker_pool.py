@@ -60,7 +60,8 @@ class Scaling(Checked):
 @dataclass(frozen=True)
 class RolePlan(Checked):
     """Of a `mixed` pool: how many workers act in one role alone; the rest act in both. Switching
-    takes no new pod: every worker of the pool can do either."""
+    takes no new pod: every worker of the pool can do either. Where `scaling.mode` is planner, the
+    planner says it in the WorkerPool, and what a ServingCluster says of it counts for nothing."""
 
     prefill: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
     decode: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)

@@ -44,6 +44,9 @@ def changed(spec: dict[str, Any], path: str, value: object) -> dict[str, Any]:
     return new
 
 
+MUTUAL = {"secretName": "cert", "requireClientCertificate": True}
+PASSED_THROUGH = {"annotations": {"nginx.ingress.kubernetes.io/ssl-passthrough": "true"}}
+
 BAD_CLUSTERS = [
     ("model.name", None, "spec.model.name"),
     ("model.claim", {"claimName": "weights"}, "spec.model.name"),
@@ -76,6 +79,13 @@ BAD_CLUSTERS = [
     ("router.replicas", 0, "spec.router.replicas"),
     ("router.tls", {}, "spec.router.tls.secretName"),
     ("router.gateway", "public", "spec.router.hostname"),
+    ("router.ingress", {"className": "nginx"}, "spec.router.ingress"),
+    ("router", {"hostname": "a.b", "gateway": "edge", "ingress": {}}, "spec.router.ingress"),
+    ("router", {"hostname": "a.b", "ingress": {"className": "My class"}},
+     "spec.router.ingress.className"),
+    ("router", {"hostname": "a.b", "tls": MUTUAL}, "spec.router.tls.requireClientCertificate"),
+    ("router", {"hostname": "a.b", "tls": MUTUAL, "ingress": {"className": "nginx"}},
+     "spec.router.tls.requireClientCertificate"),
     ("router.settings.auth", {"tokens": "/tokens"}, "spec.router.settings"),
     (
         "router.settings.tls",
@@ -90,7 +100,53 @@ BAD_CLUSTERS = [
     ("rollout.weights", [10, 50], "spec.rollout.weights"),
     ("rollout.weights", [10, 101, 100], "spec.rollout.weights"),
     ("ray.gcsFaultTolerance", {"redisAddress": "x"}, "spec.ray.gcsFaultTolerance.redisAddress"),
+    (
+        "ray.gcsFaultTolerance",
+        {"redisAddress": "redis:6379", "redisSecretName": ""},
+        "spec.ray.gcsFaultTolerance.redisSecretName",
+    ),
+    ("ray.tokenSecretName", "", "spec.ray.tokenSecretName"),
+    ("ray.version", "nightly", "spec.ray.version"),
+    ("ray.version", "2.51.2", "spec.ray.version"),
+    ("model.name", "", "spec.model.name"),
+    ("model", {"claim": {"claimName": ""}}, "spec.model.claim.claimName"),
+    (
+        "model",
+        {"uri": "s3://bucket/model", "credentialsSecretName": "a key"},
+        "spec.model.credentialsSecretName",
+    ),
+    ("hub", {"tokenSecretName": "Hub"}, "spec.hub.tokenSecretName"),
+    ("fabric", {"nodeLabel": ""}, "spec.fabric.nodeLabel"),
+    ("fabric", {"nodeLabel": "not a label"}, "spec.fabric.nodeLabel"),
+    ("fabric", {"nodeLabel": "a/b/c"}, "spec.fabric.nodeLabel"),
+    ("router.hostname", "UPPER_case!", "spec.router.hostname"),
+    ("router", {"hostname": "llm.example.com", "gateway": "a/b/c"}, "spec.router.gateway"),
+    ("router.tls", {"secretName": ""}, "spec.router.tls.secretName"),
+    ("router.tls", {"issuerRef": {"name": ""}}, "spec.router.tls.issuerRef.name"),
+    ("router.auth", {"tokenSecretName": ""}, "spec.router.auth.tokenSecretName"),
+    ("images.pullSecrets", ["Bad Name"], "spec.images.pullSecrets"),
 ]  # fmt: skip
+GOOD_CLUSTERS: list[tuple[str, object]] = [
+    ("router.settings", {"localPrefill": "never"}),
+    ("router.tls", {"secretName": "cert"}),
+    ("router.tls", {"issuerRef": {"name": "ca.example.com"}}),
+    ("router.hostname", "*.llm.example.com"),
+    ("router", {"hostname": "llm.example.com", "gateway": "edge/public.https"}),
+    ("router", {"hostname": "a.b", "gateway": "edge", "tls": MUTUAL}),
+    ("router", {"hostname": "a.b", "tls": MUTUAL, "ingress": PASSED_THROUGH}),
+    ("router", {"tls": MUTUAL}),
+    ("model.revision", "v2"),
+    ("model", {"uri": "https://host/model", "credentialsSecretName": "keys"}),
+    ("fabric.nodeLabel", "network.topology.nvidia.com/leaf_0.a"),
+    ("fabric.nodeLabel", "rack"),
+    ("images.pullSecrets", ["mirror", "mirror.example.com"]),
+    ("ray.version", "2.52"),
+    ("ray.version", "2.60.0"),
+    ("ray.version", "2.100.0rc1+cpu"),
+    ("ray.version", "3.0.0.dev0"),
+]
+BAD_NAMES = ["7b", "qwen3.8b", "c" * 54]
+"""Which Kubernetes takes for custom resources."""
 BAD_POOLS = [
     ("replicas", 65, "spec.replicas"),
     ("minReplicas", 3, "spec.replicas"),
@@ -112,6 +168,11 @@ def test_a_bad_cluster_is_refused_by_the_name_of_its_field(
     assert "_" not in str(caught.value).replace(str(value), ""), "spelt as in Kubernetes"
 
 
+@pytest.mark.parametrize(("path", "value"), GOOD_CLUSTERS)
+def test_a_good_cluster_is_taken(path: str, value: object) -> None:
+    read_spec(ServingClusterSpec, custom_object(CLUSTER_KIND, changed(CLUSTER, path, value)))
+
+
 @pytest.mark.parametrize(("path", "value", "field"), BAD_POOLS)
 def test_a_bad_pool_is_refused_by_the_name_of_its_field(
     path: str, value: object, field: str
@@ -125,6 +186,29 @@ def test_a_misspelt_key_is_told_with_the_nearest_one_in_kubernetes_spelling() ->
     bad = changed(CLUSTER, "engine.maxNumSeq", 4)
     with pytest.raises(ConfigError, match="did you mean 'maxNumSeqs'"):
         read_spec(ServingClusterSpec, custom_object(CLUSTER_KIND, bad))
+
+
+def named(name: str) -> dict[str, Any]:
+    made = custom_object(CLUSTER_KIND, CLUSTER)
+    return made | {"metadata": made["metadata"] | {"name": name}}
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_name_that_kuberay_or_a_service_cannot_have_is_refused_by_cel_and_in_python(
+    name: str,
+) -> None:
+    (rule,) = ServingClusterSpec.object_rules
+    with pytest.raises(ConfigError, match=r"metadata\.name: must be of 1 to 53") as caught:
+        read_spec(ServingClusterSpec, named(name))
+    assert caught.value.field == "metadata.name"
+    assert not cel.evaluate(rule.cel, {"self": named(name)})
+
+
+@pytest.mark.parametrize("name", ["a", "qwen3-8b", "c" * 53])
+def test_any_other_name_is_taken_by_both(name: str) -> None:
+    (rule,) = ServingClusterSpec.object_rules
+    read_spec(ServingClusterSpec, named(name))
+    assert cel.evaluate(rule.cel, {"self": named(name)})
 
 
 # --- CEL and Python -----------------------------------------------------------------------------
@@ -169,12 +253,8 @@ def rules_in(cls: type) -> list[str]:
 CASES = [
     *((ServingClusterSpec, CLUSTER_KIND, CLUSTER, path, value) for path, value, _ in BAD_CLUSTERS),
     *((WorkerPoolSpec, "WorkerPool", POOL, path, value) for path, value, _ in BAD_POOLS),
-    (ServingClusterSpec, CLUSTER_KIND, CLUSTER, "router.settings", {"localPrefill": "never"}),
+    *((ServingClusterSpec, CLUSTER_KIND, CLUSTER, *case) for case in GOOD_CLUSTERS),
     (ServingClusterSpec, CLUSTER_KIND, ONE_POOL, "router.settings", {"localPrefill": "never"}),
-    (ServingClusterSpec, CLUSTER_KIND, CLUSTER, "router.tls", {"secretName": "cert"}),
-    (ServingClusterSpec, CLUSTER_KIND, CLUSTER, "model.revision", "v2"),
-    (ServingClusterSpec, CLUSTER_KIND, CLUSTER, "model",
-     {"uri": "https://host/model", "credentialsSecretName": "keys"}),
     (WorkerPoolSpec, "WorkerPool", POOL, "replicas", 64),
 ]  # fmt: skip
 
