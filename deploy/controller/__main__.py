@@ -55,6 +55,17 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+class _HealthServer(ThreadingHTTPServer):
+    """At IPv6 addresses, too, where the machine has them: kubelet asks at the pod's."""
+
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+
 def serve_health(controller: Controller, port: int) -> ThreadingHTTPServer:
     """/healthz while the process lives, /readyz once its caches are complete, /metrics."""
 
@@ -76,7 +87,7 @@ def serve_health(controller: Controller, port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: object) -> None:
             """Probes are no news."""
 
-    server = ThreadingHTTPServer(("", port), Handler)
+    server = _HealthServer(("", port), Handler)
     threading.Thread(target=server.serve_forever, name="health", daemon=True).start()
     return server
 

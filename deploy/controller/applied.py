@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from deploy.controller.errors import AlreadyExistsError, NotFoundError
 from deploy.controller.informer import Informer
 from deploy.controller.kube import Kube, Preconditions
-from deploy.controller.objects import Key, Object, Resource, key_of
+from deploy.controller.objects import Key, Object, Resource, is_owned, key_of
 
 _TRUST_S = 30.0
 
@@ -73,8 +73,7 @@ class Applied:
             return
         with contextlib.suppress(NotFoundError):
             found = self._kube.get(resource, key)
-            owners = found["metadata"].get("ownerReferences", ())
-            if any(owner["uid"] == owner_uid for owner in owners):
+            if is_owned(found, owner_uid):
                 exactly = Preconditions(uid=found["metadata"]["uid"])
                 self._kube.delete(resource, key, preconditions=exactly)
         self._note(cluster, resource, key, "", None)

@@ -97,6 +97,13 @@ class Caches:
         return [found[key] for key in sorted(found) if cluster in cluster_keys(found[key])]
 
     @property
+    def known_clusters(self) -> frozenset[Key]:
+        """ServingClusters that there are, and those that a WorkerPool is still of."""
+        pools = self.pools.snapshot().values()
+        of_pools = (key for pool in pools for key in cluster_keys(pool))
+        return frozenset(self.clusters.snapshot()).union(of_pools)
+
+    @property
     def cordoned_nodes(self) -> frozenset[str]:
         """Names, as far as they are known."""
         nodes = {} if self.nodes is None else self.nodes.snapshot()

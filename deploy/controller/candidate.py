@@ -109,10 +109,14 @@ class Candidate:
             self._held_version = resource_version_of(lease)
             self._leads_until = asked_at + self._settings.renew_deadline_s
 
+    def resign(self) -> None:
+        """Stop leading; others still leave the lease alone."""
+        self._leads_until = float("-inf")
+
     def release(self) -> None:
         """Stop leading, then let others take the lease at once, where it is ours. Raises KubeError
         where the server cannot be told: it runs out then."""
-        self._leads_until = float("-inf")
+        self.resign()
         version, self._held_version = self._held_version, None
         if version is None:
             return

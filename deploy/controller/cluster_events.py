@@ -23,11 +23,11 @@ _ROUTINE = frozenset(
     {
         "AsWanted",
         "Changing",
+        "Deleting",
         "Draining",
         "InvalidSpec",
         "KubeRayMissing",
         "Starting",
-        "SupervisorSilent",
     }
 )
 """Reasons of Progressing that other events tell better, or that come and go."""
@@ -120,6 +120,8 @@ def _condition_happening(kind: str, then: Condition | None, now: Condition) -> H
         return _warning(now.reason, now.message)
     if kind == DEGRADED and was_true:
         return _normal("Recovered", now.message)
+    if now.reason == "SupervisorSilent":  # of one that is made nobody has heard yet
+        return None if then in (None, now) else _warning(now.reason, now.message)
     is_new = then is None or then.reason != now.reason
     if kind == PROGRESSING and is_new and now.reason not in _ROUTINE:
         return (_normal if now.is_true else _warning)(now.reason, now.message)

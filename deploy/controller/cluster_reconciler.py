@@ -11,11 +11,13 @@ any line, by another one goes on.
 6. Routers, and what stands beside all of it (see `companions`).
 7. Statuses, in which also stands how far rollouts are.
 
-A deleted ServingCluster keeps its finalizer until its pools have drained; a deleted WorkerPool too.
+A deleted ServingCluster keeps its finalizer until its pools have drained and its RayCluster is
+gone; a deleted WorkerPool until it has drained.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import logging
@@ -30,6 +32,7 @@ from cluster.planner.planner import PoolPlan
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller import hindrances
 from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches, cluster_keys
 from deploy.controller.cluster_events import ClusterEvents
@@ -39,12 +42,16 @@ from deploy.controller.companions import Companions
 from deploy.controller.conditions import Verdict
 from deploy.controller.discovery import Discovery
 from deploy.controller.each import each
-from deploy.controller.errors import KubeError, NotFoundError
+from deploy.controller.errors import (
+    KubeError,
+    NotFoundError,
+    StatusError,
+    UnreachableError,
+)
 from deploy.controller.finalizers import Finalizers
 from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.heads import remove_unfit
-from deploy.controller.hindrances import internal_error, invalid_spec, kuberay_missing
-from deploy.controller.kube import Kube
+from deploy.controller.kube import Kube, Preconditions
 from deploy.controller.manifests.cluster_yaml import cluster_config, config_map, with_name
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner, Release
@@ -52,9 +59,10 @@ from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import ray_cluster, revision_in, sized, worker_group
 from deploy.controller.manifests.routers import router_deployment, router_service
 from deploy.controller.manifests.shared import pods_account, ray_token
-from deploy.controller.objects import Key, Object, Resource, key_of
+from deploy.controller.objects import Key, Object, Resource, is_owned, key_of
 from deploy.controller.observed import Pod
 from deploy.controller.planning import Planning
+from deploy.controller.pool_size import within_bounds
 from deploy.controller.pools import Pools
 from deploy.controller.resources import (
     CONFIG_MAPS,
@@ -76,6 +84,7 @@ from deploy.controller.view import ClusterView, PoolView, groups_in, pool_view
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 5.0
+_REFUSALS = (400, 403, 404, 422)
 _GRPC_PROBES_SINCE = (1, 24)
 _OF_ROUTERS = ("model", "model_revision", "tokenizer", "served_model_name", "log_level", "router")
 
@@ -119,34 +128,66 @@ class ClusterReconciler:
         try:
             spec = with_name(read_spec(ServingClusterSpec, obj), obj)
             if not self._caches.ray_clusters.is_served:
-                self._tell_kuberay_missing(obj)
-                return _LOOK_AGAIN_S
+                return self._tell_kuberay_missing(obj)
             self._finalizers.keep(SERVING_CLUSTERS, obj)
             self._fleets.follow(key, owner.control_address)
             pools, failed = self._pools.keep(obj, owner, spec)
             view = self._view(obj, owner, spec, pools)
             if view.is_going and not pools:
-                self._let_go(view)
-                return None
+                return self._let_go(obj)
             context = self._context(view)
             groups = self._new_groups(view, context)
+        except StatusError as error:
+            self._tell_refused(obj, error)
+            raise
         except (ConfigError, ValueError) as error:
             log.warning("%s: %s", key, error)
-            self._hindered(obj, invalid_spec(obj, str(error)))
-            return None
+            return self._hindered(obj, hindrances.invalid_spec(obj, str(error)))
         return self._bring_nearer(view, context, groups, failed)
 
     def tell_fault(self, key: Key, error: Exception) -> None:
         """Of a reconcile that has raised what it never should; raises KubeError."""
         obj = self._caches.clusters.get(key)
         if obj is not None:
-            now = timestamp(self._now())
-            self._statuses.tell(SERVING_CLUSTERS, obj, internal_error(error), now)
+            self._tell(obj, hindrances.internal_error(error))
 
-    def _let_go(self, view: ClusterView) -> None:
-        """Its pools have drained: what else belongs to it goes with it."""
-        self._forget(view.key)
-        self._finalizers.drop(SERVING_CLUSTERS, view.obj)
+    def _tell(self, obj: Object, verdicts: list[Verdict]) -> None:
+        self._statuses.tell(SERVING_CLUSTERS, obj, verdicts, timestamp(self._now()))
+
+    def _tell_refused(self, obj: Object, error: StatusError) -> None:
+        """Without what was refused nothing of it could be looked at. A bad moment of the server's,
+        and what is known too late, are no faults to tell people of."""
+        if error.code not in _REFUSALS:
+            return
+        with contextlib.suppress(KubeError):  # that, too: the log has it
+            self._tell(obj, hindrances.refused(error))
+
+    def _let_go(self, obj: Object) -> float | None:
+        """Nothing of its pools is waited for any more: what else belongs to it goes with it. Its
+        RayCluster goes before: to empty the Redis of Ray's head KubeRay runs a pod of the head's
+        template, whose account, token and configuration would be gone."""
+        try:
+            ends = self._ends_ray(obj)
+        except StatusError as error:
+            self._tell_refused(obj, error)
+            raise
+        if ends:
+            self._tell(obj, hindrances.ray_ends())
+            return _LOOK_AGAIN_S
+        self._forget(key_of(obj))
+        self._finalizers.drop(SERVING_CLUSTERS, obj)
+        return None
+
+    def _ends_ray(self, obj: Object) -> bool:
+        """Whether it has a RayCluster yet, which is deleted."""
+        ray = self._ray_cluster(key_of(obj))
+        if ray is None or not is_owned(ray, obj["metadata"]["uid"]):
+            return False
+        if "deletionTimestamp" not in ray["metadata"]:
+            exactly = Preconditions(uid=ray["metadata"]["uid"])
+            with contextlib.suppress(NotFoundError):
+                self._kube.delete(RAY_CLUSTERS, key_of(ray), preconditions=exactly)
+        return True
 
     def _forget(self, key: Key) -> None:
         self._fleets.forget(key)
@@ -155,19 +196,20 @@ class ClusterReconciler:
         self._applied.forget(key)
         self._events.forget(key)
 
-    def _hindered(self, obj: Object, verdicts: list[Verdict]) -> None:
+    def _hindered(self, obj: Object, verdicts: list[Verdict]) -> float | None:
         """It can be brought no nearer: that is told, and one that is deleted is let go."""
         if "deletionTimestamp" in obj["metadata"]:
             self._pools.release_orphans(key_of(obj))  # each pod drains by itself when it goes
-            self._finalizers.drop(SERVING_CLUSTERS, obj)
-            return
-        self._statuses.tell(SERVING_CLUSTERS, obj, verdicts, timestamp(self._now()))
+            return self._let_go(obj)
+        self._tell(obj, verdicts)
+        return None
 
-    def _tell_kuberay_missing(self, obj: Object) -> None:
-        verdicts, now = kuberay_missing(), timestamp(self._now())
+    def _tell_kuberay_missing(self, obj: Object) -> float:
+        verdicts, now = hindrances.kuberay_missing(), timestamp(self._now())
         for pool in self._caches.of_cluster(self._caches.pools, key_of(obj)):
             self._statuses.tell(WORKER_POOLS, pool, verdicts, now)
         self._hindered(obj, verdicts)
+        return _LOOK_AGAIN_S
 
     # --- what is seen -----------------------------------------------------------------------------
 
@@ -180,7 +222,7 @@ class ClusterReconciler:
         ray = self._ray_cluster(key)
         groups = groups_in(ray)
         cordoned, seen = self._caches.cordoned_nodes, self._caches.pods
-        pods = [Pod.of(pod, cordoned) for pod in self._caches.of_cluster(seen, key)]
+        pods = [Pod.of(pod, cordoned, self._now()) for pod in self._caches.of_cluster(seen, key)]
         heard = self._fleets.heard(key)
         views = {
             name: pool_view(obj, pool, specs[name], groups, pods, heard.fleet)
@@ -194,10 +236,10 @@ class ClusterReconciler:
         specs, problems = {}, []
         for name, pool in pools.items():
             try:
-                specs[name] = read_spec(WorkerPoolSpec, pool)
+                specs[name] = read_spec(WorkerPoolSpec, within_bounds(pool))
             except ConfigError as error:
                 problems.append(str(error))
-                told = invalid_spec(pool, str(error))
+                told = hindrances.invalid_spec(pool, str(error))
                 self._statuses.tell(WORKER_POOLS, pool, told, timestamp(self._now()))
         if problems:
             raise ConfigError("; ".join(problems))
@@ -205,10 +247,13 @@ class ClusterReconciler:
 
     def _ray_cluster(self, key: Key) -> Object | None:
         """As it is, not as it was heard of last: revisions live in it, and one that was made a
-        moment ago must not be forgotten."""
+        moment ago must not be forgotten. One that nobody has seen go is not taken for gone: all
+        that serves would drain."""
         try:
             return self._kube.get(RAY_CLUSTERS, key)
-        except NotFoundError:
+        except NotFoundError as error:
+            if self._caches.ray_clusters.get(key) is not None:
+                raise UnreachableError(f"{error}, and it was not seen to go") from error
             return None
 
     def _context(self, view: ClusterView) -> PodContext:
@@ -251,6 +296,7 @@ class ClusterReconciler:
         failed: list[KubeError],
     ) -> float | None:
         rolling = self._decide(view)
+        self._statuses.keep(view, rolling.progress)
         refused: dict[str, str] = {}
         plans = self._plans(view)
         self._events.look(view, plans)
@@ -310,20 +356,21 @@ class ClusterReconciler:
         client = self._fleets.client(view.key)
         if client is None:
             return {}
-        supervision = Supervision(client)
+        supervision = Supervision(client, self._kube.check_may_write)
         supervision.tell(view, rolling)
         for pool, problem in supervision.refused.items():
             log.warning("%s: pool %s: the supervisor: %s", view.key, pool, problem)
         return supervision.refused
 
     def _plans(self, view: ClusterView) -> Mapping[str, PoolPlan]:
-        """What the planner would have; nothing while the supervisor is silent."""
+        """What the planner would have of pools that stay; nothing while none are told of."""
         told = view.heard.told
         if told is None or view.is_going:
             return {}
         pool_of = {name: each.revision.pool for name, each in view.revisions.items()}
         try:
-            return self._planning.plan(view.key, told, view.pool_specs, view.spec.planner, pool_of)
+            specs, config = view.staying_specs, view.spec.planner
+            return self._planning.plan(view.key, told, specs, config, pool_of)
         except ValueError as error:  # a figure that is none
             log.warning("%s: not planned: %s", view.key, error)
             return {}

@@ -11,6 +11,8 @@ from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdi
 from deploy.controller.manifests.cluster_yaml import model_name
 from deploy.controller.manifests.common import ROUTER_PORT, Object
 from deploy.controller.objects import Object as Seen
+from deploy.controller.pool_size import size_problem
+from deploy.controller.pool_status import num_serving
 from deploy.controller.revisions import cohort_of
 from deploy.controller.rolling import Rolling
 from deploy.controller.rolling_status import progress_status
@@ -22,6 +24,7 @@ _DOES = {
     Phase.WATCHING: "is watched",
     Phase.RETURNING: "is taken back",
 }
+_SILENT = "the supervisor does not answer"
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,14 @@ class Refusals:
 
 
 def cluster_status(view: ClusterView, progress: Progress, verdicts: Sequence[Verdict]) -> Object:
-    """Without conditions. What clients call the model stays once they could."""
+    """Without conditions, None for what was told and is no more. What clients call the model stays
+    once they could."""
     is_available = any(each.type == AVAILABLE and each.is_true for each in verdicts)
     called = {"servedModelName": model_name(view.spec)} if is_available else {}
     router = f"{view.owner.router_name}.{view.owner.namespace}.svc:{ROUTER_PORT}"
     if view.spec.router.tls is not None:
         router = f"grpcs://{router}"
+    former = dict.fromkeys(view.obj.get("status", {}).get("pools", ()))
     return called | {
         "model": model_name(view.spec),
         "endpoints": {
@@ -50,13 +55,15 @@ def cluster_status(view: ClusterView, progress: Progress, verdicts: Sequence[Ver
         },
         "revision": cohort_of(view.obj["spec"]),
         "cohort": progress_status(progress),
-        "pools": {name: f"{len(pool.live)}/{pool.replicas}" for name, pool in view.pools.items()},
+        "pools": former
+        | {name: f"{num_serving(pool)}/{pool.replicas}" for name, pool in view.pools.items()},
     }
 
 
 def _external(router: RouterSpec) -> str | None:
     """Its port is that of whoever lets it in. None: nothing leads to the routers from outside."""
-    if router.hostname is None or router.tls is None:
+    shows_another = router.ingress is not None and router.ingress.tls_secret_name is not None
+    if router.hostname is None or (router.tls is None and not shows_another):
         return router.hostname
     return f"grpcs://{router.hostname}"
 
@@ -70,14 +77,15 @@ def cluster_verdicts(
     errors = [f"{name}: {p.fleet.last_error}" for name, p in view.pools.items()
               if p.fleet is not None and p.fleet.last_error]  # fmt: skip
     routers_wait = router_waits(view, routers)
-    late = [_noted(f"{name} {len(pool.live)}/{pool.replicas}", pool_waits(view, pool))
-            for name, pool in view.pools.items() if len(pool.live) != pool.replicas]  # fmt: skip
+    late = [_noted(f"{name} {num_serving(pool)}/{pool.replicas}", pool_waits(view, pool))
+            for name, pool in view.pools.items()
+            if num_serving(pool) != pool.replicas]  # fmt: skip
     if num_ready < view.spec.router.replicas:
         late.append(_noted(f"routers {num_ready}/{view.spec.router.replicas}", routers_wait))
     return [
         availability(view, num_ready, routers_wait),
         _progressing(view, rolling, late),
-        _degraded(rolling.progress, refusals, errors),
+        _degraded(view, rolling.progress, refusals, errors),
     ]
 
 
@@ -93,7 +101,11 @@ def availability(view: ClusterView, num_routers_ready: int, routers_wait: str = 
 
 
 def _progressing(view: ClusterView, rolling: Rolling, late: Sequence[str]) -> Verdict:
-    """What is rolled out comes first: it explains the rest."""
+    """What is rolled out comes first: it explains the rest. While the supervisor is silent nothing
+    is, whatever has begun."""
+    if view.fleet is None:
+        silent = with_waits(_SILENT, head_waits(view))
+        return Verdict(PROGRESSING, True, "SupervisorSilent", with_waits(silent, ", ".join(late)))
     progress = rolling.progress
     stopped = [name for name, pool in rolling.pools.items() if pool.is_stopped]
     if stopped and progress.phase in (Phase.SERVING, Phase.GROWING):
@@ -104,7 +116,7 @@ def _progressing(view: ClusterView, rolling: Rolling, late: Sequence[str]) -> Ve
         told = (
             f"{progress.weight}% of requests go to {progress.next}, which {_DOES[progress.phase]}"
         )
-        if view.fleet is not None and progress.next in view.fleet.unread_cohorts:
+        if progress.next in view.fleet.unread_cohorts:
             told += "; routers have yet to read its tokenizer: their logs say why"
         return Verdict(PROGRESSING, True, f"Cohort{progress.phase.value}", told)
     if progress.phase is Phase.RETURNED:
@@ -125,10 +137,14 @@ def _progressing(view: ClusterView, rolling: Rolling, late: Sequence[str]) -> Ve
     return Verdict(PROGRESSING, False, "AsWanted", "all workers and routers are there")
 
 
-def _degraded(progress: Progress, refusals: Refusals, errors: Sequence[str]) -> Verdict:
+def _degraded(
+    view: ClusterView, progress: Progress, refusals: Refusals, errors: Sequence[str]
+) -> Verdict:
     """The reason of what is worst; the message has all of it."""
     taken_back = f"{progress.next} was taken back, {progress.serving} serves: {progress.reason}"
+    problems = {name: size_problem(pool) for name, pool in view.pools.items()}
     faults = {
+        "InvalidSpec": [f"{name}: {problem}" for name, problem in problems.items() if problem],
         "Refused": refusals.by_api_server,
         "SupervisorRefused": [f"the supervisor: {each}" for each in refusals.by_supervisor],
         "CohortTakenBack": [taken_back] if progress.is_fault else [],
@@ -142,10 +158,16 @@ def _degraded(progress: Progress, refusals: Refusals, errors: Sequence[str]) -> 
 
 
 def _missing(view: ClusterView, num_routers_ready: int, routers_wait: str) -> Verdict | None:
-    """What keeps a prompt from being answered; None: nothing."""
-    if view.fleet is None:
-        silent = with_waits("the supervisor does not answer", head_waits(view))
-        return Verdict(AVAILABLE, False, "SupervisorSilent", silent)
+    """What keeps a prompt from being answered; None: nothing. A silent supervisor keeps none by
+    itself, but explains the rest."""
+    missing = _missing_part(view, num_routers_ready, routers_wait)
+    if missing is None or view.fleet is not None:
+        return missing
+    silent = with_waits(_SILENT, head_waits(view))
+    return Verdict(AVAILABLE, False, "SupervisorSilent", silent)
+
+
+def _missing_part(view: ClusterView, num_routers_ready: int, routers_wait: str) -> Verdict | None:
     if not num_routers_ready:
         told = with_waits("no router is ready", routers_wait)
         return Verdict(AVAILABLE, False, "NoRouterReady", told)
@@ -159,7 +181,8 @@ def _missing(view: ClusterView, num_routers_ready: int, routers_wait: str) -> Ve
 def _without_worker(view: ClusterView, role: str, reason: str, told: str) -> Verdict | None:
     """None: one of the role is live, or starts for the next request."""
     pools = [pool for pool in view.pools.values() if pool.spec.role in (role, "mixed")]
-    if any(pool.live or _is_stopped(pool) for pool in pools):
+    wakes = view.fleet is not None
+    if any(num_serving(pool) or (wakes and _is_stopped(pool)) for pool in pools):
         return None
     if not any(pool.replicas for pool in pools):
         return Verdict(AVAILABLE, False, "ScaledToZero", f"{told}, and none is wanted: replicas 0")

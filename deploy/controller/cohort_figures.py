@@ -1,14 +1,13 @@
-"""What became of each cohort's requests since a step of its rollout began. It dies with the
-process: a successor judges the rest of the step.
+"""What became of each cohort's requests since a step of its rollout began, and for how long that
+was watched. It dies with the process: a successor watches the step anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from baton.v1 import control_pb2
-from deploy.controller.cohort_judgement import MIN_REQUESTS, Figures
+from deploy.controller.cohort_judgement import MIN_REQUESTS, Figures, Watched
 from deploy.controller.cohort_rollout import Progress
 from deploy.controller.objects import Key
 
@@ -50,6 +49,7 @@ class _Step:
     served_before: Figures | None
     """Of the serving cohort, from the last step in which it had enough requests."""
     tallies: dict[str, _Tally] = field(default_factory=dict)
+    watched_s: float = 0.0
 
     @property
     def serving(self) -> Figures:
@@ -79,7 +79,7 @@ class CohortFigures:
     def __init__(self) -> None:
         self._steps: dict[Key, _Step] = {}
 
-    def take(self, cluster: Key, progress: Progress, told: Told) -> Mapping[str, Figures] | None:
+    def take(self, cluster: Key, progress: Progress, told: Told) -> Watched | None:
         """With what the routers told since the last call; None at a step's first. `told`: the
         supervisor's answer and when it came, in seconds of any one clock."""
         answer, heard_at_s = told
@@ -92,11 +92,12 @@ class CohortFigures:
             return None
         duration_s = min(heard_at_s - step.heard_at_s, _LONGEST_S)
         step.heard_at_s = heard_at_s
+        step.watched_s += duration_s
         for router in answer.routers:
             for each in router.cohorts:
                 step.tallies.setdefault(each.cohort, _Tally()).add(each, duration_s)
         found = {cohort: tally.figures for cohort, tally in step.tallies.items()}
-        return found | {progress.serving: step.serving}
+        return Watched(step.watched_s, found | {progress.serving: step.serving})
 
     def forget(self, cluster: Key) -> None:
         self._steps.pop(cluster, None)

@@ -12,6 +12,7 @@ a load that is too much for any version.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -46,6 +47,16 @@ class Figures:
     @property
     def failed_percent(self) -> float:
         return 100 * self.num_failures / self.num_requests if self.num_requests else 0.0
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What was seen of a step."""
+
+    seconds: float
+    """Without those in which nobody looked."""
+    figures: Mapping[str, Figures]
+    """By cohort."""
 
 
 class Failures(StrEnum):

@@ -8,9 +8,12 @@
 3. Serving: the new one has served all requests for a step's time; the old one drains.
 
 Returning: the new one fails more, or is slower, than the old one by more than is allowed, and its
-share ends at once; or the spec names another version, and its share ends when the old one has all
-of its workers back. Returned: nothing is tried again until the spec names another version, or has
-workers of this one be others than those that failed: what was at fault may be no part of a cohort.
+share ends at once; or the spec names another version, and its share ends as the old one gets its
+workers back, whose room the new one's make; named again it is watched anew with what it has. Where
+nothing of the old one serves the new one gets the workers for all requests, and is then what the
+next version takes over from. Returned: nothing is tried again until the spec names another version,
+or has workers of this one be others than those that failed: what was at fault may be no part of a
+cohort.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from deploy.controller.cohort_judgement import (
     MIN_REQUESTS,
     Failures,
     Figures,
+    Watched,
     compared,
     failures,
     is_in_doubt,
@@ -73,20 +77,31 @@ class CohortPool:
 @dataclass(frozen=True)
 class Seen:
     pools: Sequence[CohortPool]
-    figures: Mapping[str, Figures] | None = field(default_factory=dict)
-    """By cohort; None: nothing was measured of this step yet."""
+    watched: Watched | None = None
+    """None: nothing was measured of this step yet."""
     unread: frozenset[str] = frozenset()
     """Cohorts to which some router sends nothing: it has not read their text."""
     targets: frozenset[str] = frozenset()
     """The revisions that the spec asks for, one of each pool."""
+    silent: frozenset[str] = frozenset()
+    """Cohorts of which a worker has not been heard of for a while: it may only be slow."""
 
     def has_live(self, cohort: str) -> bool:
         return any(pool.num_live.get(cohort, 0) for pool in self.pools)
 
+    def is_gone(self, cohort: str) -> bool:
+        """Nothing of it serves, and that is not for a few seconds of silence."""
+        return not self.has_live(cohort) and cohort not in self.silent
+
     def both(self, progress: Progress) -> tuple[Figures, Figures]:
         """Of the next cohort, and of the serving one."""
-        told = self.figures or {}
+        told = {} if self.watched is None else self.watched.figures
         return told.get(progress.next, Figures()), told.get(progress.serving, Figures())
+
+    def percent_live(self, cohort: str) -> int:
+        """Of all requests: for how many each pool has live workers."""
+        shares = [100 * p.num_live.get(cohort, 0) // p.replicas for p in self.pools if p.replicas]
+        return min([100, *shares])
 
     def is_sized(self, cohort: str, percent: int) -> bool:
         """Whether each pool has the live workers for that share of requests."""
@@ -115,7 +130,8 @@ def cohort_size(
         return share(replicas, _serving_percent(progress, rollout))
     if cohort != progress.next:
         return 0
-    if progress.phase is Phase.GROWING:
+    takes_over = is_alone and progress.phase is Phase.RETURNING and progress.weight
+    if progress.phase is Phase.GROWING or takes_over:
         return share(replicas, next_weight(progress, rollout, is_alone=is_alone))
     return share(replicas, progress.weight)
 
@@ -148,22 +164,22 @@ def advance(
     is_settled = progress.phase in (Phase.SERVING, Phase.RETURNED)
     if wanted == progress.serving and is_settled:
         return Progress(wanted)
-    if wanted != progress.next:
-        if is_settled:
-            return Progress(progress.serving, wanted, Phase.GROWING)
-        if progress.phase is not Phase.RETURNING:
-            reason = "the spec names another version"
-            return replace(progress, phase=Phase.RETURNING, reason=reason, since=None)
+    if wanted != progress.next and is_settled:
+        return Progress(progress.serving, wanted, Phase.GROWING)
     if progress.phase is Phase.RETURNED:
         return _tried_again(progress, seen)
+    # Where nothing of the old one serves there is nothing to go back to.
+    is_compared = progress.weight > 0 and seen.has_live(progress.serving)
+    if is_compared and (fault := _fault(progress, rollout, seen)):
+        back = replace(progress, phase=Phase.RETURNING, reason=fault, is_fault=True)
+        return replace(back, weight=0, since=None, tried=tuple(sorted(seen.targets)))
     if progress.phase is Phase.RETURNING:
-        return _returned(progress, wanted, seen)
-    if progress.weight and seen.has_live(progress.serving):  # else there is nothing to go back to
-        if fault := _fault(progress, rollout, seen):
-            back = replace(progress, phase=Phase.RETURNING, reason=fault, is_fault=True)
-            return replace(back, weight=0, since=None, tried=tuple(sorted(seen.targets)))
-        if is_in_doubt(*seen.both(progress), rollout):
-            return progress
+        return _returned(progress, wanted, seen, now)
+    if wanted != progress.next:
+        reason = "the spec names another version"
+        return replace(progress, phase=Phase.RETURNING, reason=reason, since=None)
+    if is_compared and is_in_doubt(*seen.both(progress), rollout):
+        return progress
     return _forward(progress, rollout, seen, step_s, now)
 
 
@@ -176,15 +192,17 @@ def _forward(
 ) -> Progress:
     if progress.phase is Phase.GROWING:
         return _grown(progress, rollout, seen, now)
-    if seen.figures is None:  # however short a step is: none goes by unwatched
+    if seen.watched is None or seen.watched.seconds < step_s:  # however short: none goes unwatched
         return progress
-    return _watched(progress, step_s, now)
+    if progress.weight == 100:
+        return Progress(progress.next)
+    return replace(progress, phase=Phase.GROWING, since=None)
 
 
 def _grown(
     progress: Progress, rollout: CohortRollout, seen: Seen, now: datetime.datetime
 ) -> Progress:
-    is_alone = not seen.has_live(progress.serving)
+    is_alone = seen.is_gone(progress.serving)
     weight = next_weight(progress, rollout, is_alone=is_alone)
     if not seen.is_sized(progress.next, weight):
         return progress
@@ -193,25 +211,20 @@ def _grown(
     return replace(progress, phase=Phase.WATCHING, weight=weight, since=now)
 
 
-def _watched(progress: Progress, step_s: float, now: datetime.datetime) -> Progress:
-    if progress.since is None:
-        return replace(progress, since=now)
-    if (now - progress.since).total_seconds() < step_s:
-        return progress
-    if progress.weight == 100:
-        return Progress(progress.next)
-    return replace(progress, phase=Phase.GROWING, since=None)
-
-
-def _returned(progress: Progress, wanted: str, seen: Seen) -> Progress:
+def _returned(progress: Progress, wanted: str, seen: Seen, now: datetime.datetime) -> Progress:
     """What is no fault waits for the old workers: they take over no more than they can serve."""
-    if progress.weight and not seen.is_sized(progress.serving, 100):
-        return progress
+    if wanted == progress.next and not progress.is_fault:  # the spec has changed its mind twice
+        if not progress.weight:
+            return Progress(progress.serving, wanted, Phase.GROWING)
+        return replace(progress, phase=Phase.WATCHING, since=now, reason="")
+    if progress.weight and seen.is_gone(progress.serving) and seen.is_sized(progress.next, 100):
+        return Progress(progress.next, wanted, Phase.GROWING)
+    weight = min(progress.weight, 100 - seen.percent_live(progress.serving))
+    if weight:
+        return replace(progress, weight=weight)
     if wanted == progress.serving:
         return Progress(wanted)
     if wanted != progress.next:
-        return Progress(progress.serving, wanted, Phase.GROWING)
-    if not progress.is_fault:  # the spec has changed its mind twice
         return Progress(progress.serving, wanted, Phase.GROWING)
     return replace(progress, phase=Phase.RETURNED, weight=0)
 

@@ -91,10 +91,9 @@ def _pool_budget(owner: Owner, name: str, pool: PoolView, budgets: BudgetKind) -
 def _ways_in(owner: Owner, router: RouterSpec) -> list[Companion]:
     key = Key(owner.namespace, owner.router_name)
     route = None if router.gateway is None else grpc_route(owner, router)
-    has_ingress = router.hostname is not None and router.gateway is None
     return [
         Companion(GRPC_ROUTES, key, route),
-        Companion(INGRESSES, key, ingress(owner, router) if has_ingress else None),
+        Companion(INGRESSES, key, ingress(owner, router) if router.has_ingress else None),
     ]
 
 

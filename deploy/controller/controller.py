@@ -1,7 +1,8 @@
 """The operator's process: caches always, reconcilers while it leads.
 
 1. Caches follow the API server from the start, so that a successor knows everything at once.
-2. Who holds the Lease works on the queue; every key is told to it when it begins.
+2. Who holds the Lease works on the queue; every key is told to it when it begins, also that of a
+   ServingCluster that is gone and has WorkerPools left.
 3. Who loses the Lease begins nothing any more and writes nothing: each write asks first. But for
    events: what has happened is told.
 """
@@ -119,7 +120,7 @@ class Controller:
         )
         with self._lock:
             self._queue, self._workers = queue, workers
-        for key in self._caches.clusters.snapshot():
+        for key in self._caches.known_clusters:
             queue.add(key)
         workers.start()
 

@@ -1,11 +1,13 @@
 """Of several operators one acts: whoever holds the Lease.
 
 1. Each candidate attempts to take the lease every `retry_s`; the holder renews it as often.
-2. `on_gained` once it is held. From then `is_leading` says whether to act: at each key, and at each
-   write (`Kube.guarded(elector.is_leading)`), since a process may stand still between any two.
+2. `on_gained` once it is held. From then `is_leading` says whether to act: at each key, at each
+   write (`Kube.guarded(elector.is_leading)`) and at each order to a supervisor, since a process may
+   stand still between any two.
 3. A holder that could not renew within `renew_deadline_s`, or finds another one in its place, has
    lost: `is_leading` is false from that moment, `on_lost` follows. It is a candidate again.
-4. `stop` ends leading, then gives the lease back: the next one takes it at its next attempt.
+4. `stop` ends leading, waits for `on_lost`, then gives the lease back: the next one takes it at its
+   next attempt.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class Elector:
 
     def stop(self) -> bool:
         """First end what acts: the next leader starts as soon as the lease is given back. False
-        where the server did not answer in time; the lease runs out then."""
+        where something did not end, or the server did not answer, in time; the lease runs out
+        then."""
         self._stopping.set()
         self._thread.join(self._settings.renew_deadline_s)
         return not self._thread.is_alive()
@@ -101,8 +104,9 @@ class Elector:
         self._tell()
 
     def _release(self) -> None:
+        self._candidate.resign()
+        self._tell()
         try:
             self._candidate.release()
         except KubeError as error:
             log.warning("lease: not given back, it runs out by itself: %s", error)
-        self._tell()

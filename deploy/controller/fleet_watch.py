@@ -30,7 +30,9 @@ from deploy.controller.observed import (
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-_SETTLED_AFTER_S = 15.0  # workers register again within seconds; one that hangs is fenced in 10
+_SETTLED_AFTER_S = 15.0
+"""At the least, for a supervisor that does not tell whether it settles: workers register again
+within seconds, and one that hangs is fenced in 10."""
 _WINDOW_S = 10.0
 _STATES = {
     control_pb2.WORKER_STATE_STARTING: PlaceState.STARTING,
@@ -113,8 +115,10 @@ class FleetWatch:
     """Own the watches. `on_change` is told the cluster's key whenever what is known of it changed,
     on the watch's thread."""
 
-    def __init__(self, on_change: Callable[[Key], None]) -> None:
-        self._on_change = on_change
+    def __init__(
+        self, on_change: Callable[[Key], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._on_change, self._clock = on_change, clock
         self._lock = threading.Lock()
         self._followed: dict[Key, _Followed] = {}
 
@@ -152,9 +156,10 @@ class FleetWatch:
             followed = self._followed.get(cluster)
         if followed is None:
             return NOTHING_HEARD
-        heard, spoken_s = followed.heard, time.monotonic() - followed.known_since_s
-        is_settled = heard.fleet is not None and spoken_s >= _SETTLED_AFTER_S
-        return replace(heard, is_settled=is_settled)
+        heard, spoken_s = followed.heard, self._clock() - followed.known_since_s
+        if heard.told is None or heard.told[0].settles:
+            return heard
+        return replace(heard, is_settled=spoken_s >= _SETTLED_AFTER_S)
 
     def client(self, cluster: Key) -> ControlClient | None:
         with self._lock:
@@ -176,7 +181,7 @@ class FleetWatch:
         speaks = False
         try:
             for told in followed.client.watch_fleet(_WINDOW_S):
-                newest = (told, time.monotonic())
+                newest = (told, self._clock())
                 self._know(cluster, followed, Heard(fleet_of(told), newest, is_certain=True))
                 speaks = True
         except DeadlineError:
@@ -192,7 +197,7 @@ class FleetWatch:
     def _know(self, cluster: Key, followed: _Followed, heard: Heard) -> None:
         before = followed.heard
         if before.fleet is None:
-            followed.known_since_s = time.monotonic()
+            followed.known_since_s = self._clock()
         followed.heard = heard
         if _decisive(before) != _decisive(heard) and not followed.stopping.is_set():
             self._on_change(cluster)

@@ -34,6 +34,17 @@ def kuberay_missing() -> list[Verdict]:
     ]
 
 
+def ray_ends() -> list[Verdict]:
+    """Of one that is deleted, and whose pools are gone."""
+    told = "waits for KubeRay to let the RayCluster go"
+    return [Verdict(PROGRESSING, True, "Deleting", told)]
+
+
+def refused(error: Exception) -> list[Verdict]:
+    """By the API server, before anything could be done."""
+    return [Verdict(DEGRADED, True, "Refused", str(error))]
+
+
 def internal_error(error: Exception) -> list[Verdict]:
     """A fault of the operator's own."""
     said = f"{type(error).__name__}: {error}".splitlines()[0][:_LONGEST_QUOTE]

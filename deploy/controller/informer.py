@@ -10,7 +10,8 @@
    the list, and so it is noticed.
 5. Every `resync_s` handlers hear of every key, whether or not anything happened.
 6. A kind of others' that the server does not serve, or serves no more, has no objects: that is all
-   there is to know of it, until a list finds it served.
+   there is to know of it, until a list finds it served. Two lists in a row have to say so: one may
+   be a bad moment of a server's, or of a proxy's.
 
 Handlers hear keys only, on the informer's thread, and must not block: they add to a work queue. Who
 reconciles a key reads its newest state from here, however many changes led to it.
@@ -80,7 +81,7 @@ class Informer:
         """`is_of_others`: a kind that somebody else installs, before or after us, or never."""
         self._kube, self._resource, self._selection = kube, resource, selection
         self._settings, self._is_of_others = settings, is_of_others
-        self._is_served = True
+        self._is_served, self._was_missing = True, False
         self._rng = random.Random()
         self._cache = Cache()
         self._handlers: list[tuple[Handler, KeysOf]] = []
@@ -123,7 +124,7 @@ class Informer:
 
     @property
     def is_served(self) -> bool:
-        """Whether the server knew the kind when it was listed last; of others' kinds alone."""
+        """Whether the server knew the kind at one of the last two lists; of others' kinds alone."""
         return self._is_served
 
     def get(self, key: Key) -> Object | None:
@@ -162,13 +163,14 @@ class Informer:
         try:
             listing = self._kube.list(self._resource, self._selection)
         except NotFoundError:
-            if self._is_of_others:
+            if self._is_of_others and self._was_missing:
                 self._is_served = False
                 self._untold.extend(self._cache.replace(_NOTHING))
                 self._tell_all()
                 self._synced.set()
+            self._was_missing = True
             raise
-        self._is_served = True
+        self._is_served, self._was_missing = True, False
         self._untold.extend(self._cache.replace(listing))
         return listing.resource_version
 

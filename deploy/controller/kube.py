@@ -75,6 +75,11 @@ class Kube:
         """Whom the API server names as the writer of what is written here."""
         return self._field_manager
 
+    def check_may_write(self, doing: object) -> None:
+        """Raises WriteRefusedError. For what is done elsewhere, too, by who may write alone."""
+        if not self._may_write():
+            raise WriteRefusedError(f"{doing}: may not write now")
+
     def within(self, timeouts: Timeouts) -> Kube:
         """The same client with other timeouts."""
         other = copy.copy(self)
@@ -210,8 +215,7 @@ class Kube:
         return {"fieldManager": manager if subresource is None else f"{manager}-{subresource}"}
 
     def _write(self, call: Call) -> dict[str, Any]:
-        if not self._may_write():
-            raise WriteRefusedError(f"{call}: may not write now")
+        self.check_may_write(call)
         return self._answer(call)
 
     def _answer(self, call: Call) -> dict[str, Any]:

@@ -86,3 +86,8 @@ def resource_version_of(obj: Object) -> str:
     """Of an object or a list: opaque, equal or not equal, never compared otherwise."""
     version: str = obj["metadata"]["resourceVersion"]
     return version
+
+
+def is_owned(obj: Object, owner_uid: str) -> bool:
+    """Whether it goes with that owner."""
+    return any(each["uid"] == owner_uid for each in obj["metadata"].get("ownerReferences", ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -14,6 +15,9 @@ from deploy.controller.objects import Object
 from deploy.controller.pod_waits import waits_for
 
 _UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
+_ENDS_WITHIN = datetime.timedelta(seconds=60)
+"""A kubelet that runs has ended a pod so soon after its time is over."""
+_LOST = "its time to end is over, and nobody has ended it: is its node lost?"
 
 
 class PlaceState(Enum):
@@ -42,11 +46,14 @@ class Pod:
     """What it is of the cluster: head, worker or router."""
     is_cordoned: bool = False
     """Its node takes no pods any more."""
+    is_lost: bool = False
+    """It should have ended, and stays: nobody on its node ends it."""
 
     @classmethod
-    def of(cls, obj: Object, cordoned: Collection[str] = ()) -> Pod:
+    def of(cls, obj: Object, cordoned: Collection[str], now: datetime.datetime) -> Pod:
         """`cordoned`: names of nodes."""
         metadata, status = obj["metadata"], obj.get("status", {})
+        is_lost = _is_lost(metadata, now)
         labels = metadata.get("labels", {})
         conditions = {each["type"]: each["status"] for each in status.get("conditions", ())}
         return cls(
@@ -56,10 +63,18 @@ class Pod:
             is_going="deletionTimestamp" in metadata,
             revision=labels.get(REVISION_LABEL, ""),
             created_at=metadata.get("creationTimestamp", ""),
-            waits_for=waits_for(obj),
+            waits_for=_LOST if is_lost else waits_for(obj),
             component=labels.get(COMPONENT_LABEL, ""),
             is_cordoned=_has_to_leave(obj.get("spec", {}), cordoned),
+            is_lost=is_lost,
         )
+
+
+def _is_lost(metadata: Object, now: datetime.datetime) -> bool:
+    """The time of a deletion is when the pod's grace ends."""
+    if "deletionTimestamp" not in metadata:
+        return False
+    return now > datetime.datetime.fromisoformat(metadata["deletionTimestamp"]) + _ENDS_WITHIN
 
 
 def _has_to_leave(spec: Object, cordoned: Collection[str]) -> bool:

@@ -70,6 +70,8 @@ def by_pool(
     told.CopyFrom(answer)
     for worker in told.workers:
         worker.info.pool = pool_of.get(worker.info.pool, worker.info.pool)
+    for seen in (figures for router in told.routers for figures in router.pools):
+        seen.pool = pool_of.get(seen.pool, seen.pool)
     del told.pools[:]
     pools: dict[str, control_pb2.PoolStatus] = {}
     for revision in answer.pools:

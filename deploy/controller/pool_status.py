@@ -9,7 +9,8 @@ from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict, shortened
 from deploy.controller.drains import held_by, is_overdue
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, Object
-from deploy.controller.observed import FleetPool, Place
+from deploy.controller.observed import Place
+from deploy.controller.pool_size import size_problem
 from deploy.controller.rolling import PoolRolling
 from deploy.controller.rolling_status import watch_status
 from deploy.controller.view import PoolView
@@ -18,15 +19,17 @@ from deploy.controller.waiting import with_waits
 
 def pool_status(view: PoolView, rolling: PoolRolling, targets: PlannerConfig, now: str) -> Object:
     """Without conditions, None for what is not known; no places while the supervisor is silent, but
-    for those that drained before."""
-    spec, pool = view.spec, view.fleet
+    for those that drained before. What only it knows of versions stays as it was told then."""
+    spec, pool, before = view.spec, view.fleet, view.obj.get("status", {})
     places = pool.places if pool is not None else ()
     draining = _draining(view, now)
     return {
         "replicas": len([pod for pod in view.pods if not pod.is_going]),
-        "readyReplicas": len(view.live),
-        "updatedReplicas": view.updated.num_live,
-        "revisions": _revisions(view),
+        "readyReplicas": num_serving(view),
+        "updatedReplicas": before.get("updatedReplicas", 0)
+        if pool is None
+        else view.updated.num_live,
+        "revisions": before.get("revisions", []) if pool is None else _revisions(view),
         "rollout": watch_status(rolling.watch),
         "draining": draining,
         "drainingReplicas": len(draining),
@@ -80,29 +83,40 @@ def _drain(pool: WorkerPoolSpec, place: Place, since: str, now: str) -> Object:
     return drain
 
 
+def num_serving(view: PoolView) -> int:
+    """Workers that take requests: as the supervisor says, or as their pods' own probes do while
+    nobody says anything else."""
+    if view.fleet is not None:
+        return len(view.live)
+    return sum(pod.is_ready and not pod.is_going for pod in view.pods)
+
+
 def pool_verdicts(
     view: PoolView, rolling: PoolRolling, refused: str, waits: str = ""
 ) -> list[Verdict]:
     """Available, Progressing and Degraded, each with a reason. `refused`: what the supervisor did
     not take of the pool; `waits`: what its pods wait for; both empty: nothing."""
     spec, pool = view.spec, view.fleet
+    num_live, num_draining = num_serving(view), len(view.draining)
+    has_enough = num_live >= min(spec.replicas, max(1, spec.min_replicas))
     if pool is None:
         silent = with_waits("the supervisor does not answer; workers that run go on", waits)
+        ready = f"{num_live} of {spec.replicas} workers are ready, as their pods say"
         return [
-            Verdict(AVAILABLE, False, "SupervisorSilent", silent),
+            Verdict(AVAILABLE, True, "Live", ready)
+            if has_enough
+            else Verdict(AVAILABLE, False, "SupervisorSilent", silent),
             Verdict(PROGRESSING, True, "SupervisorSilent", silent),
-            _degraded(pool, refused),
+            _degraded(view, refused),
         ]
-    num_live, num_draining = len(view.live), len(view.draining)
     told = f"{num_live} of {spec.replicas} workers live"
     late = waits if num_live < spec.replicas else ""
-    has_enough = num_live >= min(spec.replicas, max(1, spec.min_replicas))
     return [
         Verdict(
             AVAILABLE, has_enough, "Live" if has_enough else "TooFewLive", with_waits(told, late)
         ),
         _rolled(view, rolling, waits) or _progressing(spec, num_live, num_draining, told, late),
-        _degraded(pool, refused),
+        _degraded(view, refused),
     ]
 
 
@@ -129,7 +143,10 @@ def _rolled(view: PoolView, rolling: PoolRolling, waits: str) -> Verdict | None:
     return Verdict(PROGRESSING, True, "RollingOut", with_waits(told, waits))
 
 
-def _degraded(pool: FleetPool | None, refused: str) -> Verdict:
+def _degraded(view: PoolView, refused: str) -> Verdict:
+    pool = view.fleet
+    if problem := size_problem(view):
+        return Verdict(DEGRADED, True, "InvalidSpec", problem)
     if refused:
         return Verdict(DEGRADED, True, "SupervisorRefused", f"the supervisor: {refused}")
     if pool is None:

@@ -120,10 +120,11 @@ class Pools:
             self._finalizers.drop(WORKER_POOLS, pool)
 
     def scale(self, view: ClusterView, plans: Mapping[str, PoolPlan]) -> None:
-        """The sizes and roles of pools whose `scaling.mode` is planner: nobody else writes them."""
+        """The sizes and roles of pools whose `scaling.mode` is planner: nobody else writes them.
+        None of a pool that is being deleted is planned."""
         for name, plan in plans.items():
             pool = view.pools[name]
-            if pool.spec.scaling.mode != "planner" or pool.is_going:
+            if pool.spec.scaling.mode != "planner":
                 continue
             spec: Manifest = {}
             if plan.desired_replicas != pool.spec.replicas:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deploy.api.serving_cluster import CohortRollout
-from deploy.controller.cohort_judgement import Figures
+from deploy.controller.cohort_judgement import Watched
 from deploy.controller.cohort_rollout import (
     CohortPool,
     Phase,
@@ -23,9 +23,17 @@ from deploy.controller.cordoned import NOBODY_LEAVES, Leaving, leaving
 from deploy.controller.group_size import group_size
 from deploy.controller.manifests.cluster_yaml import seconds
 from deploy.controller.manifests.ray_cluster import GroupSize
-from deploy.controller.observed import FleetPool
+from deploy.controller.observed import FleetPool, PlaceState
 from deploy.controller.revisions import cohort_of
-from deploy.controller.rollout import ReadyWatch, RevisionState, next_sizes, rests
+from deploy.controller.rollout import (
+    ReadyWatch,
+    RevisionState,
+    Room,
+    base,
+    goal,
+    next_sizes,
+    rests,
+)
 from deploy.controller.view import ClusterView, PoolView
 
 
@@ -64,24 +72,24 @@ def decide(
     view: ClusterView,
     progress: Progress | None,
     watches: Mapping[str, ReadyWatch],
-    figures: Mapping[str, Figures] | None,
+    watched: Watched | None,
     now: datetime.datetime,
 ) -> Rolling:
-    """`progress` and `watches`, by pool, as they were decided last; `figures` by cohort, None
-    where nothing was measured of this step yet."""
+    """`progress` and `watches`, by pool, as they were decided last; `watched`: None where nothing
+    was measured of this step yet."""
     wanted = cohort_of(view.obj["spec"])
-    seen = _seen(view, figures, progress)
+    seen = _seen(view, watched, progress)
     progress = progress or Progress(_serving_most(view, wanted))
     if view.heard.is_settled and not view.is_going:
         step_s = seconds(view.spec.rollout.step)
         progress = advance(progress, view.spec.rollout, wanted, seen, step_s, now)
-    is_alone = not seen.has_live(progress.serving)
+    is_alone = seen.is_gone(progress.serving)
     pools = {}
     for name, pool in view.pools.items():
         watch = watches.get(name, ReadyWatch(pool.target))
-        if view.heard.is_settled:
-            watch = watch.look(pool.updated.state, now)
         share = _Share(progress, view.spec.rollout, is_alone)
+        if view.heard.is_settled:
+            watch = _looked(watch, pool, share, now)
         pools[name] = _pool(view, pool, share, watch, now)
     return Rolling(pools, progress, weights(progress))
 
@@ -119,7 +127,7 @@ def _pool(
 ) -> PoolRolling:
     states = {name: revision.state for name, revision in pool.revisions.items()}
     cohorts = {name: each.revision.cohort for name, each in pool.revisions.items()}
-    is_stopped = bool(pool.others) and watch.is_late(seconds(pool.spec.rollout.ready_timeout), now)
+    is_stopped = _is_stopped(pool, watch, now)
     sizes: dict[str, int] = {}
     kept, at_rest = {pool.target}, True
     for cohort in sorted(set(cohorts.values())):
@@ -128,6 +136,9 @@ def _pool(
         target = pool.target if cohorts[pool.target] == cohort else _biggest(own)
         if cohort in (share.progress.serving, share.progress.next):
             kept.add(target)
+        olds = [state for state in own if state.name != target]
+        if olds and target == pool.target and not watch.num_live:  # it has shown nothing yet
+            kept.add(base(olds, watch.instead).name)
         holds = is_stopped and target == pool.target
         found = next_sizes(replicas, pool.spec.rollout, target, own, is_stopped=holds)
         at_rest = at_rest and rests(replicas, pool.spec.rollout, target, own, found)
@@ -140,6 +151,23 @@ def _pool(
     for name, surge in gone.surge.items():
         sizes[name] += surge
     return PoolRolling(sizes, frozenset(kept), watch, is_stopped, is_taken_back, gone)
+
+
+def _looked(watch: ReadyWatch, pool: PoolView, share: _Share, now: datetime.datetime) -> ReadyWatch:
+    """Of a pool at zero what was late stays so: it will be wanted again."""
+    rollout = pool.spec.rollout
+    wanted = goal(share.of(pool.updated.revision.cohort, pool.replicas or 1), rollout)
+    timeout_s = seconds(rollout.ready_timeout)
+    return watch.look(pool.updated.state, wanted, Room.of(rollout), timeout_s, now)
+
+
+def _is_stopped(pool: PoolView, watch: ReadyWatch, now: datetime.datetime) -> bool:
+    """An old revision without workers, too, can serve instead of a new one that never did."""
+    if not watch.is_late(seconds(pool.spec.rollout.ready_timeout), now):
+        return False
+    cohort = pool.updated.revision.cohort
+    num_own = sum(each.revision.cohort == cohort for each in pool.revisions.values())
+    return bool(pool.others) or (bool(pool.replicas) and not watch.num_live and num_own > 1)
 
 
 def _leaving(
@@ -196,9 +224,7 @@ def _serving_most(view: ClusterView, wanted: str) -> str:
     return best if any(found.get(best, ())) else wanted
 
 
-def _seen(
-    view: ClusterView, figures: Mapping[str, Figures] | None, progress: Progress | None
-) -> Seen:
+def _seen(view: ClusterView, watched: Watched | None, progress: Progress | None) -> Seen:
     pools = []
     for pool in view.pools.values():
         if pool.is_going:
@@ -211,4 +237,9 @@ def _seen(
         pools.append(CohortPool(pool.replicas, live))
     unread = frozenset[str]() if view.fleet is None else view.fleet.unread_cohorts
     targets = frozenset(pool.target for pool in view.pools.values() if not pool.is_going)
-    return Seen(pools, figures, unread, targets)
+    silent = {
+        each.revision.cohort
+        for each in view.revisions.values()
+        if each.fleet is not None and each.fleet.of_state(PlaceState.SUSPECT)
+    }
+    return Seen(pools, watched, unread, targets, frozenset(silent))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from deploy.controller.cohort_rollout import Phase, Progress
 from deploy.controller.manifests.common import Object
 from deploy.controller.objects import Object as Seen
-from deploy.controller.rollout import ReadyWatch
+from deploy.controller.rollout import ReadyWatch, Room
 
 _FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
@@ -56,7 +56,11 @@ def watch_in(pool: Seen) -> ReadyWatch | None:
     if not told:
         return None
     since = _moment(told.get("waitingSince"))
-    return ReadyWatch(told["revision"], told.get("readyReplicas", 0), since)
+    surge, unavailable = told.get("maxSurge"), told.get("maxUnavailable")
+    is_noted = surge is not None and unavailable is not None
+    room = Room(surge, unavailable) if is_noted else None
+    num_live, instead = told.get("readyReplicas", 0), told.get("instead") or ""
+    return ReadyWatch(told["revision"], num_live, since, room, instead)
 
 
 def watch_status(watch: ReadyWatch) -> Object:
@@ -65,6 +69,9 @@ def watch_status(watch: ReadyWatch) -> Object:
         "revision": watch.revision,
         "readyReplicas": watch.num_live,
         "waitingSince": since,
+        "instead": watch.instead or None,
+        "maxSurge": None if watch.room is None else watch.room.max_surge,
+        "maxUnavailable": None if watch.room is None else watch.room.max_unavailable,
     }
 
 

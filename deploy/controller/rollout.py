@@ -40,6 +40,18 @@ class RevisionState:
 
 
 @dataclass(frozen=True)
+class Room:
+    """What a rollout is given to make room for new workers."""
+
+    max_surge: int
+    max_unavailable: int
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Room:
+        return cls(rollout.max_surge, rollout.max_unavailable)
+
+
+@dataclass(frozen=True)
 class ReadyWatch:
     """How long the newest revision has kept its rollout waiting."""
 
@@ -48,16 +60,38 @@ class ReadyWatch:
     """Most that were live at once: one that comes and goes is no progress."""
     waiting_since: datetime.datetime | None = None
     """None: all that were asked for are live."""
+    room: Room | None = None
+    """With which it waited; None: nobody has noted it."""
+    instead: str = ""
+    """The revision that served before, until this one does; empty: none, or this one has."""
 
-    def look(self, target: RevisionState, now: datetime.datetime) -> ReadyWatch:
-        """Each further worker that gets live starts the time anew."""
-        before = self if self.revision == target.name else ReadyWatch(target.name)
-        if target.num_live >= target.size:
-            return ReadyWatch(target.name, max(before.num_live, target.num_live))
-        if target.num_live > before.num_live or before.waiting_since is None:
-            most = max(before.num_live, target.num_live)
-            return ReadyWatch(target.name, most, now)
-        return before
+    def look(
+        self,
+        target: RevisionState,
+        wanted: int,
+        room: Room,
+        ready_timeout_s: float,
+        now: datetime.datetime,
+    ) -> ReadyWatch:
+        """Each further worker that gets live starts the time anew, and so does other room, which
+        may be what it lacked. What was late stays late when fewer are asked for because of it;
+        `wanted`: how many are to be live in the end."""
+        before = self if self.revision == target.name else self._next(target.name)
+        if before.room not in (None, room):
+            before = replace(before, waiting_since=None)
+        most_before = min(before.num_live, target.size)
+        most = max(most_before, target.num_live)
+        instead = "" if target.num_live else before.instead
+        is_late = target.num_live < wanted and before.is_late(ready_timeout_s, now)
+        if target.num_live >= target.size and not is_late:
+            return ReadyWatch(target.name, most, None, room, instead)
+        since = now if target.num_live > most_before else before.waiting_since or now
+        return ReadyWatch(target.name, most, since, room, instead)
+
+    def _next(self, revision: str) -> ReadyWatch:
+        """What has never served is nothing to come back to."""
+        instead = self.instead or self.revision
+        return ReadyWatch(revision, instead="" if instead == revision else instead)
 
     def is_late(self, ready_timeout_s: float, now: datetime.datetime) -> bool:
         if self.waiting_since is None:
@@ -74,13 +108,15 @@ def next_sizes(
     is_stopped: bool = False,
 ) -> dict[str, int]:
     """By revision. `target` is the one that the pool is to have, which may be none of `revisions`
-    yet; `is_stopped`: it does not get ready, so nothing old is taken away for it any more."""
+    yet; `is_stopped`: it does not get ready, so nothing old is taken away for it any more, and what
+    was comes back where nothing else serves."""
     states = {state.name: state for state in revisions}
     states.setdefault(target, RevisionState(target, 0))
     olds = [state for name, state in sorted(states.items()) if name != target]
-    if not any(old.size or old.present for old in olds):
+    comes_back = is_stopped and bool(olds) and not states[target].num_live
+    if not comes_back and not any(old.size or old.present for old in olds):
         return {name: replicas if name == target else 0 for name in states}
-    if any(old.size for old in olds):
+    if comes_back or any(old.size for old in olds):
         held = _goals_stopped if is_stopped else _goals
         goals = held(replicas, rollout, states[target], olds)
         states = _shrunk(replicas - rollout.max_unavailable, goals, target, states)
@@ -107,30 +143,40 @@ def rests(
     return next_sizes(replicas, rollout, target, whole) == sizes
 
 
+def goal(replicas: int, rollout: Rollout) -> int:
+    """Workers that the target is to have in the end: all but those of the partition."""
+    return max(0, replicas - rollout.partition)
+
+
+def base(olds: Sequence[RevisionState], served: str = "") -> RevisionState:
+    """The old revision that serves most: what is kept of old ones is kept of it. `served`: where
+    none does, the one that did."""
+    return max(olds, key=lambda old: (old.num_live, old.name == served, old.size, old.name))
+
+
 def _goals(
     replicas: int, rollout: Rollout, target: RevisionState, olds: Sequence[RevisionState]
 ) -> dict[str, int]:
-    """All are to be of the target but those of the partition."""
-    num_kept = min(rollout.partition, replicas)
-    goals = {old.name: 0 for old in olds} | {target.name: replicas - num_kept}
-    return goals | {_base(olds).name: num_kept}
+    num_new = goal(replicas, rollout)
+    goals = {old.name: 0 for old in olds} | {target.name: num_new}
+    return goals | {base(olds).name: replicas - num_new}
 
 
 def _goals_stopped(
     replicas: int, rollout: Rollout, target: RevisionState, olds: Sequence[RevisionState]
 ) -> dict[str, int]:
-    """What serves stays, and follows a change of the pool's size; the target is left as it is."""
-    base, num_old = _base(olds), sum(old.size for old in olds)
-    wanted_old = min(max(num_old, replicas - target.num_live), replicas)
+    """What serves stays, and follows a change of the pool's size; the target is left as it is, with
+    one worker more than are live where there is room: should that get live the rollout goes on."""
+    kept, num_old = base(olds), sum(old.size for old in olds)
+    num_new, room = goal(replicas, rollout), replicas + rollout.max_surge
+    wanted_old = replicas - min(target.num_live, num_new)
+    if num_old + target.size <= room:  # else the pool has been made smaller
+        wanted_old = min(max(num_old, wanted_old), replicas)
     goals = {old.name: old.size for old in olds}
-    goals[base.name] = max(0, base.size + wanted_old - num_old)
-    most = max(0, replicas + rollout.max_surge - sum(goals.values()))
-    return goals | {target.name: min(target.size, most)}
-
-
-def _base(olds: Sequence[RevisionState]) -> RevisionState:
-    """The old revision that serves most: what is kept of old ones is kept of it."""
-    return max(olds, key=lambda old: (old.num_live, old.size, old.name))
+    goals[kept.name] = max(0, kept.size + wanted_old - num_old)
+    most = max(0, room - sum(goals.values()))
+    tried = max(target.size, min(target.num_live + 1, num_new))
+    return goals | {target.name: min(tried, most, replicas)}
 
 
 def _shrunk(

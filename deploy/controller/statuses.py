@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.planner.planner import PoolPlan
 from deploy.controller.cluster_status import Refusals, cluster_status, cluster_verdicts
+from deploy.controller.cohort_rollout import Progress
 from deploy.controller.conditions import Verdict, conditions
 from deploy.controller.each import each
 from deploy.controller.errors import KubeError, NotFoundError
@@ -18,6 +19,7 @@ from deploy.controller.objects import Object, Resource, key_of
 from deploy.controller.pool_status import pool_status, pool_verdicts
 from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
 from deploy.controller.rolling import Rolling
+from deploy.controller.rolling_status import progress_in, progress_status
 from deploy.controller.view import ClusterView
 from deploy.controller.waiting import pool_waits
 
@@ -25,6 +27,12 @@ from deploy.controller.waiting import pool_waits
 class Statuses:
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
+
+    def keep(self, view: ClusterView, progress: Progress) -> None:
+        """How far a change of cohorts is, before anything is done of it: whoever comes after this
+        operator goes on from there, and takes no share back. Raises KubeError."""
+        if view.heard.is_settled and progress != progress_in(view.obj):
+            self._patch(SERVING_CLUSTERS, view.obj, {"cohort": progress_status(progress)})
 
     def tell_pools(
         self,
@@ -78,6 +86,9 @@ class Statuses:
             "observedGeneration": obj["metadata"].get("generation", 0),
             "conditions": conditions(verdicts, obj, now),
         }
+        self._patch(resource, obj, told)
+
+    def _patch(self, resource: Resource, obj: Object, told: Manifest) -> None:
         if _says(obj.get("status", {}), told):
             return
         with contextlib.suppress(NotFoundError):  # it was deleted just now

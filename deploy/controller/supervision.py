@@ -19,8 +19,9 @@ class Supervision:
     """One look's calls; `refused` has what the supervisor did not take, by the WorkerPool's name in
     the cluster, or empty for what is of no one pool."""
 
-    def __init__(self, client: ControlClient) -> None:
-        self._client = client
+    def __init__(self, client: ControlClient, check_may_tell: Callable[[str], None]) -> None:
+        """`check_may_tell` raises what keeps a call from being made."""
+        self._client, self._check_may_tell = client, check_may_tell
         self.refused: dict[str, str] = {}
 
     def tell(self, view: ClusterView, rolling: Rolling) -> None:
@@ -30,10 +31,10 @@ class Supervision:
             return
         self._weigh(view, rolling.weights)
         for name, pool in view.pools.items():
-            sizes = rolling.pools[name].sizes
+            decided = rolling.pools[name]
             for revision in pool.revisions.values():
-                if revision.fleet is None and revision.group is not None:
-                    self._add(name, revision, sizes[revision.revision.name])
+                if revision.fleet is None and revision.group and not _is_over(revision, decided):
+                    self._add(name, revision, decided.sizes[revision.revision.name])
         for name, pool in view.pools.items():
             self._size(name, pool, rolling.pools[name])
         known = view.revisions.keys() | view.groups.keys()
@@ -63,8 +64,7 @@ class Supervision:
             plan = role_plan(pool, size)
             if known.role_plan != plan:
                 self._try(name, partial(self._client.set_role_plan, own, *plan))
-            is_over = not size and not known.desired_replicas and revision.is_empty
-            if is_over and own not in rolling.kept:
+            if not known.desired_replicas and _is_over(revision, rolling):
                 self._try(name, partial(self._client.remove_pool, own))
 
     def _give_up(self, name: str, pool: FleetPool) -> None:
@@ -75,11 +75,18 @@ class Supervision:
             self._try("", partial(self._client.remove_pool, name))
 
     def _try(self, pool: str, call: Callable[[], object]) -> None:
+        self._check_may_tell("a call to the supervisor")
         try:
             call()
         except BatonError as error:
             before = f"{self.refused[pool]}; " if pool in self.refused else ""
             self.refused[pool] = f"{before}{error.message}"
+
+
+def _is_over(revision: RevisionView, rolling: PoolRolling) -> bool:
+    """Nothing is left of it, and nothing is to come."""
+    own = revision.revision.name
+    return not rolling.sizes[own] and own not in rolling.kept and revision.is_empty
 
 
 def role_plan(pool: PoolView, size: int) -> tuple[int, int]:

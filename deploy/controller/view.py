@@ -46,16 +46,21 @@ class RevisionView:
         return len(self.live)
 
     @property
+    def standing_pods(self) -> Sequence[Pod]:
+        """Without those that nobody ends: where others may go they take no room."""
+        return [pod for pod in self.pods if not pod.is_lost]
+
+    @property
     def is_empty(self) -> bool:
         """No worker and no pod is left of it."""
-        return not self.pods and not (self.fleet is not None and self.fleet.places)
+        return not self.standing_pods and not (self.fleet is not None and self.fleet.places)
 
     @property
     def state(self) -> RevisionState:
         places = () if self.fleet is None else self.fleet.places
         num_there = sum(place.state is not PlaceState.PENDING for place in places)
         return RevisionState(
-            self.revision.name, self.size, self.live, max(len(self.pods), num_there)
+            self.revision.name, self.size, self.live, max(len(self.standing_pods), num_there)
         )
 
 
@@ -80,7 +85,13 @@ class PoolView:
 
     @property
     def draining(self) -> Sequence[Place]:
-        return _places(self.fleet, PlaceState.DRAINING)
+        """One that hangs since is SUSPECT, and drains as the pool's status said of it."""
+        told = self.obj.get("status", {}).get("draining", ())
+        drained = {each["worker"] for each in told}
+        hanging = [
+            place for place in _places(self.fleet, PlaceState.SUSPECT) if place.worker_id in drained
+        ]
+        return (*_places(self.fleet, PlaceState.DRAINING), *hanging)
 
     @property
     def is_going(self) -> bool:
@@ -139,8 +150,9 @@ class ClusterView:
         return "deletionTimestamp" in self.obj["metadata"]
 
     @property
-    def pool_specs(self) -> dict[str, WorkerPoolSpec]:
-        return {name: pool.spec for name, pool in self.pools.items()}
+    def staying_specs(self) -> dict[str, WorkerPoolSpec]:
+        """By pool; one that is being deleted takes nothing new, and carries no load to come."""
+        return {name: pool.spec for name, pool in self.pools.items() if not pool.is_going}
 
     @property
     def revisions(self) -> dict[str, RevisionView]:

@@ -14,7 +14,7 @@ from deploy.controller.view import ClusterView, PoolView
 def pool_waits(view: ClusterView, pool: PoolView) -> str:
     staying = [pod for pod in pool.pods if not pod.is_going]
     refused = pods_refused(view.ray_cluster) if len(staying) < pool.replicas else ""
-    return _joined(_of(staying), refused)
+    return _joined(_of(pool.pods), refused)
 
 
 def head_waits(view: ClusterView) -> str:
@@ -35,7 +35,8 @@ def with_waits(told: str, waits: str) -> str:
 
 
 def _of(pods: Sequence[Pod]) -> str:
-    return together({pod.name: pod.waits_for for pod in pods if not pod.is_going})
+    told = (pod for pod in pods if pod.is_lost or not pod.is_going)
+    return together({pod.name: pod.waits_for for pod in told})
 
 
 def _joined(*parts: str) -> str:

@@ -1,6 +1,9 @@
 """A user's PodTemplateSpec over the operator's own, as `kubectl apply` merges: mappings key by key,
 lists of named things by their keys, all else replaced. A volume has one source: of a volume that
 the user names, too, only those keys stay that stand there (Kubernetes' `retainKeys`).
+
+Null takes a key away, and so does 0 a device's resource: kubectl and helm drop the nulls of lists
+when they change an object.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from typing import Any
 from deploy.api.pod_template import MERGE_DEFAULTS, MERGE_KEYS, SHARED_LABELS
 
 _RETAINING = frozenset({"volumes"})
+_QUANTITIES = frozenset({"requests", "limits"})
+_NONE = (0, "0")
 
 
 def merged_template(own: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,15 +27,20 @@ def merged_template(own: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str
 
 
 def merged(own: Any, over: Any, key: str = "") -> Any:
-    """`own` with `over` laid over it; null in `over` takes a key away. Neither is changed."""
-    if isinstance(own, Mapping) and isinstance(over, Mapping):
-        result = {name: merged(value, over[name], name) if name in over else value
-                  for name, value in own.items()}  # fmt: skip
-        result |= {name: value for name, value in over.items() if name not in own}
-        return {name: value for name, value in result.items() if value is not None}
-    if key in MERGE_KEYS and isinstance(own, Sequence) and isinstance(over, Sequence):
-        return _merged_lists(own, over, key)
+    """`own` with `over` laid over it, as what lies under `key`. Neither is changed."""
+    if isinstance(over, Mapping):
+        under = own if isinstance(own, Mapping) else {}
+        result = dict(under) | {
+            name: merged(under.get(name), value, name) for name, value in over.items()
+        }
+        return {name: value for name, value in result.items() if not _is_none(value, name, key)}
+    if key in MERGE_KEYS and isinstance(over, list | tuple):
+        return _merged_lists(own or (), over, key)
     return over
+
+
+def _is_none(value: Any, name: str, parent: str) -> bool:
+    return value is None or (parent in _QUANTITIES and "/" in name and value in _NONE)
 
 
 def _merged_lists(own: Sequence[Any], over: Sequence[Any], key: str) -> list[Any]:
@@ -46,4 +56,4 @@ def _merged_lists(own: Sequence[Any], over: Sequence[Any], key: str) -> list[Any
         if laid_over is not None and key in _RETAINING:
             item = {name: value for name, value in item.items() if name in laid_over}
         result.append(merged(item, laid_over or {}))
-    return result + list(theirs.values())
+    return result + [merged({}, item) for item in theirs.values()]

@@ -6,7 +6,7 @@ BackendTLSPolicy, which only those can write who know its authority.
 
 from __future__ import annotations
 
-from deploy.api.serving_cluster import RouterSpec
+from deploy.api.serving_cluster import RouterIngress, RouterSpec
 from deploy.controller.manifests.common import ROUTER_PORT, Object, Owner
 from deploy.controller.manifests.router_access import tls_secret
 
@@ -30,21 +30,25 @@ def grpc_route(owner: Owner, router: RouterSpec) -> Object:
 
 
 def ingress(owner: Owner, router: RouterSpec) -> Object:
-    """Of the default class. gRPC is no part of the kind: the annotations are ingress-nginx's, which
-    others ignore; it gives a stream up that says nothing for its read timeout."""
+    """gRPC is no part of the kind: our own annotations are ingress-nginx's, which others ignore; it
+    gives a stream up that says nothing for its read timeout."""
     assert router.hostname is not None
+    settings = router.ingress or RouterIngress()
     longest_s = str(int(router.settings.max_timeout_s))
     metadata = owner.metadata(owner.router_name, "router")
     metadata["annotations"] = {
         "nginx.ingress.kubernetes.io/backend-protocol": "GRPC" if router.tls is None else "GRPCS",
         "nginx.ingress.kubernetes.io/proxy-read-timeout": longest_s,
         "nginx.ingress.kubernetes.io/proxy-send-timeout": longest_s,
+        **settings.annotations,
     }
     service = {"name": owner.router_name, "port": {"number": ROUTER_PORT}}
     path = {"path": "/", "pathType": "Prefix", "backend": {"service": service}}
     spec: Object = {"rules": [{"host": router.hostname, "http": {"paths": [path]}}]}
-    if router.tls is not None:
-        secret = tls_secret(owner, router.tls)
+    if settings.class_name is not None:
+        spec["ingressClassName"] = settings.class_name
+    secret = settings.tls_secret_name or (router.tls and tls_secret(owner, router.tls))
+    if secret is not None:
         spec["tls"] = [{"hosts": [router.hostname], "secretName": secret}]
     return {
         "apiVersion": "networking.k8s.io/v1",

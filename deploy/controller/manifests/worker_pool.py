@@ -23,10 +23,10 @@ def worker_pool(owner: Owner, name: str, template: Mapping[str, Any], finalizer:
     metadata = owner.metadata(owner.pool_name(name), "pool")
     metadata["labels"] |= {POOL_LABEL: name, ROLE_LABEL: template["role"]}
     metadata["finalizers"] = [finalizer]
-    first_only = {"initialReplicas"}
+    left_out = {"initialReplicas"}
     if template.get("scaling", {}).get("mode") == "planner":
-        first_only.add("rolePlan")  # the planner's from then on
-    shape = {key: value for key, value in template.items() if key not in first_only}
+        left_out.add("rolePlan")  # it follows the load: a first one would last for seconds
+    shape = {key: value for key, value in template.items() if key not in left_out}
     return {
         "apiVersion": API_VERSION,
         "kind": "WorkerPool",

@@ -52,6 +52,19 @@ class Server:
         exchange.hang()
 
 
+def test_a_cluster_that_is_gone_is_known_while_a_worker_pool_is_left_of_it() -> None:
+    """Whoever begins to lead has to let that go."""
+    with scripted(Server(obj("gone-decode", {CLUSTER_LABEL: "gone"}))) as running:
+        caches = Caches.of(kube_of(running), None, FAST)
+        caches.start()
+        try:
+            assert caches.wait_synced(TIMEOUT_S)
+            known = caches.known_clusters
+        finally:
+            assert caches.stop()
+    assert known == {Key(NAMESPACE, name) for name in ("main", "default", "other", "gone")}
+
+
 @pytest.mark.parametrize("labels", [{CLUSTER_LABEL: "default"}, {}])
 def test_a_worker_pool_concerns_each_cluster_that_has_a_pool_of_its_name(
     labels: dict[str, str],

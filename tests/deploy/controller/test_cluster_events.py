@@ -141,6 +141,9 @@ def test_what_stays_as_it_is_is_no_news(looks: Looks) -> None:
         ("Degraded", [(True, "InvalidSpec"), (True, "Refused")],
          [(WARNING, "InvalidSpec"), (WARNING, "Refused")]),
         ("Progressing", [(True, "Starting"), (False, "AsWanted")], []),
+        ("Progressing", [(True, "SupervisorSilent"), (False, "AsWanted")], []),  # it was just made
+        ("Progressing", [(False, "AsWanted"), (True, "SupervisorSilent")],
+         [(WARNING, "SupervisorSilent")]),
         ("Progressing", [(True, "RollingOut"), (False, "RolloutStopped")],
          [(NORMAL, "RollingOut"), (WARNING, "RolloutStopped")]),
     ],

@@ -35,9 +35,10 @@ def test_requests_of_all_routers_are_counted_over_the_time_since_the_step_began(
     for heard_at_s in (102.0, 104.0):
         found = figures.take(MAIN, STEP, (told((3.0, 0.0, 0.01), (1.0, 0.5, 0.03)), heard_at_s))
     assert found is not None
-    assert found["new"].num_requests == pytest.approx(16.0)
-    assert found["new"].num_failures == pytest.approx(2.0)
-    assert found["new"].itl_s == pytest.approx(0.015)
+    assert found.figures["new"].num_requests == pytest.approx(16.0)
+    assert found.figures["new"].num_failures == pytest.approx(2.0)
+    assert found.figures["new"].itl_s == pytest.approx(0.015)
+    assert found.seconds == 4.0
 
 
 def test_another_step_begins_anew_and_a_silence_is_not_filled_in() -> None:
@@ -45,8 +46,9 @@ def test_another_step_begins_anew_and_a_silence_is_not_filled_in() -> None:
     figures.take(MAIN, STEP, (told(), 0.0))
     found = figures.take(MAIN, STEP, (told((1.0, 0.0, None)), 1000.0))
     assert found is not None
-    assert found["new"].num_requests == pytest.approx(10.0)
-    assert found["new"].itl_s is None
+    assert found.seconds == 10.0
+    assert found.figures["new"].num_requests == pytest.approx(10.0)
+    assert found.figures["new"].itl_s is None
     later = dataclasses.replace(STEP, weight=50)
     assert figures.take(MAIN, later, (told((1.0, 0.0, None)), 1001.0)) is None
 
@@ -58,12 +60,15 @@ def test_what_clients_gave_up_on_is_counted_apart_and_is_enough_to_compare_with(
     for heard_at_s in (0.0, 4.0):
         found = figures.take(MAIN, STEP, (answer, heard_at_s))
     assert found is not None
-    assert (found["old"].num_requests, found["old"].num_abandoned) == (0.0, pytest.approx(20.0))
+    assert (found.figures["old"].num_requests, found.figures["old"].num_abandoned) == (
+        0.0,
+        pytest.approx(20.0),
+    )
     later = dataclasses.replace(STEP, weight=100)
     for heard_at_s in (5.0, 6.0):
         found = figures.take(MAIN, later, (control_pb2.WatchFleetResponse(), heard_at_s))
     assert found is not None
-    assert found["old"].num_abandoned == pytest.approx(20.0)
+    assert found.figures["old"].num_abandoned == pytest.approx(20.0)
 
 
 def told_of_old(requests_per_s: float) -> control_pb2.WatchFleetResponse:
@@ -84,13 +89,13 @@ def test_once_the_old_version_has_no_requests_what_failed_of_it_before_counts_on
             now += 2.0
             found = figures.take(MAIN, step, (told_of_old(requests_per_s), now))
         assert found is not None
-        assert found["old"].num_requests == pytest.approx(30.0)
-        assert found["old"].num_failures == pytest.approx(6.0)
+        assert found.figures["old"].num_requests == pytest.approx(30.0)
+        assert found.figures["old"].num_failures == pytest.approx(6.0)
     other = dataclasses.replace(STEP, serving="new", next="newer")
     for _ in range(2):
         found = figures.take(MAIN, other, (told_of_old(0.0), now))
     assert found is not None
-    assert found["new"].num_requests == 0.0
+    assert found.figures["new"].num_requests == 0.0
 
 
 def test_a_version_alone_is_not_judged_beside_the_last_requests_of_the_old_one() -> None:
@@ -98,4 +103,4 @@ def test_a_version_alone_is_not_judged_beside_the_last_requests_of_the_old_one()
     for second in range(4):
         found = figures.take(MAIN, alone, (told_of_old(1.0), float(second)))
     assert found is not None
-    assert found["old"] == Figures()
+    assert found.figures["old"] == Figures()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.api.serving_cluster import CohortRollout
-from deploy.controller.cohort_judgement import Figures
+from deploy.controller.cohort_judgement import Figures, Watched
 from deploy.controller.cohort_rollout import (
     CohortPool,
     Phase,
@@ -34,10 +34,15 @@ class World:
     progress: Progress = field(default_factory=lambda: Progress("old"))
     live: list[dict[str, int]] = field(default_factory=list)
     figures: dict[str, Figures] | None = field(default_factory=dict)
+    """None: nobody looks."""
+    watched_s: float = 0.0
     now: datetime.datetime = START
+    room: int = 1000
+    """Pods that a pool has room for."""
     broken: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
     targets: frozenset[str] = frozenset({"decode-v1", "prefill-v1"})
+    silent: frozenset[str] = frozenset()
     told: list[dict[str, int]] = field(default_factory=list)
     """Each division of requests, once."""
 
@@ -47,19 +52,27 @@ class World:
     @property
     def seen(self) -> Seen:
         pools = [CohortPool(n, live) for n, live in zip(self.replicas, self.live, strict=True)]
-        return Seen(pools, self.figures, self.unread, self.targets)
+        watched = None if self.figures is None else Watched(self.watched_s, self.figures)
+        return Seen(pools, watched, self.unread, self.targets, self.silent)
 
     def look(self, wanted: str, seconds: float = 10.0) -> None:
         self.now += datetime.timedelta(seconds=seconds)
-        self.progress = advance(self.progress, self.rollout, wanted, self.seen, STEP_S, self.now)
+        self.watched_s += 0 if self.figures is None else seconds
+        before = self.progress
+        self.progress = advance(before, self.rollout, wanted, self.seen, STEP_S, self.now)
+        self.watched_s = self.watched_s if self.progress == before else 0.0
         if self.told[-1:] != [weights(self.progress)]:
             self.told.append(weights(self.progress))
-        is_alone = not self.seen.has_live(self.progress.serving)
+        is_alone = self.seen.is_gone(self.progress.serving)
         for count, live in zip(self.replicas, self.live, strict=True):
-            for cohort in {*live, self.progress.serving, self.progress.next} - {"", *self.broken}:
-                live[cohort] = cohort_size(
-                    self.progress, self.rollout, cohort, count, is_alone=is_alone
-                )
+            wanted_of = {
+                cohort: cohort_size(self.progress, self.rollout, cohort, count, is_alone=is_alone)
+                for cohort in {*live, self.progress.serving, self.progress.next} - {""}
+            }
+            live |= {cohort: min(live.get(cohort, 0), size) for cohort, size in wanted_of.items()}
+            for cohort in sorted(wanted_of.keys() - self.broken):
+                free = self.room - sum(live.values())
+                live[cohort] += min(wanted_of[cohort] - live[cohort], free)
 
     def look_until(self, phase: Phase, wanted: str = "new") -> None:
         for _ in range(1000):
@@ -257,13 +270,15 @@ def test_slow_tokens_take_the_share_back_and_equal_ones_do_not() -> None:
     assert world.progress.reason.startswith("31.0 ms between its tokens, 20.0 ms")
 
 
-def test_no_step_is_over_before_anything_was_measured_of_it() -> None:
+def test_no_step_is_over_before_it_was_watched_for_its_time() -> None:
+    """Also where no operator ran meanwhile."""
     world = World(figures=None)
     world.look_until(Phase.WATCHING)
     world.look("new", seconds=2 * STEP_S)
-    assert world.progress.phase is Phase.WATCHING
     world.figures = {}
-    world.look("new")
+    world.look("new", seconds=STEP_S - 1)
+    assert world.progress.phase is Phase.WATCHING
+    world.look("new", seconds=1)
     assert world.progress.phase is Phase.GROWING
 
 
@@ -276,19 +291,6 @@ def test_a_cohort_that_does_not_get_live_gets_no_request() -> None:
     world.look("old")
     world.look("old")
     assert world.progress == Progress("old")
-
-
-def test_a_third_version_waits_until_the_old_workers_are_back() -> None:
-    world = World()
-    while world.progress.weight < 50:
-        world.look("new")
-    world.look("new")
-    assert world.live[0]["old"] == 5
-    world.look("third")
-    assert weights(world.progress) == {"old": 50, "new": 50}
-    world.look("third")
-    assert (world.progress.serving, world.progress.next) == ("old", "third")
-    assert world.live[0]["old"] == 10
 
 
 def test_a_version_that_never_served_is_not_gone_away_from_in_steps() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,7 +75,8 @@ def pod(name: str, is_ready: bool = True, is_going: bool = False) -> Pod:
     if is_going:
         metadata["deletionTimestamp"] = "2030-01-01T00:00:00Z"
     conditions = [{"type": "Ready", "status": str(is_ready)}]
-    return Pod.of({"metadata": metadata, "status": {"conditions": conditions}})
+    now = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    return Pod.of({"metadata": metadata, "status": {"conditions": conditions}}, (), now)
 
 
 def test_kubernetes_takes_what_is_its_own() -> None:
@@ -287,6 +289,28 @@ def test_a_name_alone_is_an_ingress_that_speaks_grpc_to_the_routers() -> None:
     protocol = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/backend-protocol"]
     assert protocol == "GRPC"
     assert "tls" not in ingress["spec"]
+    assert "ingressClassName" not in ingress["spec"]
+
+
+def test_an_ingress_is_of_the_class_with_the_annotations_and_the_certificate_that_are_named() -> (
+    None
+):
+    named = {
+        "className": "public",
+        "annotations": {"nginx.ingress.kubernetes.io/proxy-read-timeout": "9", "team": "red"},
+        "tlsSecretName": "public-cert",
+    }
+    for tls, spoken in ((None, "GRPC"), ({"secretName": "inside"}, "GRPCS")):
+        router = {"hostname": "llm.example.com", "ingress": named}
+        (ingress,) = routes(**router, **({"tls": tls} if tls else {})).values()
+        kubernetes_validate.validate(ingress, KUBERNETES, strict=True)
+        annotations = ingress["metadata"]["annotations"]
+        assert annotations.items() >= named["annotations"].items()
+        assert annotations["nginx.ingress.kubernetes.io/backend-protocol"] == spoken
+        assert ingress["spec"]["ingressClassName"] == "public"
+        assert ingress["spec"]["tls"] == [
+            {"hosts": ["llm.example.com"], "secretName": "public-cert"}
+        ]
 
 
 def test_where_routers_serve_tls_the_ingress_has_their_certificate_and_speaks_it_to_them() -> None:
@@ -333,3 +357,5 @@ def test_a_monitor_scrapes_routers_and_workers_by_a_port_that_they_have() -> Non
         ports = {port["name"]: port["containerPort"]
                  for port in template["spec"]["containers"][0]["ports"]}  # fmt: skip
         assert ports[endpoint["port"]] == METRICS_PORT
+    head = ray_of(view.spec)["spec"]["headGroupSpec"]["template"]["metadata"]
+    assert not _selects(monitor["spec"]["selector"], head["labels"])

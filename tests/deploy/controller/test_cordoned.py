@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import random
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from deploy.controller.cordoned import NOBODY_LEAVES, Leaving, leaving
 from deploy.controller.group_size import group_size
 from deploy.controller.observed import FleetPool, Place, PlaceState, Pod
 
+NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 LIVE, STARTING = PlaceState.LIVE, PlaceState.STARTING
 DRAINING, PENDING = PlaceState.DRAINING, PlaceState.PENDING
 SURGES = Rollout(max_surge=1, max_unavailable=0)
@@ -84,7 +86,7 @@ def test_no_other_worker_is_taken_for_one_that_is_about_to_drain() -> None:
 
 def on_cordoned(*tolerations: dict[str, str]) -> bool:
     spec = {"nodeName": "n1", "tolerations": list(tolerations)}
-    return Pod.of({"metadata": {"name": "a"}, "spec": spec}, {"n1"}).is_cordoned
+    return Pod.of({"metadata": {"name": "a"}, "spec": spec}, {"n1"}, NOW).is_cordoned
 
 
 def test_a_pod_that_tolerates_cordons_stays_for_another_would_come_to_the_same_node() -> None:

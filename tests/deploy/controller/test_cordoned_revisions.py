@@ -142,7 +142,7 @@ class World:
     def decide(self) -> None:
         seen = self._seen()
         watches = {"decode": ReadyWatch(NEW, 0, NOW)} if self.case.is_stuck else {}
-        rolling = decide(seen, self.case.progress, watches, {}, LATER)
+        rolling = decide(seen, self.case.progress, watches, None, LATER)
         leaving = rolling.pools["decode"].leaving
         for name, size in rolling.sizes.items():
             told = group_size_of(seen, seen.pools["decode"], name, size, leaving)

@@ -76,6 +76,41 @@ async def test_a_supervisor_that_has_had_no_time_to_speak_is_not_silent() -> Non
         await supervisor.stop()
 
 
+async def test_a_supervisor_that_settles_is_not_settled_however_long_it_has_spoken() -> None:
+    supervisor, told, now_s = Supervisor(), threading.Event(), 0.0
+    watch = FleetWatch(lambda _: told.set(), lambda: now_s)
+    supervisor.settles = True
+    await supervisor.start()
+    try:
+        watch.follow(CLUSTER, supervisor.address)
+        assert await asyncio.to_thread(told.wait, 10)
+        now_s = 600.0
+        assert not watch.heard(CLUSTER).is_settled, "it still waits for workers that were there"
+        told.clear()
+        supervisor.settles = False
+        supervisor.report = control_pb2.ReportRouterRequest(num_held=1)  # which is told at once
+        await supervisor.publish()
+        assert await asyncio.to_thread(told.wait, 10)
+        assert watch.heard(CLUSTER).is_settled
+    finally:
+        watch.stop()
+        await supervisor.stop()
+
+
+async def test_who_has_just_begun_to_listen_takes_no_supervisor_for_settled() -> None:
+    supervisor, told, now_s = Supervisor(), threading.Event(), 0.0
+    watch = FleetWatch(lambda _: told.set(), lambda: now_s)
+    await supervisor.start()
+    try:
+        watch.follow(CLUSTER, supervisor.address)
+        assert await asyncio.to_thread(told.wait, 10)
+        for now_s in (14.0, 15.0):
+            assert watch.heard(CLUSTER).is_settled == (now_s == 15.0)
+    finally:
+        watch.stop()
+        await supervisor.stop()
+
+
 def test_a_supervisor_that_is_not_there_is_told_silent() -> None:
     told = threading.Event()
     watch = FleetWatch(lambda _: told.set())

@@ -328,6 +328,24 @@ def test_null_takes_a_key_away_and_lists_of_named_things_merge_by_name() -> None
     }
 
 
+def test_none_of_a_devices_resource_takes_it_away_and_none_of_another_key_is_a_value() -> None:
+    own = {"requests": {"a.b/c": "1", "cpu": "1"}, "ports": {"a.b/c": 1}}
+    assert merged(own, {"requests": {"a.b/c": 0, "d.e/f": 0, "cpu": 0}}) == {
+        "requests": {"cpu": 0},
+        "ports": {"a.b/c": 1},
+    }
+    assert merged(own, {"ports": {"a.b/c": 0}})["ports"] == {"a.b/c": 0}
+
+
+def test_what_takes_a_key_away_is_gone_also_where_there_was_nothing_to_take() -> None:
+    added = {"name": "A", "resources": {"limits": {"a.b/c": 0, "d.e/f": None, "cpu": "1"}}}
+    over = {"containers": [added], "labels": {"env": "mine", "team": None}}
+    assert merged({"containers": []}, over) == merged({}, over) == {
+        "containers": [{"name": "A", "resources": {"limits": {"cpu": "1"}}}],
+        "labels": {"env": "mine"},
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("said", ["llm", None])
 def test_what_finds_a_pod_finds_it_whatever_its_template_says_of_those_labels(
     said: str | None,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from baton.v1 import common_pb2, control_pb2
 from cluster.planner.config import PlannerConfig
 from cluster.planner.planner import PoolPlan
 from cluster.role_plan import RolePlan as Split
+from deploy.api.read import read_spec
+from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import RolePlan, Scaling, ScalingMode, WorkerPoolSpec
+from deploy.controller.manifests.common import Owner
 from deploy.controller.objects import Key
+from deploy.controller.observed import NOTHING_HEARD
 from deploy.controller.planning import Planning, by_pool
+from deploy.controller.view import ClusterView, PoolView
 
 MAIN = Key("models", "main")
 POOL_OF = {"prefill-old": "prefill", "prefill-new": "prefill"}
@@ -42,14 +49,20 @@ def told(replicas: int) -> control_pb2.WatchFleetResponse:
     return answer
 
 
-def planned(mode: ScalingMode) -> PoolPlan:
+def planned(mode: ScalingMode, *, has: int = 1, supervisor_has: int = 1) -> PoolPlan:
     planning = Planning()
     pool = WorkerPoolSpec(
-        role="prefill", cluster="main", pool="prefill", max_replicas=8, scaling=Scaling(mode)
+        role="prefill",
+        cluster="main",
+        pool="prefill",
+        max_replicas=8,
+        replicas=has,
+        scaling=Scaling(mode),
     )
     plans = {}
     for second in range(0, 12, 2):
-        plans = planning.plan(MAIN, (told(1), float(second)), {"prefill": pool}, CONFIG, POOL_OF)
+        heard = told(supervisor_has), float(second)
+        plans = planning.plan(MAIN, heard, {"prefill": pool}, CONFIG, POOL_OF)
     return plans["prefill"]
 
 
@@ -64,10 +77,55 @@ def test_a_pool_that_a_person_scales_stays_as_it_is() -> None:
     assert planned("hpa").desired_replicas == 1
 
 
+def test_dynamo_4420_the_size_that_counts_is_the_worker_pools_and_not_the_supervisors() -> None:
+    """The planner compared its wish with another object's replicas, found it there already, and
+    skipped, for ever."""
+    wish = planned("planner").desired_replicas
+    lags = planned("planner", has=1, supervisor_has=wish)
+    assert lags.reason.startswith(f"prefill 1 -> {wish}: ")
+    leads = planned("planner", has=wish + 2, supervisor_has=1)
+    assert leads.reason.startswith(f"prefill stays at {wish + 2}: ")
+
+
+def test_a_pool_that_is_being_deleted_has_no_part_in_the_load_of_what_replaces_it() -> None:
+    """It still has four workers, which finish what they run."""
+    spec = WorkerPoolSpec(
+        role="prefill", cluster="main", pool="new", max_replicas=8, scaling=Scaling("planner")
+    )
+    going = {"metadata": {"deletionTimestamp": "2026-11-23T05:00:00Z"}}
+    pools = {
+        "new": PoolView({"metadata": {}}, spec, [], None),
+        "old": PoolView(going, replace(spec, pool="old", replicas=4), [], None),
+    }
+    cluster = {
+        "kind": "ServingCluster",
+        "metadata": {"name": "main", "namespace": "models"},
+        "spec": {"model": {"name": "models/demo"}, "pools": {"decode": {"role": "decode"}}},
+    }
+    parsed = read_spec(ServingClusterSpec, cluster)
+    view = ClusterView(MAIN, cluster, Owner("main", "models", "uid"), parsed, pools, NOTHING_HEARD)
+    pool_of = {"prefill-new": "new", "prefill-old": "old"}
+    plans = Planning().plan(MAIN, (answer_of_both(), 0.0), view.staying_specs, CONFIG, pool_of)
+    assert plans.keys() == {"new"}
+    assert "2,400 uncached tokens/s" in plans["new"].reason
+
+
+def answer_of_both() -> control_pb2.WatchFleetResponse:
+    """As `told`, but for a worker in either pool."""
+    answer = told(4)
+    answer.pools[1].desired_replicas = 1
+    answer.workers.add().CopyFrom(answer.workers[0])
+    answer.workers[1].info.ref.worker_id = "prefill-new-0"
+    answer.workers[1].info.pool = "prefill-new"
+    return answer
+
+
 def test_the_revisions_of_a_pool_are_one_pool_to_the_planner() -> None:
     answer = told(3)
     answer.pools[1].desired_replicas = 1
+    answer.routers[0].pools.add(pool="prefill-old", num_recent_gaps=300)
     seen = by_pool(answer, POOL_OF)
+    assert seen.routers[0].pools[0].pool == "prefill"
     ((name, size),) = [(pool.name, pool.desired_replicas) for pool in seen.pools]
     assert (name, size) == ("prefill", 4)
     assert [worker.info.pool for worker in seen.workers] == ["prefill"]

@@ -22,11 +22,16 @@ COHORT = {"baton.dev/cohort": "bcdfg"}
 ROLLING = PoolRolling({}, frozenset(), ReadyWatch(NAME))
 
 
-def draining(told: list[Object], now: str, num_running: int | None = 3) -> list[Object]:
+def draining(
+    told: list[Object],
+    now: str,
+    num_running: int | None = 3,
+    state: PlaceState = PlaceState.DRAINING,
+) -> list[Object]:
     """What it says after `told`; `num_running` None: the supervisor is silent."""
     worker, place = f"{NAME}-1", None
     if num_running is not None:
-        place = Place(worker, "pod-b", PlaceState.DRAINING, num_running=num_running)
+        place = Place(worker, "pod-b", state, num_running=num_running)
     fleet = None if place is None else FleetPool(1, (place,))
     revision = RevisionView(Revision(NAME, "decode", ""), fleet=fleet)
     obj = {"metadata": {}, "status": {"draining": told}}
@@ -48,6 +53,14 @@ def test_a_drain_that_takes_longer_than_it_may_says_what_holds_it() -> None:
     assert late["heldBy"] == "3 requests still run"
     (idle,) = draining([late], "2026-01-01T10:02:32Z", 0)
     assert idle["heldBy"] == "nothing runs on it any more, but its processes do not end"
+
+
+def test_a_worker_that_hangs_while_it_drains_is_told_as_one_that_drains() -> None:
+    assert draining([], BEGUN, state=PlaceState.SUSPECT) == []
+    first = draining([], BEGUN)
+    (hangs,) = draining(first, "2026-01-01T10:02:31Z", 2, PlaceState.SUSPECT)
+    assert hangs["since"] == BEGUN
+    assert hangs["heldBy"] == "it is stuck or silent, 2 requests on it"
 
 
 def test_a_silent_supervisor_ends_no_drain() -> None:

@@ -6,11 +6,13 @@ import dataclasses
 import datetime
 from typing import Any
 
+import pytest
+
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
-from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.api.worker_pool import Rollout, WorkerPoolSpec
 from deploy.controller.cluster_status import Refusals, cluster_verdicts
-from deploy.controller.cohort_judgement import Figures
+from deploy.controller.cohort_judgement import Figures, Watched
 from deploy.controller.cohort_rollout import Phase, Progress
 from deploy.controller.manifests.common import Owner
 from deploy.controller.objects import Key
@@ -24,7 +26,7 @@ from deploy.controller.rolling_status import (
     watch_in,
     watch_status,
 )
-from deploy.controller.rollout import ReadyWatch
+from deploy.controller.rollout import ReadyWatch, RevisionState, Room
 from deploy.controller.view import ClusterView, pool_view
 
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
@@ -103,7 +105,7 @@ def view(
 
 
 def decided(seen: ClusterView, progress: Progress | None = None) -> Rolling:
-    return decide(seen, progress, {}, {}, NOW)
+    return decide(seen, progress, {}, None, NOW)
 
 
 def test_what_is_new_is_made_whole_at_once_with_no_supervisor_yet() -> None:
@@ -136,6 +138,20 @@ def test_workers_on_a_cordoned_node_are_replaced_before_the_first_of_them_leaves
     assert decided(unsettled).sizes == {name: 2}
 
 
+def test_a_pod_that_nobody_ends_keeps_no_room_from_those_that_roll() -> None:
+    """As of a node that is dead: KubeRay has made another for it."""
+    there = pods(BEFORE, 3)
+    there[2] = dataclasses.replace(there[2], is_going=True)
+    fleet = {name_of(BEFORE): served(BEFORE, 2)}
+    sizes = decided(view(fleet, [group(BEFORE, 2)], there)).sizes
+    assert sizes == {name_of(BEFORE): 2, name_of(SPEC): 0}, "it may end yet"
+    there[2] = dataclasses.replace(there[2], is_lost=True)
+    sizes = decided(view(fleet, [group(BEFORE, 2)], there)).sizes
+    assert sizes == {name_of(BEFORE): 2, name_of(SPEC): 1}
+    over = view({}, [group(BEFORE, 0)], there[2:]).pools["decode"]
+    assert over.is_empty
+
+
 def test_a_supervisor_that_lost_everything_is_told_the_sizes_of_the_groups() -> None:
     groups = [group(BEFORE, 2), group(SPEC, 1)]
     seen = view({}, groups, [*pods(BEFORE, 2), *pods(SPEC, 1)])
@@ -161,12 +177,109 @@ def test_a_late_revision_stops_its_rollout_and_the_pool_says_why() -> None:
     fleet = {name_of(BEFORE): served(BEFORE, 2), name_of(SPEC): served(SPEC, 1, num_live=0)}
     seen = view(fleet, groups, there)
     watches = {"decode": ReadyWatch(name_of(SPEC), 0, NOW)}
-    rolling = decide(seen, None, watches, {}, LATER)
+    rolling = decide(seen, None, watches, None, LATER)
     assert rolling.pools["decode"].is_stopped
     assert rolling.sizes == {name_of(BEFORE): 2, name_of(SPEC): 1}
     told = pool_verdicts(seen.pools["decode"], rolling.pools["decode"], "")
     assert [verdict.reason for verdict in told] == ["Live", "RolloutStopped", "Sound"]
     assert told[1].message.startswith(f"0 of 2 updated to {name_of(SPEC)}, and no more in 15m")
+
+
+def serves_on(size: int, watch: ReadyWatch, now: datetime.datetime, **pool: Any) -> Rolling:
+    """Of the former revision `size` workers serve; of the new one nothing is there."""
+    fleet = {name_of(BEFORE): served(BEFORE, size), name_of(SPEC): served(SPEC, 0)}
+    seen = view(fleet, [group(BEFORE, size), group(SPEC, 0)], pods(BEFORE, size), **pool)
+    return decide(seen, None, {"decode": watch}, None, now)
+
+
+def test_a_rollout_with_no_surge_stops_for_good_and_what_served_serves_again() -> None:
+    shape = {"replicas": 3, "rollout": Rollout(max_surge=0, max_unavailable=1)}
+    groups, there = [group(BEFORE, 2), group(SPEC, 1)], [*pods(BEFORE, 2), *pods(SPEC, 1)]
+    fleet = {name_of(BEFORE): served(BEFORE, 2), name_of(SPEC): served(SPEC, 1, num_live=0)}
+    watch, now = ReadyWatch(name_of(SPEC), 0, NOW), LATER
+    rolling = decide(view(fleet, groups, there, **shape), None, {"decode": watch}, None, now)
+    assert rolling.sizes == {name_of(BEFORE): 2, name_of(SPEC): 0}
+    for size in 2, 3, 3, 3:
+        now += datetime.timedelta(minutes=16)
+        rolling = serves_on(size, rolling.pools["decode"].watch, now, **shape)
+        assert rolling.pools["decode"].is_stopped
+        assert rolling.sizes == {name_of(BEFORE): 3, name_of(SPEC): 0}
+    shape["rollout"] = Rollout()
+    rolling = serves_on(3, rolling.pools["decode"].watch, now, **shape)
+    assert rolling.sizes == {name_of(BEFORE): 3, name_of(SPEC): 1}, (
+        "where there is room it is tried"
+    )
+
+
+def test_a_rollout_that_stopped_for_want_of_room_goes_on_once_it_is_given_some() -> None:
+    """The remedy that is told for a cluster with no GPU to spare."""
+    groups, there = [group(BEFORE, 3), group(SPEC, 1)], [*pods(BEFORE, 3), *pods(SPEC, 1)]
+    fleet = {name_of(BEFORE): served(BEFORE, 3), name_of(SPEC): served(SPEC, 1, num_live=0)}
+    watches = {"decode": ReadyWatch(name_of(SPEC), 0, NOW)}
+    rolling = decide(view(fleet, groups, there, replicas=3), None, watches, None, LATER)
+    assert rolling.pools["decode"].is_stopped
+    assert rolling.sizes == {name_of(BEFORE): 3, name_of(SPEC): 1}
+    seen = view(fleet, groups, there, replicas=3, rollout=Rollout(max_surge=0, max_unavailable=1))
+    kept = watch_in({"status": {"rollout": watch_status(rolling.pools["decode"].watch)}})
+    assert kept is not None
+    rolling = decide(seen, None, {"decode": kept}, None, LATER)
+    assert not rolling.pools["decode"].is_stopped
+    assert rolling.sizes == {name_of(BEFORE): 2, name_of(SPEC): 1}
+
+
+def test_the_only_worker_comes_back_where_the_new_one_does_not_get_ready_in_its_place() -> None:
+    shape = {"replicas": 1, "rollout": Rollout(max_surge=0, max_unavailable=1)}
+    fleet = {name_of(BEFORE): served(BEFORE, 0), name_of(SPEC): served(SPEC, 1, num_live=0)}
+    seen = view(fleet, [group(BEFORE, 0), group(SPEC, 1)], pods(SPEC, 1), **shape)
+    watch = ReadyWatch(name_of(SPEC), 0, NOW)
+    rolling = decide(seen, None, {"decode": watch}, None, NOW)
+    assert rolling.sizes == {name_of(BEFORE): 0, name_of(SPEC): 1}
+    assert rolling.kept == {name_of(BEFORE), name_of(SPEC)}
+    rolling = decide(seen, None, {"decode": watch}, None, LATER)
+    assert rolling.sizes == {name_of(BEFORE): 0, name_of(SPEC): 0}, "its pod is in the way"
+    rolling = serves_on(0, rolling.pools["decode"].watch, LATER, **shape)
+    assert rolling.sizes == {name_of(BEFORE): 1, name_of(SPEC): 0}
+    rolling = serves_on(1, rolling.pools["decode"].watch, LATER, **shape)
+    assert rolling.pools["decode"].is_stopped
+    assert rolling.sizes == {name_of(BEFORE): 1, name_of(SPEC): 0}
+
+
+def test_a_version_that_serves_is_known_still_when_its_pool_comes_back_from_zero() -> None:
+    """The new one had not got ready when all went to zero."""
+    rolling = serves_on(3, ReadyWatch(name_of(SPEC), 0, NOW), LATER, replicas=0)
+    for _ in range(3):
+        assert rolling.sizes == {name_of(BEFORE): 0, name_of(SPEC): 0}
+        assert rolling.kept == {name_of(BEFORE), name_of(SPEC)}
+        rolling = serves_on(0, rolling.pools["decode"].watch, LATER, replicas=0)
+    assert not rolling.pools["decode"].is_stopped, "nobody waits for it"
+    rolling = serves_on(0, rolling.pools["decode"].watch, LATER, replicas=3)
+    assert rolling.pools["decode"].is_stopped
+    assert rolling.sizes == {name_of(BEFORE): 3, name_of(SPEC): 1}
+
+
+@pytest.mark.parametrize("level", ["info", "warning", "error"])  # whichever name is greater
+def test_of_old_versions_of_a_pool_at_zero_the_one_that_served_is_known_still(level: str) -> None:
+    never = SPEC | {"logLevel": level}
+    watch = ReadyWatch(name_of(BEFORE), 2)
+    watches = {"decode": watch.look(RevisionState(name_of(never), 0), 2, Room(1, 0), 60, NOW)}
+    there = [BEFORE, never, SPEC]
+    fleet = {name_of(spec): served(spec, 0) for spec in there}
+    seen = view(fleet, [group(spec, 0) for spec in there], [], replicas=0)
+    for _ in range(3):  # it takes some looks until the other one is gone
+        rolling = decide(seen, None, watches, None, NOW)
+        assert rolling.kept == {name_of(BEFORE), name_of(SPEC)}
+        kept = watch_in({"status": {"rollout": watch_status(rolling.pools["decode"].watch)}})
+        assert kept is not None
+        watches = {"decode": kept}
+
+
+def test_an_old_version_is_given_up_once_a_worker_of_the_new_one_was_live() -> None:
+    fleet = {name_of(BEFORE): served(BEFORE, 0), name_of(SPEC): served(SPEC, 2, num_live=1)}
+    seen = view(fleet, [group(BEFORE, 0), group(SPEC, 2)], pods(SPEC, 2))
+    for now in NOW, LATER:
+        rolling = decide(seen, None, {"decode": ReadyWatch(name_of(SPEC), 1, NOW)}, None, now)
+        assert rolling.sizes == {name_of(BEFORE): 0, name_of(SPEC): 2}
+        assert rolling.kept == {name_of(SPEC)}
 
 
 def test_another_cohort_grows_beside_the_old_one_and_gets_no_request_before_it_is_live() -> None:
@@ -185,6 +298,21 @@ def test_another_cohort_grows_beside_the_old_one_and_gets_no_request_before_it_i
     assert rolling.kept == {name_of(OLD), name_of(SPEC)}
 
 
+def test_workers_that_fall_silent_for_a_moment_still_are_those_that_are_gone_back_to() -> None:
+    old = revision_of(OLD, "decode", pool_spec()).cohort
+    new = revision_of(SPEC, "decode", pool_spec()).cohort
+    places = served(SPEC, 2).places
+    silent = [dataclasses.replace(place, state=PlaceState.SUSPECT) for place in places]
+    fleet = {name_of(SPEC): FleetPool(2, silent), name_of(OLD): served(OLD, 1)}
+    there = [*pods(SPEC, 2), *pods(OLD, 1)]
+    returning = Progress(new, old, Phase.RETURNING, 10)
+    for replicas in 1, 2:
+        seen = view(fleet, [group(SPEC, 2), group(OLD, 1)], there, replicas=replicas)
+        rolling = decided(seen, returning)
+        assert rolling.weights == {new: 90, old: 10}
+        assert rolling.sizes[name_of(OLD)] == 1
+
+
 def test_a_cohort_that_does_not_get_ready_is_told_as_stopped_and_not_as_growing_for_good() -> None:
     groups, there = [group(OLD, 2), group(SPEC, 1)], [*pods(OLD, 2), *pods(SPEC, 1)]
     fleet = {name_of(OLD): served(OLD, 2), name_of(SPEC): served(SPEC, 1, num_live=0)}
@@ -192,7 +320,7 @@ def test_a_cohort_that_does_not_get_ready_is_told_as_stopped_and_not_as_growing_
     growing = decided(seen).progress
     reasons = []
     for now in (NOW, LATER):
-        rolling = decide(seen, growing, {"decode": ReadyWatch(name_of(SPEC), 0, NOW)}, {}, now)
+        rolling = decide(seen, growing, {"decode": ReadyWatch(name_of(SPEC), 0, NOW)}, None, now)
         assert rolling.progress.phase is Phase.GROWING
         told = cluster_verdicts(seen, rolling, {"status": {"readyReplicas": 2}}, Refusals())
         reasons.append((told[1].is_true, told[1].reason))
@@ -234,7 +362,7 @@ def test_a_cohort_that_was_taken_back_is_told_with_its_versions_and_tried_again_
     seen = view(fleet, [group(OLD, 2), group(SPEC, 0)], pods(OLD, 2))
     watching = Progress(old, new, Phase.WATCHING, 10, NOW)
     figures = {new: Figures(100.0, 100.0), old: Figures(1000.0, 0.0)}
-    progress = decide(seen, watching, {}, figures, NOW).progress
+    progress = decide(seen, watching, {}, Watched(5.0, figures), NOW).progress
     for _ in range(3):  # an operator that was restarted goes on from what the status holds
         progress = decided(
             seen, progress_in({"status": {"cohort": progress_status(progress)}})
@@ -259,7 +387,8 @@ def test_statuses_hold_all_that_an_operator_goes_on_from() -> None:
     progress = Progress("old", "new", Phase.WATCHING, 10, NOW, "slow", True, ("decode-2x4bz",))
     assert progress_in({"status": {"cohort": progress_status(progress)}}) == progress
     assert progress_in({"status": {"cohort": progress_status(Progress("a"))}}) == Progress("a")
-    watch = ReadyWatch("decode-2x4bz", 1, NOW)
-    assert watch_in({"status": {"rollout": watch_status(watch)}}) == watch
+    for room in None, Room(0, 1):
+        watch = ReadyWatch("decode-2x4bz", 1, NOW, room, "decode-9k2dd")
+        assert watch_in({"status": {"rollout": watch_status(watch)}}) == watch
     assert progress_in({}) is None
     assert watch_in({"status": {}}) is None

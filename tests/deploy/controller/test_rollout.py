@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.api.worker_pool import Rollout
-from deploy.controller.rollout import ReadyWatch, RevisionState, next_sizes
+from deploy.controller.rollout import ReadyWatch, RevisionState, Room, next_sizes
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 UNSTEADY = 400  # more looks than any rollout of these sizes takes
+SURGE = Room(1, 0)
 
 
 @dataclass
@@ -188,6 +189,48 @@ def test_a_stopped_rollout_takes_nothing_old_away_and_old_workers_follow_the_poo
     assert world.serves() == ({"a": then} if then else {})
 
 
+def stopped_with_some_live(rollout: Rollout) -> World:
+    """Of the new version's workers the second does not get live."""
+    world = rolled(3, rollout)
+    world.target = "b"
+    while ("b", 0) not in world.live:
+        world.look()
+        world.wait()
+    world.broken = frozenset({"b"})
+    world.settle()
+    world.is_stopped = True
+    world.settle()
+    assert world.serves() == {"a": 2, "b": 1}
+    return world
+
+
+def test_a_stopped_rollout_follows_the_pools_size_with_what_is_live_of_the_new_version() -> None:
+    world = stopped_with_some_live(Rollout())
+    for replicas, sizes in (2, {"a": 1, "b": 2}), (3, {"a": 2, "b": 2}), (5, {"a": 4, "b": 2}):
+        world.replicas = replicas
+        world.settle()
+        assert world.sizes == sizes, "one more of the new ones is tried"
+        assert world.serves() == {"a": replicas - 1, "b": 1}
+
+
+def test_a_stopped_rollout_is_tried_with_one_more_where_there_is_room() -> None:
+    world = stopped_with_some_live(Rollout(max_surge=0, max_unavailable=1))
+    assert world.sizes == {"a": 2, "b": 1}
+    world.rollout = Rollout()
+    world.settle()
+    assert world.sizes == {"a": 2, "b": 2}
+
+
+def test_a_worker_that_comes_and_goes_takes_no_old_one_away_from_a_stopped_rollout() -> None:
+    world = stopped_with_some_live(Rollout())
+    world.live.remove(("b", 0))
+    world.settle()
+    assert world.serves() == {"a": 3}
+    world.live.add(("b", 0))
+    world.settle()
+    assert world.serves() == {"a": 3, "b": 1}
+
+
 def test_rolling_back_uses_the_old_workers_that_still_run() -> None:
     world = rolled(3, Rollout())
     kept = ("a", 0)
@@ -236,31 +279,86 @@ def asked(size: int, *live: int, name: str = "b") -> RevisionState:
     return RevisionState(name, size, frozenset(live), size)
 
 
+def looked(
+    watch: ReadyWatch,
+    target: RevisionState,
+    now: datetime.datetime,
+    wanted: int = 2,
+    room: Room = SURGE,
+) -> ReadyWatch:
+    """A minute is given to get ready."""
+    return watch.look(target, wanted, room, 60, now)
+
+
 def test_a_revision_is_late_when_nothing_more_of_it_gets_live_in_time() -> None:
-    watch = ReadyWatch("a").look(asked(2), at(0))
+    watch = looked(ReadyWatch("a"), asked(2), at(0))
     assert not watch.is_late(60, at(60))
     assert watch.is_late(60, at(61))
-    watch = watch.look(asked(2, 0), at(50))
+    watch = looked(watch, asked(2, 0), at(50))
     assert not watch.is_late(60, at(100)), "one more is live: the time runs anew"
-    assert watch.look(asked(2, 0), at(111)).is_late(60, at(111))
-    assert not watch.look(asked(2, 0, 1), at(112)).is_late(60, at(9999))
+    assert looked(watch, asked(2, 0), at(111)).is_late(60, at(111))
+    assert not looked(watch, asked(2, 0, 1), at(112)).is_late(60, at(9999))
 
 
 def test_a_worker_that_comes_and_goes_is_no_progress() -> None:
     watch = ReadyWatch("b")
     for second in range(0, 100, 2):
-        watch = watch.look(asked(2, 0), at(second))
-        watch = watch.look(asked(2), at(second + 1))
+        watch = looked(watch, asked(2, 0), at(second))
+        watch = looked(watch, asked(2), at(second + 1))
     assert watch.is_late(60, at(100))
 
 
 def test_another_revision_has_its_own_time() -> None:
-    watch = ReadyWatch("a").look(asked(1), at(0)).look(asked(1, name="c"), at(100))
+    watch = looked(ReadyWatch("a"), asked(1), at(0))
+    watch = looked(watch, asked(1, name="c"), at(100))
     assert not watch.is_late(60, at(150))
     assert watch.revision == "c"
 
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_what_is_complete_is_never_late(size: int) -> None:
-    watch = ReadyWatch("b").look(asked(size, *range(size)), at(0))
+    watch = looked(ReadyWatch("b"), asked(size, *range(size)), at(0))
     assert not watch.is_late(1, at(1000))
+
+
+def test_what_was_late_stays_late_when_it_is_asked_for_no_more_until_one_more_gets_live() -> None:
+    watch = looked(ReadyWatch("b"), asked(1), at(0))
+    for second in 61, 62, 10_000:
+        watch = looked(watch, asked(0), at(second))
+        assert watch.is_late(60, at(second))
+    for second in 10_001, 10_002:
+        watch = looked(watch, asked(1), at(second))
+        assert watch.is_late(60, at(second)), "it is tried again"
+    watch = looked(watch, asked(1, 0), at(10_003))
+    assert not watch.is_late(60, at(10_004))
+
+
+def test_what_was_late_is_so_no_more_once_all_that_the_rollout_wants_are_live() -> None:
+    watch = looked(ReadyWatch("b"), asked(3, 0, 1), at(0), wanted=3)
+    assert looked(watch, asked(2, 0, 1), at(61), wanted=3).is_late(60, at(62))
+    assert looked(watch, asked(2, 0, 1), at(61), wanted=2).waiting_since is None
+
+
+def test_what_was_late_is_tried_anew_with_other_room() -> None:
+    watch = looked(ReadyWatch("b"), asked(1), at(0))
+    assert looked(watch, asked(1), at(99)).is_late(60, at(99))
+    watch = looked(watch, asked(1), at(100), room=Room(0, 1))
+    assert not watch.is_late(60, at(160))
+    assert looked(watch, asked(1), at(161), room=Room(0, 1)).is_late(60, at(161))
+    unnoted = replace(watch, room=None)  # of an operator that did not note it
+    assert looked(unnoted, asked(1), at(161)).is_late(60, at(161))
+
+
+def test_what_served_before_is_told_until_the_new_one_serves() -> None:
+    watch = ReadyWatch("a", 2)
+    for name, instead in ("b", "a"), ("c", "a"), ("a", ""), ("b", "a"):
+        watch = looked(watch, asked(0, name=name), at(0))
+        assert watch.instead == instead
+    watch = looked(watch, asked(1, 0), at(1))
+    assert watch.instead == ""
+    assert looked(watch, asked(0, name="c"), at(2)).instead == "b"
+
+
+def test_a_revision_that_is_asked_for_no_more_in_time_does_not_wait() -> None:
+    watch = looked(ReadyWatch("b"), asked(1), at(0))
+    assert looked(watch, asked(0), at(60)).waiting_since is None

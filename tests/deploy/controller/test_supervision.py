@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from baton.control_client import ControlClient
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
@@ -16,6 +18,7 @@ from cluster.registry import Registry
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import RolePlan, Rollout, WorkerPoolSpec
+from deploy.controller.errors import WriteRefusedError
 from deploy.controller.fleet_watch import fleet_of
 from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import GroupSize, sized, worker_group
@@ -23,6 +26,7 @@ from deploy.controller.objects import Key
 from deploy.controller.observed import Fleet, Heard
 from deploy.controller.revisions import revision_of
 from deploy.controller.rolling import decide
+from deploy.controller.rollout import ReadyWatch
 from deploy.controller.supervision import Supervision, role_plan
 from deploy.controller.view import ClusterView, pool_view
 from tests.cluster.test_leaving_places import serve as live
@@ -76,17 +80,19 @@ async def test_without_surge_the_worker_that_is_down_makes_room_wherever_it_is()
             for place in former.pools[0].places:
                 place.ClearField("standing")
             seen = view(fleet_of(former), new, (first, second))
-            assert decide(seen, None, {}, {}, NOW).sizes[pool] == 2
+            assert decide(seen, None, {}, None, NOW).sizes[pool] == 2
 
 
 def tell(
     client: ControlClient, pool: WorkerPoolSpec | None, *groups: dict[str, Any]
 ) -> dict[str, str]:
-    """One look at what the registry says; what it refused. None: there is no pool any more."""
+    """One look at what the registry says, after a worker of the newest revision was live; what it
+    refused. None: there is no pool any more."""
     fleet = fleet_of(client.fleet())
-    told = Supervision(client)
+    told = Supervision(client, lambda _: None)
     seen = view(fleet, pool, groups)
-    told.tell(seen, decide(seen, None, {}, {}, NOW))
+    watches = {name: ReadyWatch(each.target, 1) for name, each in seen.pools.items()}
+    told.tell(seen, decide(seen, None, watches, None, NOW))
     return told.refused
 
 
@@ -127,6 +133,8 @@ def _added_and_forgotten(address: str, old: WorkerPoolSpec, new: WorkerPoolSpec)
         client.set_replicas(first["groupName"], 0)  # as at the end of a rollout
         assert tell(client, new, sized(first, GroupSize(0)), second) == {}
         assert sizes(client) == {second["groupName"]: 2}
+        assert tell(client, new, sized(first, GroupSize(0)), second) == {}
+        assert sizes(client) == {second["groupName"]: 2}, "not added again as its group goes"
         assert tell(client, None) == {}
         assert sizes(client) == {second["groupName"]: 0}, "nobody speaks for it any more"
         assert tell(client, None) == {}
@@ -147,6 +155,25 @@ async def test_shares_are_told_before_pools_so_that_no_cohort_is_ever_weighed_wr
             assert await asyncio.to_thread(tell, client, pool, group(pool)) == {}
     weighed = {revision_of(SPEC, "decode", pool).cohort: 100}
     assert looks[:2] == [(weighed, 0), (weighed, 1)]
+
+
+async def test_who_leads_no_more_tells_nothing() -> None:
+    """A call's worth later: whoever leads now has told another size."""
+    pool, is_leading = pool_spec(), [True, False]
+    registry = Registry(RegistryConfig(), time.monotonic)
+
+    def check(doing: str) -> None:
+        if not is_leading.pop(0):
+            raise WriteRefusedError(doing)
+
+    async with serve(registry, Changes(), "127.0.0.1:0") as address:
+        with ControlClient(address) as client:
+            seen = view(fleet_of(await asyncio.to_thread(client.fleet)), pool, (group(pool),))
+            told = Supervision(client, check)
+            with pytest.raises(WriteRefusedError):
+                await asyncio.to_thread(told.tell, seen, decide(seen, None, {}, None, NOW))
+            assert await asyncio.to_thread(sizes, client) == {}
+    assert registry.pools.cohort_weights() == {revision_of(SPEC, "decode", pool).cohort: 100}
 
 
 async def test_what_is_refused_is_told_of_its_pool() -> None:

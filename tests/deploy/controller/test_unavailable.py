@@ -4,11 +4,13 @@ the message says what pods wait for."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import datetime
+from typing import Any, Literal
 
 import pytest
 
-from deploy.api.serving_cluster import RouterSpec, RouterTls
+from cluster.planner.config import PlannerConfig
+from deploy.api.serving_cluster import RouterIngress, RouterSpec, RouterTls
 from deploy.controller.cluster_status import (
     Refusals,
     availability,
@@ -19,7 +21,7 @@ from deploy.controller.cohort_rollout import Phase, Progress
 from deploy.controller.conditions import Verdict
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
 from deploy.controller.observed import FleetPool, Heard, Place, PlaceState, Pod
-from deploy.controller.pool_status import pool_verdicts
+from deploy.controller.pool_status import pool_status, pool_verdicts
 from deploy.controller.revisions import Revision
 from deploy.controller.rolling import PoolRolling, Rolling
 from deploy.controller.rollout import ReadyWatch
@@ -30,6 +32,8 @@ from tests.deploy.controller.test_cluster_status import at
 from tests.deploy.controller.test_pod_waits import UNSCHEDULABLE
 
 NO_GPU = "Unschedulable: 0/8 nodes are available: 8 Insufficient nvidia.com/gpu."
+LOST = "its time to end is over, and nobody has ended it: is its node lost?"
+NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 OVER_QUOTA = "FailedCreate: pods is forbidden: exceeded quota: gpus"
 REFUSED: dict[str, Any] = {
     "status": {
@@ -50,7 +54,18 @@ def pod(component: str, **status: Any) -> Pod:
     labels = {COMPONENT_LABEL: component}
     if component == "worker":
         labels[POOL_LABEL] = "decode"
-    return Pod.of({"metadata": {"name": f"a-{component}", "labels": labels}, "status": status})
+    return Pod.of(
+        {"metadata": {"name": f"a-{component}", "labels": labels}, "status": status}, (), NOW
+    )
+
+
+def test_a_pod_that_nobody_ends_is_told_of_and_one_that_ends_is_not() -> None:
+    metadata = {"name": "a", "labels": {POOL_LABEL: "decode"}}
+    metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"  # when its grace ends
+    for minutes, waits in ((-20, ""), (0, ""), (2, f"pod a: {LOST}")):
+        going = Pod.of({"metadata": metadata}, (), NOW + datetime.timedelta(minutes=minutes))
+        view = seen({"decode"}, 1, going)
+        assert pool_waits(view, view.pools["decode"]) == waits
 
 
 def seen(live: set[str], replicas: int = 1, *pods: Pod, **changes: Any) -> ClusterView:
@@ -92,6 +107,64 @@ def test_a_silent_supervisor_is_told_with_what_its_pod_waits_for(
     view = seen(set(), 1, *head, heard=Heard(is_certain=True), ray_cluster=ray)
     message = f"the supervisor does not answer{why}"
     assert told(available(view)) == (False, "SupervisorSilent", message)
+
+
+def silent(*ready: str, local_prefill: Literal["auto", "never"] = "auto") -> ClusterView:
+    """Nobody tells of workers; each pool of `ready` has a pod that says it takes requests."""
+    view = seen(set(), 1, pod("head"), heard=Heard(is_certain=True))
+    conditions = {"conditions": [{"type": "Ready", "status": "True"}]}
+    pools = {
+        name: dataclasses.replace(
+            pool, fleet=None, pods=[pod("worker", **conditions)] if name in ready else ()
+        )
+        for name, pool in view.pools.items()
+    }
+    router = RouterSpec(settings=RouterConfig(local_prefill=local_prefill))
+    spec = dataclasses.replace(view.spec, router=router)
+    return dataclasses.replace(view, pools=pools, spec=spec)
+
+
+def test_while_a_supervisor_is_silent_what_serves_is_available() -> None:
+    """As while a head moves to another node: routers and workers go on without it."""
+    view = silent("prefill", "decode")
+    verdicts = verdicts_of(view)
+    assert told(verdicts["Available"]) == (True, "Serving", "requests are served")
+    message = "the supervisor does not answer"
+    assert told(verdicts["Progressing"]) == (True, "SupervisorSilent", message)
+    rolling = PoolRolling({}, frozenset(), ReadyWatch("decode"))
+    found, progressing, degraded = pool_verdicts(view.pools["decode"], rolling, "")
+    assert told(found) == (True, "Live", "1 of 1 workers are ready, as their pods say")
+    assert (progressing.reason, degraded.is_true) == ("SupervisorSilent", False)
+    before = {"updatedReplicas": 1, "revisions": [{"name": "r", "readyReplicas": 1}]}
+    pool = dataclasses.replace(view.pools["decode"], obj={"metadata": {}, "status": before})
+    status = pool_status(pool, rolling, PlannerConfig(), "2026-01-01T00:00:00Z")
+    assert status.items() >= (before | {"readyReplicas": 1}).items()
+    obj = {"metadata": {}, "spec": {"model": {"name": "a/model"}, "pools": {}}}
+    view = dataclasses.replace(view, obj=obj)
+    assert cluster_status(view, Progress("c"), [])["pools"] == {"prefill": "1/1", "decode": "1/1"}
+
+
+@pytest.mark.parametrize("phase", [Phase.SERVING, Phase.WATCHING, Phase.RETURNED])
+def test_while_a_supervisor_is_silent_nothing_is_rolled_whatever_has_begun(phase: Phase) -> None:
+    progress = Progress("c", "d", phase, 50)
+    assert verdicts_of(silent("decode"), progress)["Progressing"].reason == "SupervisorSilent"
+
+
+@pytest.mark.parametrize(
+    ("view", "num_routers_ready", "is_available"),
+    [
+        (silent("prefill", "decode"), 0, False),
+        (silent("prefill"), 2, False),
+        (silent("decode"), 2, True),
+        (silent("decode", local_prefill="never"), 2, False),
+    ],
+)
+def test_while_a_supervisor_is_silent_what_is_missing_is_missing(
+    view: ClusterView, num_routers_ready: int, is_available: bool
+) -> None:
+    verdict = available(view, num_routers_ready)
+    reason = "Serving" if is_available else "SupervisorSilent"
+    assert (verdict.is_true, verdict.reason) == (is_available, reason)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +268,24 @@ def test_a_fault_has_the_reason_of_what_is_worst_and_says_all_of_it(
     assert told(degraded) == (reason != "Sound", reason, message)
 
 
+@pytest.mark.parametrize(
+    ("asked", "kept", "bound"), [(65, 64, "above maxReplicas"), (0, 1, "below minReplicas")]
+)
+def test_a_size_that_its_bounds_leave_out_is_told_of_its_pool_and_the_cluster(
+    asked: int, kept: int, bound: str
+) -> None:
+    view = seen({"prefill", "decode"}, kept)
+    decode = view.pools["decode"]
+    asked_for = dataclasses.replace(decode, obj={"metadata": {}, "spec": {"replicas": asked}})
+    view = dataclasses.replace(view, pools={**view.pools, "decode": asked_for})
+    message = f"spec.replicas: must not be {bound}, and is {asked}: {kept} are kept"
+    assert told(verdicts_of(view)["Degraded"]) == (True, "InvalidSpec", f"decode: {message}")
+    rolling = PoolRolling({}, frozenset(), ReadyWatch("decode"))
+    *others, degraded = pool_verdicts(asked_for, rolling, "")
+    assert told(degraded) == (True, "InvalidSpec", message)
+    assert [verdict.reason for verdict in others] == ["Live", "AsWanted"]
+
+
 # --- endpoints ------------------------------------------------------------------------------------
 
 
@@ -204,6 +295,8 @@ def test_a_fault_has_the_reason_of_what_is_worst_and_says_all_of_it(
         (RouterSpec(), None),
         (RouterSpec(hostname="llm.example.com"), "llm.example.com"),
         (RouterSpec(hostname="llm.example.com", tls=RouterTls(secret_name="edge")),
+         "grpcs://llm.example.com"),
+        (RouterSpec(hostname="llm.example.com", ingress=RouterIngress(tls_secret_name="edge")),
          "grpcs://llm.example.com"),
     ],
 )  # fmt: skip

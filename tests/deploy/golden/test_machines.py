@@ -191,9 +191,10 @@ def test_one_gpu_serves_both_roles_in_one_pod_and_no_change_needs_a_second() -> 
     assert container(group["template"]["spec"])["securityContext"]["runAsNonRoot"] is True
 
 
-def test_two_pools_share_one_gpu_in_time_slices_and_ray_knows_of_one_each() -> None:
+@pytest.mark.parametrize("none", [None, 0, "0"])
+def test_two_pools_share_one_gpu_in_time_slices_and_ray_knows_of_one_each(none: object) -> None:
     cluster = serving_cluster("one_gpu")
-    share: dict[str, Any] = {"nvidia.com/gpu": None, "nvidia.com/gpu.shared": "1"}
+    share: dict[str, Any] = {"nvidia.com/gpu": none, "nvidia.com/gpu.shared": "1"}
     containers = [{"name": "ray-worker", "resources": {"requests": share, "limits": share}}]
     template = {"spec": {"containers": containers}}
     cluster["spec"]["pools"] = {
