@@ -28,7 +28,7 @@ def pod(rng: random.Random, volumes: str) -> dict[str, Any]:
     container = {
         "env": _some(rng, "name", "value"),
         "volumeMounts": _some(rng, "mountPath", "subPath"),
-        "resources": {"limits": {rng.choice("ab"): rng.randrange(9)}},
+        "resources": {"limits": {rng.choice(("a", "b.c/d")): rng.randrange(3)}},
     }
     parts = {
         "containers": [{"name": name} | _part(rng, container) for name in _names(rng)],

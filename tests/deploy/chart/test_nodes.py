@@ -101,8 +101,9 @@ def test_nodes_settings_reach_every_pools_pods(helm: Helm) -> None:
         "resources": {"hugepages-2Mi": "4Gi"},
         "shmSize": "8Gi",
         "sharedMemory": True,
-        "env": {"UCX_NET_DEVICES": "mlx5_0:1", "UCX_IB_GID_INDEX": 3},
-    }
+        "env": {"UCX_NET_DEVICES": "mlx5_0:1", "UCX_IB_GID_INDEX": 3, "UCX_SEG": 1048576,
+                "RATE": 0.5, "VERBOSE": True},
+    }  # fmt: skip
     pods = pods_of(helm, first_cluster(nodes=nodes))
     for name in ("prefill", "decode"):
         pod = pods[name]
@@ -114,6 +115,9 @@ def test_nodes_settings_reach_every_pools_pods(helm: Helm) -> None:
         assert volume_of(pod, "shm") == {"emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}
         assert env_of(pod)["UCX_NET_DEVICES"] == "mlx5_0:1"
         assert env_of(pod)["UCX_IB_GID_INDEX"] == "3"
+        assert env_of(pod)["UCX_SEG"] == "1048576"
+        assert env_of(pod)["RATE"] == "0.5"
+        assert env_of(pod)["VERBOSE"] == "true"
     assert "hostIPC" not in pods["head"]["spec"]
 
 
@@ -161,6 +165,14 @@ def test_an_air_gapped_site_asks_nobody_outside(helm: Helm) -> None:
         images += [container["image"], *(each for each in container["args"] if "-image=" in each)]
     assert len(images) == 4, "the operator's, those that it is told of, and its Redis's"
     assert all("registry.example.com/mirror/" in each for each in images)
+
+
+def test_pods_pull_as_the_releases_images_say(helm: Helm) -> None:
+    for policy in ("Always", "Never"):
+        values = first_cluster() | {"images": {"pullPolicy": policy, "pullSecrets": ["mirror"]}}
+        for pod in pods_of(helm, values).values():
+            assert container_of(pod)["imagePullPolicy"] == policy
+            assert pod["spec"]["imagePullSecrets"] == [{"name": "mirror"}]
 
 
 def test_the_hubs_token_comes_from_a_secret(helm: Helm) -> None:

@@ -73,3 +73,12 @@ def test_a_head_that_keeps_its_state_nowhere_is_warned_of(
 ) -> None:
     told = notes(helm, tmp_path, first_cluster(**cluster))
     assert ("WARNING: no Redis keeps" in told) is warned
+
+
+@pytest.mark.parametrize(("storage", "warned"), [(None, False), ("", True), ("5Gi", False)])
+def test_who_installs_hears_where_the_state_of_rays_head_lies(
+    helm: Helm, tmp_path: Path, storage: str | None, warned: bool
+) -> None:
+    told = notes(helm, tmp_path, first_cluster(redis={"storage": storage}))
+    assert ("WARNING: the Redis of Ray's head has no volume" in told) is warned
+    assert ("get pvc default-redis" in told) is not warned

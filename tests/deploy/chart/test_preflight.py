@@ -104,14 +104,16 @@ def test_a_job_ends_runs_once_and_keeps_what_it_said(helm: Helm) -> None:
     assert flags(job).gpus == 0
 
 
-def test_a_shared_gpu_is_asked_for_as_the_pool_asks_for_it(helm: Helm) -> None:
-    share = {"nvidia.com/gpu": None, "nvidia.com/gpu.shared": 1}
+@pytest.mark.parametrize("none", [None, 0, "0"])
+def test_a_shared_gpu_is_asked_for_as_the_pool_asks_for_it(helm: Helm, none: object) -> None:
+    share = {"nvidia.com/gpu": none, "rdma/hca": none, "nvidia.com/gpu.shared": 1}
     worker = {"name": "ray-worker", "resources": {"requests": share, "limits": share}}
     both = {"role": "mixed", "template": {"spec": {"containers": [worker]}}}
     pools = {"prefill": None, "decode": None, "both": both}
     (job,) = jobs(helm, spec=ON | {"pools": pools}).values()
     assert container(job)["resources"]["limits"] == {"nvidia.com/gpu.shared": 1}
     assert flags(job).gpus == 1
+    assert not flags(job).rdma
 
 
 def test_the_images_are_those_of_the_workers(helm: Helm) -> None:

@@ -62,7 +62,8 @@ def test_a_cluster_whose_workers_may_be_on_several_nodes_has_one_and_is_told_of_
     values = first_cluster(nodes={"preset": preset}, name="west", spec={"pools": pools})
     objects = helm.template(values)
     kinds = {kind for kind, name in redis_of(objects) if name == "west-redis"}
-    assert kinds == {"Deployment", "NetworkPolicy", "Secret", "Service"}
+    assert kinds == {"Deployment", "NetworkPolicy", "PersistentVolumeClaim",
+                     "PodDisruptionBudget", "Secret", "Service"}  # fmt: skip
     assert fault_tolerance(objects) == {
         "redisAddress": "west-redis:6379",
         "redisSecretName": "west-redis",
@@ -112,14 +113,36 @@ def test_a_secret_that_is_named_opens_it_and_none_is_made(helm: Helm) -> None:
     assert variable["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "password"}
 
 
-def test_it_stays_with_the_cluster_and_keeps_its_state_where_storage_is_given(helm: Helm) -> None:
-    objects = helm.template(first_cluster(nodes=RDMA, redis={"storage": "1Gi"}))
+@pytest.mark.parametrize(("redis", "size"), [({}, "1Gi"), ({"storage": "5Gi"}, "5Gi")])
+def test_it_stays_with_the_cluster_and_its_state_with_a_volume(
+    helm: Helm, redis: dict[str, str], size: str
+) -> None:
+    objects = helm.template(first_cluster(nodes=RDMA, redis=redis))
     of_redis = [each for each in objects if each["metadata"]["name"] == "default-redis"]
-    assert len(of_redis) == 5
+    assert len(of_redis) == 6
     for each in of_redis:
         assert each["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert one(objects, "PersistentVolumeClaim")["spec"] == {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": size}},
+    }
     (volume,) = redis_deployment(objects)["spec"]["template"]["spec"]["volumes"]
     assert volume["persistentVolumeClaim"] == {"claimName": "default-redis"}
+
+
+def test_without_a_volume_no_node_that_is_drained_takes_its_state_along(helm: Helm) -> None:
+    held = helm.template(first_cluster(nodes=RDMA, redis={"storage": ""}))
+    assert not of_kind(held, "PersistentVolumeClaim")
+    (volume,) = redis_deployment(held)["spec"]["template"]["spec"]["volumes"]
+    assert volume == {"name": "data", "emptyDir": {}}
+    budgets = (
+        one(held, "PodDisruptionBudget"),
+        one(helm.template(first_cluster(nodes=RDMA)), "PodDisruptionBudget"),
+    )
+    assert [budget["spec"]["maxUnavailable"] for budget in budgets] == [0, 1]
+    labels = redis_deployment(held)["spec"]["template"]["metadata"]["labels"]
+    for budget in budgets:
+        assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
 
 
 def test_only_the_clusters_own_head_may_connect(helm: Helm) -> None:

@@ -51,5 +51,5 @@ def _metrics() -> Iterable[Metric]:
     pool = {"status": {"conditions": [{"type": "t", "status": "True"}], "draining": []}}
     resources = {"WorkerPool": lambda: {Key("n", "p"): pool}}
     operator = OperatorMetrics(Seen(lambda: True, lambda: 0, resources))
-    for registry in (RouterMetrics().registry, collector.registry(), operator.registry):
-        yield from registry.collect()
+    for told in (RouterMetrics().registry, collector, operator.registry):
+        yield from told.collect()

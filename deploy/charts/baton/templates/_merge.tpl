@@ -1,5 +1,5 @@
-{{- /* `over` laid over `own` as deploy/controller/manifests/merge.py does, but for null, which stays,
-since it means something to the operator. JSON of {value: ...}; `key`: under which the two lie. */ -}}
+{{- /* `over` laid over `own` as deploy/controller/manifests/merge.py does, but for null, and 0 of a
+device's resource, which stay, since they mean something to the operator. JSON of {value: ...}; `key`: under which the two lie. */ -}}
 {{- define "baton.merged" -}}
 {{- $named := dict "containers" "name" "initContainers" "name" "volumes" "name" "env" "name" "volumeMounts" "mountPath" "imagePullSecrets" "name" -}}
 {{- if and (kindIs "map" .own) (kindIs "map" .over) -}}

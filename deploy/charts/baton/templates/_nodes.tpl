@@ -32,7 +32,8 @@
 {{- $nodes := include "baton.nodes" . | fromJson -}}
 {{- $env := list -}}
 {{- range $name, $value := default dict $nodes.env -}}
-{{- $env = append $env (dict "name" $name "value" (toString $value)) -}}
+{{- /* As JSON, which has no exponent where toString has one: 1048576. */ -}}
+{{- $env = append $env (dict "name" $name "value" (ternary $value (toJson $value) (kindIs "string" $value))) -}}
 {{- end -}}
 {{- $volumes := list -}}
 {{- with $nodes.shmSize -}}
@@ -71,7 +72,9 @@ say. */ -}}
 {{- $preset := include "baton.preset" . | fromJson -}}
 {{- $own := dict "engine" $preset.engine "pools" dict -}}
 {{- with $preset.transfer -}}{{- $_ := set $own "transfer" . -}}{{- end -}}
-{{- with .Values.images.pullSecrets -}}{{- $_ := set $own "images" (dict "pullSecrets" .) -}}{{- end -}}
+{{- $images := dict "pullPolicy" .Values.images.pullPolicy -}}
+{{- with .Values.images.pullSecrets -}}{{- $_ := set $images "pullSecrets" . -}}{{- end -}}
+{{- $_ := set $own "images" $images -}}
 {{- $worker := include "baton.workerTemplate" . | fromJson -}}
 {{- if $worker -}}
 {{- range $name, $pool := .Values.cluster.spec.pools -}}

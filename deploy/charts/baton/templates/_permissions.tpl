@@ -15,7 +15,7 @@ says what for, and the tests hold the code to it. */ -}}
   verbs: [list, watch, create, patch, delete]
 - apiGroups: [ray.io]
   resources: [rayclusters]
-  verbs: [get, list, watch, create, patch]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [list, watch, create, patch]

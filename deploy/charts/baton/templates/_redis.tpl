@@ -16,7 +16,28 @@
 {{- else if and $wanted $given -}}
 {{- fail "cluster.redis.enabled or cluster.spec.ray.gcsFaultTolerance, which names another Redis, not both" -}}
 {{- end -}}
-{{- ternary $redis dict (and .Values.cluster.enabled (eq (toString $wanted) "true")) | toJson -}}
+{{- if and .Values.cluster.enabled (eq (toString $wanted) "true") -}}
+{{- $storage := $redis.storage -}}
+{{- if kindIs "invalid" $storage -}}{{- $storage = include "baton.redisStorageNow" . -}}{{- end -}}
+{{- merge (dict "storage" $storage) (omit $redis "storage") | toJson -}}
+{{- else -}}
+{}
+{{- end -}}
+{{- end -}}
+
+{{- /* The size of the volume that the chart's Redis has; "" where it runs without one, for another Redis
+would begin empty, and end every worker. */ -}}
+{{- define "baton.redisStorageNow" -}}
+{{- $name := include "baton.redisName" . -}}
+{{- $runs := lookup "apps/v1" "Deployment" .Release.Namespace $name -}}
+{{- $hasVolume := not $runs -}}
+{{- range dig "spec" "template" "spec" "volumes" list $runs -}}
+{{- if hasKey . "persistentVolumeClaim" -}}{{- $hasVolume = true -}}{{- end -}}
+{{- end -}}
+{{- if $hasVolume -}}
+{{- $claim := lookup "v1" "PersistentVolumeClaim" .Release.Namespace $name -}}
+{{- dig "spec" "resources" "requests" "storage" "1Gi" $claim -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* The first ServingCluster as the API server has it: JSON, {} where there is none, or nobody to ask

@@ -35,23 +35,25 @@ pages: flags of cluster.preflight. `spec`: the ServingCluster's; `pool`; `resour
 {{- $volumes := list (dict "name" "tmp" "emptyDir" dict) (dict "name" "shm" "emptyDir" (dict "medium" "Memory")) -}}
 {{- $spec := dict "containers" (list $container) "volumes" $volumes "securityContext" (dict "fsGroup" 1000 "runAsUser" 1000 "runAsNonRoot" true) -}}
 {{- $template := include "baton.merged" (dict "own" (dict "spec" $spec) "over" (default dict .pool.template) "key" "") | fromJson -}}
-{{- (include "baton.withoutNulls" (dict "value" $template.value) | fromJson).value | toJson -}}
+{{- (include "baton.withoutNone" (dict "value" $template.value "key" "") | fromJson).value | toJson -}}
 {{- end -}}
 
-{{- /* Null takes a key away. JSON of {value: ...}. */ -}}
-{{- define "baton.withoutNulls" -}}
+{{- /* Null takes a key away, 0 a device's resource. JSON of {value: ...}; `key`: under which it lies. */ -}}
+{{- define "baton.withoutNone" -}}
 {{- if kindIs "map" .value -}}
   {{- $result := dict -}}
+  {{- $key := .key -}}
   {{- range $name, $value := .value -}}
-    {{- if not (kindIs "invalid" $value) -}}
-      {{- $_ := set $result $name (include "baton.withoutNulls" (dict "value" $value) | fromJson).value -}}
+    {{- $isNone := and (contains "/" $name) (has $key (list "requests" "limits")) (eq (toString $value) "0") -}}
+    {{- if not (or $isNone (kindIs "invalid" $value)) -}}
+      {{- $_ := set $result $name (include "baton.withoutNone" (dict "value" $value "key" $name) | fromJson).value -}}
     {{- end -}}
   {{- end -}}
   {{- dict "value" $result | toJson -}}
 {{- else if kindIs "slice" .value -}}
   {{- $result := list -}}
   {{- range .value -}}
-    {{- $result = append $result (include "baton.withoutNulls" (dict "value" .) | fromJson).value -}}
+    {{- $result = append $result (include "baton.withoutNone" (dict "value" . "key" "") | fromJson).value -}}
   {{- end -}}
   {{- dict "value" $result | toJson -}}
 {{- else -}}
