@@ -18,7 +18,14 @@ from deploy.controller.errors import NotFoundError, StatusError
 from deploy.controller.kube import Kube
 from deploy.controller.objects import Key, Resource
 from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
-from tests.deploy.api.test_rules import BAD_CLUSTERS, BAD_POOLS, CLUSTER, POOL, changed
+from tests.deploy.api.test_rules import (
+    BAD_CLUSTERS,
+    BAD_NAMES,
+    BAD_POOLS,
+    CLUSTER,
+    POOL,
+    changed,
+)
 from tests.k8s.api_clients import fresh_namespace, kube_of
 from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
@@ -51,13 +58,14 @@ class Site:
             self.refused[name] = self._said_by_kubectl(made)
 
     def _said_by_kubectl(self, made: dict[str, Any]) -> str:
-        """Once the server's schema, which comes a moment after the kind, is one for kubectl."""
+        """Once the server's schema, which comes a moment after the kind, is one for kubectl. Until
+        then kubectl writes, and may collide with a status that the operator writes."""
 
         def said() -> str:
             try:
                 self.control_plane.kubectl("replace", "-f", "-", stdin=json.dumps(made))
             except CommandError as error:
-                return str(error)
+                return "" if "Error from server (Conflict)" in str(error) else str(error)
             return ""
 
         return str(eventually(said, "kubectl refuses it"))
@@ -105,7 +113,7 @@ def site(
         made = Site(control_plane, kube, namespace)
         for name, path, value, _ in CLUSTER_CASES:
             made.make(name, changed(CLUSTER, path, value))
-        for name, *_ in POOL_CASES:
+        for name in (*BAD_NAMES, *(name for name, *_ in POOL_CASES)):
             made.make(name, CLUSTER)
         yield made
 
@@ -125,6 +133,14 @@ def test_a_bad_cluster_is_refused_or_told_by_the_name_of_its_field(
 
     said = eventually(told, f"{path}: {value} is told", TOLD_WITHIN_S)
     assert names_field(said, site.expected(named))
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_bad_name_is_refused_or_told(site: Site, name: str) -> None:
+    def told() -> str:
+        return site.refused.get(name) or site.told(SERVING_CLUSTERS, name)
+
+    assert "metadata.name" in eventually(told, f"{name} is told", TOLD_WITHIN_S)
 
 
 @pytest.mark.parametrize(("name", "path", "value", "named"), POOL_CASES)
