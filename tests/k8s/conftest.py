@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.k8s.kubelet.fixtures import kubelet as kubelet
 from tests.k8s.kubelet.fixtures import kuberay as kuberay
 from tests.k8s.kubelet.possible import check_possible
 from tests.k8s.open_crd import wait_served
+from tests.k8s.operating import Operator, operator_of
 from tests.k8s.ray_cluster_crd import serve_ray_clusters
 
 _ACCOUNT_TIMEOUT_S = 20.0
@@ -81,3 +83,10 @@ def crds(control_plane: ControlPlane) -> None:
 def ray_clusters(control_plane: ControlPlane) -> None:
     """KubeRay's resource, served; nobody turns one into pods."""
     serve_ray_clusters(control_plane)
+
+
+@pytest.fixture
+def operator(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Operator]:
+    """One process of its own, for this namespace alone."""
+    with operator_of(control_plane, namespace, tmp_path) as running:
+        yield running

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from baton.control_client import ControlClient
 from deploy.controller import __main__ as operator
-from deploy.controller import fleet_watch
+from deploy.controller import cluster_reconciler, fleet_watch
 from deploy.controller.connection import Call, Connection, Timeouts
 
 FOLDER_VARIABLE = "STEPS"
@@ -41,6 +41,8 @@ _TOLD_OF_COHORTS = ("serving", "next", "phase", "weight", "isFault")
 _SETTLED_AFTER_S = 2.0
 """Each life waits for so long before it rolls anything. The supervisor lives on, and its workers
 have registered long ago: the full time would only be waited for."""
+_LOOK_AGAIN_S = 1.0
+"""Sooner than an operator does that lives on: most lives would end with waiting for it."""
 _PID = os.getpid()
 
 T = TypeVar("T")
@@ -123,6 +125,7 @@ def main() -> None:
     Connection.answer = dying_answer  # type: ignore[method-assign]
     ControlClient._call = dying_ask  # type: ignore[method-assign]
     fleet_watch._SETTLED_AFTER_S = _SETTLED_AFTER_S
+    cluster_reconciler._LOOK_AGAIN_S = _LOOK_AGAIN_S
     os.getpid = lambda: 1  # as in a container's own namespace: its successor is the same candidate
     operator.main()
 

@@ -71,13 +71,22 @@ class Release:
         return found
 
     def redis(self) -> tuple[Any, ...]:
-        """What the cluster is told of one, which runs, and with which password; (): none."""
+        """What the cluster is told of one, which pod runs, and with which password; (): none."""
         told = self.cluster()["spec"].get("ray", {}).get("gcsFaultTolerance")
         runs = [
-            d["metadata"]["uid"] for d in self.all(DEPLOYMENTS) if d["metadata"]["name"] == REDIS
+            (d["metadata"]["uid"], d["spec"]["template"]["spec"])
+            for d in self.all(DEPLOYMENTS)
+            if d["metadata"]["name"] == REDIS
         ]
         assert bool(told) is bool(runs)
         return (told, runs, self.redis_password()) if told else ()
+
+    def redis_volume(self) -> tuple[bool, list[str]]:
+        """Whether it has one, and the sizes that are claimed."""
+        ((_, pod),) = self.redis()[1]
+        claims = self.control_plane.read("pvc", "-n", self.namespace)["items"]
+        sizes = [claim["spec"]["resources"]["requests"]["storage"] for claim in claims]
+        return "persistentVolumeClaim" in pod["volumes"][0], sizes
 
     def cluster(self) -> dict[str, Any]:
         return self.kube.get(SERVING_CLUSTERS, Key(self.namespace, "default"))
@@ -160,7 +169,8 @@ def test_a_release_lives_and_its_cluster_outlives_it(release: Release) -> None:
         release.upgrade(operator={"replicas": 2})
     assert "servedModelName" in _properties(release.kube)
     assert release.deployment()["spec"]["replicas"] == 2
-    (budget,) = release.control_plane.read("pdb", "-n", release.namespace)["items"]
+    budgets = release.control_plane.read("pdb", "-n", release.namespace)["items"]
+    (budget,) = (each for each in budgets if each["metadata"]["name"] != REDIS)
     assert budget["spec"]["selector"] == release.deployment()["spec"]["selector"]
     assert _same(release.cluster(), first)
     assert not [each for each in release.all(SERVICE_ACCOUNTS)
@@ -266,6 +276,25 @@ def test_an_upgrade_leaves_a_cluster_the_redis_that_it_has_or_has_not(
     with job_is_run(release):
         release.upgrade(cluster=_with_pools(then))
     assert release.redis() == before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("first", "volume"),
+    [({}, (True, ["1Gi"])), ({"storage": "2Gi"}, (True, ["2Gi"])), ({"storage": ""}, (False, []))],
+    ids=["as the chart has it", "a larger one", "none"],
+)
+def test_an_upgrade_leaves_a_redis_the_volume_that_it_has_or_has_not(
+    release: Release, first: dict[str, Any], volume: tuple[bool, list[str]]
+) -> None:
+    """Another one begins empty: all workers would end."""
+    release.install(cluster=_with_pools({}, **first))
+    before = release.redis()
+    assert release.redis_volume() == volume
+    with job_is_run(release):
+        release.upgrade(cluster=_with_pools({}))
+    assert release.redis() == before
+    assert release.redis_volume() == volume
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -28,10 +29,11 @@ from deploy.controller.manifests.ray_cluster import revision_in
 from tests.engine import checkpoints
 from tests.engine.checkpoints import VOCAB
 from tests.engine.driving import random_prompt
+from tests.k8s.addresses import control_address, router_addresses
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.operating import condition, eventually
-from tests.k8s.test_serving import Installed, router_address
+from tests.k8s.test_serving import Installed
 from tests.path.oracles import Overrides, greedy_tokens, oracle_model
 from tests.path.whole_path import Answer, ask
 
@@ -55,12 +57,16 @@ ENGINE = {
     "maxNumSeqs": 16,
     "maxNumBatchedTokens": 64,
 }
-ROLLOUT = {"weights": [50, 100], "step": "5s", "maxItlFactor": 3}
+GOOD_CHANGE = {"step": "5s", "maxItlFactor": 100}
+"""By the weights that a cluster has which names no others. Of two families one may be slower."""
+SLOW_CHANGE = {"weights": [50, 100], "step": "5s", "maxItlFactor": 3}
+"""Of one request in a hundred there would be too few to tell within a test's time."""
 NUM_AT_ONCE = 3
 NUM_PROMPTS = 6
 NUM_TOKENS = 48
 OVER_WITHIN_S = 400.0
 REQUEST_S = 120.0
+LAG_S = 1.0
 
 
 def model_in(folder: str) -> dict[str, Any]:
@@ -133,18 +139,20 @@ class Asking:
             if self._is_enough.is_set():
                 return
             began_at = time.monotonic()
-            answer = await self._ask(prompt_of(number % NUM_PROMPTS))
+            answer = await self._ask(number, prompt_of(number % NUM_PROMPTS))
             self.answered.append(Asked(number % NUM_PROMPTS, began_at, answer))
 
-    async def _ask(self, prompt: list[int]) -> Answer:
+    async def _ask(self, number: int, prompt: list[int]) -> Answer:
         """As whoever asks a Service: a router that leaves takes nothing new, the next one does."""
         while True:
-            address, streams = await self._router(), asyncio.Event()
+            found, streams = await self._routers(), asyncio.Event()
+            assert found, "no router is ready"
+            address = found[number % len(found)]
             try:
                 async with AsyncClient(address) as client:
                     return await self._answer(client, prompt, streams)
             except UnavailableError:
-                if streams.is_set() or await self._router() == address:
+                if streams.is_set() or address in await self._routers():
                     raise
 
     async def _answer(
@@ -154,8 +162,8 @@ class Asking:
         options: dict[str, Any] = {"max_tokens": NUM_TOKENS, "timeout_s": REQUEST_S}
         return await ask(client, prompt, tries=None, streams=streams, **options)
 
-    async def _router(self) -> str:
-        return await asyncio.to_thread(router_address, self._kubelet)
+    async def _routers(self) -> list[str]:
+        return await asyncio.to_thread(router_addresses, self._kubelet)
 
 
 @contextlib.contextmanager
@@ -179,8 +187,8 @@ class Changing:
         """By cohort."""
         self._cohorts: dict[str, str] = {}
         """By revision, of all that there ever were."""
-        self.weights: list[int] = []
-        """Of the newest cohort, each once."""
+        self.weights: list[tuple[float, int]] = []
+        """Of the newest cohort, each once, and when it was told."""
 
     def status(self) -> dict[str, Any]:
         """Of the ServingCluster; raises what became of the requests."""
@@ -191,12 +199,12 @@ class Changing:
             claim = found["spec"]["model"]["claim"]["claimName"]
             self.models.setdefault(status["revision"], claim.removeprefix(claim_of("")))
         weight = status["cohort"]["weight"]
-        if self.weights[-1:] != [weight]:
-            self.weights.append(weight)
+        if not self.weights or self.weights[-1][1] != weight:
+            self.weights.append((time.monotonic(), weight))
         return status
 
-    def change_to(self, model: str) -> None:
-        patch = json.dumps({"spec": {"model": model_in(model)}})
+    def change_to(self, model: str, **more: Any) -> None:
+        patch = json.dumps({"spec": {"model": model_in(model), **more}})
         self._control_plane.kubectl(
             *("-n", self._installed.namespace, "patch", "servingcluster/default"),
             *("--type=merge", "-p", patch),
@@ -217,8 +225,7 @@ class Changing:
         self._cohorts |= {group["groupName"]: revision_in(group).cohort for group in found}
         pods = [pod["metadata"]["labels"] for pod in self._kubelet.pods(POOL_LABEL)]
         revisions = {labels[REVISION_LABEL] for labels in pods if REVISION_LABEL in labels}
-        (head,) = self._kubelet.pods("app.kubernetes.io/component=head")
-        with ControlClient(f"{head['status']['podIP']}:7101") as client:
+        with ControlClient(control_address(self._kubelet)) as client:
             revisions |= {worker.info.pool for worker in client.fleet().workers}
         return {self.models[self._cohorts[name]] for name in revisions}
 
@@ -232,6 +239,21 @@ class Changing:
             return found if len(found) >= wanted else []
 
         return {self.models[each.cohort] for each in eventually(answered, "answers", REQUEST_S)}
+
+    def course(self) -> list[int]:
+        return [weight for _, weight in self.weights]
+
+    def check_shares(self, model: str) -> None:
+        """Of requests that began while a weight was told so many went to the model as a draw by
+        that weight gives: further away than by four deviations none is. A weight holds a moment
+        before it is told and is told a moment after it holds."""
+        for (since, weight), (until, _) in itertools.pairwise(self.weights):
+            known = since + LAG_S, until - LAG_S
+            began = [each for each in self._asking.answered if known[0] < each.began_at < known[1]]
+            num = sum(self.models[asked.cohort] == model for asked in began)
+            share, total = weight / 100, len(began)
+            print(f"{weight}% to {model}: {num} of {total} requests")
+            assert abs(num - share * total) <= 4 * math.sqrt(total * share * (1 - share)), weight
 
     def check_tokens(self) -> None:
         """Each stream is what its one model says."""
@@ -249,8 +271,8 @@ def test_requests_go_over_to_another_checkpoint_by_shares_and_back_from_one_that
         model=model_in("first"),
         servedModelName="both",
         engine=ENGINE,
-        rollout=ROLLOUT,
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        rollout=GOOD_CHANGE,
+        router={"replicas": 2, "settings": {"localPrefill": "never"}},
     )
     installed.wait_available()
     with asking(Asking(kubelet)) as requests:
@@ -260,10 +282,11 @@ def test_requests_go_over_to_another_checkpoint_by_shares_and_back_from_one_that
 
         changing.change_to("second")
         eventually(lambda: changing.serves("Serving", "second"), "it is over", OVER_WITHIN_S)
-        assert changing.weights == [0, 50, 100, 0], "the last is that of none that is to come"
+        assert changing.course() == [0, 1, 10, 50, 100, 0], "the last is of none that is to come"
+        changing.check_shares("second")
         assert changing.answers_now() == {"second"}
 
-        changing.change_to("slow")
+        changing.change_to("slow", rollout=SLOW_CHANGE)
 
         def taken_back() -> str:
             changing.status()
@@ -274,7 +297,7 @@ def test_requests_go_over_to_another_checkpoint_by_shares_and_back_from_one_that
         assert "ms between its tokens" in why
         assert "maxItlFactor is 3" in why
         eventually(lambda: changing.serves("Returned", "second"), "it is gone", OVER_WITHIN_S)
-        assert changing.weights == [0, 50, 0]
+        assert changing.course() == [0, 50, 0]
         told = condition(installed.read("servingcluster/default"), "Progressing")
         assert (told["status"], told["reason"]) == ("False", "CohortReturned")
         assert changing.answers_now() == {"second"}

@@ -4,8 +4,6 @@ goes; and what people read of it all."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,8 @@ import pytest
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL
 from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
-from tests.k8s.operating import Operator, condition, eventually, operator_of
+from tests.k8s.kubelet.objects import evict
+from tests.k8s.operating import Operator, condition, eventually
 from tests.k8s.test_crds import cluster
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("crds", "ray_clusters")]
@@ -48,12 +47,6 @@ def beside(control_plane: ControlPlane, namespace: str) -> Beside:
     return Beside(control_plane, namespace)
 
 
-@pytest.fixture
-def operator(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Operator]:
-    with operator_of(control_plane, namespace, tmp_path) as running:
-        yield running
-
-
 BUDGETS = {"main-router", "main-prefill-workers", "main-decode-workers"}
 POLICIES = {"main-head-ports", "main-worker-ports", "main-router-ports"}
 
@@ -61,8 +54,11 @@ POLICIES = {"main-head-ports", "main-worker-ports", "main-router-ports"}
 def test_what_stands_beside_a_cluster_is_there_is_put_back_and_goes(
     control_plane: ControlPlane, namespace: str, operator: Operator, beside: Beside
 ) -> None:
-    control_plane.apply(cluster(namespace, router={"hostname": "llm.example.com"}))
+    ingress = {"className": "edge", "annotations": {"team": "red"}, "tlsSecretName": "public"}
+    router = {"hostname": "llm.example.com", "ingress": ingress}
+    control_plane.apply(cluster(namespace, router=router))
     eventually(lambda: beside.names("ingress") == {"main-router"}, "a way in")
+    assert beside.spec("ingress/main-router")["ingressClassName"] == "edge"
     assert beside.names("pdb") == BUDGETS
     assert beside.names("networkpolicy") == POLICIES
     rules = beside.spec("networkpolicy/main-worker-ports")["ingress"]
@@ -72,7 +68,7 @@ def test_what_stands_beside_a_cluster_is_there_is_put_back_and_goes(
     closed = lambda: beside.spec("networkpolicy/main-worker-ports")["ingress"] == rules  # noqa: E731
     eventually(closed, "what was opened is closed again", PUT_BACK_S)
     eventually(lambda: beside.names("pdb") == BUDGETS, "the budget is back", PUT_BACK_S)
-    beside.change({"router": {"hostname": None}})
+    beside.change({"router": {"hostname": None, "ingress": None}})
     eventually(lambda: beside.names("ingress") == set(), "no way in any more")
     beside.change({"pools": {"prefill": None}})
     eventually(lambda: beside.names("pdb") == BUDGETS - {"main-prefill-workers"}, "with its pool")
@@ -150,22 +146,10 @@ def test_pods_of_a_pool_are_evicted_one_by_one(
         return int(found.get("status", {}).get("disruptionsAllowed", 0))
 
     eventually(lambda: allowed() == 1, "one may go")
-    _evict(control_plane, namespace, "one")
+    evict(control_plane, namespace, "one")
     eventually(lambda: "one" not in beside.names("pods"), "it is gone")
     with pytest.raises(CommandError, match="disruption budget"):
-        _evict(control_plane, namespace, "two")
-
-
-def _evict(control_plane: ControlPlane, namespace: str, name: str) -> None:
-    eviction = {
-        "apiVersion": "policy/v1beta1",
-        "kind": "Eviction",
-        "metadata": {"name": name, "namespace": namespace},
-    }
-    file = control_plane.folder / f"{namespace}-{name}-eviction.json"
-    file.write_text(json.dumps(eviction))
-    path = f"/api/v1/namespaces/{namespace}/pods/{name}/eviction"
-    control_plane.kubectl("create", "--raw", path, "-f", file)
+        evict(control_plane, namespace, "two")
 
 
 def test_people_read_what_has_happened(

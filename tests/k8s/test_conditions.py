@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,17 +14,11 @@ from tests.deploy.controller.test_pod_waits import UNSCHEDULABLE
 from tests.deploy.controller.test_unavailable import REFUSED
 from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.plane import ControlPlane
-from tests.k8s.operating import Operator, condition, eventually, operator_of
+from tests.k8s.operating import Operator, condition, eventually
 from tests.k8s.test_crds import cluster
 from tests.k8s.test_operator import Seen
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
-
-
-@pytest.fixture
-def operator(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Operator]:
-    with operator_of(control_plane, namespace, tmp_path) as running:
-        yield running
 
 
 class Told:
@@ -64,7 +56,7 @@ def test_an_invalid_edit_leaves_what_was_told_of_the_cluster_before(
     assert told("servingcluster/main", "Available") == before
 
 
-def test_a_pool_that_cannot_be_read_is_told_so_and_its_cluster_too(
+def test_a_size_that_its_bounds_leave_out_is_told_of_its_pool_and_its_cluster(
     control_plane: ControlPlane, namespace: str, operator: Operator, told: Told
 ) -> None:
     if control_plane.has_cel():

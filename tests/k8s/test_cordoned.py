@@ -13,7 +13,7 @@ from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import NUM_STREAMS, Streaming, streaming
 from tests.k8s.test_rolling import NUM_TOKENS, POOLS, is_whole, live_of
-from tests.k8s.test_serving import FAKE, MODEL, Installed, router_address
+from tests.k8s.test_serving import FAKE, MODEL, Installed
 
 pytestmark = [
     pytest.mark.full,
@@ -67,7 +67,7 @@ def test_workers_of_a_cordoned_node_move_one_by_one_and_come_back_when_it_is_unc
 ) -> None:
     node = nodes_of(kubelet, "decode")[0]
     with (
-        streaming(router_address(kubelet), NUM_TOKENS) as streams,
+        streaming(kubelet, NUM_TOKENS) as streams,
         live_of(kubelet, "decode") as live,
         live_of(kubelet, "prefill") as live_prefill,
     ):

@@ -169,6 +169,9 @@ def test_a_section_that_the_operator_takes_back_leaves_nothing_behind(
         ({"engine": {"blockSize": "16"}}, "spec.engine.blockSize"),
         ({"model": {"uri": "ftp://host/model"}}, "spec.model.uri"),
         ({"logLevel": "loud"}, "spec.logLevel"),
+        ({"ray": {"version": "2.51.0"}}, "spec.ray.version"),
+        ({"fabric": {"nodeLabel": "not a label"}}, "spec.fabric.nodeLabel"),
+        ({"router": {"hostname": "UPPER_case!"}}, "spec.router.hostname"),
     ],
 )
 def test_a_bad_spec_is_refused_at_admission_by_the_name_of_its_field(
@@ -185,6 +188,10 @@ def test_what_crosses_fields_is_refused_at_admission_where_the_server_has_cel(
         pytest.skip("this API server has no CEL")
     with pytest.raises(CommandError, match="replicas must not be above maxReplicas"):
         control_plane.apply(pool(namespace, replicas=65))
+    named = cluster(namespace)
+    named["metadata"]["name"] = "7b"
+    with pytest.raises(CommandError, match=r"metadata\.name must be of 1 to 53 small letters"):
+        control_plane.apply(named)
 
 
 def test_kubectl_explains_a_setting_in_the_words_of_its_dataclass(

@@ -1,4 +1,4 @@
-"""A ServingCluster is deleted while streams run: they end as ever, and nothing of it is left."""
+"""A ServingCluster is deleted: streams that run end as ever, and nothing of it is left."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import pytest
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import KubeRay
-from tests.k8s.operating import eventually
+from tests.k8s.operating import eventually, operator_of
 from tests.k8s.streaming import NUM_STREAMS, Streaming, streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed, router_address
+from tests.k8s.test_crds import cluster
+from tests.k8s.test_serving import FAKE, MODEL, Installed
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.full,
     pytest.mark.timeout(600),
-    pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
+    pytest.mark.usefixtures("crds"),
 ]
 
 NUM_TOKENS = 600
@@ -25,14 +26,17 @@ ROUTER = {"localPrefill": "never", "drainTimeoutS": 1.0}
 """A router that goes before the streams have ended loses them."""
 KINDS = (
     "servingclusters,workerpools,rayclusters.ray.io,deployments,replicasets,pods,services,"
-    "configmaps,secrets,serviceaccounts"
+    "configmaps,secrets,serviceaccounts,poddisruptionbudgets,networkpolicies"
 )
-OURS = "app.kubernetes.io/managed-by=baton-controller"
 
 
 @pytest.fixture
 def installed(
-    control_plane: ControlPlane, namespace: str, tmp_path: Path, kuberay: KubeRay
+    control_plane: ControlPlane,
+    namespace: str,
+    tmp_path: Path,
+    kubelet: Kubelet,
+    kuberay: KubeRay,
 ) -> Installed:
     made = Installed(control_plane, namespace, tmp_path)
     made.install(
@@ -88,7 +92,7 @@ def test_streams_that_run_end_with_all_their_tokens_and_then_nothing_is_left(
 ) -> None:
     deletion = Deletion(control_plane, namespace)
     assert any(name.startswith("RayCluster/") for name in deletion.left())
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    with streaming(kubelet, NUM_TOKENS) as streams:
         wait_all_run(streams)
         streams.enough()
         deletion.begin()
@@ -102,7 +106,7 @@ def test_a_cluster_that_is_deleted_while_no_operator_runs_goes_on_until_one_is_b
     control_plane: ControlPlane, namespace: str, installed: Installed, kubelet: Kubelet
 ) -> None:
     deletion = Deletion(control_plane, namespace)
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    with streaming(kubelet, NUM_TOKENS) as streams:
         deletion.scale_operator(0)
         operator = "app.kubernetes.io/component=operator"
         eventually(lambda: not kubelet.pods(operator), "the operator is down", 60)
@@ -114,6 +118,28 @@ def test_a_cluster_that_is_deleted_while_no_operator_runs_goes_on_until_one_is_b
         streams.enough()
         deletion.scale_operator(1)
     deletion.wait_over()
+
+
+def test_the_account_that_empties_the_redis_of_rays_head_goes_after_it(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path, kuberay: KubeRay
+) -> None:
+    """Nothing runs the pods here."""
+    made = cluster(
+        namespace,
+        pools={"decode": {"role": "decode", "initialReplicas": 0}},
+        ray={"gcsFaultTolerance": {"redisAddress": "redis:6379"}},
+    )
+    made["metadata"]["name"] = "default"
+    deletion = Deletion(control_plane, namespace)
+    with operator_of(control_plane, namespace, tmp_path):
+        control_plane.apply(made)
+        eventually(lambda: _num_of("Pod/default-head-", deletion), "the head has a pod", 60)
+        deletion.begin()
+        deletion.wait_over()
+
+
+def _num_of(prefix: str, deletion: Deletion) -> int:
+    return sum(name.startswith(prefix) for name in deletion.left())
 
 
 def _draining(installed: Installed) -> list[object]:

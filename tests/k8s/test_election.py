@@ -235,6 +235,23 @@ def test_who_ends_hands_over_at_once(kube: Kube, lease: Key) -> None:
     assert kube.get(LEASES, lease)["spec"]["holderIdentity"] == ""
 
 
+def test_who_ends_has_stopped_what_acts_before_the_lease_is_given_back(
+    kube: Kube, lease: Key
+) -> None:
+    elector, ends = Elector(kube, lease, "one", _FAST), []
+
+    def end() -> None:
+        holder = kube.get(LEASES, lease)["spec"]["holderIdentity"]
+        ends.append((holder, elector.is_leading()))
+
+    began = threading.Event()
+    elector.start(on_gained=began.set, on_lost=end)
+    assert began.wait(_TIMEOUT_S)
+    assert elector.stop()
+    assert ends == [("one", False)]
+    assert kube.get(LEASES, lease)["spec"]["holderIdentity"] == ""
+
+
 def test_who_is_cut_off_has_lost_before_the_other_gains_and_writes_no_more(
     control_plane: ControlPlane, kube: Kube, lease: Key, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from tests.k8s.kubelet.objects import evict, name_of
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import NUM_STREAMS, streaming
 from tests.k8s.test_deletion import Deletion
-from tests.k8s.test_serving import FAKE, MODEL, Installed, router_address, workers_of
+from tests.k8s.test_serving import FAKE, MODEL, Installed, workers_of
 
 pytestmark = [
     pytest.mark.cluster,
@@ -83,7 +83,7 @@ def test_an_evicted_pod_drains_without_operator_and_api_server_and_no_stream_cha
     workers = workers_of(kubelet, "decode")
     pod, *_ = kubelet.pods(f"{POOL_LABEL}=decode")
     drain = Drain(kubelet, name_of(pod))
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    with streaming(kubelet, NUM_TOKENS) as streams:
         Deletion(control_plane, namespace).scale_operator(0)
         operator = "app.kubernetes.io/component=operator"
         eventually(lambda: not kubelet.pods(operator), "the operator is down", 60)

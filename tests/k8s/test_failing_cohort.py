@@ -16,7 +16,7 @@ from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.operating import condition, eventually
 from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import MODEL, Installed, router_address
+from tests.k8s.test_serving import MODEL, Installed
 
 pytestmark = [
     pytest.mark.cluster,
@@ -84,7 +84,7 @@ def test_a_cohort_whose_requests_fail_is_taken_back_and_every_stream_is_served_b
     installed.wait_available()
     failing = Failing(control_plane, installed, kubelet)
     before = failing.revisions()
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    with streaming(kubelet, NUM_TOKENS) as streams:
         failing.change(FAILING)
 
         def taken_back() -> str:

@@ -3,7 +3,6 @@ roll one, and to have another cohort take over."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import time
@@ -17,11 +16,12 @@ from deploy.controller.manifests.ray_cluster import revision_in
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.dying_operator import FOLDER_VARIABLE
 from tests.k8s.kubelet.kubelet import Kubelet
-from tests.k8s.kubelet.kuberay import GroupChange, KubeRay
+from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.operating import eventually
+from tests.k8s.patches import check_patches
 from tests.k8s.streaming import streaming
 from tests.k8s.test_rolling import POOLS, change, is_whole, live_of, most_pods, revisions
-from tests.k8s.test_serving import FAKE, MODEL, Installed, router_address
+from tests.k8s.test_serving import FAKE, MODEL, Installed, workers_of
 
 pytestmark = [
     pytest.mark.cluster,
@@ -30,11 +30,10 @@ pytestmark = [
     pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
 ]
 
-DYING = "tests.k8s.dying_operator"
 NUM_TOKENS = 150
-QUIET_S = 12.0
-"""Twice as long as the operator goes without a look, and more: whoever lived through that has
-nothing left to do."""
+QUIET_S = 6.0
+"""As long as several of the dying operator's looks: whoever lived through that has nothing left to
+do."""
 _KILLED = re.compile(r"^killed (before|after) ([A-Za-z]+ \S+):", re.MULTILINE)
 
 
@@ -126,9 +125,11 @@ def test_an_operator_that_is_killed_at_every_step_scales_out_and_in_and_no_strea
         router={"replicas": 1, "settings": {"localPrefill": "never"}},
     )
     installed.wait_available()
+    first = workers_of(kubelet, "decode")
     operator = DyingOperator(control_plane, kubelet, namespace)
     kills: list[tuple[str, str]] = []
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    num_specs = len(kuberay.specs("default"))
+    with streaming(kubelet, NUM_TOKENS) as streams:
         for replicas in (3, 1):
             began_at = time.monotonic()
             installed.scale("decode", replicas)
@@ -145,11 +146,8 @@ def test_an_operator_that_is_killed_at_every_step_scales_out_and_in_and_no_strea
                 moments = {moment for moment, step in new if step.startswith(begin)}
                 assert moments == {"before", "after"}, begin
     assert streams.num_rounds > 2
-    cleared = GroupChange(1, ())
-    eventually(lambda: kuberay.changes("default", "decode")[-1] == cleared, "the patch is cleared")
-    for before, after in itertools.pairwise(kuberay.changes("default", "decode")):
-        named = set(after.to_delete) - set(before.to_delete)
-        assert len(named) == max(0, before.replicas - after.replicas)
+    assert workers_of(kubelet, "decode") == first, "the one that serves stays"
+    check_killed_at_each_patch(kuberay, num_specs, namespace, kills)
 
 
 def test_an_operator_that_is_killed_at_every_step_rolls_a_pool_and_no_stream_changes(
@@ -170,7 +168,8 @@ def test_an_operator_that_is_killed_at_every_step_rolls_a_pool_and_no_stream_cha
     eventually(lambda: is_whole(installed, "decode", 2), "both decode workers are live", 150)
     (before,) = revisions(installed, "decode")
     operator = DyingOperator(control_plane, kubelet, namespace)
-    running = streaming(router_address(kubelet), NUM_TOKENS)
+    num_specs = len(kuberay.specs("default"))
+    running = streaming(kubelet, NUM_TOKENS)
     with running as streams, live_of(kubelet, "decode") as live:
         began_at = time.monotonic()
         change(control_plane, namespace, decode={"engine": {"maxNumSeqs": 48}})
@@ -189,13 +188,7 @@ def test_an_operator_that_is_killed_at_every_step_rolls_a_pool_and_no_stream_cha
         assert moments == {"before", "after"}, begin
     assert live.fewest == 2, "maxUnavailable is 0"
     assert most_pods(kuberay, "decode") == 3, "maxSurge is 1"
-    (group,) = (
-        group
-        for group in kuberay.specs("default")[-1]["workerGroupSpecs"]
-        if revision_in(group).pool == "decode"
-    )
-    assert group["groupName"] != before
-    assert (group["replicas"], group["scaleStrategy"]["workersToDelete"]) == (2, [])
+    check_killed_at_each_patch(kuberay, num_specs, namespace, kills)
 
 
 def test_an_operator_that_is_killed_at_every_step_has_a_cohort_take_over_and_no_stream_changes(
@@ -217,7 +210,8 @@ def test_an_operator_that_is_killed_at_every_step_has_a_cohort_take_over_and_no_
     pools = ("prefill", "decode")
     former = {revision for pool in pools for revision in revisions(installed, pool)}
     operator, shares = DyingOperator(control_plane, kubelet, namespace), Shares(installed)
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    num_specs = len(kuberay.specs("default"))
+    with streaming(kubelet, NUM_TOKENS) as streams:
         began_at, num_earlier = time.monotonic(), len(operator.kills())
         block_size = json.dumps({"spec": {"engine": {"blockSize": 32}}})
         control_plane.kubectl(
@@ -244,6 +238,20 @@ def test_an_operator_that_is_killed_at_every_step_has_a_cohort_take_over_and_no_
     groups = kuberay.specs("default")[-1]["workerGroupSpecs"]
     assert {revision_in(group).pool for group in groups} == set(pools)
     assert former.isdisjoint(group["groupName"] for group in groups)
+    check_killed_at_each_patch(kuberay, num_specs, namespace, kills)
+
+
+def check_killed_at_each_patch(
+    kuberay: KubeRay, num_specs: int, namespace: str, kills: list[tuple[str, str]]
+) -> None:
+    """Before and after each of them, and whatever was patched by whoever came next is sound.
+    `num_specs`: those of the time before it was killed."""
+    check_patches(kuberay)
+    patch = f"PATCH {_ray_cluster(namespace)}"
+    num_changes = len(kuberay.specs("default")) - num_specs
+    num_before, num_after = (kills.count((moment, patch)) for moment in ("before", "after"))
+    assert num_after == num_changes
+    assert num_before >= num_changes, "a successor may see more, and patch something else"
 
 
 class Shares:

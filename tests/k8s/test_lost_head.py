@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from baton.errors import BatonError
 from deploy.controller.manifests.common import POOL_LABEL
+from tests.k8s.addresses import HEAD
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
-from tests.k8s.kubelet.objects import name_of
+from tests.k8s.kubelet.objects import name_of, restarts_of
 from tests.k8s.operating import condition, eventually
 from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed, router_address, workers_of
+from tests.k8s.test_serving import FAKE, MODEL, Installed, workers_of
 
 pytestmark = [
     pytest.mark.cluster,
@@ -31,7 +31,6 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 600
-HEAD = "app.kubernetes.io/component=head"
 BACK_WITHIN_S = 150.0
 
 
@@ -48,8 +47,7 @@ class Cluster:
     def worker_pods(self) -> list[tuple[str, int]]:
         """Each one's identity, and how often its containers were started again."""
         return sorted(
-            (pod["metadata"]["uid"], sum(map(_restarts, pod["status"]["containerStatuses"])))
-            for pod in self._kubelet.pods(POOL_LABEL)
+            (pod["metadata"]["uid"], restarts_of(pod)) for pod in self._kubelet.pods(POOL_LABEL)
         )
 
     def workers(self) -> dict[str, str]:
@@ -59,10 +57,6 @@ class Cluster:
             return {w: p for pool in pools for w, p in workers_of(self._kubelet, pool).items()}
         except (BatonError, KeyError, ValueError):  # no answer, no address, no pod
             return {}
-
-
-def _restarts(status: dict[str, Any]) -> int:
-    return int(status["restartCount"])
 
 
 def test_a_head_that_is_lost_costs_no_stream_and_no_worker(
@@ -81,7 +75,7 @@ def test_a_head_that_is_lost_costs_no_stream_and_no_worker(
     cluster = Cluster(kubelet)
     eventually(lambda: len(cluster.workers()) == 3, "all three workers are live", BACK_WITHIN_S)
     workers, pods, lost = cluster.workers(), cluster.worker_pods(), cluster.head()
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    with streaming(kubelet, NUM_TOKENS) as streams:
         streams.wait_round()
         end = ("delete", "pod", lost, "--grace-period=0", "--force")
         control_plane.kubectl("-n", namespace, *end)

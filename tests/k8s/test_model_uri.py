@@ -9,13 +9,15 @@ import pytest
 from baton.client import Client
 from baton.events import Tokens
 from tests.baton.fetch.checkpoint_server import CheckpointServer, write_certificate
+from tests.k8s.addresses import router_address
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
-from tests.k8s.test_serving import MODEL, Installed, router_address
+from tests.k8s.test_serving import MODEL, Installed
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.full,
+    pytest.mark.timeout(600),
     pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
 ]
 

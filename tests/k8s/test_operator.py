@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,6 @@ pools:
   prefill: {role: prefill}
   decode: {role: decode, replicas: 3, max_replicas: 5, engine: {max_num_seqs: 8}}
 """
-
-
-@pytest.fixture
-def operator(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Operator]:
-    with operator_of(control_plane, namespace, tmp_path) as running:
-        yield running
 
 
 class Seen:

@@ -12,10 +12,10 @@ import pytest
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.hosts import is_ready
 from tests.k8s.kubelet.kubelet import Kubelet
-from tests.k8s.kubelet.objects import name_of
+from tests.k8s.kubelet.objects import name_of, restarts_of
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed, router_address
+from tests.k8s.test_serving import FAKE, MODEL, Installed
 
 pytestmark = [
     pytest.mark.cluster,
@@ -49,7 +49,7 @@ class Running:
         by name."""
         labels = (RAY_PODS, "app.kubernetes.io/component=router")
         pods = [pod for each in labels for pod in self._kubelet.pods(each)]
-        return {name_of(pod): (pod["metadata"]["uid"], _restarts(pod)) for pod in pods}
+        return {name_of(pod): (pod["metadata"]["uid"], restarts_of(pod)) for pod in pods}
 
     def ray(self) -> dict[str, Any]:
         found: dict[str, Any] = self._installed.read("rayclusters.ray.io/default")
@@ -75,10 +75,6 @@ class Running:
         return image.endswith(f":{tag}") and lease["holderIdentity"].startswith(name_of(pods[0]))
 
 
-def _restarts(pod: Any) -> int:
-    return sum(int(each["restartCount"]) for each in pod["status"]["containerStatuses"])
-
-
 def test_an_upgrade_of_the_operator_leaves_pools_alone_and_no_stream_changes(
     control_plane: ControlPlane, namespace: str, kubelet: Kubelet, tmp_path: Path
 ) -> None:
@@ -91,7 +87,7 @@ def test_an_upgrade_of_the_operator_leaves_pools_alone_and_no_stream_changes(
     )
     installed.wait_available()
     running = Running(installed, kubelet)
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    with streaming(kubelet, NUM_TOKENS) as streams:
         pods, generation, templates = running.pods(), running.generation(), running.templates()
         assert len(pods) == 4, "a head, two workers, a router"
         installed.upgrade(**OTHER_RELEASE)

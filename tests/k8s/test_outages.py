@@ -18,7 +18,7 @@ from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.kubelet.place import place
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed, router_address
+from tests.k8s.test_serving import FAKE, MODEL, Installed
 
 pytestmark = [
     pytest.mark.cluster,
@@ -93,7 +93,7 @@ def test_a_silent_cut_and_a_restart_are_noticed_and_what_was_asked_meanwhile_is_
 
     eventually(is_whole, "both workers are live", 150)
     sizes = Sizes(installed)
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    with streaming(kubelet, NUM_TOKENS) as streams:
         silent_at = time.monotonic()
         proxy.silence()
         installed.scale("decode", 1)

@@ -14,7 +14,7 @@ from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import NUM_STREAMS, streaming
 from tests.k8s.test_rolling import change
-from tests.k8s.test_serving import MODEL, Installed, router_address, workers_of
+from tests.k8s.test_serving import MODEL, Installed, workers_of
 
 pytestmark = [
     pytest.mark.cluster,
@@ -71,7 +71,7 @@ def test_a_drain_that_outlasts_its_pools_drain_timeout_says_what_holds_it(
     change(control_plane, namespace, decode=KEPT)
     eventually(lambda: pool.spec()["drainTimeout"] == SHORT, "the pool has it")
     workers = workers_of(kubelet, "decode")
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    with streaming(kubelet, NUM_TOKENS) as streams:
         streams.wait_round()
         installed.scale("decode", 1)
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
+import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from baton.client import Client
+from baton.client import AsyncClient
 from baton.control_client import ControlClient
 from baton.events import Routed
 from baton.v1 import common_pb2, control_pb2
+from tests.k8s.addresses import router_addresses
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import KubeRay
+from tests.k8s.kubelet.objects import restarts_of
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed, router_address
+from tests.k8s.test_serving import FAKE, MODEL, Installed
 
 pytestmark = [
     pytest.mark.cluster,
@@ -31,6 +36,8 @@ NUM_TOKENS = 150
 WITHIN_S = 5.0
 PLACED_WITHIN_S = 60.0
 """To be told how long it took where that is longer."""
+PROBES_EACH, PROBE_TOKENS = 4, 150
+ENGINE = {**FAKE, "fake": {**FAKE["fake"], "prefillTokenS": 0.001}}
 CONTROL_PORT = 7101
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 
@@ -74,28 +81,35 @@ class MixedPool:
     def pods(self) -> list[tuple[str, int]]:
         """Each one's identity, and how often its containers were started again."""
         pods = self._kubelet.pods("ray.io/node-type=worker")
-        return sorted((pod["metadata"]["uid"], _restarts(pod)) for pod in pods)
+        return sorted((pod["metadata"]["uid"], restarts_of(pod)) for pod in pods)
 
     def _wait_placed(self, before: Roles, roles: Roles) -> None:
         """Until a request goes by these roles to a worker that had another one before."""
         switched = {worker for worker, role in roles.items() if before[worker] != role}
         assert switched
-        numbers = itertools.count()
+        addresses = router_addresses(self._kubelet)
 
-        def is_placed(client: Client) -> bool:
-            prompt = f"{next(numbers)}: who prefills this?"  # nobody has the last one's cached
-            events = client.generate(prompt, max_tokens=1, temperature=0.0)
-            (routed,) = [event for event in events if isinstance(event, Routed)]
-            pair = routed.prefill_worker, routed.decode_worker
-            is_by_roles = [roles[worker] for worker in pair] == [PREFILL, DECODE]
-            return is_by_roles and not switched.isdisjoint(pair)
+        def are_placed() -> bool:
+            pairs = asyncio.run(placed(addresses))
+            by_roles = [(roles[prefill], roles[decode]) for prefill, decode in pairs]
+            is_anew = not switched.isdisjoint(itertools.chain.from_iterable(pairs))
+            return set(by_roles) == {(PREFILL, DECODE)} and is_anew
 
-        with Client(router_address(self._kubelet)) as client:
-            eventually(lambda: is_placed(client), "a worker acts in its new role", PLACED_WITHIN_S)
+        eventually(are_placed, "workers act in their new roles", PLACED_WITHIN_S)
 
 
-def _restarts(pod: dict[str, Any]) -> int:
-    return sum(int(each["restartCount"]) for each in pod["status"]["containerStatuses"])
+async def placed(addresses: Sequence[str]) -> list[tuple[str, str]]:
+    """Workers of requests that every router is asked for at once: more than one takes soon."""
+
+    async def ask(client: AsyncClient) -> tuple[str, str]:
+        prompt = [5 + random.randrange(200) for _ in range(PROBE_TOKENS)]  # nobody has it cached
+        events = client.generate(token_ids=prompt, max_tokens=1, temperature=0.0)
+        (routed,) = [event async for event in events if isinstance(event, Routed)]
+        return routed.prefill_worker, routed.decode_worker
+
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(AsyncClient(each)) for each in addresses]
+        return await asyncio.gather(*(ask(client) for client in clients * PROBES_EACH))
 
 
 def test_roles_are_switched_within_seconds_and_no_stream_changes_and_no_pod_restarts(
@@ -108,8 +122,8 @@ def test_roles_are_switched_within_seconds_and_no_stream_changes_and_no_pod_rest
     installed = Installed(control_plane, namespace, tmp_path)
     installed.install(
         model={"name": str(MODEL)},
-        engine=FAKE,
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        engine=ENGINE,
+        router={"replicas": 2, "settings": {"localPrefill": "never"}},
         pools={
             "prefill": None,  # the chart's own
             "decode": None,
@@ -123,9 +137,10 @@ def test_roles_are_switched_within_seconds_and_no_stream_changes_and_no_pod_rest
 
     eventually(is_whole, "all four workers are live", 150)
     pool = MixedPool(control_plane, namespace, kubelet)
+    eventually(lambda: len(router_addresses(kubelet)) == 2, "both routers are ready", 60)
     pool.switch(3, 1)
     pods = pool.pods()
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    with streaming(kubelet, NUM_TOKENS) as streams:
         for prefill, decode in ((1, 3), (3, 1), (1, 3), (3, 1)):
             rounds = streams.num_rounds
             seconds = pool.switch(prefill, decode)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,18 @@ from baton.control_client import ControlClient
 from baton.errors import BatonError
 from baton.v1 import control_pb2
 from deploy.controller.manifests.ray_cluster import revision_in
+from tests.k8s.addresses import control_address
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.operating import condition, eventually
+from tests.k8s.patches import check_patches
 from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed, router_address
+from tests.k8s.test_serving import FAKE, MODEL, Installed
 
 pytestmark = [
     pytest.mark.full,
+    pytest.mark.timeout(900),
     pytest.mark.cluster,
     pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
 ]
@@ -49,11 +52,12 @@ class Live:
     def __init__(self, address: str, pool: str) -> None:
         self._client, self._pool = ControlClient(address), pool
         self.fewest = 1 << 10
-        self._thread = threading.Thread(target=self._listen, name="live", daemon=True)
-        self._thread.start()
+        self._is_over = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="live")
+        self._listening = self._thread.submit(self._listen)
 
     def _listen(self) -> None:
-        with contextlib.suppress(BatonError, ValueError):  # it was closed
+        try:
             for told in self._client.watch_fleet(3600.0):
                 live = [
                     worker
@@ -62,16 +66,21 @@ class Live:
                     and worker.info.pool.rpartition("-")[0] == self._pool
                 ]
                 self.fewest = min(self.fewest, len(live))
+        except (BatonError, ValueError):
+            if not self._is_over:  # it heard no more of what it is asked about
+                raise
 
     def stop(self) -> None:
+        """Raises what it has not heard to the end for."""
+        self._is_over = True
         self._client.close()
-        self._thread.join(10)
+        self._listening.result(10)
+        self._thread.shutdown()
 
 
 @contextlib.contextmanager
 def live_of(kubelet: Kubelet, pool: str) -> Iterator[Live]:
-    (head,) = kubelet.pods("app.kubernetes.io/component=head")
-    live = Live(f"{head['status']['podIP']}:7101", pool)
+    live = Live(control_address(kubelet), pool)
     try:
         yield live
     finally:
@@ -127,7 +136,7 @@ def test_a_pools_setting_is_rolled_under_50_streams_within_surge_and_availabilit
     installed: Installed, control_plane: ControlPlane, kubelet: Kubelet, kuberay: KubeRay
 ) -> None:
     (before,) = revisions(installed, "decode")
-    running = streaming(router_address(kubelet), NUM_TOKENS)
+    running = streaming(kubelet, NUM_TOKENS)
     with running as streams, live_of(kubelet, "decode") as live:
         change(control_plane, installed.namespace, decode={"engine": {"maxNumSeqs": 48}})
 
@@ -139,6 +148,7 @@ def test_a_pools_setting_is_rolled_under_50_streams_within_surge_and_availabilit
     assert live.fewest == 2, "maxUnavailable is 0"
     assert most_pods(kuberay, "decode") == 3, "maxSurge is 1"
     assert streams.num_rounds >= 2
+    assert len(check_patches(kuberay)) == 2, "the workers of the old version"
     told = condition(installed.read("wp/decode"), "Progressing")
     assert (told["status"], told["reason"]) == ("False", "AsWanted")
 
@@ -147,7 +157,7 @@ def test_a_version_that_does_not_start_stops_and_the_old_one_serves_on_until_it_
     installed: Installed, control_plane: ControlPlane, kubelet: Kubelet, kuberay: KubeRay
 ) -> None:
     (before,) = revisions(installed, "decode")
-    running = streaming(router_address(kubelet), NUM_TOKENS)
+    running = streaming(kubelet, NUM_TOKENS)
     with running as streams, live_of(kubelet, "decode") as live:
         broken = {"name": "ray-worker", "args": ["echo this version is broken; exit 3"]}
         template = {"spec": {"containers": [broken]}}
@@ -169,12 +179,13 @@ def test_a_version_that_does_not_start_stops_and_the_old_one_serves_on_until_it_
     assert revisions(installed, "decode") == [before], "what still ran was used again"
     assert live.fewest == 2
     assert most_pods(kuberay, "decode") == 3
+    assert len(check_patches(kuberay)) == 1, "the pod of the version that did not start"
 
 
 def test_a_pool_is_added_to_a_running_cluster_and_taken_away_again(
     installed: Installed, control_plane: ControlPlane, kubelet: Kubelet, kuberay: KubeRay
 ) -> None:
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    with streaming(kubelet, NUM_TOKENS) as streams:
         change(control_plane, installed.namespace, more={"role": "decode"})
         eventually(lambda: "more" in pools_of(installed), "there is one", 30)
         eventually(lambda: is_whole(installed, "more", 1), "its worker is live", ROLLED_WITHIN_S)
@@ -184,6 +195,7 @@ def test_a_pool_is_added_to_a_running_cluster_and_taken_away_again(
         streams.check()
     groups = kuberay.specs("default")[-1]["workerGroupSpecs"]
     assert {revision_in(group).pool for group in groups} == {"prefill", "decode"}
+    assert len(check_patches(kuberay)) == 1
 
 
 def pools_of(installed: Installed) -> set[str]:

@@ -11,11 +11,12 @@ from baton.client import Client
 from baton.credentials import Tls
 from baton.errors import PermissionDeniedError, UnauthenticatedError
 from tests.certificates import Authority
+from tests.k8s.addresses import router_address
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.objects import secret
 from tests.k8s.operating import eventually
-from tests.k8s.test_serving import MODEL, Installed, installed, router_address
+from tests.k8s.test_serving import MODEL, Installed, installed
 
 __all__ = ["installed"]  # a fixture
 

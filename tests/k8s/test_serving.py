@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,13 @@ from baton.events import Finished, HandedOff, Tokens
 from baton.v1 import control_pb2
 from deploy.api.chart import CHART
 from deploy.kubectl.clusters import target
+from tests.k8s.addresses import control_address, router_address
 from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
-from tests.k8s.kubelet.kuberay import GroupChange, KubeRay
+from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.operating import condition, eventually
+from tests.k8s.patches import check_patches
 from tests.k8s.streaming import Streaming, streaming
 from tests.k8s.test_crds import cluster
 from tests.k8s.test_kubectl_plugin import Plugin
@@ -94,15 +95,6 @@ def installed(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> In
     return Installed(control_plane, namespace, tmp_path)
 
 
-def router_address(kubelet: Kubelet) -> str:
-    """Of a router pod that is ready and stays: this machine reaches pods by their addresses."""
-    for pod in kubelet.pods("app.kubernetes.io/component=router"):
-        is_ready = condition(pod, "Ready").get("status") == "True"
-        if is_ready and "deletionTimestamp" not in pod["metadata"]:
-            return f"{pod['status']['podIP']}:7100"
-    raise AssertionError("no router is ready")
-
-
 def pod_behind(control_plane: ControlPlane, installed: Installed, endpoint: str) -> str:
     """Where kubectl would forward a port to, by what the ServingCluster tells of an endpoint: the
     kubelet stand-in serves no port-forward."""
@@ -152,12 +144,22 @@ def test_helm_install_ends_with_an_answer_whose_kv_crossed_from_pod_to_pod(
         done = plugin(*asked)
         assert done.returncode == 0, done.stderr
         assert all(worker in done.stdout for worker in workers), done.stdout
+    leaves = workers[-1]
+    done = plugin("drain", leaves, "--address", control)
+    assert done.returncode == 0, done.stderr
+    assert f"{leaves} has left" in done.stdout
 
 
 # --- scaling while streams run --------------------------------------------------------------------
 
 NUM_TOKENS = 300
-FAKE = {"backend": "fake", "fake": {"decodeStepS": 0.03}, "maxNumSeqs": 64}
+DECODE_STEP_S = 0.03
+FAKE: dict[str, Any] = {
+    "backend": "fake",
+    "fake": {"decodeStepS": DECODE_STEP_S},
+    "maxNumSeqs": 64,
+    "numBlocks": 4096,
+}
 
 
 class Drains:
@@ -180,8 +182,7 @@ class Drains:
 
 def workers_of(kubelet: Kubelet, pool: str) -> dict[str, str]:
     """Pods of the pool's live workers, by worker, as the supervisor has them."""
-    (head,) = kubelet.pods("app.kubernetes.io/component=head")
-    with ControlClient(f"{head['status']['podIP']}:7101") as client:
+    with ControlClient(control_address(kubelet)) as client:
         workers = client.fleet().workers
     return {
         worker.info.ref.worker_id: worker.info.pod_name
@@ -189,6 +190,13 @@ def workers_of(kubelet: Kubelet, pool: str) -> dict[str, str]:
         if worker.state == control_pb2.WORKER_STATE_LIVE
         and worker.info.pool.rpartition("-")[0] == pool
     }
+
+
+def figures_of(installed: Installed) -> bool:
+    """Whether the pools' statuses tell what running streams are to them, in sound figures."""
+    prefill, decode = (installed.read(f"wp/{pool}")["status"] for pool in ("prefill", "decode"))
+    told = decode.get("kvUsePercent"), decode.get("itlSeconds"), prefill.get("ttftSeconds")
+    return all(told) and told[0] <= 100 and 0.5 * DECODE_STEP_S < told[1] < 30 > told[2]
 
 
 class BadCluster:
@@ -227,7 +235,7 @@ def test_a_pool_is_scaled_out_and_in_under_streams_beside_a_bad_cluster_and_none
         router={"replicas": 1, "settings": {"localPrefill": "never"}},
     )
     installed.wait_available()
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    with streaming(kubelet, NUM_TOKENS) as streams:
         drains = Drains(installed, streams)
 
         def has(replicas: int) -> bool:
@@ -241,6 +249,7 @@ def test_a_pool_is_scaled_out_and_in_under_streams_beside_a_bad_cluster_and_none
         assert not drains.most_running
         workers = workers_of(kubelet, "decode")
         streams.wait_round()
+        eventually(lambda: figures_of(installed), "what streams take is told", 60)
         installed.scale("decode", 1)
         eventually(lambda: has(1), "it has 1 worker", 150)
         left = workers_of(kubelet, "decode")
@@ -249,15 +258,4 @@ def test_a_pool_is_scaled_out_and_in_under_streams_beside_a_bad_cluster_and_none
     assert len(drained) == 2
     assert drains.most_running.keys() == drained.items()
     assert all(drains.most_running.values()), "they were named while they had streams"
-    cleared = GroupChange(1, ())
-    eventually(lambda: kuberay.changes("default", "decode")[-1] == cleared, "the patch is cleared")
-    shrinking = [
-        (before, after)
-        for before, after in itertools.pairwise(kuberay.changes("default", "decode"))
-        if after.replicas < before.replicas
-    ]
-    assert shrinking
-    for before, after in shrinking:
-        assert len(set(after.to_delete) - set(before.to_delete)) == before.replicas - after.replicas
-    gone = {name for change in kuberay.changes("default", "decode") for name in change.to_delete}
-    assert gone == set(drained.values())
+    assert check_patches(kuberay) == set(drained.values())

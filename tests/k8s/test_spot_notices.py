@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from deploy.controller.manifests.common import POOL_LABEL
+from tests.cluster.metadata_server import Machines, serving_machines
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.objects import name_of
 from tests.k8s.operating import eventually
-from tests.k8s.pods_metadata import PodsMetadata, serving_pods_metadata
 from tests.k8s.streaming import NUM_STREAMS, streaming
 from tests.k8s.test_evictions import DRAINED_WITHIN_S, NUM_TOKENS, OUTLAST_S, Drain
-from tests.k8s.test_serving import FAKE, MODEL, Installed, router_address, workers_of
+from tests.k8s.test_serving import FAKE, MODEL, Installed, workers_of
 
 pytestmark = [
     pytest.mark.cluster,
@@ -30,19 +30,19 @@ NOTICE_S = 120.0
 
 
 @pytest.fixture
-def metadata(control_plane: ControlPlane, kubelet: Kubelet) -> Iterator[PodsMetadata]:
+def metadata(control_plane: ControlPlane, kubelet: Kubelet) -> Iterator[Machines]:
     (host,) = (
         each["address"]
         for each in control_plane.read("node/node-a")["status"]["addresses"]
         if each["type"] == "InternalIP"
     )
-    with serving_pods_metadata(host) as served:
+    with serving_machines(host) as served:
         yield served
 
 
 @pytest.fixture
 def installed(
-    control_plane: ControlPlane, namespace: str, metadata: PodsMetadata, tmp_path: Path
+    control_plane: ControlPlane, namespace: str, metadata: Machines, tmp_path: Path
 ) -> Installed:
     made = Installed(control_plane, namespace, tmp_path)
     made.install(
@@ -66,14 +66,14 @@ def test_a_pod_whose_machine_is_called_back_drains_by_itself_and_no_stream_chang
     namespace: str,
     installed: Installed,
     kubelet: Kubelet,
-    metadata: PodsMetadata,
+    metadata: Machines,
 ) -> None:
     workers = workers_of(kubelet, "decode")
     called_back, *_ = kubelet.pods(f"{POOL_LABEL}=decode")
     name = name_of(called_back)
     others = [each for each in kubelet.pods(POOL_LABEL) if name_of(each) != name]
     drain = Drain(kubelet, name)
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    with streaming(kubelet, NUM_TOKENS) as streams:
         streams.wait_round()
         metadata.of(called_back["status"]["podIP"]).call_back("aws", in_s=NOTICE_S)
         eventually(lambda: drain.has_begun, "it drains", 20)

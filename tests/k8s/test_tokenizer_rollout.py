@@ -22,7 +22,6 @@ from tests.k8s.test_checkpoint_rollout import (
     NUM_TOKENS,
     OVER_WITHIN_S,
     REQUEST_S,
-    ROLLOUT,
     Asked,
     Asking,
     Changing,
@@ -102,7 +101,7 @@ def test_no_model_gets_the_other_s_ids_while_one_takes_over(
         model=model_in("first"),
         servedModelName="both",
         engine=ENGINE,
-        rollout=ROLLOUT | {"step": "20s", "maxItlFactor": 100},
+        rollout={"weights": [50, 100], "step": "20s", "maxItlFactor": 100},
         router={"replicas": 1, "settings": {"localPrefill": "never"}},
     )
     installed.wait_available()

@@ -3,7 +3,6 @@ and goes on when the other one has taken over."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -16,12 +15,13 @@ from deploy.controller.manifests.ray_cluster import revision_in
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.hosts import is_ready
 from tests.k8s.kubelet.kubelet import Kubelet
-from tests.k8s.kubelet.kuberay import GroupChange, KubeRay
+from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.kubelet.objects import name_of, num_restarts
 from tests.k8s.operating import eventually
+from tests.k8s.patches import check_patches
 from tests.k8s.streaming import streaming
 from tests.k8s.telling_operator import MARK
-from tests.k8s.test_serving import FAKE, MODEL, Installed, router_address
+from tests.k8s.test_serving import FAKE, MODEL, Installed
 
 pytestmark = [
     pytest.mark.cluster,
@@ -110,7 +110,7 @@ def test_who_stood_still_in_a_scale_in_does_not_act_and_the_other_one_ends_it(
         return told == [replicas] * 2 and not status.get("draining")
 
     eventually(lambda: has(3), "three decode workers", 150)
-    with streaming(router_address(kubelet), NUM_TOKENS) as streams:
+    with streaming(kubelet, NUM_TOKENS) as streams:
         former, before = operators.leader(), operators.lease()
         assert writes_in(operators.said(former)), "its writes are seen"
         streams.wait_round()
@@ -136,8 +136,4 @@ def test_who_stood_still_in_a_scale_in_does_not_act_and_the_other_one_ends_it(
     assert num_restarts(kubelet, OPERATOR) == 0, "it has lived through it"
     assert "has lost the lease" in said
     assert writes_in(said) == []
-    cleared = GroupChange(1, ())
-    eventually(lambda: kuberay.changes("default", "decode")[-1] == cleared, "the patch is cleared")
-    for one, then in itertools.pairwise(kuberay.changes("default", "decode")):
-        named = set(then.to_delete) - set(one.to_delete)
-        assert len(named) == max(0, one.replicas - then.replicas)
+    assert len(check_patches(kuberay)) == 2

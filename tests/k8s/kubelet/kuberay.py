@@ -6,6 +6,9 @@
 - A pod whose Ray has ended for good is deleted, and replaced when it has gone.
 - The pods in `scaleStrategy.workersToDelete` go, whatever `replicas` says, for as long as they are
   named. Where there are too many and none is named, those that go are chosen at random.
+- A RayCluster whose head has a Redis stays, when it is deleted, until its pods are gone and that is
+  emptied: by a Job, whose pod is refused without the head's account. Here nothing is emptied; it
+  stays for as long as there is no such account, KubeRay gives up after 5 minutes.
 - Every spec that a RayCluster has had is kept, for tests to look at.
 """
 
@@ -26,8 +29,8 @@ from deploy.controller.errors import AlreadyExistsError, NotFoundError
 from deploy.controller.informer import Informer, InformerSettings
 from deploy.controller.kube import Kube
 from deploy.controller.manifests.common import POOL_LABEL
-from deploy.controller.objects import Key, Object, Selection
-from deploy.controller.resources import PODS, RAY_CLUSTERS, SERVICES
+from deploy.controller.objects import Key, Object, Selection, key_of
+from deploy.controller.resources import PODS, RAY_CLUSTERS, SERVICE_ACCOUNTS, SERVICES
 from deploy.controller.workers import Workers
 from deploy.controller.workqueue import WorkQueue
 from tests.k8s.kubelet.errors import KubeletError
@@ -47,6 +50,7 @@ from tests.k8s.kubelet.ray_pods import (
 _SYNC_S = 20.0
 _END_S = 30.0
 _LOOK_AGAIN_S = 0.5
+_EMPTIES_REDIS = "ray.io/gcs-ft-redis-cleanup-finalizer"
 _QUICKLY = Backoff(first_s=0.1, longest_s=1.0)
 
 
@@ -56,6 +60,10 @@ class GroupChange:
 
     replicas: int
     to_delete: tuple[str, ...]
+
+    @classmethod
+    def of(cls, group: Object) -> GroupChange:
+        return cls(int(group.get("replicas") or 0), _to_delete(group))
 
 
 class KubeRay:
@@ -104,7 +112,7 @@ class KubeRay:
         changes: list[GroupChange] = []
         for spec in self.specs(cluster):
             for each in spec.get("workerGroupSpecs") or ():
-                change = GroupChange(int(each.get("replicas") or 0), _to_delete(each))
+                change = GroupChange.of(each)
                 labels = each["template"].get("metadata", {}).get("labels", {})
                 if labels.get(POOL_LABEL, each["groupName"]) == pool and changes[-1:] != [change]:
                     changes.append(change)
@@ -123,14 +131,18 @@ class KubeRay:
 
     def _reconcile(self, key: Key) -> float | None:
         cluster = self._clusters.get(key)
-        if cluster is None or "deletionTimestamp" in cluster["metadata"]:
-            return None  # the garbage collector deletes what it owns
+        if cluster is None:
+            return None  # the garbage collector deletes what it owned
+        if "deletionTimestamp" in cluster["metadata"]:
+            return self._end(cluster)
+        if "gcsFaultToleranceOptions" in cluster["spec"]:
+            self._hold(cluster, [_EMPTIES_REDIS])
         with contextlib.suppress(AlreadyExistsError):
             self._kube.create(SERVICES, head_service(cluster))
         pods = self._pods_of(key)
         if over := [pod for pod in pods if _is_over(pod)]:
             for pod in over:
-                self._delete(Key(key.namespace, pod["metadata"]["name"]))
+                self._delete(key_of(pod))
             return _LOOK_AGAIN_S  # others are made when they have gone
         if not any(_group_of(pod) == HEAD_GROUP for pod in pods):
             self._create(head_pod(cluster))
@@ -138,6 +150,33 @@ class KubeRay:
             self._size(cluster, group, [p for p in pods if _group_of(p) == group["groupName"]])
         self._tell(cluster, self._pods_of(key))
         return None
+
+    def _end(self, cluster: Object) -> float | None:
+        if _EMPTIES_REDIS not in cluster["metadata"].get("finalizers", ()):
+            return None
+        pods = self._pods_of(key_of(cluster))
+        for pod in pods:
+            self._delete(key_of(pod))
+        if pods or not self._has_account(cluster):
+            return _LOOK_AGAIN_S
+        self._hold(cluster, [])
+        return None
+
+    def _hold(self, cluster: Object, finalizers: list[str]) -> None:
+        if cluster["metadata"].get("finalizers", []) != finalizers:
+            patch = {"metadata": {"finalizers": finalizers}}
+            with contextlib.suppress(NotFoundError):
+                self._kube.merge_patch(RAY_CLUSTERS, key_of(cluster), patch)
+
+    def _has_account(self, cluster: Object) -> bool:
+        """The head's."""
+        head = cluster["spec"]["headGroupSpec"]["template"]["spec"]
+        name = head.get("serviceAccountName", "default")
+        try:
+            self._kube.get(SERVICE_ACCOUNTS, Key(cluster["metadata"]["namespace"], name))
+        except NotFoundError:
+            return False
+        return True
 
     def _size(self, cluster: Object, group: Mapping[str, Any], pods: list[Object]) -> None:
         """Bring a group to its size."""
@@ -150,7 +189,7 @@ class KubeRay:
             self._create(worker_pod(cluster, group))
         for pod in self._rng.sample(stay, max(0, -diff)):
             self._deleted_as_too_many.add(pod["metadata"]["name"])
-            self._delete(Key(pod["metadata"]["namespace"], pod["metadata"]["name"]))
+            self._delete(key_of(pod))
 
     def _pods_of(self, key: Key) -> list[Object]:
         """As the API server has them now: what was made a moment ago is not yet in a cache."""
@@ -173,11 +212,9 @@ class KubeRay:
         status = _status(cluster, pods)
         former = cluster.get("status") or {}
         if any(former.get(name) != value for name, value in status.items()):
-            metadata = cluster["metadata"]
-            key = Key(metadata["namespace"], metadata["name"])
             patch = {"status": copy.deepcopy(status)}
             with contextlib.suppress(NotFoundError):
-                self._kube.merge_patch(RAY_CLUSTERS, key, patch, "status")
+                self._kube.merge_patch(RAY_CLUSTERS, key_of(cluster), patch, "status")
 
 
 def _status(cluster: Object, pods: list[Object]) -> dict[str, Any]:

@@ -111,5 +111,10 @@ def is_unschedulable(pod: Object) -> bool:
 
 def num_restarts(kubelet: Kubelet, labels: str) -> int:
     """Of all containers of these pods."""
-    statuses = [pod.get("status", {}).get("containerStatuses", ()) for pod in kubelet.pods(labels)]
-    return sum(int(each["restartCount"]) for status in statuses for each in status)
+    return sum(map(restarts_of, kubelet.pods(labels)))
+
+
+def restarts_of(pod: Object) -> int:
+    """Of all its containers."""
+    statuses = pod.get("status", {}).get("containerStatuses", ())
+    return sum(int(status["restartCount"]) for status in statuses)
