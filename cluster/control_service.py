@@ -141,7 +141,8 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         request_iterator: AsyncIterator[control_pb2.ReportRouterRequest],
         context: Context,
     ) -> control_pb2.ReportRouterResponse:
-        router_id = ""
+        routers, router_id = self._registry.routers, ""
+        call = routers.opened()
         try:
             async for report in request_iterator:
                 if not report.router_id or router_id not in ("", report.router_id):
@@ -150,11 +151,11 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                     )
                 router_id = report.router_id
                 if report.leaves:
-                    self._registry.routers.left(router_id)
+                    routers.left(router_id, call)
                 else:
-                    self._registry.routers.report(router_id, report.SerializeToString())
+                    routers.report(router_id, report.SerializeToString(), call)
         finally:
-            self._registry.routers.lost(router_id)
+            routers.lost(router_id, call)
         return control_pb2.ReportRouterResponse()
 
     async def SetReplicas(  # noqa: N802

@@ -3,10 +3,14 @@
 Pure: it reads a clock and nothing else. `report` is opaque here: a serialised message. That a call
 breaks, or says nothing more, does not say that its router has gone: cut off from here it may serve
 its clients as ever.
+
+A router has one call at a time, and a cut one may be seen to end long after the next has begun: so
+calls are numbered as they begin, and what comes of one counts no more once a later one has told.
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, replace
 
 from cluster.awake_clock import Clock
@@ -17,13 +21,21 @@ FORGOTTEN_AFTER_S = 300.0
 """And so is the router itself: it has gone without a word."""
 
 
+class Standing(enum.Enum):
+    TELLS = "tells"
+    LOST = "lost"
+    """Its call has broken since."""
+    LEFT = "left"
+    """Kept for a while, so that nothing late of a former call brings it back."""
+
+
 @dataclass(frozen=True)
 class RouterEntry:
     router_id: str
+    call: int
     report: bytes
     heard_at: float
-    is_lost: bool = False
-    """Its call has broken since."""
+    standing: Standing = Standing.TELLS
 
 
 @dataclass(frozen=True)
@@ -38,19 +50,26 @@ class RouterBook:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._entries: dict[str, RouterEntry] = {}
+        self._num_calls = 0
 
-    def report(self, router_id: str, report: bytes) -> None:
-        self._entries[router_id] = RouterEntry(router_id, report, self._clock())
+    def opened(self) -> int:
+        """A call has begun; its number."""
+        self._num_calls += 1
+        return self._num_calls
 
-    def lost(self, router_id: str) -> None:
+    def report(self, router_id: str, report: bytes, call: int = 0) -> None:
+        """`call`: its number; 0 where nobody calls."""
+        self._book(RouterEntry(router_id, call, report, self._clock()))
+
+    def lost(self, router_id: str, call: int) -> None:
         """Its call has ended; whether it has gone is not known."""
         entry = self._entries.get(router_id)
-        if entry is not None:
-            self._entries[router_id] = replace(entry, is_lost=True)
+        if entry is not None and (entry.call, entry.standing) == (call, Standing.TELLS):
+            self._book(replace(entry, standing=Standing.LOST))
 
-    def left(self, router_id: str) -> None:
+    def left(self, router_id: str, call: int) -> None:
         """It has shut down."""
-        self._entries.pop(router_id, None)
+        self._book(RouterEntry(router_id, call, b"", self._clock(), Standing.LEFT))
 
     def reports(self) -> tuple[bytes, ...]:
         """Of those that spoke of late, by their ids."""
@@ -66,11 +85,18 @@ class RouterBook:
         )
 
     def _speaks(self, entry: RouterEntry) -> bool:
-        return not entry.is_lost and entry.heard_at > self._clock() - SILENT_AFTER_S
+        is_fresh = entry.heard_at > self._clock() - SILENT_AFTER_S
+        return is_fresh and entry.standing is Standing.TELLS
+
+    def _book(self, entry: RouterEntry) -> None:
+        former = self._entries.get(entry.router_id)
+        if former is None or former.call <= entry.call:
+            self._entries[entry.router_id] = entry
 
     def _known(self) -> list[RouterEntry]:
         since = self._clock() - FORGOTTEN_AFTER_S
         self._entries = {
             name: entry for name, entry in self._entries.items() if entry.heard_at > since
         }
-        return [entry for _, entry in sorted(self._entries.items())]
+        there = [entry for entry in self._entries.values() if entry.standing is not Standing.LEFT]
+        return sorted(there, key=lambda entry: entry.router_id)

@@ -34,7 +34,7 @@ def test_a_router_that_falls_silent_or_leaves_is_left_out() -> None:
     book = RouterBook(lambda: now)
     book.report("a", b"1")
     book.report("b", b"2")
-    book.left("b")
+    book.left("b", book.opened())
     assert reports_of(book) == [b"1"]
     now = SILENT_AFTER_S - 0.1
     book.report("c", b"3")
@@ -46,17 +46,44 @@ def test_a_router_that_falls_silent_or_leaves_is_left_out() -> None:
 def test_a_router_that_does_not_speak_is_told_of_for_some_minutes_for_it_may_serve() -> None:
     now = 0.0
     book = RouterBook(lambda: now)
+    call = book.opened()
     for name in "abc":
-        book.report(name, b"")
-    book.lost("b")
-    book.left("c")
+        book.report(name, b"", call)
+    book.lost("b", call)
+    book.left("c", call)
     assert (len(reports_of(book)), silent_in(book)) == (1, [("b", 0.0)])
     now = SILENT_AFTER_S
     assert silent_in(book) == [("a", now), ("b", now)]
-    book.report("b", b"2")
+    book.report("b", b"2", book.opened())
     assert (reports_of(book), silent_in(book)) == ([b"2"], [("a", now)])
     now = FORGOTTEN_AFTER_S
     assert [name for name, _ in silent_in(book)] == ["b"]
+
+
+def test_what_comes_of_a_call_counts_no_more_once_its_router_has_told_on_a_later_one() -> None:
+    book = RouterBook(lambda: 0.0)
+    former, newest = book.opened(), book.opened()
+    book.report("a", b"1", former)
+    book.report("a", b"2", newest)
+    book.report("a", b"late", former)
+    book.left("a", former)
+    book.lost("a", former)
+    assert (reports_of(book), silent_in(book)) == ([b"2"], [])
+    book.lost("a", newest)
+    assert (reports_of(book), silent_in(book)) == ([], [("a", 0.0)])
+
+
+def test_a_router_that_left_on_its_last_call_is_not_brought_back_by_the_one_before() -> None:
+    book = RouterBook(lambda: 0.0)
+    former, last = book.opened(), book.opened()
+    book.report("a", b"1", former)
+    book.left("a", last)
+    book.report("a", b"late", former)
+    for call in (former, last):
+        book.lost("a", call)
+    assert (reports_of(book), silent_in(book)) == ([], [])
+    book.report("a", b"2", book.opened())  # started again by the same name
+    assert reports_of(book) == [b"2"]
 
 
 @asynccontextmanager
@@ -101,6 +128,24 @@ async def test_a_router_whose_call_breaks_is_told_of_as_silent() -> None:
         (silent,) = (await hears(watch, [])).silent_routers
         assert silent.router_id == "router-1"
         assert 0 <= silent.silent_s < 10
+
+
+async def test_a_router_that_has_called_again_is_heard_also_when_its_former_call_ends() -> None:
+    """Its connection was cut off, and the registry hears of that after the router does."""
+    told = control_pb2.ReportRouterRequest(router_id="router-1", requests_per_s=2.5)
+    async with registry_at() as (address, watch), grpc.aio.insecure_channel(address) as channel:
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        former = stub.ReportRouter()
+        await former.write(told)
+        await hears(watch, ["router-1"])
+        newest = stub.ReportRouter()
+        told.requests_per_s = 3.5
+        await newest.write(told)
+        while list((await hears(watch, ["router-1"])).routers) != [told]:
+            pass
+        former.cancel()
+        for _ in range(2):
+            assert list((await anext(watch)).routers) == [told]
 
 
 async def test_a_report_without_a_name_is_refused() -> None:
