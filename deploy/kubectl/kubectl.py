@@ -23,6 +23,13 @@ _END_S = 5.0
 _LISTENS = re.compile(rb"Forwarding from (127\.0\.0\.1:[0-9]+)")
 _NOT_FOUND = "kubectl is not on PATH"
 _INSTEAD = "--address HOST:PORT goes without it, where you reach the cluster's inside"
+RIGHTS: Mapping[str, Sequence[str]] = {
+    "servingclusters.baton.dev": ("list",),
+    "services": ("get",),
+    "pods": ("get", "list"),
+    "pods/portforward": ("create",),
+}
+"""What kubectl asks an API server for here: verbs, by resource."""
 
 
 class Kubectl:
@@ -77,10 +84,14 @@ def refusal(words: str) -> KubectlError:
     if "the server doesn't have a resource type" in said:
         hint = "install Baton's chart there, or name another cluster with --context"
     elif "orbidden" in said:
-        hint = "you need to get servingclusters.baton.dev, and to create pods/portforward"
+        hint = f"you need to {_rights()}"
     else:
         hint = "`kubectl cluster-info` tells whether kubectl reaches its cluster"
     return KubectlError(said, hint)
+
+
+def _rights() -> str:
+    return ", ".join(f"{' and '.join(verbs)} {what}" for what, verbs in RIGHTS.items())
 
 
 def _address(process: subprocess.Popen[bytes], errors: IO[bytes], target: Target) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ import pytest
 from deploy.api.naming import API_VERSION
 from deploy.controller.kube import Kube
 from deploy.controller.objects import Key
-from deploy.controller.resources import SERVICES, SERVING_CLUSTERS
+from deploy.controller.resources import PODS, SERVICES, SERVING_CLUSTERS
+from deploy.kubectl.kubectl import RIGHTS
 from tests.baton.small_router import SmallControl
 from tests.k8s.api_clients import fresh_namespace, kube_of
 from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.operating import eventually
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("crds"), pytest.mark.timeout(300)]
 
@@ -109,3 +111,57 @@ def test_it_asks_an_address_as_baton_does(plugin: Plugin) -> None:
         server.stop(None).wait()
     assert done.returncode == 0, done.stderr
     assert "decode-0" in done.stdout
+
+
+class Account:
+    """Who may do in one namespace what its role says."""
+
+    def __init__(self, control_plane: ControlPlane, namespace: str) -> None:
+        self._control_plane, self._namespace = control_plane, namespace
+        create = ("-n", namespace, "create")
+        control_plane.kubectl(*create, "serviceaccount", "reader")
+        binding = ("rolebinding", "reader", "--role=reader", f"--serviceaccount={namespace}:reader")
+        control_plane.kubectl(*create, *binding)
+        self.kubeconfig = control_plane.service_account_kubeconfig(namespace, "reader")
+
+    def may(self, rights: Iterable[tuple[str, str]]) -> None:
+        """Resources, `resource.group`, each with a verb."""
+        rules: list[dict[str, Any]] = []
+        for what, verb in rights:
+            resource, _, group = what.partition(".")
+            rules.append({"apiGroups": [group], "resources": [resource], "verbs": [verb]})
+        self._control_plane.apply({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "rules": rules,
+            "metadata": {"name": "reader", "namespace": self._namespace},
+        })  # fmt: skip
+
+
+def test_the_rights_that_it_names_are_all_needed_and_enough(
+    control_plane: ControlPlane, plugin: Plugin
+) -> None:
+    plugin.make_cluster("green")
+    plugin.tell_endpoints("green")
+    account = Account(control_plane, plugin.namespace)
+    make_head(kube_of(control_plane), plugin.namespace)
+
+    def said() -> str:
+        return told(plugin("status", "--kubeconfig", str(account.kubeconfig)))
+
+    rights = {(what, verb) for what, verbs in RIGHTS.items() for verb in verbs}
+    for what, verb in sorted(rights):
+        account.may(rights - {(what, verb)})
+        missing = f'cannot {verb} resource "{what.partition(".")[0]}"'
+        eventually(lambda missing=missing: missing in said(), missing)
+    account.may(rights)
+    eventually(lambda: "does not have a host assigned" in said(), "no kubelet is there to ask")
+
+
+def make_head(kube: Kube, namespace: str) -> None:
+    """A pod behind the cluster's Service that says it runs, on no node."""
+    metadata = {"name": "green-head", "namespace": namespace, "labels": {"head": "green"}}
+    spec = {
+        "serviceAccountName": "reader", "automountServiceAccountToken": False,
+        "schedulerName": "nobody", "containers": [{"name": "ray-head", "image": "none"}],
+    }  # fmt: skip
+    kube.create(PODS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    kube.merge_patch(PODS, Key(namespace, "green-head"), {"status": {"phase": "Running"}}, "status")

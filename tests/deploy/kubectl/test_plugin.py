@@ -24,6 +24,7 @@ from tests.baton.terminal import default_signals
 Capture = pytest.CaptureFixture[str]
 ENDPOINTS = {"grpc": "default-router.serving.svc:7100",
              "control": "default-head-svc.serving.svc:7101"}  # fmt: skip
+NEEDED = "list servingclusters.baton.dev, get services, get and list pods, create pods/portforward"
 
 
 def cluster(name: str, endpoints: dict[str, str] | None = None) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def test_a_cluster_that_does_not_tell_yet_is_to_be_described(
     ("words", "hint"),
     [
         ('error: the server doesn\'t have a resource type "servingclusters"', "chart"),
-        ("Error from server (Forbidden): servingclusters is forbidden", "portforward"),
+        ("Error from server (Forbidden): servingclusters is forbidden", NEEDED),
         ("The connection to the server was refused", "cluster-info"),
     ],
 )
