@@ -1,6 +1,7 @@
 """A user's PodTemplateSpec over the operator's own, as `kubectl apply` merges: mappings key by key,
 lists of named things by their keys, all else replaced. A volume has one source: of a volume that
-the user names, too, only those keys stay that stand there (Kubernetes' `retainKeys`).
+the user names, too, only those keys stay that stand there (Kubernetes' `retainKeys`). A variable
+has one value, and is the user's whole: beside `valueFrom` no `value` may stand.
 
 Null takes a key away, and so does 0 a device's resource: kubectl and helm drop the nulls of lists
 when they change an object.
@@ -14,6 +15,7 @@ from typing import Any
 from deploy.api.pod_template import MERGE_DEFAULTS, MERGE_KEYS, SHARED_LABELS
 
 _RETAINING = frozenset({"volumes"})
+_WHOLE = frozenset({"env"})
 _QUANTITIES = frozenset({"requests", "limits"})
 _NONE = (0, "0")
 
@@ -53,7 +55,9 @@ def _merged_lists(own: Sequence[Any], over: Sequence[Any], key: str) -> list[Any
     result = []
     for item in own:
         laid_over = theirs.pop(identity(item), None)
-        if laid_over is not None and key in _RETAINING:
+        if laid_over is not None and key in _WHOLE:
+            item = {}
+        elif laid_over is not None and key in _RETAINING:
             item = {name: value for name, value in item.items() if name in laid_over}
         result.append(merged(item, laid_over or {}))
     return result + [merged({}, item) for item in theirs.values()]

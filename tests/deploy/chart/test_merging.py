@@ -23,10 +23,19 @@ results: {{ $results | toJson }}
 """
 
 
+VALUES: tuple[dict[str, Any], ...] = (
+    {"value": "x"},
+    {"value": "y"},
+    {"valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+    {"valueFrom": {"secretKeyRef": {"name": "x", "key": "y"}}},
+)
+"""Of a variable: it has one of them."""
+
+
 def pod(rng: random.Random, volumes: str) -> dict[str, Any]:
     """A template with some of what templates have."""
     container = {
-        "env": _some(rng, "name", "value"),
+        "env": [{"name": name} | rng.choice(VALUES) for name in _names(rng)],
         "volumeMounts": _some(rng, "mountPath", "subPath"),
         "resources": {"limits": {rng.choice(("a", "b.c/d")): rng.randrange(3)}},
     }
@@ -75,6 +84,10 @@ def test_the_chart_merges_as_the_operator_does(helm: Helm, tmp_path: Path) -> No
     for case, result in zip(cases, both(helm, tmp_path / "chart", cases), strict=True):
         one_by_one = merged(merged(case["own"], case["first"]), case["second"])
         assert merged(case["own"], result) == one_by_one
+        for container in one_by_one.get("spec", {}).get("containers", ()):
+            for variable in container.get("env", ()):
+                assert variable.keys() - {"name"} in ({"value"}, {"valueFrom"})
+                assert len(variable.get("valueFrom", "1")) == 1
 
 
 def test_null_stays_for_the_operator_to_see(helm: Helm, tmp_path: Path) -> None:

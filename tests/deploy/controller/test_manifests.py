@@ -372,6 +372,14 @@ def test_a_variable_that_is_given_twice_has_its_last_value() -> None:
     }
 
 
+def test_a_variable_has_one_source_that_of_who_names_it_last() -> None:
+    value = {"name": "A", "value": "1"}
+    field, key = ({"name": "A", "valueFrom": {kind: {}}} for kind in ("fieldRef", "secretKeyRef"))
+    for own in (value, field, key):
+        for over in (value, field, key):
+            assert merged({"env": [own]}, {"env": [over]}) == {"env": [over]}
+
+
 def test_no_file_names_the_workers_port_which_heads_of_a_former_release_could_not_read() -> None:
     spec = spec_of()
     file = yaml.safe_load(cluster_config(OWNER, spec, pools_of(spec)).to_yaml())

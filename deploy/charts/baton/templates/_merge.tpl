@@ -23,10 +23,10 @@ device's resource, which stay, since they mean something to the operator. JSON o
     {{- $item := . -}}
     {{- if hasKey $theirs $name -}}
       {{- $over := get $theirs $name -}}
-      {{- if eq $key "volumes" -}}
+      {{- if eq $key "env" "volumes" -}}
         {{- $item = dict -}}
         {{- range $name, $value := . -}}
-          {{- if hasKey $over $name -}}{{- $_ := set $item $name $value -}}{{- end -}}
+          {{- if and (eq $key "volumes") (hasKey $over $name) -}}{{- $_ := set $item $name $value -}}{{- end -}}
         {{- end -}}
       {{- end -}}
       {{- $item = (include "baton.merged" (dict "own" $item "over" $over "key" "") | fromJson).value -}}
