@@ -66,7 +66,8 @@ class FleetSignals:
         """`bounds` of every pool by name; a pool without any is left out."""
         here = [worker for worker in fleet.workers if worker.state in _PHASES]
         names = {worker.info.ref.worker_id for worker in here}
-        self._seen = {name: seen for name, seen in self._seen.items() if name in names}
+        if not fleet.settles:  # until then one that is not told of may have yet to register again
+            self._seen = {name: seen for name, seen in self._seen.items() if name in names}
         workers: dict[str, list[WorkerSignals]] = {pool.name: [] for pool in fleet.pools}
         for worker in here:
             workers.setdefault(worker.info.pool, []).append(self._worker(worker, now_s))
@@ -77,7 +78,9 @@ class FleetSignals:
         ]
         routers = [_router(told, now_s) for told in fleet.routers]
         # What they told last says nothing of now: their clients may have gone to the others.
-        routers += [RouterSignals(each.router_id, None) for each in fleet.silent_routers]
+        routers += [
+            RouterSignals(each.router_id, None, each.silent_s) for each in fleet.silent_routers
+        ]
         return Signals(now_s, tuple(pools), tuple(routers), fleet.settles)
 
     def _worker(self, worker: control_pb2.FleetWorker, now_s: float) -> WorkerSignals:

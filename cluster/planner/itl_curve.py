@@ -31,17 +31,19 @@ class ItlCurve:
         known[key] = _blend(known[key], seen) if key in known else seen
         return ItlCurve(tuple(sorted(known.items(), key=lambda item: item[0])))
 
+    @property
+    def least_s(self) -> float:
+        """How near each other one stream alone has its tokens: more workers bring them no nearer.
+        0 where nothing is known."""
+        return sum(self._line()) if self.points else 0.0
+
     def reaches(self, itl_s: float) -> bool:
-        """Whether one stream alone has its tokens so near each other, as far as is known: else more
-        workers cannot mend that."""
-        if not self.points:
-            return itl_s > 0
-        base_s, slope_s = self._line()
-        return base_s + slope_s <= itl_s
+        """Whether more workers can bring tokens so near each other."""
+        return self.least_s <= itl_s
 
     def workers_for_itl(self, tokens_per_s: float, now_s: float, target_s: float) -> float:
-        """Workers for tokens to be `target_s` apart, which are `now_s` apart now; 0 where that is
-        not known, or out of reach."""
+        """Workers for tokens to be `target_s` apart, above 0, which are `now_s` apart now; 0 where
+        that is not known, or out of reach."""
         if not self.points or not self.reaches(target_s):
             return 0.0
         base_s, slope_s = self._line()
@@ -85,9 +87,8 @@ class ItlCurve:
         return 0.0, sum(x * y for x, y in zip(streams, gaps_s)) / sum(x * x for x in streams)
 
 
-def smoothed(old: float, new: float) -> float:
-    return old + _NEWEST * (new - old)
-
-
 def _blend(old: ItlPoint, new: ItlPoint) -> ItlPoint:
-    return ItlPoint(smoothed(old.streams, new.streams), smoothed(old.itl_s, new.itl_s))
+    return ItlPoint(
+        old.streams + _NEWEST * (new.streams - old.streams),
+        old.itl_s + _NEWEST * (new.itl_s - old.itl_s),
+    )

@@ -58,11 +58,17 @@ class PoolLoad:
     extra_s: float
     """Of each gap that clients see, which its workers' decode steps are not."""
 
-    def step_target_s(self, config: PlannerConfig) -> float:
-        """What a decode step may take, for gaps to be within the target; where not even one stream
-        alone is so quick, the target itself: fewer workers would make gaps longer still."""
-        left_s = config.itl_target_s - self.extra_s
-        return left_s if self.itl_curve.reaches(left_s) else config.itl_target_s
+    def made_up_s(self, config: PlannerConfig) -> float:
+        """By how much decode steps are to be shorter than the target, for gaps to be within it.
+
+        It is half at most of the room that one stream alone leaves of the target: near its end each
+        millisecond takes more workers than all before it. Of what more workers cannot mend at all
+        it is ever less, and nothing from half a room beyond on: then steps alone are kept within
+        the target, since fewer workers would make gaps longer still. There is no jump anywhere:
+        near one, figures that come and go would have workers come and go.
+        """
+        room_s = config.itl_target_s - self.itl_curve.least_s
+        return max(0.0, min(self.extra_s, room_s / 2, 1.5 * room_s - self.extra_s))
 
 
 def need_of(load: PoolLoad, config: PlannerConfig) -> tuple[NeedRange, str] | None:
@@ -229,7 +235,8 @@ class _Decode:
         now_s = measure.itl.itl_s
         tokens_per_s = _wanted_tokens_per_s(load, factor, running / now_s, config)
         room = curve.workers_for_kv(tokens_per_s, now_s, kv_of_stream)
-        itl = curve.workers_for_itl(tokens_per_s, now_s, load.step_target_s(config))
+        step_s = config.itl_target_s - load.made_up_s(config)
+        itl = curve.workers_for_itl(tokens_per_s, now_s, step_s)
         return cls(tokens_per_s, room, itl, load, config)
 
     @property
@@ -253,17 +260,15 @@ class _Decode:
         target_s, extra_s = self.config.itl_target_s, self.load.extra_s
         over = "over" if itl_s > target_s else "within"
         said = f"ITL {1000 * itl_s:.1f} ms {over} target {1000 * target_s:g} ms"
-        curve = self.load.itl_curve
-        is_beside = curve.reaches(target_s) and not curve.reaches(target_s - extra_s)
-        if is_beside or extra_s >= _WORTH_TELLING * target_s:
-            said += f", {1000 * extra_s:.1f} ms of it beside decode steps"
-        if is_beside:
-            return said + (
-                f": more workers cannot mend that, steps of {1000 * target_s:g} ms need "
-                f"{self.itl:.1f} workers"
-            )
+        made_up_s, curve = self.load.made_up_s(self.config), self.load.itl_curve
         if not curve.reaches(target_s):
             return said + " also for one stream alone: more workers cannot mend that"
+        if made_up_s < extra_s or extra_s >= _WORTH_TELLING * target_s:
+            said += f", {1000 * extra_s:.1f} ms of it beside decode steps"
+        if made_up_s < extra_s:
+            can = "hardly" if curve.reaches(target_s - extra_s) else "cannot"
+            said += f": more workers {can} mend that, steps of {1000 * (target_s - made_up_s):.3g}"
+            return f"{said} ms need {self.itl:.1f} workers"
         return said + f" needs {self.itl:.1f} workers"
 
 

@@ -121,7 +121,7 @@ def _with_needs(
     pools = []
     for pool in sorted(signals.pools, key=lambda pool: pool.name):
         measure, memory = measures[pool.name], memories[pool.name]
-        words = _blindness(measure, demand, signals, config)
+        words = _blindness(measure, demand, signals)
         if demand is None or words is not None:
             pools.append(Pool(pool, measure, memory, False, words or ""))
             continue
@@ -133,7 +133,7 @@ def _with_needs(
             decode_share=decode_shares.get(pool.name, 0.0),
             prefill_tokens_per_s=memory.prefill_tokens_per_s,
             itl_curve=memory.itl_curve,
-            extra_s=memory.extra_s or 0.0,
+            extra_s=memory.extra.of_gap_s if memory.extra else 0.0,
         )
         need = need_of(load, config)
         if need is None:
@@ -161,24 +161,19 @@ def _shares(
     return {name: weight / total for name, weight in weights.items()}
 
 
-def _blindness(
-    measure: PoolMeasure, demand: Demand | None, signals: Signals, config: PlannerConfig
-) -> str | None:
+def _blindness(measure: PoolMeasure, demand: Demand | None, signals: Signals) -> str | None:
     """Why nothing can be concluded; None: something can."""
     if demand is None:
-        times_s = [router.measured_at_s for router in signals.routers]
-        newest_s = max((at_s for at_s in times_s if at_s is not None), default=None)
-        return "no router was heard of" + _age(newest_s, signals.now_s, config)
+        return "no router was heard of" + _for(signals.routers_silent_s)
     if measure.is_blind:
-        age = _age(measure.newest_at_s, signals.now_s, config)
-        return f"none of {measure.num_live} live workers was heard of{age}"
+        newest_s = measure.newest_at_s
+        silent = _for(None if newest_s is None else signals.now_s - newest_s)
+        return f"none of {measure.num_live} live workers was heard of{silent}"
     return None
 
 
-def _age(newest_s: float | None, now_s: float, config: PlannerConfig) -> str:
-    if newest_s is None:
-        return " yet"
-    return f" for {now_s - newest_s:.0f} s, {config.stale_after_s:g} s allowed"
+def _for(silent_s: float | None) -> str:
+    return " yet" if silent_s is None else f" for {silent_s:.0f} s"
 
 
 # --- how many ------------------------------------------------------------------------------------

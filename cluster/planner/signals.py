@@ -113,7 +113,9 @@ class RouterSignals(_Figures):
 
     router_id: str
     measured_at_s: float | None
-    """When the figures below were read; None: never."""
+    """When the figures below were read; None: never, or they are gone with what it told."""
+    silent_s: float | None = None
+    """For how long it has told nothing, where it did tell of itself before."""
     requests_per_s: float = 0.0
     """Arrivals, also of what waits or is held: never completions, which a full pool caps. Counted
     over some seconds, so that it is 0 when nothing has arrived."""
@@ -143,3 +145,14 @@ class Signals:
     routers: tuple[RouterSignals, ...]
     settles: bool = False
     """Whether workers may have yet to register: `WatchFleetResponse.settles`."""
+
+    @property
+    def routers_silent_s(self) -> float | None:
+        """For how long no router has told anything; None: none ever did."""
+        silent_s = [router.silent_s for router in self.routers]
+        silent_s += [
+            self.now_s - router.measured_at_s
+            for router in self.routers
+            if router.measured_at_s is not None
+        ]
+        return min((each for each in silent_s if each is not None), default=None)

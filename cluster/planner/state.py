@@ -3,15 +3,19 @@ nothing shrinks until a stable window has been seen again."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from cluster.planner.config import PlannerConfig
-from cluster.planner.itl_curve import ItlCurve, smoothed
+from cluster.planner.itl_curve import ItlCurve
 from cluster.planner.measure import PoolMeasure
 from cluster.planner.needs import Need, NeedRange
 from cluster.planner.signals import PoolSignals
 from cluster.role_plan import Role, RolePlan
+
+_EXTRA_OVER_S = 60.0  # time constant of what is beside decode steps: moments of it say little
+_SEEN_S = 10.0  # of which a figure of it is at most: routers tell of the last 10 s
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,21 @@ class Sample:
     at_s: float
     need: NeedRange
     mean: NeedRange
+
+
+@dataclass(frozen=True)
+class Extra:
+    """By how much the gaps that clients see are longer than what workers tell, smoothed."""
+
+    of_gap_s: float
+    at_s: float
+    """When it was last known."""
+
+    def then(self, newest: Extra) -> Extra:
+        """A figure weighs by the time of which it tells, however often one looks."""
+        seen_s = min(newest.at_s - self.at_s, _SEEN_S)
+        weight = 1 - math.exp(-seen_s / _EXTRA_OVER_S)
+        return Extra(self.of_gap_s + weight * (newest.of_gap_s - self.of_gap_s), newest.at_s)
 
 
 @dataclass(frozen=True)
@@ -34,11 +53,8 @@ class PoolMemory:
     prefill_tokens_per_s: float | None = None
     """Newest known rate of a worker."""
     itl_curve: ItlCurve = field(default_factory=ItlCurve)
-    extra_s: float | None = None
-    """By how much the gaps that clients see are longer than what workers tell, as last known,
-    smoothed; None: it was not within the stable window."""
-    extra_at_s: float | None = None
-    """When it was last known."""
+    extra: Extra | None = None
+    """None: it was not known within the stable window."""
     desired_seen: int | None = None
     """The pool's size as the signals told it last."""
     shrunk_at_s: float | None = None
@@ -66,18 +82,17 @@ class PoolMemory:
         curve = self.itl_curve
         if is_new and measure.itl is not None:
             curve = curve.with_point(measure.itl)
-        extra_s, extra_at_s = self.extra_s, self.extra_at_s
-        if extra_at_s is not None and now_s - extra_at_s > config.stable_window_s:
-            extra_s = extra_at_s = None
+        extra = self.extra
+        if extra is not None and now_s - extra.at_s > config.stable_window_s:
+            extra = None
         if is_new and measure.extra_s is not None:
-            extra_s = measure.extra_s if extra_s is None else smoothed(extra_s, measure.extra_s)
-            extra_at_s = now_s
+            newest = Extra(measure.extra_s, now_s)
+            extra = newest if extra is None else extra.then(newest)
         return replace(
             self,
             prefill_tokens_per_s=measure.prefill_tokens_per_s or self.prefill_tokens_per_s,
             itl_curve=curve,
-            extra_s=extra_s,
-            extra_at_s=extra_at_s,
+            extra=extra,
             desired_seen=pool.desired_replicas,
             shrunk_at_s=now_s if shrunk else self.shrunk_at_s,
             has_served=is_wanted and (self.has_served or measure.num_live > 0),

@@ -18,7 +18,9 @@ from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
 from cluster.planner.config import PlannerConfig
 from cluster.planner.measure import measure_demand
-from cluster.planner.signals import PoolGaps, WorkerPhase
+from cluster.planner.planner import decide
+from cluster.planner.signals import PoolGaps, Signals, WorkerPhase, WorkerSignals
+from cluster.planner.state import PlannerState
 from cluster.pool_changes import PoolBacking, Unbacked
 from cluster.pool_settings import PoolSettings
 from cluster.registry import Progress, Registration, Registry
@@ -53,13 +55,18 @@ def fleet(state: control_pb2.WorkerState.ValueType) -> control_pb2.WatchFleetRes
     )
 
 
+def worker_of(taken: Signals) -> WorkerSignals:
+    (pool,) = taken.pools
+    (worker,) = pool.workers
+    return worker
+
+
 def test_the_registrys_words_become_signals_with_the_times_they_lack() -> None:
     signals = FleetSignals()
     signals.take(fleet(control_pb2.WORKER_STATE_STARTING), BOUNDS, 10.0)
     signals.take(fleet(control_pb2.WORKER_STATE_LIVE), BOUNDS, 12.0)
     taken = signals.take(fleet(control_pb2.WORKER_STATE_SUSPECT), BOUNDS, 20.0)
-    (pool,) = taken.pools
-    (worker,) = pool.workers
+    (pool,), worker = taken.pools, worker_of(taken)
     assert (pool.desired_replicas, pool.num_pending, pool.max_replicas) == (2, 1, 4)
     assert worker.phase is WorkerPhase.LIVE
     assert (worker.live_since_s, worker.measured_at_s) == (12.0, 12.0)
@@ -86,6 +93,21 @@ def test_a_registry_that_settles_is_told_of() -> None:
     assert FleetSignals().take(told, BOUNDS, 10.0).settles
 
 
+def test_a_worker_that_has_yet_to_register_again_is_the_one_that_was_live_before() -> None:
+    """Taken for new, how fast it is would count for nothing until it is warm again."""
+    signals, live = FleetSignals(), fleet(control_pb2.WORKER_STATE_LIVE)
+    signals.take(live, BOUNDS, 10.0)
+    settling = fleet(control_pb2.WORKER_STATE_LIVE)
+    settling.settles = True
+    del settling.workers[:]
+    signals.take(settling, BOUNDS, 20.0)
+    assert worker_of(signals.take(live, BOUNDS, 30.0)).live_since_s == 10.0
+    del settling.workers[:]
+    settling.settles = False
+    signals.take(settling, BOUNDS, 40.0)
+    assert worker_of(signals.take(live, BOUNDS, 50.0)).live_since_s == 50.0
+
+
 def test_a_router_that_is_silent_is_one_that_was_not_heard_of() -> None:
     told = fleet(control_pb2.WORKER_STATE_LIVE)
     told.routers.add(router_id="router-1", requests_per_s=2.5)
@@ -93,9 +115,16 @@ def test_a_router_that_is_silent_is_one_that_was_not_heard_of() -> None:
     heard, silent = FleetSignals().take(told, BOUNDS, 10.0).routers
     assert (heard.router_id, heard.measured_at_s) == ("router-1", 10.0)
     assert (silent.router_id, silent.measured_at_s) == ("router-2", None)
-    demand = measure_demand(FleetSignals().take(told, BOUNDS, 10.0), QUICK)
+    assert silent.silent_s == pytest.approx(3.0)
+    taken = FleetSignals().take(told, BOUNDS, 10.0)
+    assert taken.routers_silent_s == 0.0
+    demand = measure_demand(taken, QUICK)
     assert demand is not None
     assert (demand.requests_per_s, demand.unheard_factor) == (2.5, 2.0)
+    del told.routers[:]
+    taken = FleetSignals().take(told, BOUNDS, 10.0)
+    _, plan = decide(PlannerState(), taken, QUICK)
+    assert "no router was heard of for 3 s" in plan.pools["decode"].reason
 
 
 @asynccontextmanager
