@@ -273,6 +273,16 @@ class PoolBook:
         pools = self.shown(live_replicas)
         self._away = frozenset(role for role in _ROLES if self._is_away(role, pools))
 
+    @property
+    def away(self) -> frozenset[Role]:
+        """The roles that were away when last seen, or on their way back."""
+        return self._away
+
+    def restore_away(self, roles: Collection[Role]) -> None:
+        """Take over what a former book saw, now that its pools are here with their sizes."""
+        self._away = frozenset(roles)
+        self.see_live({})
+
     def shown(self, live_replicas: Mapping[str, int]) -> tuple[Pool, ...]:
         """All pools; `live_replicas` by pool, where there are any."""
         return tuple(

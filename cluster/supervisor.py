@@ -7,7 +7,8 @@ port, adopts, and the workers register anew; who leaves a pool is chosen once al
 are taken for hung, for one of them may be leaving already.
 
 Each pool has settings of its own, from the cluster's file or as they were told later. What must
-survive a restart (port, told pools, sizes, role plans, weights) lies in the run directory.
+survive a restart (port, told pools, sizes, role plans, weights, roles that are away or on their way
+back) lies in the run directory.
 """
 
 from __future__ import annotations
@@ -187,8 +188,17 @@ class Supervision:
                     self._keepers[key].let_go()
             for key in [key for key, task in self._tasks.items() if task.done()]:
                 self._keeper_ended(key)
+            self._keep_away()
             await self._divide_cores()
             await self._changes.wait(LOOK_S)
+
+    def _keep_away(self) -> None:
+        """Which roles are away follows from workers, too, and not from what is told alone."""
+        if self._registry.pools.away != self._state.away:
+            try:
+                self.booked()
+            except OSError as error:
+                log.error("what a next supervisor must know is kept later: %s", error)
 
     def _wanted(self) -> set[_Key]:
         """Of each pool as many places as its size says: those that stay, and the lowest others; one

@@ -12,7 +12,7 @@ from baton.config import ClusterConfig, read_config
 from baton.errors import BatonError
 from cluster.pool_book import PoolBook
 from cluster.pool_settings import PoolSettings, own_settings
-from cluster.role_plan import RolePlan
+from cluster.role_plan import Role, RolePlan
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,8 @@ def state_file(run_dir: Path) -> Path:
 
 
 class SupervisorState:
-    """Own the file: where the supervisor listens, and all that it was told of pools."""
+    """Own the file: where the supervisor listens, all that it was told of pools, and which roles
+    are away or coming back."""
 
     def __init__(self, run_dir: Path, cluster: ClusterConfig) -> None:
         self._path = state_file(run_dir)
@@ -33,6 +34,10 @@ class SupervisorState:
             self._kept = json.loads(self._path.read_text())
         here = f"{cluster.control.host}:{cluster.control.port}"
         self.listen: str = self._kept.get("listen", here)
+
+    @property
+    def away(self) -> frozenset[Role]:
+        return frozenset(Role(name) for name in self._kept.get("away", ()))
 
     def restore(self, book: PoolBook) -> None:
         """Fill an empty book: the cluster's own pools, and what was told of pools since. Files of
@@ -54,6 +59,7 @@ class SupervisorState:
             self._restore_pool(book, PoolSettings(name, config, told["cohort"], digest))
         if "cohort_weights" in self._kept:
             book.set_cohort_weights(self._kept["cohort_weights"])
+        book.restore_away(self.away)
 
     def _restore_pool(self, book: PoolBook, settings: PoolSettings) -> None:
         name, shape = settings.name, settings.shape
@@ -77,6 +83,7 @@ class SupervisorState:
             "told_pools": {name: _written(settings) for name, settings in told.items()},
             "removed_pools": sorted(self._own.keys() - (pools.keys() - told.keys())),
             "cohort_weights": book.cohort_weights(),
+            "away": sorted(role.value for role in book.away),
         }
         if kept != self._kept:
             fresh = self._path.with_suffix(".new")

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from baton.config import ClusterConfig, PoolConfig
 from cluster.config import SupervisorConfig
-from cluster.pool_settings import PoolSettings
+from cluster.pool_settings import PoolSettings, told_settings
 from cluster.role_plan import Role
+
+TOLD = """
+pools:
+  decode-1b2c3:
+    role: mixed
+    max_replicas: 4
+    tensor_parallel: 2
+"""
+
+
+def told(cohort: str = "new", text: str = TOLD) -> PoolSettings:
+    """Of a pool that AddPool tells of."""
+    return told_settings("decode-1b2c3", text, cohort)
 
 
 def settings_of(

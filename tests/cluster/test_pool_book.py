@@ -1,16 +1,13 @@
-"""The book of pools by itself, and what is kept of it for a supervisor that starts again."""
+"""The book of pools by itself."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
-from pathlib import Path
 
 import pytest
 import yaml
 
-from baton.config import ClusterConfig, PoolConfig, parse_config
+from baton.config import parse_config
 from baton.errors import (
     AlreadyExistsError,
     ConfigError,
@@ -23,24 +20,11 @@ from cluster.fleet_wire import fleet_message
 from cluster.pool_book import FIRST_WEIGHTS, PoolBook
 from cluster.pool_settings import PoolSettings, num_gpus_wanted, num_ranks, told_settings
 from cluster.registry import Registry
-from cluster.role_plan import Role, RolePlan
-from cluster.supervisor_state import SupervisorState, state_file
+from cluster.role_plan import Role
 from router.cohort_texts import TextSource
 from router.fleet_watch import read_pools
 from router.stopped_pools import StoppedPools
-from tests.cluster.pool_settings import settings_of
-
-TOLD = """
-pools:
-  decode-1b2c3:
-    role: mixed
-    max_replicas: 4
-    tensor_parallel: 2
-"""
-
-
-def told(cohort: str = "new", text: str = TOLD) -> PoolSettings:
-    return told_settings("decode-1b2c3", text, cohort)
+from tests.cluster.pool_settings import TOLD, settings_of, told
 
 
 def book_of(*pools: PoolSettings, replicas: int = 0) -> PoolBook:
@@ -294,99 +278,3 @@ def test_what_cannot_be_computed_in_is_no_answer() -> None:
     with pytest.raises(NotFoundError):
         book.agree_dtype("nobody", "float32")
     assert dtypes(book) == {"p": "auto"}
-
-
-# --- what a restart finds -------------------------------------------------------------------------
-
-
-CLUSTER = ClusterConfig(
-    pools={"prefill": PoolConfig("prefill", 2), "both": PoolConfig("mixed", 3, max_replicas=3)}
-)
-
-
-def restored(run_dir: Path, cluster: ClusterConfig = CLUSTER) -> PoolBook:
-    SupervisorState(run_dir, cluster).restore(book := PoolBook())
-    return book
-
-
-def kept(book: PoolBook, run_dir: Path) -> None:
-    SupervisorState(run_dir, CLUSTER).keep("127.0.0.1:7", book)
-
-
-def test_a_first_supervisor_begins_with_what_the_cluster_file_says(tmp_path: Path) -> None:
-    book = restored(tmp_path)
-    assert book.desired_replicas() == {"prefill": 2, "both": 3}
-    assert book.cohort_weights() == FIRST_WEIGHTS
-    assert not state_file(tmp_path).exists()
-
-
-def test_what_was_told_of_a_pool_goes_before_a_file_that_names_it_later(tmp_path: Path) -> None:
-    book = restored(tmp_path)
-    book.add(told(), 2)
-    kept(book, tmp_path)
-    name = told().name
-    later = dataclasses.replace(CLUSTER, pools={**CLUSTER.pools, name: PoolConfig("decode", 1)})
-    assert restored(tmp_path, later).settings(name) == book.settings(name)
-
-
-def test_all_that_was_told_of_pools_survives_a_restart(tmp_path: Path) -> None:
-    book = restored(tmp_path)
-    book.add(told(), 2)
-    book.set_replicas("prefill", 0)
-    book.remove("prefill")
-    book.set_role_plan("both", RolePlan(1, 2))
-    book.set_cohort_weights({"new": 7, "yet to come": 3})
-    book.agree_dtype(told().name, "bfloat16")
-    kept(book, tmp_path)
-    again = restored(tmp_path)
-    assert again.shown({}) == book.shown({})
-    assert again.all_settings() == book.all_settings()
-    assert again.cohort_weights() == book.cohort_weights()
-    assert SupervisorState(tmp_path, CLUSTER).listen == "127.0.0.1:7"
-
-
-def test_a_pool_of_the_file_that_was_removed_and_told_anew_is_the_one_that_was_told(
-    tmp_path: Path,
-) -> None:
-    book = restored(tmp_path)
-    book.set_replicas("both", 0)
-    book.remove("both")
-    book.add(told_settings("both", "pools: {both: {role: decode}}", "new"), 1)
-    kept(book, tmp_path)
-    again = restored(tmp_path)
-    assert (again.settings("both").role, again.settings("both").cohort) == (Role.DECODE, "new")
-    again.set_replicas("both", 0)
-    again.remove("both")
-    kept(again, tmp_path)
-    assert list(restored(tmp_path).all_settings()) == ["prefill"]
-
-
-def test_a_file_of_an_older_supervisor_which_knew_sizes_alone_is_read(tmp_path: Path) -> None:
-    older = {"listen": "127.0.0.1:9", "desired": {"prefill": 1, "both": 9, "gone": 4}}
-    state_file(tmp_path).write_text(json.dumps(older))
-    book = restored(tmp_path)
-    assert book.desired_replicas() == {"prefill": 1, "both": 3}  # its bound is 3 by now
-    assert book.cohort_weights() == FIRST_WEIGHTS
-    assert [pool.cohort for pool in book.shown({})] == ["", ""]
-
-
-def test_a_role_plan_that_suits_the_pool_no_more_is_given_up_with_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    older = {"listen": "x:1", "desired": {}, "role_plans": {"prefill": {"prefill": 1, "decode": 1}}}
-    state_file(tmp_path).write_text(json.dumps(older))
-    assert restored(tmp_path).role_plans()["prefill"] == RolePlan()
-    assert "prefill: its role plan is given up" in caplog.text
-
-
-def test_a_told_pool_whose_text_is_read_no_more_is_given_up_and_the_others_are_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    book = restored(tmp_path)
-    book.add(told(), 1)
-    kept(book, tmp_path)
-    found = json.loads(state_file(tmp_path).read_text())
-    found["told_pools"]["decode-1b2c3"]["config"] = "no_such_key: 1"
-    state_file(tmp_path).write_text(json.dumps(found))
-    assert restored(tmp_path).desired_replicas() == {"prefill": 2, "both": 3}
-    assert "decode-1b2c3: the pool is given up" in caplog.text

@@ -19,7 +19,9 @@ import pytest
 from baton.config import ClusterConfig, parse_config
 from baton.control_client import ControlClient
 from baton.errors import ConfigError, InUseError
+from baton.v1 import common_pb2, control_pb2
 from cluster.places import Spot
+from cluster.registry import Progress, Registration
 from cluster.replica import Replica, ReplicaName, Replicas
 from cluster.supervisor import Supervision
 from cluster.worker_config import WorkerConfig
@@ -252,6 +254,67 @@ async def test_a_supervisor_that_lost_its_state_adopts_what_runs_when_it_is_told
     assert replica is not None
     assert replica.name.generation == 1
     assert adopts.configs == []
+    supervision.stop()
+    await asyncio.wait_for(running, 10)
+
+
+async def returning(control: ControlClient) -> list[str]:
+    """The roles that a router hears of as on their way back that has just started."""
+
+    def first() -> control_pb2.WatchFleetResponse:
+        return next(iter(control.watch_fleet(10.0)))
+
+    (pool,) = (await asyncio.to_thread(first)).pools
+    return [common_pb2.WorkerRole.Name(role) for role in pool.comes_back_for]
+
+
+BOTH = ["WORKER_ROLE_PREFILL", "WORKER_ROLE_DECODE"]
+
+
+def kept_away(run_dir: Path) -> list[str]:
+    away: list[str] = json.loads((run_dir / "supervisor.json").read_text())["away"]
+    return away
+
+
+async def test_a_pool_on_its_way_back_from_zero_is_still_after_a_restart_until_a_worker_is_live(
+    tmp_path: Path,
+) -> None:
+    told = asyncio.get_running_loop().create_future()
+    supervision = supervision_over(Keeps(), cluster_of(replicas=0), tmp_path)
+    running = asyncio.create_task(supervision.run(told.set_result))
+    with ControlClient(await told) as control:
+        await asyncio.to_thread(control.set_replicas, "all", 1)
+        assert await returning(control) == BOTH
+        running.cancel()
+        await asyncio.wait({running})
+
+    again = asyncio.get_running_loop().create_future()
+    supervision = supervision_over(Keeps(), cluster_of(replicas=0), tmp_path)
+    running = asyncio.create_task(supervision.run(again.set_result))
+    with ControlClient(await again) as control:
+        assert await returning(control) == BOTH
+        stream = supervision._registry.register(Registration("all-0", 1, "all", b""))
+        assert stream is not None
+        supervision._registry.heartbeat(stream, Progress(False, 0.0, None), b"", draining=False)
+        assert await returning(control) == []
+        await until(lambda: kept_away(tmp_path) == [])
+    supervision.stop()
+    await asyncio.wait_for(running, 10)
+
+
+async def test_a_run_directory_that_takes_nothing_ends_no_supervisor_and_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervision = supervision_over(Keeps(), cluster_of(), run_dir := tmp_path / "run")
+    run_dir.mkdir()
+    running = asyncio.create_task(supervision.run(lambda address: None))
+    await until(lambda: supervision._keepers)
+    run_dir.rename(tmp_path / "gone")
+    supervision._registry.pools.set_replicas("all", 0)
+    supervision._registry.snapshot()
+    await until(lambda: "supervisor.new" in caplog.text)
+    (tmp_path / "gone").rename(run_dir)
+    await until(lambda: kept_away(run_dir) == ["decode", "prefill"])
     supervision.stop()
     await asyncio.wait_for(running, 10)
 
