@@ -22,7 +22,7 @@ from deploy.controller.cohort_rollout import (
 from deploy.controller.cordoned import NOBODY_LEAVES, Leaving, leaving
 from deploy.controller.group_size import group_size
 from deploy.controller.manifests.cluster_yaml import seconds
-from deploy.controller.manifests.ray_cluster import GroupSize
+from deploy.controller.manifests.ray_cluster import GroupSize, revision_in
 from deploy.controller.observed import FleetPool, PlaceState
 from deploy.controller.revisions import cohort_of
 from deploy.controller.rollout import (
@@ -78,8 +78,9 @@ def decide(
     """`progress` and `watches`, by pool, as they were decided last; `watched`: None where nothing
     was measured of this step yet."""
     wanted = cohort_of(view.obj["spec"])
-    seen = _seen(view, watched, progress)
-    progress = progress or Progress(_serving_most(view, wanted))
+    if progress is None or _is_lost(view, progress.serving):
+        progress = Progress(_serving_most(view, wanted))
+    seen = _seen(view, watched, progress.serving)
     if view.heard.is_settled and not view.is_going:
         step_s = seconds(view.spec.rollout.step)
         progress = advance(progress, view.spec.rollout, wanted, seen, step_s, now)
@@ -88,8 +89,8 @@ def decide(
     for name, pool in view.pools.items():
         watch = watches.get(name, ReadyWatch(pool.target))
         share = _Share(progress, view.spec.rollout, is_alone)
-        if view.heard.is_settled:
-            watch = _looked(watch, pool, share, now)
+        settled = view.heard.is_settled
+        watch = _looked(watch, pool, share, now) if settled else watch.unheard()
         pools[name] = _pool(view, pool, share, watch, now)
     return Rolling(pools, progress, weights(progress))
 
@@ -127,7 +128,8 @@ def _pool(
 ) -> PoolRolling:
     states = {name: revision.state for name, revision in pool.revisions.items()}
     cohorts = {name: each.revision.cohort for name, each in pool.revisions.items()}
-    is_stopped = _is_stopped(pool, watch, now)
+    is_stopped = _is_stopped(pool, watch)
+    is_steady = watch.is_steady(seconds(pool.spec.rollout.ready_timeout), now)
     sizes: dict[str, int] = {}
     kept, at_rest = {pool.target}, True
     for cohort in sorted(set(cohorts.values())):
@@ -137,10 +139,14 @@ def _pool(
         if cohort in (share.progress.serving, share.progress.next):
             kept.add(target)
         olds = [state for state in own if state.name != target]
-        if olds and target == pool.target and not watch.num_live:  # it has shown nothing yet
+        # It has shown nothing yet, or is not to have all.
+        is_needed = not watch.num_live or pool.spec.rollout.partition > 0
+        if olds and target == pool.target and is_needed:
             kept.add(base(olds, watch.instead).name)
         holds = is_stopped and target == pool.target
-        found = next_sizes(replicas, pool.spec.rollout, target, own, is_stopped=holds)
+        found = next_sizes(
+            replicas, pool.spec.rollout, target, own, is_stopped=holds, is_steady=is_steady
+        )
         at_rest = at_rest and rests(replicas, pool.spec.rollout, target, own, found)
         sizes |= found
     if (pool.fleet is None or not view.heard.is_settled) and _is_rolled(states, pool.target):
@@ -156,14 +162,17 @@ def _pool(
 def _looked(watch: ReadyWatch, pool: PoolView, share: _Share, now: datetime.datetime) -> ReadyWatch:
     """Of a pool at zero what was late stays so: it will be wanted again."""
     rollout = pool.spec.rollout
-    wanted = goal(share.of(pool.updated.revision.cohort, pool.replicas or 1), rollout)
+    wanted = goal(share.of(pool.updated.revision.cohort, pool.replicas), rollout)
+    if not pool.replicas:
+        wanted = 1
     timeout_s = seconds(rollout.ready_timeout)
     return watch.look(pool.updated.state, wanted, Room.of(rollout), timeout_s, now)
 
 
-def _is_stopped(pool: PoolView, watch: ReadyWatch, now: datetime.datetime) -> bool:
-    """An old revision without workers, too, can serve instead of a new one that never did."""
-    if not watch.is_late(seconds(pool.spec.rollout.ready_timeout), now):
+def _is_stopped(pool: PoolView, watch: ReadyWatch) -> bool:
+    """An old revision without workers, too, can serve instead of a new one that never did. A watch
+    is of a former revision until the supervisor has spoken long enough."""
+    if watch.revision != pool.target or not watch.is_late:
         return False
     cohort = pool.updated.revision.cohort
     num_own = sum(each.revision.cohort == cohort for each in pool.revisions.values())
@@ -224,17 +233,27 @@ def _serving_most(view: ClusterView, wanted: str) -> str:
     return best if any(found.get(best, ())) else wanted
 
 
-def _seen(view: ClusterView, watched: Watched | None, progress: Progress | None) -> Seen:
-    pools = []
-    for pool in view.pools.values():
-        if pool.is_going:
-            continue
-        live: dict[str, int] = {}
-        for each in pool.revisions.values():
-            live[each.revision.cohort] = live.get(each.revision.cohort, 0) + each.num_live
-        if progress is not None and progress.serving not in live:
-            live[progress.serving] = pool.replicas  # it is newer than that cohort: none is missed
-        pools.append(CohortPool(pool.replicas, live))
+def _is_lost(view: ClusterView, cohort: str) -> bool:
+    """No pool has a version of it, and none could be made: of what the spec does not name the
+    RayCluster alone holds what there is to know."""
+    told = [revision_in(group) for group in view.groups.values()]
+    there = [*told, *(each.revision for each in view.revisions.values())]
+    return all(each.cohort != cohort for each in there)
+
+
+def _live(pool: PoolView) -> dict[str, int]:
+    """Workers, by cohort."""
+    live: dict[str, int] = {}
+    for each in pool.revisions.values():
+        live[each.revision.cohort] = live.get(each.revision.cohort, 0) + each.num_live
+    return live
+
+
+def _seen(view: ClusterView, watched: Watched | None, serving: str) -> Seen:
+    pools = [(pool.replicas, _live(pool)) for pool in view.pools.values() if not pool.is_going]
+    if any(live.get(serving) for _, live in pools):
+        for replicas, live in pools:
+            live.setdefault(serving, replicas)  # it is newer than that cohort: none is missed
     unread = frozenset[str]() if view.fleet is None else view.fleet.unread_cohorts
     targets = frozenset(pool.target for pool in view.pools.values() if not pool.is_going)
     silent = {
@@ -242,4 +261,5 @@ def _seen(view: ClusterView, watched: Watched | None, progress: Progress | None)
         for each in view.revisions.values()
         if each.fleet is not None and each.fleet.of_state(PlaceState.SUSPECT)
     }
-    return Seen(pools, watched, unread, targets, frozenset(silent))
+    live_in = [CohortPool(replicas, live) for replicas, live in pools]
+    return Seen(live_in, watched, unread, targets, frozenset(silent))
