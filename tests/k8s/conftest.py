@@ -16,7 +16,7 @@ from tests.k8s.control_plane.plane import ControlPlane, control_plane_of
 from tests.k8s.kubelet.errors import NotPossibleError
 from tests.k8s.kubelet.fixtures import kubelet as kubelet
 from tests.k8s.kubelet.fixtures import kuberay as kuberay
-from tests.k8s.kubelet.possible import check_possible
+from tests.k8s.kubelet.possible import check_leaves_pods, check_possible
 from tests.k8s.open_crd import wait_served
 from tests.k8s.operating import Operator, operator_of
 from tests.k8s.ray_cluster_crd import serve_ray_clusters
@@ -27,16 +27,19 @@ _POLL_S = 0.05
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips here, not in the fixture: pytest then folds them all into one line of its summary."""
-    if "control_plane" in getattr(item, "fixturenames", ()):
+    fixtures = getattr(item, "fixturenames", ())
+    if "control_plane" not in fixtures:
+        return
+    try:
+        found = find()
+    except NotAtHandError as error:
+        pytest.skip(f"NO KUBERNETES CONTROL PLANE: {error}")
+    if "kubelet" in fixtures:
         try:
-            find()
-        except NotAtHandError as error:
-            pytest.skip(f"NO KUBERNETES CONTROL PLANE: {error}")
-    if "kubelet" in getattr(item, "fixturenames", ()):
-        try:
+            check_leaves_pods(found)
             check_possible()
         except NotPossibleError as error:
-            pytest.skip(f"NO PODS ON THIS MACHINE: {error}")
+            pytest.skip(f"NO PODS HERE: {error}")
 
 
 @pytest.fixture(scope="session")

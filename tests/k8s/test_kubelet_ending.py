@@ -41,7 +41,7 @@ def possible() -> None:
     try:
         check_possible()
     except NotPossibleError as error:
-        pytest.skip(f"NO PODS ON THIS MACHINE: {error}")
+        pytest.skip(f"NO PODS HERE: {error}")
 
 
 @pytest.mark.usefixtures("possible")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.k8s.control_plane.assets import Assets, Clients, RunningCluster
 from tests.k8s.kubelet.container import Ended
 from tests.k8s.kubelet.environment import PodPlace, command_of, environment_of, user_of
 from tests.k8s.kubelet.errors import ContainerError, NotPossibleError
@@ -14,7 +16,7 @@ from tests.k8s.kubelet.hosts import hosts_of, service_hosts
 from tests.k8s.kubelet.nodes import place_for
 from tests.k8s.kubelet.objects import container, pod, pod_spec, service
 from tests.k8s.kubelet.pod_status import ContainerState, PodState
-from tests.k8s.kubelet.possible import check_possible
+from tests.k8s.kubelet.possible import check_leaves_pods, check_possible
 from tests.k8s.kubelet.probes import ProbeKind, probes_of
 from tests.k8s.kubelet.ray_pods import (
     head_pod,
@@ -257,3 +259,12 @@ def test_a_machine_that_allows_no_pods_says_what_is_missing(
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(NotPossibleError, match="root"):
         check()
+
+
+def test_a_control_plane_that_makes_no_pods_or_runs_them_itself_is_told_so() -> None:
+    program, clients = Path("program"), Clients(Path("kubectl"), None)
+    check_leaves_pods(Assets(program, program, program, program, clients))
+    with pytest.raises(NotPossibleError, match="no kube-controller-manager"):
+        check_leaves_pods(Assets(program, program, None, program, clients))
+    with pytest.raises(NotPossibleError, match="kubelets of its own"):
+        check_leaves_pods(RunningCluster(Path("kubeconfig"), clients))

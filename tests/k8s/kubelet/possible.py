@@ -1,4 +1,4 @@
-"""Whether this machine lets us run pods."""
+"""Whether this machine lets us run pods, and a control plane leaves them to us."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 from functools import cache
 from pathlib import Path
 
+from tests.k8s.control_plane.assets import Assets, RunningCluster
 from tests.k8s.kubelet.cgroups import hierarchy
 from tests.k8s.kubelet.commands import run
 from tests.k8s.kubelet.errors import KernelError, NotPossibleError
@@ -30,6 +31,17 @@ def check_possible() -> None:
     groups = hierarchy()
     if groups is None or not _can_make_groups(groups):
         raise NotPossibleError("cgroups of version 2 are not mounted, or cannot be made")
+
+
+def check_leaves_pods(found: Assets | RunningCluster) -> None:
+    """Raises NotPossibleError, which says who runs the pods, or that nobody makes them."""
+    if isinstance(found, RunningCluster):
+        raise NotPossibleError("the cluster of BATON_TEST_KUBECONFIG has kubelets of its own")
+    if found.kube_controller_manager is None:
+        folder = found.kube_apiserver.parent
+        raise NotPossibleError(
+            f"no kube-controller-manager in {folder}: nobody makes a Deployment's pods"
+        )
 
 
 def _can_make_groups(groups: Path) -> bool:
