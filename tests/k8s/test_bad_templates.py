@@ -9,7 +9,7 @@ import pytest
 
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import condition, eventually, operator_of
-from tests.k8s.test_crds import cluster
+from tests.k8s.test_crds import BAD_FIELD, BAD_ROUTER, cluster
 from tests.k8s.test_operator import Seen
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
@@ -19,7 +19,7 @@ def test_a_bad_template_is_told_by_its_field_and_served_once_it_is_mended(
     control_plane: ControlPlane, namespace: str, tmp_path: Path
 ) -> None:
     seen = Seen(control_plane, namespace)
-    bad = cluster(namespace, router={"template": {"spec": {"containers": ["x"]}}})
+    bad = cluster(namespace, router=BAD_ROUTER)
     bad["metadata"]["name"] = "bad"
     control_plane.apply(bad, cluster(namespace))
     with operator_of(control_plane, namespace, tmp_path):
@@ -27,8 +27,7 @@ def test_a_bad_template_is_told_by_its_field_and_served_once_it_is_mended(
             lambda: condition(seen.soon("servingcluster/bad"), "Degraded"), "the bad one is told"
         )
         assert told["reason"] == "InvalidSpec"
-        words = "spec.router.template.spec.containers[0]: must be a mapping, not 'x'"
-        assert words in told["message"]
+        assert f"{BAD_FIELD}: must be a mapping, not 'x'" in told["message"]
         assert seen.soon("deployment/main-router")
         assert seen("deployment/bad-router") is None
         bad["spec"]["router"] = {"template": {"spec": {"nodeSelector": {"rack": "7"}}}}

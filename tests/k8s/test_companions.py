@@ -13,7 +13,7 @@ from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.objects import evict
 from tests.k8s.operating import Operator, condition, eventually
-from tests.k8s.test_crds import cluster
+from tests.k8s.test_crds import BAD_FIELD, BAD_ROUTER, cluster
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("crds", "ray_clusters")]
 
@@ -165,9 +165,9 @@ def test_people_read_what_has_happened(
     patch = json.dumps({"spec": {"replicas": 2}})
     beside.kubectl("patch", "wp/main-decode", "--type=merge", "-p", patch)
     eventually(lambda: "from 3 to 2 replicas, by kubectl-patch" in pool(), "and who scaled it")
-    beside.change({"pools": {"decode": None}})
+    beside.change({"router": BAD_ROUTER})
     bad = lambda: beside.kubectl("describe", "servingcluster/main").partition("Events:")[2]  # noqa: E731
     eventually(lambda: "InvalidSpec" in bad(), "what is wrong with it")
-    assert "spec.pools" in bad()
-    beside.change({"pools": {"decode": {"role": "decode"}}})
+    assert BAD_FIELD in bad()
+    beside.change({"router": {"template": None}})
     eventually(lambda: "Recovered" in bad(), "it is well again")

@@ -15,7 +15,7 @@ from tests.deploy.controller.test_unavailable import REFUSED
 from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import Operator, condition, eventually
-from tests.k8s.test_crds import cluster
+from tests.k8s.test_crds import BAD_ROUTER, cluster
 from tests.k8s.test_operator import Seen
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
@@ -51,7 +51,7 @@ def test_an_invalid_edit_leaves_what_was_told_of_the_cluster_before(
     told.soon("servingcluster/main", "Degraded", "Sound")
     before = told("servingcluster/main", "Available")
     assert before["status"] == "False", "nobody runs its pods"
-    control_plane.apply(cluster(namespace, pools={"prefill": {"role": "prefill"}}))
+    control_plane.apply(cluster(namespace, router=BAD_ROUTER))
     told.soon("servingcluster/main", "Degraded", "InvalidSpec")
     assert told("servingcluster/main", "Available") == before
 

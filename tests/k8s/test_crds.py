@@ -19,6 +19,11 @@ from tests.k8s.control_plane.plane import ControlPlane
 
 pytestmark = pytest.mark.usefixtures("crds")
 
+BAD_ROUTER = {"template": {"spec": {"containers": ["x"]}}}
+"""A spec's part that every API server takes, with CEL or without, and the operator refuses by the
+name of its field: no schema goes into templates."""
+BAD_FIELD = "spec.router.template.spec.containers[0]"
+
 
 def cluster(namespace: str, **spec: Any) -> dict[str, Any]:
     usual = {

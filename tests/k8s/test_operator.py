@@ -21,7 +21,7 @@ from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import Operator, condition, eventually, operator_of
 from tests.k8s.stuck_head import stuck_head
-from tests.k8s.test_crds import cluster
+from tests.k8s.test_crds import BAD_FIELD, BAD_ROUTER, cluster
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
 
@@ -151,14 +151,14 @@ def test_what_baton_deploy_prints_is_taken_by_kubectl_and_becomes_the_cluster_of
 def test_a_bad_cluster_is_told_so_and_another_one_is_served_all_the_same(
     control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen
 ) -> None:
-    bad = cluster(namespace, pools={"prefill": {"role": "prefill"}})
+    bad = cluster(namespace, router=BAD_ROUTER)
     bad["metadata"]["name"] = "bad"
     control_plane.apply(bad, cluster(namespace))
     told = eventually(
         lambda: condition(seen.soon("servingcluster/bad"), "Degraded"), "the bad one is told"
     )
     assert told["reason"] == "InvalidSpec"
-    assert "spec.pools: need at least one of role decode or mixed" in told["message"]
+    assert f"{BAD_FIELD}: must be a mapping" in told["message"]
     assert seen.soon("rayclusters.ray.io/main")
     assert seen("rayclusters.ray.io/bad") is None
 

@@ -42,7 +42,7 @@ from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.open_crd import open_crd, served
 from tests.k8s.operating import eventually
 from tests.k8s.stuck_head import stuck_head
-from tests.k8s.test_crds import cluster
+from tests.k8s.test_crds import BAD_ROUTER, cluster
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
 
@@ -181,9 +181,9 @@ class Life:
         eventually(lambda: stuck.name not in self._names(PODS), "a head that cannot start is gone")
         eventually(self._conditions, "conditions")
         for count in (1, 2):  # what happens again raises its event's count
-            self._change({"pools": {"decode": None}})
+            self._change({"router": BAD_ROUTER})
             eventually(lambda: ("InvalidSpec", count) in self._events(), "refused")  # noqa: B023
-            self._change({"pools": {"decode": {"role": "decode"}}})
+            self._change({"router": {"template": None}})
             eventually(lambda: ("Recovered", count) in self._events(), "taken back")  # noqa: B023
         self._change({"router": {"gateway": "edge"}})
         self._until(GRPC_ROUTES, {"main-router"})

@@ -22,7 +22,7 @@ from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.operating import condition, eventually
 from tests.k8s.patches import check_patches
 from tests.k8s.streaming import Streaming, streaming
-from tests.k8s.test_crds import cluster
+from tests.k8s.test_crds import BAD_ROUTER, cluster
 from tests.k8s.test_kubectl_plugin import Plugin
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crds", "kubelet", "kuberay")]
@@ -200,11 +200,11 @@ def figures_of(installed: Installed) -> bool:
 
 
 class BadCluster:
-    """A second ServingCluster of the namespace, without a decode worker; told so on return."""
+    """A second ServingCluster of the namespace, which cannot be read; told so on return."""
 
     def __init__(self, control_plane: ControlPlane, installed: Installed) -> None:
         self._installed = installed
-        made = cluster(installed.namespace, pools={"prefill": {"role": "prefill"}})
+        made = cluster(installed.namespace, router=BAD_ROUTER)
         made["metadata"]["name"] = "bad"
         control_plane.apply(made)
         eventually(lambda: self._fault("bad") == ("True", "InvalidSpec"), "it is told so")
