@@ -25,20 +25,20 @@ class Supervision:
         self.refused: dict[str, str] = {}
 
     def tell(self, view: ClusterView, rolling: Rolling) -> None:
-        """Shares go over before workers come or leave. Pools whose supervisor is silent are left
-        alone."""
+        """Shares go over before workers come or leave: none leave in a look that has not told them.
+        Pools whose supervisor is silent are left alone."""
         if view.fleet is None:
             return
-        self._weigh(view, rolling.weights)
+        is_weighed = self._weigh(view, rolling.weights)
         for name, pool in view.pools.items():
             decided = rolling.pools[name]
             for revision in pool.revisions.values():
                 if revision.fleet is None and revision.group and not _is_over(revision, decided):
                     self._add(name, revision, decided.sizes[revision.revision.name])
         for name, pool in view.pools.items():
-            self._size(name, pool, rolling.pools[name])
+            self._size(name, pool, rolling.pools[name], may_shrink=is_weighed)
         known = view.revisions.keys() | view.groups.keys()
-        for name in sorted(view.fleet.pools.keys() - known):
+        for name in sorted(view.fleet.pools.keys() - known if is_weighed else ()):
             self._give_up(name, view.fleet.pools[name])
 
     def _add(self, pool: str, revision: RevisionView, size: int) -> None:
@@ -46,19 +46,21 @@ class Supervision:
         wanted, config = revision.revision, settings_in(revision.group)
         self._try(pool, partial(self._client.add_pool, wanted.name, config, size, wanted.cohort))
 
-    def _weigh(self, view: ClusterView, weights: Mapping[str, int]) -> None:
+    def _weigh(self, view: ClusterView, weights: Mapping[str, int]) -> bool:
+        """Whether shares are what they are to be."""
         assert view.fleet is not None
         told = {pool.cohort: pool.cohort_weight for pool in view.fleet.pools.values()}
         added = {each.revision.cohort: 0 for each in view.revisions.values() if each.group}
-        if any(weights.get(cohort, 0) != weight for cohort, weight in (added | told).items()):
-            self._try("", partial(self._client.set_cohort_weights, weights))
+        if all(weights.get(cohort, 0) == weight for cohort, weight in (added | told).items()):
+            return True
+        return self._try("", partial(self._client.set_cohort_weights, weights))
 
-    def _size(self, name: str, pool: PoolView, rolling: PoolRolling) -> None:
+    def _size(self, name: str, pool: PoolView, rolling: PoolRolling, *, may_shrink: bool) -> None:
         for revision in pool.revisions.values():
             own, known = revision.revision.name, revision.fleet
             if known is None:
                 continue
-            size = rolling.sizes[own]
+            size = rolling.sizes[own] if may_shrink else max(rolling.sizes[own], revision.size)
             if known.desired_replicas != size:
                 self._try(name, partial(self._client.set_replicas, own, size))
             plan = role_plan(pool, size)
@@ -74,13 +76,16 @@ class Supervision:
         elif not pool.places:
             self._try("", partial(self._client.remove_pool, name))
 
-    def _try(self, pool: str, call: Callable[[], object]) -> None:
+    def _try(self, pool: str, call: Callable[[], object]) -> bool:
+        """Whether it was taken."""
         self._check_may_tell("a call to the supervisor")
         try:
             call()
         except BatonError as error:
             before = f"{self.refused[pool]}; " if pool in self.refused else ""
             self.refused[pool] = f"{before}{error.message}"
+            return False
+        return True
 
 
 def _is_over(revision: RevisionView, rolling: PoolRolling) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from baton.control_client import ControlClient
+from baton.errors import UnavailableError
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
 from cluster.registry import Registry
@@ -155,6 +156,32 @@ async def test_shares_are_told_before_pools_so_that_no_cohort_is_ever_weighed_wr
             assert await asyncio.to_thread(tell, client, pool, group(pool)) == {}
     weighed = {revision_of(SPEC, "decode", pool).cohort: 100}
     assert looks[:2] == [(weighed, 0), (weighed, 1)]
+
+
+class Unweighed(ControlClient):
+    """Shares come to nobody's ears."""
+
+    def set_cohort_weights(self, weights: Mapping[str, int]) -> None:
+        raise UnavailableError("no answer")
+
+
+async def test_no_worker_leaves_before_its_share_of_requests_has() -> None:
+    registry = Registry(RegistryConfig(), time.monotonic)
+    async with serve(registry, Changes(), "127.0.0.1:0") as address:
+        await asyncio.to_thread(_left_after_its_share, address)
+
+
+def _left_after_its_share(address: str) -> None:
+    first = group(pool_spec())
+    with ControlClient(address) as client, Unweighed(address) as unweighed:
+        assert tell(client, pool_spec(), first) == {}
+        client.set_cohort_weights({"other": 100})
+        for pool, size in (pool_spec(1), 2), (pool_spec(3), 3), (None, 3):
+            groups = () if pool is None else (first,)
+            assert tell(unweighed, pool, *groups) == {"": "no answer"}
+            assert sizes(client) == {first["groupName"]: size}
+        assert tell(client, pool_spec(1), first) == {}
+        assert sizes(client) == {first["groupName"]: 1}
 
 
 async def test_who_leads_no_more_tells_nothing() -> None:
