@@ -57,8 +57,7 @@ class RouterBook:
         self._num_calls += 1
         return self._num_calls
 
-    def report(self, router_id: str, report: bytes, call: int = 0) -> None:
-        """`call`: its number; 0 where nobody calls."""
+    def report(self, router_id: str, report: bytes, call: int) -> None:
         self._book(RouterEntry(router_id, call, report, self._clock()))
 
     def lost(self, router_id: str, call: int) -> None:

@@ -146,7 +146,7 @@ async def fleet_of(
                 assert stream is not None
                 progress = Progress(False, 0.0, None)
                 registry.heartbeat(stream, progress, LOAD.SerializeToString(), False)
-            registry.routers.report(report.router_id, report.SerializeToString())
+            registry.routers.report(report.router_id, report.SerializeToString(), 0)
             await asyncio.sleep(0.2)
 
     beating = asyncio.create_task(beat())

@@ -32,12 +32,12 @@ def reports_of(book: RouterBook) -> list[bytes]:
 def test_a_router_that_falls_silent_or_leaves_is_left_out() -> None:
     now = 0.0
     book = RouterBook(lambda: now)
-    book.report("a", b"1")
-    book.report("b", b"2")
+    book.report("a", b"1", 0)
+    book.report("b", b"2", 0)
     book.left("b", book.opened())
     assert reports_of(book) == [b"1"]
     now = SILENT_AFTER_S - 0.1
-    book.report("c", b"3")
+    book.report("c", b"3", 0)
     assert reports_of(book) == [b"1", b"3"]
     now = SILENT_AFTER_S
     assert reports_of(book) == [b"3"]
