@@ -124,6 +124,52 @@ def test_the_images_are_those_of_the_workers(helm: Helm) -> None:
     assert pod(job)["spec"]["imagePullSecrets"] == [{"name": "mirror"}]
 
 
+def of_worker(helm: Helm, model: dict[str, Any] | None = None, **spec: Any) -> Object:
+    """The job of a pool whose template says `spec`."""
+    both = {"role": "mixed", "template": {"spec": spec}}
+    pools = {"prefill": None, "decode": None, "both": both}
+    (job,) = jobs(helm, spec={"model": model or ON["model"], "pools": pools}).values()
+    return job
+
+
+def test_a_pool_with_an_image_of_its_own_is_tried_with_that(helm: Helm) -> None:
+    worker = {"name": "ray-worker", "image": "mine:3", "imagePullPolicy": "Never"}
+    job = of_worker(helm, containers=[worker], imagePullSecrets=[{"name": "mirror"}])
+    assert container(job)["image"] == "mine:3"
+    assert container(job)["imagePullPolicy"] == "Never"
+    assert pod(job)["spec"]["imagePullSecrets"] == [{"name": "mirror"}]
+
+
+def test_what_a_worker_is_started_with_is_not_said_to_the_preflight(helm: Helm) -> None:
+    worker = {"name": "ray-worker", "command": ["sh"], "args": ["-c", "start"]}
+    job = of_worker(helm, containers=[worker])
+    assert "args" not in container(job)
+    assert flags(job).gpus == 1
+
+
+@pytest.mark.parametrize("model", [{"claim": {"claimName": "m"}}, {"name": "models/demo"}])
+def test_volumes_that_only_a_worker_has_are_not_mounted(helm: Helm, model: dict[str, Any]) -> None:
+    names = ("weights", "run", "model", "shm", "mine")
+    mounts = [{"name": name, "mountPath": f"/{name}"} for name in names]
+    job = of_worker(
+        helm,
+        model,
+        containers=[{"name": "ray-worker", "volumeMounts": mounts}],
+        volumes=[{"name": "mine", "emptyDir": {}}],
+    )
+    mounted = [each["name"] for each in container(job)["volumeMounts"]]
+    assert mounted == ["tmp", "shm", "shm", "mine"]
+    assert set(mounted) <= {each["name"] for each in pod(job)["spec"]["volumes"]}
+
+
+def test_a_weights_cache_is_mounted_where_a_template_says(helm: Helm) -> None:
+    mount = {"name": "weights", "mountPath": "/weights"}
+    worker = {"name": "ray-worker", "volumeMounts": [mount]}
+    pools = {"decode": {"template": {"spec": {"containers": [worker]}}}}
+    job = jobs(helm, nodes=RDMA, spec=ON | {"pools": pools})["decode"]
+    assert mount in container(job)["volumeMounts"]
+
+
 def test_without_a_cluster_there_is_nothing_to_test(helm: Helm) -> None:
     assert not helm.tests({})
     assert not of_kind(helm.template(first_cluster()), "Job")

@@ -34,8 +34,34 @@ pages: flags of cluster.preflight. `spec`: the ServingCluster's; `pool`; `resour
 {{- $container := dict "name" "ray-worker" "env" (list (dict "name" "HOME" "value" "/tmp")) "resources" $resources "volumeMounts" $mounts "securityContext" $security -}}
 {{- $volumes := list (dict "name" "tmp" "emptyDir" dict) (dict "name" "shm" "emptyDir" (dict "medium" "Memory")) -}}
 {{- $spec := dict "containers" (list $container) "volumes" $volumes "securityContext" (dict "fsGroup" 1000 "runAsUser" 1000 "runAsNonRoot" true) -}}
+{{- $secrets := list -}}
+{{- range (default dict .spec.images).pullSecrets -}}{{- $secrets = append $secrets (dict "name" .) -}}{{- end -}}
+{{- with $secrets -}}{{- $_ := set $spec "imagePullSecrets" . -}}{{- end -}}
 {{- $template := include "baton.merged" (dict "own" (dict "spec" $spec) "over" (default dict .pool.template) "key" "") | fromJson -}}
 {{- (include "baton.withoutNone" (dict "value" $template.value "key" "") | fromJson).value | toJson -}}
+{{- end -}}
+
+{{- /* The preflight in the place of a worker, with what that has: of its volumes those that are the Job's
+too, for it needs neither the model nor what the operator keeps. `root`; `spec`; `pool`; `pod`: what
+baton.preflightPod made. */ -}}
+{{- define "baton.preflightContainer" -}}
+{{- $volumes := list -}}
+{{- range .pod.volumes -}}{{- $volumes = append $volumes .name -}}{{- end -}}
+{{- $images := default dict .spec.images -}}
+{{- range .pod.containers -}}
+{{- if eq .name "ray-worker" -}}
+{{- $flags := include "baton.preflightFlags" (dict "spec" $.spec "pool" $.pool "resources" .resources) | fromJsonArray -}}
+{{- $own := dict "name" "preflight" "command" (concat (list "python" "-m" "cluster.preflight") $flags) -}}
+{{- $_ := set $own "image" (coalesce .image $images.worker (include "baton.image" (dict "root" $.root "of" "worker"))) -}}
+{{- $_ := set $own "imagePullPolicy" (coalesce .imagePullPolicy $images.pullPolicy $.root.Values.images.pullPolicy) -}}
+{{- $mounts := list -}}
+{{- range .volumeMounts -}}
+{{- if has .name $volumes -}}{{- $mounts = append $mounts . -}}{{- end -}}
+{{- end -}}
+{{- $_ := set $own "volumeMounts" $mounts -}}
+{{- merge $own (omit . "args" "lifecycle" "ports" "readinessProbe" "livenessProbe" "startupProbe" "volumeMounts") | toJson -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* Null takes a key away, 0 a device's resource. JSON of {value: ...}; `key`: under which it lies. */ -}}
