@@ -1,4 +1,5 @@
-"""Every switch of the chart with its settings, and few combinations with every pair of them."""
+"""Every switch of the chart with its settings, and few combinations with every pair of them. Among
+them are names that YAML reads as something else where they stand bare: 1e3, on, 123."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ Values = dict[str, Any]
 ON = {"model": {"claim": {"claimName": "weights"}}}
 
 SWITCHES: Mapping[str, Sequence[Values]] = {
-    "names": ({}, {"nameOverride": "bt"}, {"fullnameOverride": "relay"}),
+    "names": ({}, {"nameOverride": "bt"}, {"fullnameOverride": "relay"},
+              {"fullnameOverride": "1e3"}),
     "images": (
         {},
         {"images": {"registry": "registry.example.com:5000/mirror/", "tag": "1.2.3"}},
-        {"images": {"pullSecrets": ["mirror"], "controller": {"digest": "sha256:" + "0" * 64}}},
+        {"images": {"pullSecrets": ["123"], "controller": {"digest": "sha256:" + "0" * 64}}},
     ),
-    "scope": ({}, {"watchNamespaces": ["serving"]}, {"watchNamespaces": ["serving", "blue"]}),
+    "scope": ({}, {"watchNamespaces": ["serving"]}, {"watchNamespaces": ["serving", "123"]}),
     "replicas": ({"operator": {"replicas": 0}}, {}, {"operator": {"replicas": 3}}),
     "operator": (
         {},
@@ -27,7 +29,7 @@ SWITCHES: Mapping[str, Sequence[Values]] = {
                 "logLevel": "debug",
                 "nodeSelector": {"disk": "ssd"},
                 "tolerations": [{"key": "control", "operator": "Exists"}],
-                "priorityClassName": "system-cluster-critical",
+                "priorityClassName": "1e3",
                 "podAnnotations": {"a": "b"},
                 "podLabels": {"team": "serving"},
                 "affinity": {"nodeAffinity": {}},
@@ -35,14 +37,14 @@ SWITCHES: Mapping[str, Sequence[Values]] = {
         },
     ),
     "nodes read": ({}, *({"operator": {"followNodes": each}} for each in (True, False))),
-    "account": ({}, {"serviceAccount": {"create": False, "name": "mine"}},
+    "account": ({}, {"serviceAccount": {"create": False, "name": "123"}},
                 {"serviceAccount": {"name": "other", "annotations": {"a": "b"}}}),
     "rbac": ({}, {"rbac": {"create": False}}),
     "crds": ({}, {"crds": {"upgrade": False}}),
     "cluster": (
         {},
         {"cluster": {"enabled": True, "spec": ON}},
-        {"cluster": {"enabled": True, "name": "second", "spec": ON | {
+        {"cluster": {"enabled": True, "name": "on", "spec": ON | {
             "pools": {"prefill": None, "decode": None, "all": {"role": "mixed"}},
             "router": {"tls": {"secretName": "tls"}, "auth": {"tokenSecretName": "tenants"}},
         }}},
@@ -51,7 +53,8 @@ SWITCHES: Mapping[str, Sequence[Values]] = {
     "redis": (
         {},
         {"cluster": {"redis": {"enabled": False}}},
-        {"cluster": {"redis": {"enabled": True, "storage": "1Gi", "nodeSelector": {"disk": "ssd"},
+        {"cluster": {"redis": {"enabled": True, "storage": "1Gi", "secretName": "123",
+                               "storageClassName": "1", "nodeSelector": {"disk": "ssd"},
                                "tolerations": [{"key": "control", "operator": "Exists"}]}}},
     ),
     "shared memory": ({}, {"cluster": {"nodes": {"sharedMemory": True}}}),
@@ -67,9 +70,9 @@ SWITCHES: Mapping[str, Sequence[Values]] = {
     "hub": ({}, {"hub": {"offline": True}},
             {"hub": {"endpoint": "https://hub.example.com", "tokenSecretName": "hub"}}),
     "dashboards": ({}, {"dashboards": {"enabled": True}},
-                   {"dashboards": {"enabled": True, "namespace": "grafana", "labelValue": "yes"}}),
+                   {"dashboards": {"enabled": True, "namespace": "123", "labelValue": "yes"}}),
     "alerts": ({}, {"alerts": {"enabled": True}},
-               {"alerts": {"enabled": True, "namespace": "rules",
+               {"alerts": {"enabled": True, "namespace": "123",
                            "labels": {"release": "prometheus"}}}),
     "monitor": ({}, {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}}),
 }  # fmt: skip

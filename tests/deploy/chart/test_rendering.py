@@ -19,7 +19,8 @@ from tests.deploy.chart.golden import COMBINATIONS, FOLDER, text_of
 from tests.deploy.chart.matrix import ON, Values, each_once, pairwise
 
 KUBERNETES = "1.37.0"
-NOT_KUBERNETES = ("PrometheusRule", "ServingCluster")
+NOT_KUBERNETES = ("PodMonitor", "PrometheusRule", "ServingCluster")
+MONITORS = "monitoring.coreos.com/v1/PodMonitor"
 
 
 def check(objects: list[Object]) -> None:
@@ -78,6 +79,18 @@ def test_every_setting_gives_valid_objects(helm: Helm, values: Values) -> None:
 def test_every_pair_of_settings_gives_valid_objects(helm: Helm, values: Values) -> None:
     check(helm.template(values))
     check(helm.template(values, "--is-upgrade"))
+
+
+@pytest.mark.parametrize("namespace", ["123", "1e3"])
+def test_a_namespace_may_be_called_like_a_number(helm: Helm, namespace: str) -> None:
+    values = first_cluster(spec=ON, redis={"enabled": True}) | {
+        "dashboards": {"enabled": True}, "alerts": {"enabled": True},
+        "podMonitor": {"enabled": True}, "watchNamespaces": [namespace],
+    }  # fmt: skip
+    arguments = ("--is-upgrade", "--namespace", namespace)
+    objects = helm.template(values, *arguments, "--api-versions", MONITORS)
+    assert {each["metadata"].get("namespace", namespace) for each in objects} == {namespace}
+    check(objects)
 
 
 def test_crds_are_installed_before_all_else_and_upgraded_before_an_upgrade(helm: Helm) -> None:
