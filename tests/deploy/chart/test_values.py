@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
+import kubernetes_validate
 import pytest
+import yaml
 
+from deploy.api.chart import CHART
 from tests.deploy.chart.chart import Helm, RefusedError, first_cluster, one
+from tests.deploy.chart.matrix import ON, joined
+from tests.deploy.chart.test_rendering import KUBERNETES, MONITORS, NOT_KUBERNETES
 
 SECRET_ENV = {"name": "HF_TOKEN", "value": "hf_abc"}
 
@@ -32,6 +39,14 @@ def pods_with(env: dict[str, Any]) -> dict[str, Any]:
         ({"cluster": {"name": "7b"}}, "cluster.name"),
         ({"cluster": {"nodes": {"preset": "tpu"}}}, "cluster.nodes.preset"),
         ({"cluster": {"nodes": {"shmSize": "a lot"}}}, "cluster.nodes.shmSize"),
+        ({"cluster": {"nodes": {"shmSize": "5K"}}}, "cluster.nodes.shmSize"),
+        *(
+            ({"cluster": {"redis": {"storage": it}}}, "cluster.redis.storage")
+            for it in ("5K", "0", "0.0Gi", "-1Gi")
+        ),
+        ({"images": None}, "images is required"),
+        ({"cluster": {"nodes": {"weightsCache": None}}}, "cluster.nodes: weightsCache is required"),
+        ({"cluster": {"redis": {"image": None}}}, "cluster.redis: image is required"),
         ({"cluster": {"nodes": {"gpu": True}}}, "cluster.nodes: Additional property gpu"),
         (first_cluster(spec={"modle": {}}), "cluster.spec: Additional property modle"),
         (first_cluster(spec={"engine": {"dtype": 16}}), "cluster.spec.engine.dtype"),
@@ -71,6 +86,10 @@ def test_wrong_values_are_refused_by_name(helm: Helm, values: dict[str, Any], wo
             "hub.offline: models/demo would have to come from the hub",
         ),
         (
+            first_cluster(spec={"hub": {"offline": True}}),
+            "hub.offline: models/demo would have to come from the hub",
+        ),
+        (
             first_cluster(nodes={"weightsCache": {"hostPath": "/mnt/weights"}})
             | {"hub": {"offline": True}},
             "weightsCache.claimName that holds it: routers and the head read its text, too",
@@ -99,3 +118,47 @@ def test_large_numbers_arrive_as_they_are(helm: Helm) -> None:
         helm.template(first_cluster(spec={"engine": {"kvMemoryBytes": 80 << 30}})), "ServingCluster"
     )
     assert cluster["spec"]["engine"]["kvMemoryBytes"] == 80 << 30
+
+
+def test_a_hub_that_the_cluster_itself_may_ask_is_asked(helm: Helm) -> None:
+    values = first_cluster(spec={"hub": {"offline": False}}) | {"hub": {"offline": True}}
+    assert one(helm.template(values), "ServingCluster")["spec"]["hub"] == {"offline": False}
+
+
+@pytest.mark.parametrize("size", ["5k", "1.5Gi", "0.5Gi", "1e9", "10", "2Ti"])
+def test_sizes_are_kubernetes_own(helm: Helm, size: str) -> None:
+    objects = helm.template(first_cluster(nodes={"shmSize": size}, redis={"storage": size}))
+    claim = one(objects, "PersistentVolumeClaim")
+    assert claim["spec"]["resources"]["requests"]["storage"] == size
+
+
+def settings(values: dict[str, Any], way: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where each is."""
+    for name, value in values.items():
+        yield (*way, name)
+        if isinstance(value, dict):
+            yield from settings(value, (*way, name))
+
+
+SETTINGS = [*settings(yaml.safe_load((CHART / "values.yaml").read_text()))]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", SETTINGS, ids=".".join)
+def test_a_null_is_no_setting_or_is_refused_by_name(helm: Helm, way: tuple[str, ...]) -> None:
+    everything = {name: {"enabled": True} for name in ("dashboards", "alerts", "podMonitor")}
+    null: Any = None
+    for name in reversed(way):
+        null = {name: null}
+    values = joined(first_cluster(spec=ON, redis={"enabled": True}) | everything, null)
+    try:
+        objects = helm.template(values, "--is-upgrade", "--api-versions", MONITORS)
+    except RefusedError as error:
+        objects, words = [], str(error)
+    else:
+        words = ".".join(way)
+    assert re.search(rf"\b{way[-1]} is required|{re.escape('.'.join(way))}", words)
+    assert "nil pointer" not in words
+    for each in objects:
+        if each["kind"] not in NOT_KUBERNETES:
+            kubernetes_validate.validate(each, KUBERNETES, strict=True)
