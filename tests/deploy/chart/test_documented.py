@@ -1,0 +1,53 @@
+"""What the chart's documents say of it is so."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import yaml
+
+from deploy.api.chart import CHART
+from tests.deploy.chart.permissions import PERMISSIONS
+
+README = (CHART / "README.md").read_text()
+GUIDE = (CHART.parents[2] / "docs" / "kubernetes.md").read_text()
+REDIS = (CHART / "templates" / "redis.yaml").read_text()
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """Of the table under that line, cell by cell."""
+    table = text.partition(heading)[2].partition("\n\n")[0]
+    lines = table.strip().splitlines()[1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_who_grants_by_hand_is_told_every_permission_and_no_more() -> None:
+    told = set()
+    for group, resources, verbs, _ in rows(README, "| group | resources | verbs | |"):
+        for resource in resources.split(", "):
+            name, _, only = resource.replace("`", "").partition(" ")
+            of = "" if group == "core" else group.strip("`")
+            told |= {(of, name, verb, only or None) for verb in verbs.split(", ")}
+    assert told == {
+        (each.group, each.resource, verb, each.name) for each in PERMISSIONS for verb in each.verbs
+    }
+
+
+def test_the_way_out_of_a_refused_name_takes_that_rule_out_and_no_other() -> None:
+    (patch,) = re.findall(r"--patch '(.*x-kubernetes-validations.*)'", GUIDE)
+    (operation,) = json.loads(patch)
+    assert operation["op"] == "remove"
+    found = yaml.safe_load((CHART / "crds" / "servingclusters.baton.dev.yaml").read_text())
+    for part in operation["path"].strip("/").split("/"):
+        found = found[int(part) if part.isdigit() else part]
+    (rule,) = found
+    assert "metadata.name" in rule["rule"]
+
+
+def test_all_that_changes_the_pod_of_redis_is_told() -> None:
+    pod = REDIS.rpartition("\nkind: Deployment")[2].partition("  template:")[2]
+    used = set(re.findall(r"\$redis\.(\w+)", pod)) - {"storage"}  # which is told of by itself
+    assert {"nodeSelector", "resources", "secretName", "tolerations"} <= used
+    (row,) = [line for line in GUIDE.splitlines() if "an upgrade that changes its pod" in line]
+    assert used <= set(re.findall(r"`(\w+)`", row))
