@@ -58,7 +58,10 @@ class PoolRollout(Checked):
     ready_replicas: int = bounded(0, minimum=0)
     """Most that were ready at once."""
     waiting_since: str = bounded("", max_size=64)
-    """Empty: all that were asked for are ready."""
+    """Since when workers that were asked for have been missing or, once it is late, since when none
+    has. Empty: neither, or the supervisor is silent."""
+    is_late: bool = False
+    """It has not got ready within `readyTimeout`: the rollout has stopped."""
     max_surge: int | None = None
     """With which it waited: with another it is tried anew."""
     max_unavailable: int | None = None

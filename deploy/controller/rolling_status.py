@@ -60,7 +60,8 @@ def watch_in(pool: Seen) -> ReadyWatch | None:
     is_noted = surge is not None and unavailable is not None
     room = Room(surge, unavailable) if is_noted else None
     num_live, instead = told.get("readyReplicas", 0), told.get("instead") or ""
-    return ReadyWatch(told["revision"], num_live, since, room, instead)
+    is_late = told.get("isLate", False)
+    return ReadyWatch(told["revision"], num_live, since, room, instead, is_late)
 
 
 def watch_status(watch: ReadyWatch) -> Object:
@@ -69,6 +70,7 @@ def watch_status(watch: ReadyWatch) -> Object:
         "revision": watch.revision,
         "readyReplicas": watch.num_live,
         "waitingSince": since,
+        "isLate": watch.is_late,
         "instead": watch.instead or None,
         "maxSurge": None if watch.room is None else watch.room.max_surge,
         "maxUnavailable": None if watch.room is None else watch.room.max_unavailable,

@@ -59,11 +59,14 @@ class ReadyWatch:
     num_live: int = 0
     """Most that were live at once: one that comes and goes is no progress."""
     waiting_since: datetime.datetime | None = None
-    """None: all that were asked for are live."""
+    """Since when workers that were asked for have been missing or, once it is late, since when none
+    has. None: neither, or nobody tells."""
     room: Room | None = None
     """With which it waited; None: nobody has noted it."""
     instead: str = ""
     """The revision that served before, until this one does; empty: none, or this one has."""
+    is_late: bool = False
+    """It has not got ready in time: its rollout has stopped."""
 
     def look(
         self,
@@ -78,25 +81,39 @@ class ReadyWatch:
         `wanted`: how many are to be live in the end."""
         before = self if self.revision == target.name else self._next(target.name)
         if before.room not in (None, room):
-            before = replace(before, waiting_since=None)
+            before = replace(before, waiting_since=None, is_late=False)
         most_before = min(before.num_live, target.size)
-        most = max(most_before, target.num_live)
-        instead = "" if target.num_live else before.instead
-        is_late = target.num_live < wanted and before.is_late(ready_timeout_s, now)
-        if target.num_live >= target.size and not is_late:
-            return ReadyWatch(target.name, most, None, room, instead)
-        since = now if target.num_live > most_before else before.waiting_since or now
-        return ReadyWatch(target.name, most, since, room, instead)
+        has_more, is_whole = target.num_live > most_before, target.num_live >= target.size
+        is_late = before.is_late or before.has_waited(ready_timeout_s, now)
+        is_late = is_late and target.num_live < wanted and not has_more
+        goes_on = is_late is before.is_late and not has_more
+        since = (before.waiting_since if goes_on else None) or now
+        return ReadyWatch(
+            target.name,
+            max(most_before, target.num_live),
+            since if is_late is is_whole else None,
+            room,
+            "" if target.num_live else before.instead,
+            is_late,
+        )
+
+    def unheard(self) -> ReadyWatch:
+        """While nobody tells what is live: what passes then is no time that was waited."""
+        return replace(self, waiting_since=None)
 
     def _next(self, revision: str) -> ReadyWatch:
         """What has never served is nothing to come back to."""
         instead = self.instead or self.revision
         return ReadyWatch(revision, instead="" if instead == revision else instead)
 
-    def is_late(self, ready_timeout_s: float, now: datetime.datetime) -> bool:
+    def has_waited(self, ready_timeout_s: float, now: datetime.datetime) -> bool:
         if self.waiting_since is None:
             return False
         return (now - self.waiting_since).total_seconds() > ready_timeout_s
+
+    def is_steady(self, ready_timeout_s: float, now: datetime.datetime) -> bool:
+        """It is late, but what is asked for still has been live as long as one waits for it."""
+        return self.is_late and self.has_waited(ready_timeout_s, now)
 
 
 def next_sizes(
@@ -106,10 +123,12 @@ def next_sizes(
     revisions: Sequence[RevisionState],
     *,
     is_stopped: bool = False,
+    is_steady: bool = False,
 ) -> dict[str, int]:
     """By revision. `target` is the one that the pool is to have, which may be none of `revisions`
     yet; `is_stopped`: it does not get ready, so nothing old is taken away for it any more, and what
-    was comes back where nothing else serves."""
+    was comes back where nothing else serves. `is_steady`: what there is of it stays live, so old
+    workers that stood in for it make room for one more."""
     states = {state.name: state for state in revisions}
     states.setdefault(target, RevisionState(target, 0))
     olds = [state for name, state in sorted(states.items()) if name != target]
@@ -117,8 +136,9 @@ def next_sizes(
     if not comes_back and not any(old.size or old.present for old in olds):
         return {name: replicas if name == target else 0 for name in states}
     if comes_back or any(old.size for old in olds):
-        held = _goals_stopped if is_stopped else _goals
-        goals = held(replicas, rollout, states[target], olds)
+        goals = _goals(replicas, rollout, states[target], olds)
+        if is_stopped:
+            goals = _goals_stopped(replicas, rollout, states[target], olds, is_steady=is_steady)
         states = _shrunk(replicas - rollout.max_unavailable, goals, target, states)
     else:  # the last old workers drain: what is left is a pool's ordinary size
         goals = {old.name: 0 for old in olds} | {target: replicas}
@@ -163,14 +183,19 @@ def _goals(
 
 
 def _goals_stopped(
-    replicas: int, rollout: Rollout, target: RevisionState, olds: Sequence[RevisionState]
+    replicas: int,
+    rollout: Rollout,
+    target: RevisionState,
+    olds: Sequence[RevisionState],
+    *,
+    is_steady: bool,
 ) -> dict[str, int]:
     """What serves stays, and follows a change of the pool's size; the target is left as it is, with
     one worker more than are live where there is room: should that get live the rollout goes on."""
     kept, num_old = base(olds), sum(old.size for old in olds)
     num_new, room = goal(replicas, rollout), replicas + rollout.max_surge
     wanted_old = replicas - min(target.num_live, num_new)
-    if num_old + target.size <= room:  # else the pool has been made smaller
+    if num_old + target.size <= room and not is_steady:  # else the pool has been made smaller
         wanted_old = min(max(num_old, wanted_old), replicas)
     goals = {old.name: old.size for old in olds}
     goals[kept.name] = max(0, kept.size + wanted_old - num_old)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.api.worker_pool import Rollout
-from deploy.controller.rollout import ReadyWatch, RevisionState, Room, next_sizes
+from deploy.controller.rollout import RevisionState, next_sizes
 
-START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 UNSTEADY = 400  # more looks than any rollout of these sizes takes
-SURGE = Room(1, 0)
 
 
 @dataclass
@@ -32,6 +28,7 @@ class World:
     live: set[tuple[str, int]] = field(default_factory=set)
     draining: dict[tuple[str, int], int] = field(default_factory=dict)
     is_stopped: bool = False
+    is_steady: bool = False
 
     def states(self) -> list[RevisionState]:
         return [
@@ -54,7 +51,12 @@ class World:
 
     def look(self) -> None:
         self.sizes = next_sizes(
-            self.replicas, self.rollout, self.target, self.states(), is_stopped=self.is_stopped
+            self.replicas,
+            self.rollout,
+            self.target,
+            self.states(),
+            is_stopped=self.is_stopped,
+            is_steady=self.is_steady,
         )
         wanted = self.wanted()
         for at in sorted(self.live - wanted):
@@ -231,6 +233,55 @@ def test_a_worker_that_comes_and_goes_takes_no_old_one_away_from_a_stopped_rollo
     assert world.serves() == {"a": 3, "b": 1}
 
 
+def test_a_stopped_rollout_goes_on_once_the_workers_that_it_had_lost_have_stayed() -> None:
+    """Two of four are new when one of them, and the room for a third, is lost for too long."""
+    world = rolled(4, Rollout())
+    world.target = "b"
+    while world.serves().get("b", 0) < 2:
+        world.look()
+        world.wait()
+    world.broken = frozenset({"b"})
+    world.settle()
+    world.live.remove(("b", 1))
+    world.is_stopped = True
+    world.settle()
+    assert world.sizes == {"a": 3, "b": 2}
+    assert world.serves() == {"a": 3, "b": 1}
+    world.broken = frozenset()
+    world.settle()
+    assert world.serves() == {"a": 3, "b": 2}, "they may go again"
+    world.is_steady, world.broken = True, frozenset({"b"})
+    world.settle()
+    assert world.sizes == {"a": 2, "b": 3}, "one more is tried"
+    assert world.serves() == {"a": 2, "b": 2}
+    world.is_steady = False
+    world.settle()
+    assert world.sizes == {"a": 2, "b": 3}
+    world.broken, world.is_stopped = frozenset(), False
+    world.settle()
+    assert world.serves() == {"b": 4}
+
+
+@given(rollouts, st.integers(2, 6), st.integers(1, 5))
+@settings(max_examples=30, deadline=None)
+def test_a_stopped_rollout_that_stays_steady_takes_no_more_than_it_may_and_comes_to_rest(
+    rollout: Rollout, replicas: int, num_new: int
+) -> None:
+    world = rolled(replicas, rollout)
+    world.target = "b"
+    while world.serves().get("b", 0) < min(num_new, replicas):
+        world.look()
+        world.wait()
+    world.broken, world.is_stopped, world.is_steady = frozenset({"b"}), True, True
+    least = min(len(world.live), replicas)
+    for _ in range(UNSTEADY):
+        world.look()
+        assert len(world.live) >= min(least, replicas - rollout.max_unavailable)
+        world.wait()
+    world.settle()
+    assert len(world.live) >= replicas - rollout.max_unavailable
+
+
 def test_rolling_back_uses_the_old_workers_that_still_run() -> None:
     world = rolled(3, Rollout())
     kept = ("a", 0)
@@ -266,99 +317,3 @@ def test_a_pool_of_one_revision_has_its_size_whatever_is_live() -> None:
     assert next_sizes(4, Rollout(), "a", [RevisionState("a", 1)]) == {"a": 4}
     down = RevisionState("a", 4, frozenset({3}), 4)
     assert next_sizes(1, Rollout(), "a", [down]) == {"a": 1}
-
-
-# --- how long is waited for the new ones ----------------------------------------------------------
-
-
-def at(seconds: float) -> datetime.datetime:
-    return START + datetime.timedelta(seconds=seconds)
-
-
-def asked(size: int, *live: int, name: str = "b") -> RevisionState:
-    return RevisionState(name, size, frozenset(live), size)
-
-
-def looked(
-    watch: ReadyWatch,
-    target: RevisionState,
-    now: datetime.datetime,
-    wanted: int = 2,
-    room: Room = SURGE,
-) -> ReadyWatch:
-    """A minute is given to get ready."""
-    return watch.look(target, wanted, room, 60, now)
-
-
-def test_a_revision_is_late_when_nothing_more_of_it_gets_live_in_time() -> None:
-    watch = looked(ReadyWatch("a"), asked(2), at(0))
-    assert not watch.is_late(60, at(60))
-    assert watch.is_late(60, at(61))
-    watch = looked(watch, asked(2, 0), at(50))
-    assert not watch.is_late(60, at(100)), "one more is live: the time runs anew"
-    assert looked(watch, asked(2, 0), at(111)).is_late(60, at(111))
-    assert not looked(watch, asked(2, 0, 1), at(112)).is_late(60, at(9999))
-
-
-def test_a_worker_that_comes_and_goes_is_no_progress() -> None:
-    watch = ReadyWatch("b")
-    for second in range(0, 100, 2):
-        watch = looked(watch, asked(2, 0), at(second))
-        watch = looked(watch, asked(2), at(second + 1))
-    assert watch.is_late(60, at(100))
-
-
-def test_another_revision_has_its_own_time() -> None:
-    watch = looked(ReadyWatch("a"), asked(1), at(0))
-    watch = looked(watch, asked(1, name="c"), at(100))
-    assert not watch.is_late(60, at(150))
-    assert watch.revision == "c"
-
-
-@pytest.mark.parametrize("size", [0, 1])
-def test_what_is_complete_is_never_late(size: int) -> None:
-    watch = looked(ReadyWatch("b"), asked(size, *range(size)), at(0))
-    assert not watch.is_late(1, at(1000))
-
-
-def test_what_was_late_stays_late_when_it_is_asked_for_no_more_until_one_more_gets_live() -> None:
-    watch = looked(ReadyWatch("b"), asked(1), at(0))
-    for second in 61, 62, 10_000:
-        watch = looked(watch, asked(0), at(second))
-        assert watch.is_late(60, at(second))
-    for second in 10_001, 10_002:
-        watch = looked(watch, asked(1), at(second))
-        assert watch.is_late(60, at(second)), "it is tried again"
-    watch = looked(watch, asked(1, 0), at(10_003))
-    assert not watch.is_late(60, at(10_004))
-
-
-def test_what_was_late_is_so_no_more_once_all_that_the_rollout_wants_are_live() -> None:
-    watch = looked(ReadyWatch("b"), asked(3, 0, 1), at(0), wanted=3)
-    assert looked(watch, asked(2, 0, 1), at(61), wanted=3).is_late(60, at(62))
-    assert looked(watch, asked(2, 0, 1), at(61), wanted=2).waiting_since is None
-
-
-def test_what_was_late_is_tried_anew_with_other_room() -> None:
-    watch = looked(ReadyWatch("b"), asked(1), at(0))
-    assert looked(watch, asked(1), at(99)).is_late(60, at(99))
-    watch = looked(watch, asked(1), at(100), room=Room(0, 1))
-    assert not watch.is_late(60, at(160))
-    assert looked(watch, asked(1), at(161), room=Room(0, 1)).is_late(60, at(161))
-    unnoted = replace(watch, room=None)  # of an operator that did not note it
-    assert looked(unnoted, asked(1), at(161)).is_late(60, at(161))
-
-
-def test_what_served_before_is_told_until_the_new_one_serves() -> None:
-    watch = ReadyWatch("a", 2)
-    for name, instead in ("b", "a"), ("c", "a"), ("a", ""), ("b", "a"):
-        watch = looked(watch, asked(0, name=name), at(0))
-        assert watch.instead == instead
-    watch = looked(watch, asked(1, 0), at(1))
-    assert watch.instead == ""
-    assert looked(watch, asked(0, name="c"), at(2)).instead == "b"
-
-
-def test_a_revision_that_is_asked_for_no_more_in_time_does_not_wait() -> None:
-    watch = looked(ReadyWatch("b"), asked(1), at(0))
-    assert looked(watch, asked(0), at(60)).waiting_since is None
