@@ -133,9 +133,10 @@ def next_sizes(
     states.setdefault(target, RevisionState(target, 0))
     olds = [state for name, state in sorted(states.items()) if name != target]
     comes_back = is_stopped and bool(olds) and not states[target].num_live
-    if not comes_back and not any(old.size or old.present for old in olds):
+    is_kept = comes_back or (rollout.partition > 0 and bool(olds))  # also of a pool at zero
+    if not is_kept and not any(old.size or old.present for old in olds):
         return {name: replicas if name == target else 0 for name in states}
-    if comes_back or any(old.size for old in olds):
+    if is_kept or any(old.size for old in olds):
         goals = _goals(replicas, rollout, states[target], olds)
         if is_stopped:
             goals = _goals_stopped(replicas, rollout, states[target], olds, is_steady=is_steady)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -280,6 +281,18 @@ def test_a_stopped_rollout_that_stays_steady_takes_no_more_than_it_may_and_comes
         world.wait()
     world.settle()
     assert len(world.live) >= replicas - rollout.max_unavailable
+
+
+@pytest.mark.parametrize("partition", [1, 2, 3])
+def test_a_pool_that_comes_back_from_zero_has_what_its_partition_keeps(partition: int) -> None:
+    world = rolled(3, Rollout())
+    world.rollout, world.target = Rollout(partition=partition), "b"
+    world.settle()
+    before = world.serves()
+    for replicas, serves in (0, {}), (3, before):
+        world.replicas = replicas
+        world.settle()
+        assert world.serves() == serves
 
 
 def test_rolling_back_uses_the_old_workers_that_still_run() -> None:
