@@ -56,14 +56,16 @@ class _Step:
         """Of the serving cohort. Once it has no requests any more, what failed is compared with
         what it did before; how fast it was does not count: it had another load, and so have its
         last streams. Where that is not known, the few requests that it had left say nothing: no
-        others are to come."""
+        others are to come. While it has a share, how fast it was is for doubts."""
         here = self.tallies.get(self.progress.serving, _Tally()).figures
         if here.with_abandoned.num_requests >= MIN_REQUESTS:
             return here
-        itl_s = None if self.progress.weight == 100 else here.itl_s
-        if self.served_before is not None:
-            return replace(self.served_before, itl_s=itl_s)
-        return Figures() if self.progress.weight == 100 else here
+        before = self.served_before
+        if self.progress.weight == 100:
+            return Figures() if before is None else replace(before, itl_s=None, itl_before_s=None)
+        if before is None:
+            return here
+        return replace(before, itl_s=here.itl_s, itl_before_s=before.itl_s or before.itl_before_s)
 
     def next(self, progress: Progress, heard_at_s: float) -> _Step:
         if progress.serving != self.progress.serving:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from deploy.api.serving_cluster import CohortRollout
@@ -37,6 +37,8 @@ class Figures:
     """None: no gap between tokens was seen."""
     num_abandoned: float = 0.0
     """Beside `num_requests`: those that stood still for so long that their clients ended them."""
+    itl_before_s: float | None = None
+    """In a step before, while more of this one is to come."""
 
     @property
     def with_abandoned(self) -> Figures:
@@ -89,6 +91,8 @@ def is_in_doubt(new: Figures, serving: Figures, rollout: CohortRollout) -> bool:
     """Whether something looks wrong, of which more has to be seen."""
     if failures(new, serving, rollout) is Failures.IN_DOUBT:
         return True
+    if serving.itl_s is None:  # all that runs may be the new one's: slow requests last
+        return bool(slowness(new, replace(serving, itl_s=serving.itl_before_s), rollout))
     return new.num_requests < MIN_REQUESTS and bool(slowness(new, serving, rollout))
 
 

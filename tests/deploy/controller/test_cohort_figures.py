@@ -98,6 +98,21 @@ def test_once_the_old_version_has_no_requests_what_failed_of_it_before_counts_on
     assert found.figures["new"].num_requests == 0.0
 
 
+def test_how_fast_the_old_version_was_is_known_while_it_has_a_share_and_no_requests() -> None:
+    figures, now = CohortFigures(), 0.0
+    course = []
+    for weight, requests_per_s in ((0, 5.0), (50, 0.0), (75, 0.0), (100, 0.0)):
+        step = dataclasses.replace(STEP, weight=weight)
+        answer = told_of_old(requests_per_s) if requests_per_s else told()
+        for _ in range(4):
+            now += 2.0
+            found = figures.take(MAIN, step, (answer, now))
+        assert found is not None
+        course.append((found.figures["old"].itl_s, found.figures["old"].itl_before_s))
+    known = pytest.approx(0.01)
+    assert course == [(known, None), (None, known), (None, known), (None, None)]
+
+
 def test_a_version_alone_is_not_judged_beside_the_last_requests_of_the_old_one() -> None:
     figures, alone = CohortFigures(), dataclasses.replace(STEP, weight=100)
     for second in range(4):

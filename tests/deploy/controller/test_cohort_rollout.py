@@ -270,6 +270,25 @@ def test_slow_tokens_take_the_share_back_and_equal_ones_do_not() -> None:
     assert world.progress.reason.startswith("31.0 ms between its tokens, 20.0 ms")
 
 
+def test_tokens_slower_than_the_old_ones_were_are_in_doubt_until_the_old_version_has_requests() -> (
+    None
+):
+    """Requests of a slow version last: for a while all that run may be its."""
+    world = World()
+    old = Figures(900.0, 0.0, itl_before_s=0.02)
+    world.figures = {"new": Figures(0.0, 0.0, 0.9), "old": old}
+    world.look_until(Phase.WATCHING)
+    for _ in range(100):
+        world.look("new")
+    assert weights(world.progress)["new"] == 1
+    world.figures |= {"new": Figures(10.0, 0.0, 0.9)}
+    world.look("new")
+    assert weights(world.progress)["new"] == 1, "the load may be another one"
+    world.figures |= {"old": Figures(900.0, 0.0, 0.4)}
+    world.look("new")
+    assert world.progress.reason.startswith("900.0 ms between its tokens, 400.0 ms")
+
+
 def test_no_step_is_over_before_it_was_watched_for_its_time() -> None:
     """Also where no operator ran meanwhile."""
     world = World(figures=None)
