@@ -27,9 +27,9 @@ def pool_status(view: PoolView, rolling: PoolRolling, targets: PlannerConfig, no
         "replicas": len([pod for pod in view.pods if not pod.is_going]),
         "readyReplicas": num_serving(view),
         "updatedReplicas": before.get("updatedReplicas", 0)
-        if pool is None
+        if view.is_silent
         else view.updated.num_live,
-        "revisions": before.get("revisions", []) if pool is None else _revisions(view),
+        "revisions": before.get("revisions", []) if view.is_silent else _revisions(view),
         "rollout": watch_status(rolling.watch),
         "draining": draining,
         "drainingReplicas": len(draining),
@@ -65,7 +65,7 @@ def _revisions(view: PoolView) -> list[Object]:
 def _draining(view: PoolView, now: str) -> list[Object]:
     """Since when is kept here alone: another operator goes on counting."""
     before = view.obj.get("status", {}).get("draining", [])
-    if view.fleet is None:
+    if view.is_silent:
         return list(before)
     since = {each["worker"]: each.get("since", now) for each in before}
     return [
@@ -86,9 +86,9 @@ def _drain(pool: WorkerPoolSpec, place: Place, since: str, now: str) -> Object:
 def num_serving(view: PoolView) -> int:
     """Workers that take requests: as the supervisor says, or as their pods' own probes do while
     nobody says anything else."""
-    if view.fleet is not None:
-        return len(view.live)
-    return sum(pod.is_ready and not pod.is_going for pod in view.pods)
+    if view.is_silent:
+        return sum(pod.is_ready and not pod.is_going for pod in view.pods)
+    return len(view.live)
 
 
 def pool_verdicts(
@@ -96,10 +96,9 @@ def pool_verdicts(
 ) -> list[Verdict]:
     """Available, Progressing and Degraded, each with a reason. `refused`: what the supervisor did
     not take of the pool; `waits`: what its pods wait for; both empty: nothing."""
-    spec, pool = view.spec, view.fleet
-    num_live, num_draining = num_serving(view), len(view.draining)
+    spec, num_live, num_draining = view.spec, num_serving(view), len(view.draining)
     has_enough = num_live >= min(spec.replicas, max(1, spec.min_replicas))
-    if pool is None:
+    if view.is_silent:
         silent = with_waits("the supervisor does not answer; workers that run go on", waits)
         ready = f"{num_live} of {spec.replicas} workers are ready, as their pods say"
         return [
@@ -149,9 +148,9 @@ def _degraded(view: PoolView, refused: str) -> Verdict:
         return Verdict(DEGRADED, True, "InvalidSpec", problem)
     if refused:
         return Verdict(DEGRADED, True, "SupervisorRefused", f"the supervisor: {refused}")
-    if pool is None:
+    if view.is_silent:
         return Verdict(DEGRADED, False, "SupervisorSilent", "the supervisor does not answer")
-    if pool.last_error:
+    if pool is not None and pool.last_error:
         return Verdict(DEGRADED, True, "StartFailed", pool.last_error)
     return Verdict(DEGRADED, False, "Sound", "nothing has failed")
 

@@ -77,6 +77,13 @@ class PoolView:
     """By name; that of the spec always among them."""
     target: str = ""
     """The revision that the spec asks for."""
+    is_unknown: bool = False
+    """The supervisor speaks, and knows none of its revisions."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Nobody tells of it; a pool that is unknown has no worker."""
+        return self.fleet is None and not self.is_unknown
 
     @property
     def live(self) -> Sequence[Place]:
@@ -194,7 +201,9 @@ def pool_view(
         for name, revision in sorted(known.items())
     }
     own_pods = [pod for pod in pods if pod.pool == spec.pool]
-    return PoolView(pool, spec, own_pods, _together(revisions.values()), revisions, target.name)
+    together = _together(revisions.values())
+    is_unknown = fleet is not None and together is None
+    return PoolView(pool, spec, own_pods, together, revisions, target.name, is_unknown)
 
 
 def _together(revisions: Iterable[RevisionView]) -> FleetPool | None:

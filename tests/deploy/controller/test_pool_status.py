@@ -8,8 +8,8 @@ from deploy.api.status import MESSAGE, WorkerPoolStatus
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.fleet_watch import fleet_of
 from deploy.controller.manifests.common import POOL_LABEL, Object
-from deploy.controller.observed import FleetPool, Place, PlaceState
-from deploy.controller.pool_status import pool_status
+from deploy.controller.observed import Fleet, FleetPool, Place, PlaceState, Pod
+from deploy.controller.pool_status import pool_status, pool_verdicts
 from deploy.controller.revisions import Revision
 from deploy.controller.rolling import PoolRolling
 from deploy.controller.rollout import ReadyWatch
@@ -109,3 +109,26 @@ def test_what_clients_see_stands_beside_what_they_are_to_see() -> None:
     assert (status["ttftSeconds"], status["ttftTargetSeconds"]) == (0.25, None)
     silent = pool_view(obj, {"metadata": {}}, SPEC, groups, [], None)
     assert pool_status(silent, ROLLING, PlannerConfig(), BEGUN)["itlSeconds"] is None
+
+
+def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_refused() -> None:
+    """Other pools' supervisor answers, and nothing else tells of this one's workers."""
+    obj = {"metadata": {"name": "main"}, "spec": {"pools": {"decode": {"role": "decode"}}}}
+    before = {"updatedReplicas": 1, "draining": [{"worker": "w", "since": BEGUN}]}
+    pod = Pod("a", "decode", True, False, NAME, BEGUN)
+
+    def seen(fleet: Fleet | None) -> PoolView:
+        return pool_view(obj, {"metadata": {}, "status": before}, SPEC, {}, [pod], fleet)
+
+    other = Fleet({"prefill-bcdfg": FleetPool(0, ())})
+    told = pool_verdicts(seen(other), ROLLING, "blockSize: must divide", "pod a waits")
+    assert [(each.is_true, each.reason, each.message) for each in told] == [
+        (False, "TooFewLive", "0 of 1 workers live; pod a waits"),
+        (True, "Starting", "0 of 1 workers live; pod a waits"),
+        (True, "SupervisorRefused", "the supervisor: blockSize: must divide"),
+    ]
+    assert pool_verdicts(seen(other), ROLLING, "")[-1].reason == "Sound"
+    status = pool_status(seen(other), ROLLING, PlannerConfig(), BEGUN)
+    assert (status["readyReplicas"], status["updatedReplicas"], status["draining"]) == (0, 0, [])
+    told = pool_verdicts(seen(None), ROLLING, "")
+    assert [each.reason for each in told] == ["Live", "SupervisorSilent", "SupervisorSilent"]
