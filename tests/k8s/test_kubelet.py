@@ -108,7 +108,7 @@ def test_a_container_that_crashes_is_started_again_and_its_pod_says_so(
     crashes["volumeMounts"] = [{"name": "data", "mountPath": "/data"}]
     spec = pod_spec(crashes, volumes=[{"name": "data", "emptyDir": {}}])
     kube.create(PODS, pod(namespace, "twice", spec))
-    until(lambda: any(map(num_restarts, kubelet.pods("app=twice"))), "it is started again")
+    until(lambda: num_restarts(kubelet, "app=twice") == 1, "it is started again")
     (made,) = until_ready(kubelet, "app=twice")
     (status,) = made["status"]["containerStatuses"]
     assert status["restartCount"] == 1
