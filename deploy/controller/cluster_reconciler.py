@@ -323,7 +323,7 @@ class ClusterReconciler:
         )
         if failed:
             raise failed[0]
-        return _LOOK_AGAIN_S
+        return min(_LOOK_AGAIN_S, view.spec.planner.panic_window_s)
 
     def _apply_ray(
         self,

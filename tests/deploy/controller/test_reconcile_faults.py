@@ -189,6 +189,17 @@ def test_a_ray_cluster_that_was_deleted_is_made_anew() -> None:
     assert made["spec"]["workerGroupSpecs"][0]["replicas"] == 1
 
 
+@pytest.mark.parametrize(("panic_window_s", "again_s"), [(2.0, 2.0), (15.0, 5.0)])
+def test_a_quiet_cluster_is_looked_at_as_often_as_its_planner_asks_for(
+    panic_window_s: float, again_s: float
+) -> None:
+    """What was not looked at for longer counts as unknown, and nothing would ever shrink."""
+    spec = CLUSTER["spec"] | {"planner": {"panicWindowS": panic_window_s}}
+    server = Server({"servingclusters": [CLUSTER | {"spec": spec}], "workerpools": [decode_pool()]})
+    with looking(server) as reconciler:
+        assert reconciler.reconcile(KEY) == again_s
+
+
 DELETED = {"deletionTimestamp": "2026-01-01T10:00:00Z"}
 
 
