@@ -41,6 +41,7 @@ _CALL_TIMEOUT_S = 30.0
 _PROCESS_WITHIN_S = 120.0  # to read its libraries from a disk that has never been asked for them
 _LOOK_S = 0.5
 _LEAVE_S = 2.0
+_KILLED_WITHIN_S = 1.0  # by Ray, of a process that listens
 _NAME = re.compile(r"(?P<pool>[A-Za-z0-9-]+)-(?P<index>\d+)\.g(?P<generation>\d+)")
 
 
@@ -231,6 +232,8 @@ class Replicas:
         _let_leave(replica)
         for actor in replica.actors.values():
             _kill(actor)
+        if replica.actors:  # or Ray would tell everybody of a worker that died
+            _wait_until_gone(replica.processes, _KILLED_WITHIN_S)
         ended = end_processes(replica.processes, replica.node_id)
         places.free(str(replica.name))
         if ended:
@@ -326,10 +329,15 @@ def _let_leave(replica: Replica) -> None:
             return
         for actor in actors:
             actor.__ray_terminate__.remote()
-        give_up_at = time.monotonic() + _LEAVE_S
-        here = [process for process in replica.processes if is_gone(process) is not None]
-        while time.monotonic() < give_up_at and not all(map(is_gone, here)):
-            time.sleep(0.02)
+        _wait_until_gone(replica.processes, _LEAVE_S)
+
+
+def _wait_until_gone(processes: Sequence[ProcessIdentity], within_s: float) -> None:
+    """Those that can be looked at from here, for this long at most."""
+    give_up_at = time.monotonic() + within_s
+    here = [process for process in processes if is_gone(process) is not None]
+    while time.monotonic() < give_up_at and not all(map(is_gone, here)):
+        time.sleep(0.02)
 
 
 def _names_of_groups() -> set[str]:

@@ -10,12 +10,16 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+from ray._raylet import GcsErrorSubscriber
+from ray.util.placement_group import PlacementGroup
 
 from cluster.errors import ReplicaError
 from cluster.local import start_ray
+from cluster.process_book import Entry
 from cluster.rank_actor import MAX_CALLS
 from cluster.rank_ends import EndWatch, RankEnd
 from cluster.reaper import watched_over
@@ -100,6 +104,25 @@ def test_a_rank_that_leaves_in_good_order_has_not_failed(
         ray.get(replica.actors[0].leave.remote(), timeout=10)
         ends = watch.wait([replica], 0.2)
     assert ends == [RankEnd(replica.name, 0, None)]
+
+
+def test_of_a_rank_that_is_ended_while_it_starts_ray_tells_nobody_that_it_died(
+    monkeypatch: pytest.MonkeyPatch, replicas: Replicas, config: WorkerConfig
+) -> None:
+    def not_launched(config: WorkerConfig, group: PlacementGroup, begun: Any) -> None:
+        processes.append(ray.get(begun.actors[0].standing.remote()).process)
+        begun.entry = Entry(tuple(processes[-1:]), None)
+
+    processes: list[ProcessIdentity] = []
+    monkeypatch.setattr(replicas, "_launch", not_launched)
+    errors = GcsErrorSubscriber(address=ray.get_runtime_context().gcs_address)
+    errors.subscribe()
+    assert replicas.destroy(start(replicas, config))
+    assert is_gone(processes[0])
+    start(replicas, config)
+    os.kill(processes[1].pid, signal.SIGKILL)  # of which it tells
+    _, told = errors.poll(timeout=30)
+    assert f"Worker PID: {processes[1].pid}" in told["error_message"]
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "forgotten by Ray"])
