@@ -21,7 +21,6 @@ import contextlib
 import datetime
 import hashlib
 import logging
-import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -44,22 +43,18 @@ from deploy.controller.discovery import Discovery
 from deploy.controller.each import each
 from deploy.controller.errors import (
     KubeError,
-    NotFoundError,
     StatusError,
-    UnreachableError,
 )
 from deploy.controller.finalizers import Finalizers
 from deploy.controller.fleet_watch import FleetWatch
-from deploy.controller.heads import remove_unfit
-from deploy.controller.kube import Kube, Preconditions
+from deploy.controller.kube import Kube
+from deploy.controller.kuberay import KubeRay, new_groups
 from deploy.controller.manifests.cluster_yaml import cluster_config, config_map, with_name
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext
-from deploy.controller.manifests.ray_cluster import ray_cluster, revision_in, sized, worker_group
 from deploy.controller.manifests.routers import router_deployment, router_service
-from deploy.controller.manifests.shared import pods_account, ray_token
-from deploy.controller.objects import Key, Object, Resource, is_owned, key_of
+from deploy.controller.objects import Key, Object, Resource, key_of
 from deploy.controller.observed import Pod
 from deploy.controller.planning import Planning
 from deploy.controller.pool_size import within_bounds
@@ -67,19 +62,16 @@ from deploy.controller.pools import Pools
 from deploy.controller.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
-    RAY_CLUSTERS,
-    SECRETS,
-    SERVICE_ACCOUNTS,
     SERVICES,
     SERVING_CLUSTERS,
     WORKER_POOLS,
 )
 from deploy.controller.revisions import head_code
-from deploy.controller.rolling import Rolling, decide, group_size_of
+from deploy.controller.rolling import Rolling, decide
 from deploy.controller.rolling_status import progress_in, timestamp, watches_in
 from deploy.controller.statuses import Statuses
 from deploy.controller.supervision import Supervision
-from deploy.controller.view import ClusterView, PoolView, groups_in, pool_view
+from deploy.controller.view import ClusterView, groups_in, pool_view
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +104,7 @@ class ClusterReconciler:
         self._applied = Applied(kube, caches.of_written)
         self._discovery = Discovery(kube)
         self._companions = Companions(self._applied, self._discovery, release)
+        self._kuberay = KubeRay(kube, caches, self._applied)
         self._finalizers = Finalizers(kube)
         self._pools = Pools(kube, caches, self._applied, self._finalizers)
         self._statuses = Statuses(kube)
@@ -127,7 +120,7 @@ class ClusterReconciler:
         owner = Owner(key.name, key.namespace, obj["metadata"]["uid"])
         try:
             spec = with_name(read_spec(ServingClusterSpec, obj), obj)
-            if not self._caches.ray_clusters.is_served:
+            if not self._kuberay.is_served:
                 return self._tell_kuberay_missing(obj)
             self._finalizers.keep(SERVING_CLUSTERS, obj)
             self._fleets.follow(key, owner.control_address)
@@ -136,7 +129,7 @@ class ClusterReconciler:
             if view.is_going and not pools:
                 return self._let_go(obj)
             context = self._context(view)
-            groups = self._new_groups(view, context)
+            groups = new_groups(view, context)
         except StatusError as error:
             self._tell_refused(obj, error)
             raise
@@ -167,27 +160,16 @@ class ClusterReconciler:
         RayCluster goes before: to empty the Redis of Ray's head KubeRay runs a pod of the head's
         template, whose account, token and configuration would be gone."""
         try:
-            ends = self._ends_ray(obj)
+            is_left = self._kuberay.end(obj)
         except StatusError as error:
             self._tell_refused(obj, error)
             raise
-        if ends:
+        if is_left:
             self._tell(obj, hindrances.ray_ends())
             return _LOOK_AGAIN_S
         self._forget(key_of(obj))
         self._finalizers.drop(SERVING_CLUSTERS, obj)
         return None
-
-    def _ends_ray(self, obj: Object) -> bool:
-        """Whether it has a RayCluster yet, which is deleted."""
-        ray = self._ray_cluster(key_of(obj))
-        if ray is None or not is_owned(ray, obj["metadata"]["uid"]):
-            return False
-        if "deletionTimestamp" not in ray["metadata"]:
-            exactly = Preconditions(uid=ray["metadata"]["uid"])
-            with contextlib.suppress(NotFoundError):
-                self._kube.delete(RAY_CLUSTERS, key_of(ray), preconditions=exactly)
-        return True
 
     def _forget(self, key: Key) -> None:
         self._fleets.forget(key)
@@ -219,7 +201,7 @@ class ClusterReconciler:
         """Raises ConfigError or ValueError for a pool that cannot be read."""
         key = key_of(obj)
         specs = self._pool_specs(pools)
-        ray = self._ray_cluster(key)
+        ray = self._kuberay.find(key)
         groups = groups_in(ray)
         cordoned, seen = self._caches.cordoned_nodes, self._caches.pods
         pods = [Pod.of(pod, cordoned, self._now()) for pod in self._caches.of_cluster(seen, key)]
@@ -245,17 +227,6 @@ class ClusterReconciler:
             raise ConfigError("; ".join(problems))
         return specs
 
-    def _ray_cluster(self, key: Key) -> Object | None:
-        """As it is, not as it was heard of last: revisions live in it, and one that was made a
-        moment ago must not be forgotten. One that nobody has seen go is not taken for gone: all
-        that serves would drain."""
-        try:
-            return self._kube.get(RAY_CLUSTERS, key)
-        except NotFoundError as error:
-            if self._caches.ray_clusters.get(key) is not None:
-                raise UnreachableError(f"{error}, and it was not seen to go") from error
-            return None
-
     def _context(self, view: ClusterView) -> PodContext:
         return PodContext(
             view.owner,
@@ -265,16 +236,6 @@ class ClusterReconciler:
             _routers_hash_of(cluster_config(view.owner, view.spec, {})),
             self._discovery.version >= _GRPC_PROBES_SINCE,
         )
-
-    @staticmethod
-    def _new_groups(view: ClusterView, context: PodContext) -> dict[str, Manifest]:
-        """Of revisions that have none yet, by name. Raises ConfigError or ValueError."""
-        return {
-            name: worker_group(context, revision.revision, pool.spec)
-            for pool in view.pools.values()
-            for name, revision in pool.revisions.items()
-            if revision.group is None
-        }
 
     def _decide(self, view: ClusterView) -> Rolling:
         progress, told = progress_in(view.obj), view.heard.told
@@ -292,7 +253,7 @@ class ClusterReconciler:
         self,
         view: ClusterView,
         context: PodContext,
-        new_groups: Mapping[str, Manifest],
+        groups: Mapping[str, Manifest],
         failed: list[KubeError],
     ) -> float | None:
         rolling = self._decide(view)
@@ -304,7 +265,7 @@ class ClusterReconciler:
             lambda: self._apply(
                 CONFIG_MAPS, config_map(view.owner, cluster_config(view.owner, view.spec, {}))
             ),
-            lambda: self._apply_ray(view, context, rolling, new_groups),
+            lambda: self._kuberay.apply(view, context, rolling.pools, groups),
             lambda: refused.update(self._tell_supervisor(view, rolling)),
             lambda: self._apply(DEPLOYMENTS, router_deployment(context, view.groups.values())),
             lambda: self._apply(SERVICES, router_service(view.owner, view.spec.router)),
@@ -324,32 +285,6 @@ class ClusterReconciler:
         if failed:
             raise failed[0]
         return min(_LOOK_AGAIN_S, view.spec.planner.panic_window_s)
-
-    def _apply_ray(
-        self,
-        view: ClusterView,
-        context: PodContext,
-        rolling: Rolling,
-        new_groups: Mapping[str, Manifest],
-    ) -> None:
-        """One apply tells KubeRay each group's size and which pods go. A head that what it was told
-        before keeps from starting goes, too."""
-        self._apply(SERVICE_ACCOUNTS, pods_account(view.owner))
-        if view.spec.ray.token_secret_name is None:
-            # Once: another token would lock out the pods that run.
-            secret = ray_token(view.owner, secrets.token_hex(32))
-            self._applied.make(view.key, SECRETS, secret)
-        groups = _unheard(view)
-        for pool_name, pool in view.pools.items():
-            leaving = rolling.pools[pool_name].leaving
-            for name, size in rolling.pools[pool_name].sizes.items():
-                group = pool.revisions[name].group or new_groups[name]
-                if _has_group(view, pool, name, size, rolling):
-                    groups.append(sized(group, group_size_of(view, pool, name, size, leaving)))
-        groups.sort(key=lambda group: str(group["groupName"]))
-        self._apply(RAY_CLUSTERS, ray_cluster(context, groups, view.ray_cluster))
-        pods = self._caches.of_cluster(self._caches.pods, view.key)
-        remove_unfit(self._kube, pods, context.head_hash)
 
     def _tell_supervisor(self, view: ClusterView, rolling: Rolling) -> Mapping[str, str]:
         """What it refused, by pool."""
@@ -378,19 +313,6 @@ class ClusterReconciler:
     def _apply(self, resource: Resource, obj: Manifest) -> Object:
         (cluster,) = cluster_keys(obj)
         return self._applied.apply(cluster, resource, obj)
-
-
-def _has_group(view: ClusterView, pool: PoolView, name: str, size: int, rolling: Rolling) -> bool:
-    """A revision's group goes when nothing is left of it, and nobody speaks of it any more."""
-    revision = pool.revisions[name]
-    is_over = view.fleet is not None and revision.fleet is None and revision.is_empty
-    return bool(size) or name in rolling.pools[pool.spec.pool].kept or not is_over
-
-
-def _unheard(view: ClusterView) -> list[Object]:
-    """Groups of pools whose WorkerPool the API server has just not told of: they stay."""
-    wanted = view.obj["spec"]["pools"].keys() - view.pools.keys()
-    return [group for group in view.groups.values() if revision_in(group).pool in wanted]
 
 
 def _routers_hash_of(config: ClusterConfig) -> str:
