@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deploy.api.serving_cluster import CohortRollout
+from deploy.api.worker_pool import Rollout
 from deploy.controller.cohort_judgement import Watched
 from deploy.controller.cohort_rollout import (
     CohortPool,
@@ -87,7 +88,7 @@ def decide(
     is_alone = seen.is_gone(progress.serving)
     pools = {}
     for name, pool in view.pools.items():
-        watch = watches.get(name, ReadyWatch(pool.target))
+        watch = watches.get(name) or _first_watch(pool)
         share = _Share(progress, view.spec.rollout, is_alone)
         settled = view.heard.is_settled
         watch = _looked(watch, pool, share, now) if settled else watch.unheard()
@@ -130,24 +131,31 @@ def _pool(
     cohorts = {name: each.revision.cohort for name, each in pool.revisions.items()}
     is_stopped = _is_stopped(pool, watch)
     is_steady = watch.is_steady(seconds(pool.spec.rollout.ready_timeout), now)
-    sizes: dict[str, int] = {}
+    served, sizes = watch.of(pool.target).instead, dict[str, int]()
     kept, at_rest = {pool.target}, True
     for cohort in sorted(set(cohorts.values())):
         own = [state for name, state in states.items() if cohorts[name] == cohort]
         replicas = share.of(cohort, pool.replicas)
-        target = pool.target if cohorts[pool.target] == cohort else _biggest(own)
+        rollout = _rollout(pool, cohort, served)
+        target = pool.target if cohorts[pool.target] == cohort else _biggest(own, served)
         if cohort in (share.progress.serving, share.progress.next):
             kept.add(target)
         olds = [state for state in own if state.name != target]
         # It has shown nothing yet, or is not to have all.
-        is_needed = not watch.num_live or pool.spec.rollout.partition > 0
+        is_needed = not watch.of(pool.target).num_live or rollout.partition > 0
         if olds and target == pool.target and is_needed:
-            kept.add(base(olds, watch.instead).name)
+            kept.add(base(olds, rollout, served).name)
         holds = is_stopped and target == pool.target
         found = next_sizes(
-            replicas, pool.spec.rollout, target, own, is_stopped=holds, is_steady=is_steady
+            replicas,
+            rollout,
+            target,
+            own,
+            is_stopped=holds,
+            is_steady=is_steady,
+            served=served,
         )
-        at_rest = at_rest and rests(replicas, pool.spec.rollout, target, own, found)
+        at_rest = at_rest and rests(replicas, rollout, target, own, found, served)
         sizes |= found
     if (pool.fleet is None or not view.heard.is_settled) and _is_rolled(states, pool.target):
         # Nothing tells what runs where: all stays. A pool that goes drains by itself.
@@ -161,12 +169,40 @@ def _pool(
 
 def _looked(watch: ReadyWatch, pool: PoolView, share: _Share, now: datetime.datetime) -> ReadyWatch:
     """Of a pool at zero what was late stays so: it will be wanted again."""
-    rollout = pool.spec.rollout
-    wanted = goal(share.of(pool.updated.revision.cohort, pool.replicas), rollout)
+    cohort = pool.updated.revision.cohort
+    rollout = _rollout(pool, cohort, watch.of(pool.target).instead)
+    wanted = goal(share.of(cohort, pool.replicas), rollout)
     if not pool.replicas:
         wanted = 1
-    timeout_s = seconds(rollout.ready_timeout)
-    return watch.look(pool.updated.state, wanted, Room.of(rollout), timeout_s, now)
+    return watch.look(
+        pool.updated.state,
+        wanted,
+        Room.of(rollout),
+        seconds(rollout.ready_timeout),
+        now,
+        is_alone=not any(each.revision.cohort == cohort for each in pool.others),
+    )
+
+
+def _rollout(pool: PoolView, cohort: str, served: str) -> Rollout:
+    """The pool's, for revisions of that cohort. A partition keeps what served before the newest
+    revision: there is none where that is asked for again, or was of another cohort; and one that
+    the spec does not name any more goes on with one revision."""
+    olds = {
+        name
+        for name, each in pool.revisions.items()
+        if each.revision.cohort == cohort and name != pool.target
+    }
+    if cohort == pool.updated.revision.cohort and served in olds:
+        return pool.spec.rollout
+    return replace(pool.spec.rollout, partition=0)
+
+
+def _first_watch(pool: PoolView) -> ReadyWatch:
+    """Where nothing tells how far it was."""
+    cohort = pool.updated.revision.cohort
+    olds = [each.state for each in pool.others if each.revision.cohort == cohort]
+    return ReadyWatch(pool.target, instead=base(olds, Rollout()).name if olds else "")
 
 
 def _is_stopped(pool: PoolView, watch: ReadyWatch) -> bool:
@@ -218,9 +254,9 @@ def _is_rolled(states: Mapping[str, RevisionState], target: str) -> bool:
     return any(name != target and (s.size or s.present) for name, s in states.items())
 
 
-def _biggest(states: list[RevisionState]) -> str:
+def _biggest(states: list[RevisionState], served: str) -> str:
     """Of a cohort that the spec does not name any more: which of its revisions it goes on with."""
-    return max(states, key=lambda state: (state.num_live, state.size, state.name)).name
+    return base(states, Rollout(), served).name
 
 
 def _serving_most(view: ClusterView, wanted: str) -> str:

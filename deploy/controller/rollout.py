@@ -64,7 +64,7 @@ class ReadyWatch:
     room: Room | None = None
     """With which it waited; None: nobody has noted it."""
     instead: str = ""
-    """The revision that served before, until this one does; empty: none, or this one has."""
+    """The revision that served before, until this one alone does; empty: none, or this one has."""
     is_late: bool = False
     """It has not got ready in time: its rollout has stopped."""
 
@@ -75,11 +75,14 @@ class ReadyWatch:
         room: Room,
         ready_timeout_s: float,
         now: datetime.datetime,
+        *,
+        is_alone: bool = False,
     ) -> ReadyWatch:
         """Each further worker that gets live starts the time anew, and so does other room, which
         may be what it lacked. What was late stays late when fewer are asked for because of it;
-        `wanted`: how many are to be live in the end."""
-        before = self if self.revision == target.name else self._next(target.name)
+        `wanted`: how many are to be live in the end; `is_alone`: nothing older is to have workers
+        beside it."""
+        before = self.of(target.name)
         if before.room not in (None, room):
             before = replace(before, waiting_since=None, is_late=False)
         most_before = min(before.num_live, target.size)
@@ -93,7 +96,7 @@ class ReadyWatch:
             max(most_before, target.num_live),
             since if is_late is is_whole else None,
             room,
-            "" if target.num_live else before.instead,
+            "" if target.num_live and is_alone else before.instead,
             is_late,
         )
 
@@ -101,8 +104,11 @@ class ReadyWatch:
         """While nobody tells what is live: what passes then is no time that was waited."""
         return replace(self, waiting_since=None)
 
-    def _next(self, revision: str) -> ReadyWatch:
-        """What has never served is nothing to come back to."""
+    def of(self, revision: str) -> ReadyWatch:
+        """As it goes on, or begins, for that one. What has not served alone is nothing to come back
+        to."""
+        if revision == self.revision:
+            return self
         instead = self.instead or self.revision
         return ReadyWatch(revision, instead="" if instead == revision else instead)
 
@@ -124,11 +130,12 @@ def next_sizes(
     *,
     is_stopped: bool = False,
     is_steady: bool = False,
+    served: str = "",
 ) -> dict[str, int]:
     """By revision. `target` is the one that the pool is to have, which may be none of `revisions`
     yet; `is_stopped`: it does not get ready, so nothing old is taken away for it any more, and what
     was comes back where nothing else serves. `is_steady`: what there is of it stays live, so old
-    workers that stood in for it make room for one more."""
+    workers that stood in for it make room for one more. `served`: the revision that did before."""
     states = {state.name: state for state in revisions}
     states.setdefault(target, RevisionState(target, 0))
     olds = [state for name, state in sorted(states.items()) if name != target]
@@ -137,14 +144,16 @@ def next_sizes(
     if not is_kept and not any(old.size or old.present for old in olds):
         return {name: replicas if name == target else 0 for name in states}
     if is_kept or any(old.size for old in olds):
-        goals = _goals(replicas, rollout, states[target], olds)
+        kept = base(olds, rollout, served)
+        goals = _goals(replicas, rollout, states[target], olds, kept)
         if is_stopped:
-            goals = _goals_stopped(replicas, rollout, states[target], olds, is_steady=is_steady)
+            goals = _goals_stopped(
+                replicas, rollout, states[target], olds, kept, is_steady=is_steady
+            )
         states = _shrunk(replicas - rollout.max_unavailable, goals, target, states)
     else:  # the last old workers drain: what is left is a pool's ordinary size
         goals = {old.name: 0 for old in olds} | {target: replicas}
-        kept = replace(states[target], size=min(states[target].size, replicas))
-        states |= {target: kept}
+        states |= {target: replace(states[target], size=min(states[target].size, replicas))}
     first = sorted(goals, key=lambda name: ((name == target) is is_stopped, name))
     return _grown(replicas + rollout.max_surge, goals, first, states)
 
@@ -155,13 +164,14 @@ def rests(
     target: str,
     revisions: Sequence[RevisionState],
     sizes: Mapping[str, int],
+    served: str = "",
 ) -> bool:
     """Whether these are the sizes to stay: of others nothing is left, and nothing more changes once
     all that is asked for is live."""
     if any(state.present and not sizes[state.name] for state in revisions):
         return False
     whole = [RevisionState(n, size, frozenset(range(size)), size) for n, size in sizes.items()]
-    return next_sizes(replicas, rollout, target, whole) == sizes
+    return next_sizes(replicas, rollout, target, whole, served=served) == sizes
 
 
 def goal(replicas: int, rollout: Rollout) -> int:
@@ -169,18 +179,28 @@ def goal(replicas: int, rollout: Rollout) -> int:
     return max(0, replicas - rollout.partition)
 
 
-def base(olds: Sequence[RevisionState], served: str = "") -> RevisionState:
-    """The old revision that serves most: what is kept of old ones is kept of it. `served`: where
-    none does, the one that did."""
-    return max(olds, key=lambda old: (old.num_live, old.name == served, old.size, old.name))
+def base(olds: Sequence[RevisionState], rollout: Rollout, served: str = "") -> RevisionState:
+    """The old revision of which some are kept: by a partition the one that `served` before, else
+    that which serves most, and where none does the one that did."""
+    is_partitioned = rollout.partition > 0
+
+    def rank(old: RevisionState) -> tuple[bool, int, bool, int, str]:
+        did = old.name == served
+        return did and is_partitioned, old.num_live, did, old.size, old.name
+
+    return max(olds, key=rank)
 
 
 def _goals(
-    replicas: int, rollout: Rollout, target: RevisionState, olds: Sequence[RevisionState]
+    replicas: int,
+    rollout: Rollout,
+    target: RevisionState,
+    olds: Sequence[RevisionState],
+    kept: RevisionState,
 ) -> dict[str, int]:
     num_new = goal(replicas, rollout)
     goals = {old.name: 0 for old in olds} | {target.name: num_new}
-    return goals | {base(olds).name: replicas - num_new}
+    return goals | {kept.name: replicas - num_new}
 
 
 def _goals_stopped(
@@ -188,12 +208,13 @@ def _goals_stopped(
     rollout: Rollout,
     target: RevisionState,
     olds: Sequence[RevisionState],
+    kept: RevisionState,
     *,
     is_steady: bool,
 ) -> dict[str, int]:
     """What serves stays, and follows a change of the pool's size; the target is left as it is, with
     one worker more than are live where there is room: should that get live the rollout goes on."""
-    kept, num_old = base(olds), sum(old.size for old in olds)
+    num_old = sum(old.size for old in olds)
     num_new, room = goal(replicas, rollout), replicas + rollout.max_surge
     wanted_old = replicas - min(target.num_live, num_new)
     if num_old + target.size <= room and not is_steady:  # else the pool has been made smaller

@@ -118,14 +118,17 @@ def test_what_was_late_is_tried_anew_with_other_room() -> None:
     assert looked(unnoted, asked(1), at(161)).is_late
 
 
-def test_what_served_before_is_told_until_the_new_one_serves() -> None:
+def test_what_served_before_is_told_until_the_new_one_serves_alone() -> None:
     watch = ReadyWatch("a", 2)
     for name, instead in ("b", "a"), ("c", "a"), ("a", ""), ("b", "a"):
         watch = looked(watch, asked(0, name=name), at(0))
         assert watch.instead == instead
     watch = looked(watch, asked(1, 0), at(1))
+    assert watch.instead == "a", "some of it are left"
+    assert looked(watch, asked(0, name="c"), at(2)).instead == "a"
+    watch = watch.look(asked(2, 0, 1), 2, SURGE, 60, at(2), is_alone=True)
     assert watch.instead == ""
-    assert looked(watch, asked(0, name="c"), at(2)).instead == "b"
+    assert looked(watch, asked(0, name="c"), at(3)).instead == "b"
 
 
 def test_a_revision_that_is_asked_for_no_more_in_time_does_not_wait() -> None:

@@ -1,0 +1,125 @@
+"""What a partition keeps: the version that served before, whatever else there is of the pool."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from deploy.api.worker_pool import Rollout
+from deploy.controller.cohort_rollout import Phase, Progress
+from deploy.controller.revisions import cohort_of
+from deploy.controller.rolling import Rolling, decide
+from deploy.controller.rollout import ReadyWatch
+from tests.deploy.controller.test_rolling import (
+    BEFORE,
+    NOW,
+    OLD,
+    SPEC,
+    group,
+    name_of,
+    pods,
+    served,
+    view,
+)
+
+CANARY = SPEC | {"logLevel": "warning"}
+OLD_CANARY = OLD | {"logLevel": "warning"}
+KEEPS = Rollout(partition=3)
+
+
+@dataclass
+class Pool:
+    """Whatever is decided of it comes to be. The spec asks for `SPEC`."""
+
+    workers: list[tuple[dict[str, Any], int]]
+    """Of each version there is a group of."""
+    watch: ReadyWatch | None
+    progress: Progress | None = None
+    rollout: Rollout = KEEPS
+    seen: list[dict[str, int]] = field(default_factory=list)
+    now: datetime.datetime = NOW
+
+    def look(self, replicas: int) -> Rolling:
+        groups = [group(spec, size) for spec, size in self.workers]
+        there = [pod for spec, size in self.workers for pod in pods(spec, size)]
+        fleet = {name_of(spec): served(spec, size) for spec, size in self.workers}
+        cluster = view(fleet, groups, there, replicas=replicas, rollout=self.rollout)
+        watches = {} if self.watch is None else {"decode": self.watch}
+        rolling = decide(cluster, self.progress, watches, None, self.now)
+        self.watch, self.progress = rolling.pools["decode"].watch, rolling.progress
+        self.now += datetime.timedelta(seconds=5)
+        specs = {name_of(spec): spec for spec, _ in [*self.workers, (SPEC, 0)]}
+        self.workers = [
+            (specs[name], size)
+            for name, size in rolling.sizes.items()
+            if size or name in rolling.kept
+        ]
+        self.seen.append(self.serves)
+        return rolling
+
+    @property
+    def serves(self) -> dict[str, int]:
+        return {name_of(spec): size for spec, size in self.workers if size}
+
+    def settle(self, replicas: int = 4) -> dict[str, int]:
+        for _ in range(12):
+            self.look(replicas)
+        assert self.seen[-1] == self.seen[-2], "it comes to rest"
+        return self.serves
+
+
+def canary(*others: tuple[dict[str, Any], int]) -> Pool:
+    """Three workers of the version before, and one that was tried, and was live."""
+    watch = ReadyWatch(name_of(CANARY), 1, instead=name_of(BEFORE))
+    return Pool([(BEFORE, 3), (CANARY, 1), *others], watch)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_another_canary_takes_the_place_of_the_first_also_after_a_time_at_zero(stops: bool) -> None:
+    pool = canary()
+    if stops:
+        pool.workers = [(BEFORE, 0), (CANARY, 0)]
+        pool.settle(replicas=0)
+    assert pool.settle() == {name_of(BEFORE): 3, name_of(SPEC): 1}
+
+
+def test_a_canary_that_is_given_up_goes_and_grows_no_more() -> None:
+    watch = ReadyWatch(name_of(CANARY), 1, instead=name_of(SPEC))
+    pool = Pool([(SPEC, 3), (CANARY, 1)], watch)
+    assert pool.settle() == {name_of(SPEC): 4}
+    assert max(sizes.get(name_of(CANARY), 0) for sizes in pool.seen) == 1
+
+
+def test_a_partition_that_is_set_amid_a_rollout_keeps_what_is_left_of_the_version_before() -> None:
+    pool = Pool([(BEFORE, 4)], ReadyWatch(name_of(BEFORE), 4), rollout=Rollout())
+    for _ in range(2):
+        pool.look(4)
+    assert pool.serves[name_of(BEFORE)] < 4
+    pool.rollout = Rollout(partition=2)
+    assert pool.settle() == {name_of(BEFORE): 2, name_of(SPEC): 2}
+    pool.rollout = Rollout()
+    assert pool.settle() == {name_of(SPEC): 4}
+
+
+def test_where_nothing_tells_how_far_it_was_a_partition_keeps_what_serves_most() -> None:
+    pool = Pool([(BEFORE, 3), (SPEC, 1)], None)
+    assert pool.settle() == {name_of(BEFORE): 3, name_of(SPEC): 1}
+
+
+RETURNED = Progress(serving=cohort_of(OLD), next=cohort_of(SPEC), phase=Phase.RETURNED)
+
+
+@pytest.mark.parametrize(("stable", "tried"), [(3, 1), (2, 2), (0, 0)])
+def test_a_cohort_that_the_spec_does_not_name_goes_on_with_the_version_that_served_before(
+    stable: int, tried: int
+) -> None:
+    watch = ReadyWatch(name_of(SPEC), instead=name_of(OLD))
+    workers = [(OLD, stable), (OLD_CANARY, tried), (SPEC, 0)]
+    pool = Pool(workers, watch, RETURNED)
+    if not stable:
+        pool.settle(replicas=0)
+    pool.settle()
+    assert pool.serves == {name_of(OLD): 4}, pool.seen
