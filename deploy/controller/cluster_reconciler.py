@@ -207,7 +207,7 @@ class ClusterReconciler:
         pods = [Pod.of(pod, cordoned, self._now()) for pod in self._caches.of_cluster(seen, key)]
         heard = self._fleets.heard(key)
         views = {
-            name: pool_view(obj, pool, specs[name], groups, pods, heard.fleet)
+            name: pool_view(obj, pool, specs[name], groups, pods, heard)
             for name, pool in pools.items()
         }
         poolless = [pod for pod in pods if not pod.pool]

@@ -18,8 +18,8 @@ from deploy.controller.waiting import with_waits
 
 
 def pool_status(view: PoolView, rolling: PoolRolling, targets: PlannerConfig, now: str) -> Object:
-    """Without conditions, None for what is not known; no places while the supervisor is silent, but
-    for those that drained before. What only it knows of versions stays as it was told then."""
+    """Without conditions, None for what is not known; no places while nobody tells of them, but for
+    those that drained before. What only it knows of versions stays as it was told then."""
     spec, pool, before = view.spec, view.fleet, view.obj.get("status", {})
     places = pool.places if pool is not None else ()
     draining = _draining(view, now)
@@ -27,9 +27,9 @@ def pool_status(view: PoolView, rolling: PoolRolling, targets: PlannerConfig, no
         "replicas": len([pod for pod in view.pods if not pod.is_going]),
         "readyReplicas": num_serving(view),
         "updatedReplicas": before.get("updatedReplicas", 0)
-        if view.is_silent
+        if view.is_untold
         else view.updated.num_live,
-        "revisions": before.get("revisions", []) if view.is_silent else _revisions(view),
+        "revisions": before.get("revisions", []) if view.is_untold else _revisions(view),
         "rollout": watch_status(rolling.watch),
         "draining": draining,
         "drainingReplicas": len(draining),
@@ -65,7 +65,7 @@ def _revisions(view: PoolView) -> list[Object]:
 def _draining(view: PoolView, now: str) -> list[Object]:
     """Since when is kept here alone: another operator goes on counting."""
     before = view.obj.get("status", {}).get("draining", [])
-    if view.is_silent:
+    if view.is_untold:
         return list(before)
     since = {each["worker"]: each.get("since", now) for each in before}
     return [
@@ -86,7 +86,7 @@ def _drain(pool: WorkerPoolSpec, place: Place, since: str, now: str) -> Object:
 def num_serving(view: PoolView) -> int:
     """Workers that take requests: as the supervisor says, or as their pods' own probes do while
     nobody says anything else."""
-    if view.is_silent:
+    if view.is_untold:
         return sum(pod.is_ready and not pod.is_going for pod in view.pods)
     return len(view.live)
 

@@ -12,7 +12,15 @@ from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.common import Owner
 from deploy.controller.manifests.ray_cluster import revision_in
 from deploy.controller.objects import Key, Object
-from deploy.controller.observed import Fleet, FleetPool, Heard, Place, PlaceState, Pod
+from deploy.controller.observed import (
+    NOTHING_HEARD,
+    Fleet,
+    FleetPool,
+    Heard,
+    Place,
+    PlaceState,
+    Pod,
+)
 from deploy.controller.revisions import Revision, revision_of
 from deploy.controller.rollout import RevisionState
 
@@ -77,13 +85,18 @@ class PoolView:
     """By name; that of the spec always among them."""
     target: str = ""
     """The revision that the spec asks for."""
-    is_unknown: bool = False
-    """The supervisor speaks, and knows none of its revisions."""
+    heard: Heard = NOTHING_HEARD
 
     @property
     def is_silent(self) -> bool:
-        """Nobody tells of it; a pool that is unknown has no worker."""
-        return self.fleet is None and not self.is_unknown
+        """The supervisor is, not only of this pool."""
+        return self.fleet is None and self.heard.fleet is None
+
+    @property
+    def is_untold(self) -> bool:
+        """Nobody tells what runs of it. Of a pool that it does not know nothing does, once it has
+        found all that a former supervisor left."""
+        return self.fleet is None and not self.heard.is_settled
 
     @property
     def live(self) -> Sequence[Place]:
@@ -184,10 +197,11 @@ def pool_view(
     spec: WorkerPoolSpec,
     groups: Mapping[str, Object],
     pods: Sequence[Pod],
-    fleet: Fleet | None,
+    heard: Heard,
 ) -> PoolView:
     """`cluster`: the ServingCluster's object; `groups`: the RayCluster's, by name; `pods`: of all
     pools."""
+    fleet = heard.fleet
     target = revision_of(cluster["spec"], spec.pool, spec)
     found = [revision_in(group) for group in groups.values()]
     known = {each.name: each for each in found if each.pool == spec.pool} | {target.name: target}
@@ -202,8 +216,7 @@ def pool_view(
     }
     own_pods = [pod for pod in pods if pod.pool == spec.pool]
     together = _together(revisions.values())
-    is_unknown = fleet is not None and together is None
-    return PoolView(pool, spec, own_pods, together, revisions, target.name, is_unknown)
+    return PoolView(pool, spec, own_pods, together, revisions, target.name, heard)
 
 
 def _together(revisions: Iterable[RevisionView]) -> FleetPool | None:

@@ -72,7 +72,7 @@ def test_of_what_is_left_the_version_that_serves_is_gone_on_with() -> None:
     obj = {**seen.obj, "spec": third}
     made = seen.pools["decode"]
     assert seen.fleet is not None
-    pool = pool_view(obj, made.obj, made.spec, seen.groups, made.pods, seen.fleet)
+    pool = pool_view(obj, made.obj, made.spec, seen.groups, made.pods, seen.heard)
     seen = dataclasses.replace(seen, obj=obj, pools={"decode": pool})
     rolling = decided(seen, Progress(A, B, Phase.WATCHING, 10, NOW))
     assert rolling.progress == Progress(B, cohort_of(third), Phase.GROWING)
@@ -95,8 +95,8 @@ def beside(num_live: int, progress: Progress, *, is_going: bool) -> Rolling:
     places = served(OLD, 2, num_live).places
     fleet = Fleet({**seen.fleet.pools, old.name: FleetPool(2, places)})
     obj: Object = {"metadata": {"deletionTimestamp": "2026"} if is_going else {}}
-    pool: PoolView = pool_view(seen.obj, obj, own, seen.groups, [], fleet)
     heard = Heard(fleet, is_settled=True)
+    pool: PoolView = pool_view(seen.obj, obj, own, seen.groups, [], heard)
     pools = {"decode": seen.pools["decode"], "first": pool}
     return decided(dataclasses.replace(seen, pools=pools, heard=heard), progress)
 

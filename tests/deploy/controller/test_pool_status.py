@@ -8,7 +8,15 @@ from deploy.api.status import MESSAGE, WorkerPoolStatus
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.fleet_watch import fleet_of
 from deploy.controller.manifests.common import POOL_LABEL, Object
-from deploy.controller.observed import Fleet, FleetPool, Place, PlaceState, Pod
+from deploy.controller.observed import (
+    NOTHING_HEARD,
+    Fleet,
+    FleetPool,
+    Heard,
+    Place,
+    PlaceState,
+    Pod,
+)
 from deploy.controller.pool_status import pool_status, pool_verdicts
 from deploy.controller.revisions import Revision
 from deploy.controller.rolling import PoolRolling
@@ -103,11 +111,11 @@ def test_what_clients_see_stands_beside_what_they_are_to_see() -> None:
         }
         for name in (NAME, older)
     }
-    view = pool_view(obj, {"metadata": {}}, SPEC, groups, [], fleet)
+    view = pool_view(obj, {"metadata": {}}, SPEC, groups, [], Heard(fleet, is_settled=True))
     status = pool_status(view, ROLLING, PlannerConfig(itl_target_s=0.035), BEGUN)
     assert (status["itlSeconds"], status["itlTargetSeconds"]) == (0.04, 0.035)
     assert (status["ttftSeconds"], status["ttftTargetSeconds"]) == (0.25, None)
-    silent = pool_view(obj, {"metadata": {}}, SPEC, groups, [], None)
+    silent = pool_view(obj, {"metadata": {}}, SPEC, groups, [], NOTHING_HEARD)
     assert pool_status(silent, ROLLING, PlannerConfig(), BEGUN)["itlSeconds"] is None
 
 
@@ -117,18 +125,25 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_
     before = {"updatedReplicas": 1, "draining": [{"worker": "w", "since": BEGUN}]}
     pod = Pod("a", "decode", True, False, NAME, BEGUN)
 
-    def seen(fleet: Fleet | None) -> PoolView:
-        return pool_view(obj, {"metadata": {}, "status": before}, SPEC, {}, [pod], fleet)
+    def seen(heard: Heard) -> PoolView:
+        return pool_view(obj, {"metadata": {}, "status": before}, SPEC, {}, [pod], heard)
 
-    other = Fleet({"prefill-bcdfg": FleetPool(0, ())})
-    told = pool_verdicts(seen(other), ROLLING, "blockSize: must divide", "pod a waits")
+    others = Fleet({"prefill-bcdfg": FleetPool(0, ())})
+    other = seen(Heard(others, is_settled=True))
+    told = pool_verdicts(other, ROLLING, "blockSize: must divide", "pod a waits")
     assert [(each.is_true, each.reason, each.message) for each in told] == [
         (False, "TooFewLive", "0 of 1 workers live; pod a waits"),
         (True, "Starting", "0 of 1 workers live; pod a waits"),
         (True, "SupervisorRefused", "the supervisor: blockSize: must divide"),
     ]
-    assert pool_verdicts(seen(other), ROLLING, "")[-1].reason == "Sound"
-    status = pool_status(seen(other), ROLLING, PlannerConfig(), BEGUN)
+    assert pool_verdicts(other, ROLLING, "")[-1].reason == "Sound"
+    status = pool_status(other, ROLLING, PlannerConfig(), BEGUN)
     assert (status["readyReplicas"], status["updatedReplicas"], status["draining"]) == (0, 0, [])
-    told = pool_verdicts(seen(None), ROLLING, "")
+    begins = seen(Heard(others))  # another may have left workers, which it has yet to find
+    told = pool_verdicts(begins, ROLLING, "")
+    assert [each.reason for each in told] == ["Live", "AsWanted", "Sound"]
+    status = pool_status(begins, ROLLING, PlannerConfig(), BEGUN)
+    assert (status["readyReplicas"], status["updatedReplicas"]) == (1, 1)
+    assert status["draining"] == before["draining"]
+    told = pool_verdicts(seen(NOTHING_HEARD), ROLLING, "")
     assert [each.reason for each in told] == ["Live", "SupervisorSilent", "SupervisorSilent"]

@@ -94,11 +94,11 @@ def view(
     obj = {"kind": "ServingCluster", "metadata": metadata, "spec": SPEC}
     known = None if fleet is None else Fleet(fleet)
     by_name = {each["groupName"]: each for each in groups}
-    made = pool_view(obj, {"metadata": {}}, pool_spec(**pool), by_name, there, known)
+    heard = Heard(known, is_settled=known is not None and is_settled)
+    made = pool_view(obj, {"metadata": {}}, pool_spec(**pool), by_name, there, heard)
     spec = read_spec(ServingClusterSpec, obj)
     key = Key("models", "main")
     ray = {"spec": {"workerGroupSpecs": groups}}
-    heard = Heard(known, is_settled=known is not None and is_settled)
     return ClusterView(key, obj, OWNER, spec, {"decode": made}, heard, ray)
 
 

@@ -24,7 +24,7 @@ from deploy.controller.fleet_watch import fleet_of
 from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import GroupSize, sized, worker_group
 from deploy.controller.objects import Key
-from deploy.controller.observed import Fleet, Heard
+from deploy.controller.observed import NOTHING_HEARD, Fleet, Heard
 from deploy.controller.revisions import revision_of
 from deploy.controller.rolling import decide
 from deploy.controller.rollout import ReadyWatch
@@ -102,14 +102,14 @@ def view(
 ) -> ClusterView:
     obj = {"metadata": {"name": "main", "namespace": "models"}, "spec": SPEC}
     by_name = {each["groupName"]: each for each in groups}
+    heard = Heard(fleet, is_settled=True)
     pools = (
         {}
         if pool is None
-        else {"decode": pool_view(obj, {"metadata": {}}, pool, by_name, [], fleet)}
+        else {"decode": pool_view(obj, {"metadata": {}}, pool, by_name, [], heard)}
     )
     ray = {"spec": {"workerGroupSpecs": list(groups)}}
     key = Key("models", "main")
-    heard = Heard(fleet, is_settled=True)
     return ClusterView(key, obj, OWNER, parsed(SPEC), pools, heard, ray)
 
 
@@ -220,5 +220,5 @@ def test_a_role_plan_is_divided_by_size_and_whole_where_one_revision_is() -> Non
         role="mixed", cluster="main", pool="decode", replicas=4, role_plan=RolePlan(1, 3)
     )
     obj = {"metadata": {}, "spec": SPEC}
-    pool = pool_view(obj, obj, spec, {}, [], None)
+    pool = pool_view(obj, obj, spec, {}, [], NOTHING_HEARD)
     assert [role_plan(pool, size) for size in (4, 2, 1, 0)] == [(1, 3), (0, 1), (0, 0), (0, 0)]
