@@ -89,6 +89,7 @@ class _Entry:
     settings: PoolSettings
     desired_replicas: int
     role_plan: RolePlan = field(default_factory=RolePlan)
+    is_found: bool = False
 
 
 class PoolBook:
@@ -223,7 +224,15 @@ class PoolBook:
         self, pool: str, worker_id: str, pod_name: str | None = None, is_adopted: bool = False
     ) -> None:
         """`pod_name`: where what a former supervisor left there runs."""
+        self.found(pool)
         self._book(Place(worker_id, pool, pod_name, is_adopted=is_adopted))
+
+    def found(self, pool: str) -> None:
+        """Whatever a former supervisor left of the pool has its place."""
+        self._enter(replace(self._entry(pool), is_found=True))
+
+    def is_found(self, pool: str) -> bool:
+        return self._entry(pool).is_found
 
     def leaves(self, worker_id: str) -> None:
         """It is wanted no longer."""

@@ -277,7 +277,7 @@ class Registry:
         sizes = self.pools.desired_replicas()
         return (
             not sizes
-            or any(size and not self.pools.places_of(pool) for pool, size in sizes.items())
+            or any(size and not self.pools.is_found(pool) for pool, size in sizes.items())
             or any(self.awaits_adopted(pool) for pool in sizes)
             or any(
                 worker.registration.pool not in sizes and worker.state is not WorkerState.GONE

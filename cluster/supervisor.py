@@ -179,6 +179,8 @@ class Supervision:
             for key in self._adopted.keys() - self._keepers.keys():
                 if key[0] in known:
                     self._keep(key)
+            for pool in known:
+                self._registry.pools.found(pool)
             wanted = self._wanted()
             for key in wanted - set(self._keepers):
                 self._keep(key)

@@ -98,6 +98,22 @@ def test_an_adopted_worker_that_is_forgotten_is_not_waited_for_again() -> None:
     assert not settles(registry)
 
 
+async def test_a_pool_that_is_wanted_again_is_known_to_have_nothing_yet_to_register(
+    tmp_path: Path,
+) -> None:
+    """Each time that it settles, what has waited in vain for long is waited for anew."""
+    cluster = dataclasses.replace(cluster_of(0), registry=RegistryConfig(silent_after_s=0.4))
+    supervision = supervision_over(Finds(), cluster, tmp_path)
+    registry = supervision._registry
+    running = asyncio.create_task(supervision.run(lambda address: None))
+    await asyncio.wait_for(supervision.places_known(), 10)
+    await until(lambda: registry.now_s() > 0.4)
+    registry.pools.set_replicas(POOL, 1)
+    assert not settles(registry)
+    supervision.stop()
+    await asyncio.wait_for(running, 10)
+
+
 class FindsSlowly(Finds):
     def __init__(self, *serves: bool) -> None:
         super().__init__(*serves)
