@@ -13,6 +13,7 @@ from tests.deploy.chart.permissions import PERMISSIONS
 README = (CHART / "README.md").read_text()
 GUIDE = (CHART.parents[2] / "docs" / "kubernetes.md").read_text()
 REDIS = (CHART / "templates" / "redis.yaml").read_text()
+NOTES = (CHART / "templates" / "NOTES.txt").read_text()
 
 
 def rows(text: str, heading: str) -> list[list[str]]:
@@ -51,3 +52,12 @@ def test_all_that_changes_the_pod_of_redis_is_told() -> None:
     assert {"nodeSelector", "resources", "secretName", "tolerations"} <= used
     (row,) = [line for line in GUIDE.splitlines() if "an upgrade that changes its pod" in line]
     assert used <= set(re.findall(r"`(\w+)`", row))
+
+
+def test_who_switches_redis_off_is_told_to_delete_all_that_is_kept_of_it() -> None:
+    short = {"PersistentVolumeClaim": "pvc", "PodDisruptionBudget": "pdb"}
+    kinds = re.findall(r"^kind: (\w+)", REDIS, flags=re.MULTILINE)
+    section = README.partition("\n## Redis for Ray's head")[2].partition("\n## ")[0]
+    for text in (section, NOTES):
+        (told,) = re.findall(r"delete (\S+) --selector baton.dev/redis=", text)
+        assert set(told.split(",")) == {short.get(kind, kind.lower()) for kind in kinds}

@@ -10,17 +10,24 @@ from typing import Any
 import pytest
 
 from deploy.api.chart import CHART
-from tests.deploy.chart.chart import NAMESPACE, Helm, first_cluster
+from tests.deploy.chart.chart import NAMESPACE, Helm, Object, first_cluster
 
+_DEPLOYMENT_OF_REDIS = (
+    'lookup "apps/v1" "Deployment" .Release.Namespace (include "baton.redisName" .)'
+)
 _RENDERED = 'notes: {{ tpl (.Files.Get "NOTES.txt") . | toJson }}'
 SCALED_BY_PLANNER = {"scaling": {"mode": "planner"}}
 
 
-def notes(helm: Helm, folder: Path, values: dict[str, Any]) -> str:
-    """As `helm install` prints them, which asks a cluster first."""
+def notes(helm: Helm, folder: Path, values: dict[str, Any], redis: Object | None = None) -> str:
+    """As `helm install` prints them, which asks a cluster first; `redis`: the Deployment there."""
     chart = folder / "baton"
     shutil.copytree(CHART, chart)
-    (chart / "templates" / "NOTES.txt").rename(chart / "NOTES.txt")
+    text = (chart / "templates" / "NOTES.txt").read_text()
+    (chart / "templates" / "NOTES.txt").unlink()
+    assert _DEPLOYMENT_OF_REDIS in text
+    looked_up = f"{json.dumps(json.dumps(redis or {}))} | fromJson"
+    (chart / "NOTES.txt").write_text(text.replace(_DEPLOYMENT_OF_REDIS, looked_up))
     (chart / "templates" / "notes.yaml").write_text(_RENDERED)
     command = ("template", "baton", chart, "--namespace", NAMESPACE, "--values", "-")
     text = helm.run(*command, "--show-only", "templates/notes.yaml", stdin=json.dumps(values))
@@ -82,3 +89,36 @@ def test_who_installs_hears_where_the_state_of_rays_head_lies(
     told = notes(helm, tmp_path, first_cluster(redis={"storage": storage}))
     assert ("WARNING: the Redis of Ray's head has no volume" in told) is warned
     assert ("get pvc default-redis" in told) is not warned
+
+
+REDIS: Object = {"metadata": {"labels": {"baton.dev/redis": "default"}}}
+MINE: Object = {"metadata": {"labels": {"app": "redis"}}}
+SWITCHED_OFF = first_cluster(redis={"enabled": False})
+NAMED = first_cluster(spec={"ray": {"gcsFaultTolerance": {"redisAddress": "mine:6379"}}})
+
+
+@pytest.mark.parametrize(
+    ("values", "redis", "told"),
+    [
+        (SWITCHED_OFF, REDIS, True),
+        (NAMED, REDIS, True),
+        (first_cluster(), REDIS, False),
+        (SWITCHED_OFF, None, False),
+        (SWITCHED_OFF, MINE, False),
+        ({}, REDIS, False),
+    ],
+    ids=["off", "another is named", "on", "it is gone", "not the chart's", "no cluster"],
+)
+def test_who_switches_redis_off_hears_that_it_is_kept_and_how_it_goes(
+    helm: Helm, tmp_path: Path, values: dict[str, Any], redis: Object | None, told: bool
+) -> None:
+    text = notes(helm, tmp_path, values, redis)
+    assert ("networkpolicy,pdb,secret,pvc --selector baton.dev/redis=default" in text) is told
+
+
+@pytest.mark.parametrize(("scraped", "warned"), [(True, False), (False, True)])
+def test_alerts_that_nothing_feeds_are_warned_of(
+    helm: Helm, tmp_path: Path, scraped: bool, warned: bool
+) -> None:
+    values = {"alerts": {"enabled": True}, "podMonitor": {"enabled": scraped}}
+    assert ("WARNING: no alert can fire" in notes(helm, tmp_path, values)) is warned

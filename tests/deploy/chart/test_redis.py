@@ -28,7 +28,6 @@ from tests.deploy.chart.chart import (
 RDMA = {"preset": "gpu-rdma"}
 ONE_WORKER = {"prefill": None, "decode": None, "both": {"role": "mixed"}}
 NAMED = {"ray": {"gcsFaultTolerance": {"redisAddress": "mine:6379"}}}
-_PASSWORD = "a-password"
 
 
 def redis_of(objects: list[Object]) -> list[tuple[str, str]]:
@@ -172,37 +171,96 @@ def container_of(objects: list[Object]) -> Object:
     return dict(container)
 
 
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server on PATH")
-def test_what_its_container_runs_asks_for_the_password_and_writes_down_what_it_is_told(
-    helm: Helm, tmp_path: Path
-) -> None:
+def script_of(helm: Helm) -> str:
+    """What its container runs."""
     container = container_of(helm.template(first_cluster(nodes=RDMA)))
-    port = free_port("127.0.0.1")
+    assert container["command"] == ["/bin/sh", "-c"]
     (script,) = container["args"]
-    script = script.replace("/data", str(tmp_path)).replace("6379", str(port))
-    environment = os.environ | {"REDIS_PASSWORD": _PASSWORD}
-    server = subprocess.Popen(
-        [*container["command"], script], env=environment, stdout=subprocess.DEVNULL
-    )
+    return str(script)
+
+
+def shown_by_head(password: str) -> str:
+    """What the shell of Ray's head makes of the command that KubeRay writes for it."""
+    option = "--redis-password="
+    environment = {"REDIS_PASSWORD": password, "START": f"printf %s {option}$REDIS_PASSWORD"}
+    command = ["/bin/sh", "-c", 'eval "$START"']
+    return subprocess.check_output(command, env=environment, text=True).removeprefix(option)
+
+
+needs_redis = pytest.mark.skipif(
+    shutil.which("redis-server") is None, reason="no redis-server on PATH"
+)
+
+
+@needs_redis
+@pytest.mark.parametrize(
+    "password",
+    ["a-password", "it's", '"', "\\x41\\", "#$HOME`id`", "*", "p\u00e4ss", "ends\n", "ends \t\n\n"],
+    ids=ascii,
+)
+def test_it_takes_the_password_that_rays_head_shows_and_writes_down_what_it_is_told(
+    helm: Helm, tmp_path: Path, password: str
+) -> None:
+    port, shown = free_port("127.0.0.1"), shown_by_head(password)
+    script = script_of(helm).replace("/data", str(tmp_path)).replace("6379", str(port))
+    environment = os.environ | {"REDIS_PASSWORD": password}
+    server = subprocess.Popen(["/bin/sh", "-c", script], env=environment, stdout=subprocess.DEVNULL)
     try:
-        assert said(port, "PING") == "-NOAUTH Authentication required.\r\n"
-        assert said(port, f"AUTH {_PASSWORD}\r\nSET a b") == "+OK\r\n+OK\r\n"
-        assert _PASSWORD not in Path(f"/proc/{server.pid}/cmdline").read_text()
+        assert said(port, ["PING"]) == "-NOAUTH Authentication required.\r\n"
+        assert said(port, ["AUTH", shown], ["SET", "a", "b"]) == "+OK\r\n+OK\r\n"
+        assert shown not in Path(f"/proc/{server.pid}/cmdline").read_text().split("\0")
     finally:
         server.terminate()
         assert server.wait(10) == 0  # it is the container's main process, and hears of its end
     assert any("SET" in file.read_text() for file in tmp_path.rglob("*.incr.aof"))
 
 
-def said(port: int, command: str) -> str:
+@pytest.mark.parametrize("password", ["", "\n", "a b", " a", "a\nb"], ids=ascii)
+def test_a_password_that_rays_head_could_not_be_told_is_refused_in_clear_words(
+    helm: Helm, password: str
+) -> None:
+    environment = os.environ | {"REDIS_PASSWORD": password}
+    done = subprocess.run(
+        ["/bin/sh", "-c", script_of(helm)],
+        env=environment, capture_output=True, text=True, timeout=20.0, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "password is empty or has white space" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("image", "name"),
+    [
+        ({}, "docker.io/redis:7.2-bookworm"),
+        ({"registry": "registry.example.com/all/"}, "registry.example.com/all/redis:7.2-bookworm"),
+        ({"registry": ""}, "redis:7.2-bookworm"),
+    ],
+    ids=["where Redis is published", "a mirror", "the node's own"],
+)
+def test_its_image_is_not_looked_for_where_batons_own_were_pushed(
+    helm: Helm, image: dict[str, str], name: str
+) -> None:
+    values = first_cluster(redis={"image": image})
+    objects = helm.template(values | {"images": {"registry": "registry.example.com/baton"}})
+    assert container_of(objects)["image"] == name
+
+
+def said(port: int, *commands: list[str]) -> str:
     """What it answers, once it listens."""
+    asked = b"".join(map(encoded, [*commands, ["QUIT"]]))
     give_up_at = time.monotonic() + 10
     while True:
         try:
             with socket.create_connection(("127.0.0.1", port), 5) as connection:
-                connection.sendall(f"{command}\r\nQUIT\r\n".encode())
+                connection.sendall(asked)
                 answer = connection.makefile("rb").read().decode()
                 return answer.removesuffix("+OK\r\n")
         except ConnectionRefusedError:
             assert time.monotonic() < give_up_at
             time.sleep(0.02)
+
+
+def encoded(command: list[str]) -> bytes:
+    """With lengths, so that an argument may be anything."""
+    words = [word.encode() for word in command]
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(it), it) for it in words)

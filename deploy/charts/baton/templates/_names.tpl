@@ -66,12 +66,22 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end -}}
 
+{{- /* `name` in at most `most` characters: one that is cut ends in a sum of the whole, or two could
+become one. */ -}}
+{{- define "baton.cut" -}}
+{{- if le (len .name) (int .most) -}}
+{{- .name -}}
+{{- else -}}
+{{- printf "%s-%s" (.name | trunc (int (sub .most 6)) | trimSuffix "-") (.name | sha256sum | trunc 5) -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* The operators: JSON of a list of {name, namespace}; an empty namespace is all of them. */ -}}
 {{- define "baton.scopes" -}}
 {{- $name := include "baton.fullname" . -}}
 {{- $scopes := list -}}
 {{- range .Values.watchNamespaces -}}
-{{- $scopes = append $scopes (dict "name" (printf "%s-%s" $name . | trunc 63 | trimSuffix "-") "namespace" .) -}}
+{{- $scopes = append $scopes (dict "name" (include "baton.cut" (dict "name" (printf "%s-%s" $name .) "most" 63)) "namespace" .) -}}
 {{- else -}}
 {{- $scopes = list (dict "name" $name "namespace" "") -}}
 {{- end -}}
