@@ -1,6 +1,7 @@
 """The planner's settings. Standard library only: a section of cluster.yaml and of ServingCluster.
 
-All times are in seconds. Whoever calls the planner does so at least once in `panic_window_s`.
+All times are in seconds. Whoever calls the planner does so at least once in `panic_window_s`, or
+once a second: fleets are told of no oftener.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ class PlannerConfig:
     more than twice what the arrivals ask for, and one worker."""
 
     panic_window_s: float = 15.0
-    """Scale-out goes by the mean of what was needed within this time, a second at least: fleets
-    are told of no oftener."""
+    """Scale-out goes by the mean of what was needed within this time."""
     stable_window_s: float = 300.0
     """Scale-in goes by the most that was needed within this time, all of which must be known."""
     scale_in_hold_s: float = 60.0
@@ -57,11 +57,10 @@ class PlannerConfig:
     """Most prefill replicas for each decode replica; None: no bound."""
 
     def __post_init__(self) -> None:
-        for name in ("ttft_target_s", "itl_target_s", "catch_up_s"):
+        for name in ("ttft_target_s", "itl_target_s", "catch_up_s", "panic_window_s"):
             self._check_positive(name)
         for name in ("stable_window_s", "stale_after_s"):
             self._check_positive(name)
-        self._check_between("panic_window_s", 1, math.inf)
         for name in ("scale_in_hold_s", "role_hold_s", "warm_up_s"):
             self._check_between(name, 0, math.inf)
         for name in ("max_utilisation", "max_kv_use"):
@@ -105,7 +104,5 @@ class PlannerConfig:
 
     def _check_between(self, name: str, low: float, below: float) -> None:
         if not low <= getattr(self, name) < below:
-            limits = (
-                f"at least {low:g} and below {below:g}" if below < math.inf else f"{low:g} or more"
-            )
+            limits = f"at least {low:g} and below {below:g}" if below < math.inf else "not negative"
             raise ValueError(f"{name} must be {limits}, not {getattr(self, name)}")

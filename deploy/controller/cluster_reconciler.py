@@ -76,6 +76,7 @@ from deploy.controller.view import ClusterView, groups_in, pool_view
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 5.0
+_TOLD_EVERY_S = 1.0  # by a supervisor
 _REFUSALS = (400, 403, 404, 422)
 _GRPC_PROBES_SINCE = (1, 24)
 _OF_ROUTERS = ("model", "model_revision", "tokenizer", "served_model_name", "log_level", "router")
@@ -284,7 +285,7 @@ class ClusterReconciler:
         )
         if failed:
             raise failed[0]
-        return min(_LOOK_AGAIN_S, view.spec.planner.panic_window_s)
+        return min(_LOOK_AGAIN_S, max(_TOLD_EVERY_S, view.spec.planner.panic_window_s))
 
     def _tell_supervisor(self, view: ClusterView, rolling: Rolling) -> Mapping[str, str]:
         """What it refused, by pool."""

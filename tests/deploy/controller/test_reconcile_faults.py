@@ -189,7 +189,7 @@ def test_a_ray_cluster_that_was_deleted_is_made_anew() -> None:
     assert made["spec"]["workerGroupSpecs"][0]["replicas"] == 1
 
 
-@pytest.mark.parametrize(("panic_window_s", "again_s"), [(2.0, 2.0), (15.0, 5.0)])
+@pytest.mark.parametrize(("panic_window_s", "again_s"), [(0.5, 1.0), (2.0, 2.0), (15.0, 5.0)])
 def test_a_quiet_cluster_is_looked_at_as_often_as_its_planner_asks_for(
     panic_window_s: float, again_s: float
 ) -> None:

@@ -272,7 +272,7 @@ def test_what_is_refused_for_long_is_looked_at_again_within_seconds_and_a_fault_
         assert has_looked.wait(_TIMEOUT_S)
     assert workers.stop(_TIMEOUT_S)
     delays_s = {key: float(s) for key, s in _AGAIN.findall(caplog.text)}
-    assert delays_s["refused"] <= 10.0
+    assert delays_s["refused"] <= 5.0
     assert delays_s["faulty"] >= 300.0
 
 
