@@ -58,14 +58,13 @@ class _Step:
         last streams. Where that is not known, the few requests that it had left say nothing: no
         others are to come. While it has a share, how fast it was is for doubts."""
         here = self.tallies.get(self.progress.serving, _Tally()).figures
-        if here.with_abandoned.num_requests >= MIN_REQUESTS:
-            return here
-        before = self.served_before
-        if self.progress.weight == 100:
-            return Figures() if before is None else replace(before, itl_s=None, itl_before_s=None)
-        if before is None:
-            return here
-        return replace(before, itl_s=here.itl_s, itl_before_s=before.itl_s or before.itl_before_s)
+        before, is_last = self.served_before, self.progress.weight == 100
+        fast_before_s = None if before is None or is_last else before.itl_s or before.itl_before_s
+        if here.with_abandoned.num_requests < MIN_REQUESTS and is_last:
+            here = Figures() if before is None else replace(before, itl_s=None)
+        elif here.with_abandoned.num_requests < MIN_REQUESTS and before is not None:
+            here = replace(before, itl_s=here.itl_s)
+        return replace(here, itl_before_s=fast_before_s)
 
     def next(self, progress: Progress, heard_at_s: float) -> _Step:
         if progress.serving != self.progress.serving:

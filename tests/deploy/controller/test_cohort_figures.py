@@ -113,6 +113,24 @@ def test_how_fast_the_old_version_was_is_known_while_it_has_a_share_and_no_reque
     assert course == [(known, None), (None, known), (None, known), (None, None)]
 
 
+def test_requests_without_a_gap_between_tokens_do_not_hide_how_fast_the_old_version_was() -> None:
+    """Those that have long answers may all be the new one's."""
+    figures, now = CohortFigures(), 0.0
+    course = []
+    for weight, itl_s in ((0, 0.01), (50, None), (75, None)):
+        step, answer = dataclasses.replace(STEP, weight=weight), told_of_old(5.0)
+        if itl_s is None:
+            answer.routers[0].cohorts[0].ClearField("itl_s")
+        for _ in range(4):
+            now += 2.0
+            found = figures.take(MAIN, step, (answer, now))
+        assert found is not None
+        old = found.figures["old"]
+        course.append((round(old.num_requests), old.itl_s, old.itl_before_s))
+    known = pytest.approx(0.01)
+    assert course == [(30, known, None), (30, None, known), (30, None, known)]
+
+
 def test_a_version_alone_is_not_judged_beside_the_last_requests_of_the_old_one() -> None:
     figures, alone = CohortFigures(), dataclasses.replace(STEP, weight=100)
     for second in range(4):
