@@ -41,7 +41,7 @@ _CALL_TIMEOUT_S = 30.0
 _PROCESS_WITHIN_S = 120.0  # to read its libraries from a disk that has never been asked for them
 _LOOK_S = 0.5
 _LEAVE_S = 2.0
-_KILLED_WITHIN_S = 1.0  # by Ray, of a process that listens
+_KILLED_WITHIN_S = 1.0  # a process that listens
 _NAME = re.compile(r"(?P<pool>[A-Za-z0-9-]+)-(?P<index>\d+)\.g(?P<generation>\d+)")
 
 
@@ -232,8 +232,8 @@ class Replicas:
         _let_leave(replica)
         for actor in replica.actors.values():
             _kill(actor)
-        if replica.actors:  # or Ray would tell everybody of a worker that died
-            _wait_until_gone(replica.processes, _KILLED_WITHIN_S)
+        # By Ray, or it would tell everybody of a worker that died.
+        _wait_until_gone(replica.processes, _KILLED_WITHIN_S)
         ended = end_processes(replica.processes, replica.node_id)
         places.free(str(replica.name))
         if ended:

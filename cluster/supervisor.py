@@ -60,6 +60,7 @@ class Supervision:
         self._cluster = cluster
         self._run_dir = run_dir
         self._state = SupervisorState(run_dir, cluster)
+        self._not_kept = ""  # why what follows from workers could not be written
         self._registry = Registry(cluster.registry, time.monotonic, keeps_pools=True)
         self._state.restore(self._registry.pools)
         self._changes = Changes()
@@ -195,12 +196,17 @@ class Supervision:
             await self._changes.wait(LOOK_S)
 
     def _keep_away(self) -> None:
-        """Which roles are away follows from workers, too, and not from what is told alone."""
+        """Which roles are away follows from workers, too, and not from what is told alone. What
+        keeps that from being written is told once."""
+        problem = ""
         if self._registry.pools.away != self._state.away:
             try:
                 self.booked()
             except OSError as error:
-                log.error("what a next supervisor must know is kept later: %s", error)
+                problem = str(error)
+        if problem and problem != self._not_kept:
+            log.error("what a next supervisor must know is kept later: %s", problem)
+        self._not_kept = problem
 
     def _wanted(self) -> set[_Key]:
         """Of each pool as many places as its size says: those that stay, and the lowest others; one

@@ -115,6 +115,7 @@ def test_of_a_rank_that_is_ended_while_it_starts_ray_tells_nobody_that_it_died(
 
     processes: list[ProcessIdentity] = []
     monkeypatch.setattr(replicas, "_launch", not_launched)
+    monkeypatch.setattr("cluster.replica._KILLED_WITHIN_S", 30.0)  # on a machine that is busy
     errors = GcsErrorSubscriber(address=ray.get_runtime_context().gcs_address)
     errors.subscribe()
     assert replicas.destroy(start(replicas, config))
@@ -122,6 +123,7 @@ def test_of_a_rank_that_is_ended_while_it_starts_ray_tells_nobody_that_it_died(
     start(replicas, config)
     os.kill(processes[1].pid, signal.SIGKILL)  # of which it tells
     _, told = errors.poll(timeout=30)
+    assert told is not None, "not even of the one that was killed"
     assert f"Worker PID: {processes[1].pid}" in told["error_message"]
 
 

@@ -303,16 +303,25 @@ async def test_a_pool_on_its_way_back_from_zero_is_still_after_a_restart_until_a
 
 
 async def test_a_run_directory_that_takes_nothing_ends_no_supervisor_and_is_tried_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervision = supervision_over(Keeps(), cluster_of(), run_dir := tmp_path / "run")
     run_dir.mkdir()
+    attempts, booked = [], supervision.booked
+
+    def counted() -> None:
+        attempts.append(supervision._registry.now_s())
+        booked()
+
+    monkeypatch.setattr(supervision, "booked", counted)
     running = asyncio.create_task(supervision.run(lambda address: None))
     await until(lambda: supervision._keepers)
     run_dir.rename(tmp_path / "gone")
     supervision._registry.pools.set_replicas("all", 0)
     supervision._registry.snapshot()
     await until(lambda: "supervisor.new" in caplog.text)
+    await until(lambda: len(attempts) > 3)
+    assert caplog.text.count("supervisor.new") == 1, "told once"
     (tmp_path / "gone").rename(run_dir)
     await until(lambda: kept_away(run_dir) == ["decode", "prefill"])
     supervision.stop()
