@@ -61,12 +61,13 @@ class PoolRollout(Checked):
     """Since when workers that were asked for have been missing or, once it is late, since when none
     has. Empty: neither, or the supervisor is silent."""
     is_late: bool = False
-    """It has not got ready within `readyTimeout`: the rollout has stopped."""
+    """Workers of it that were asked for have been missing for `readyTimeout`: a rollout to it has
+    stopped."""
     max_surge: int | None = None
     """With which it waited: with another it is tried anew."""
     max_unavailable: int | None = None
     instead: str = bounded("", max_size=63)
-    """The version that served before, until this one does."""
+    """The version that served before, until this one alone does; a partition keeps some of it."""
 
 
 @dataclass(frozen=True)
