@@ -170,6 +170,18 @@ def test_a_weights_cache_is_mounted_where_a_template_says(helm: Helm) -> None:
     assert mount in container(job)["volumeMounts"]
 
 
+def test_releases_whose_names_begin_alike_have_jobs_of_their_own(helm: Helm) -> None:
+    def names(release: str) -> set[str]:
+        found = helm.tests(first_cluster() | {"fullnameOverride": release})
+        return {each["metadata"]["name"] for each in found}
+
+    assert names("of-12-letter") == {f"of-12-letter-preflight-{it}" for it in ("prefill", "decode")}
+    assert not names("of-12-letters") & names("of-12-letterz")
+    longest = first_cluster(spec={"pools": {"p" * 34: {"role": "mixed"}}})
+    found = helm.tests(longest | {"fullnameOverride": "f" * 40})
+    assert max(len(each["metadata"]["name"]) for each in found) <= 63 - len("-pod12")
+
+
 def test_without_a_cluster_there_is_nothing_to_test(helm: Helm) -> None:
     assert not helm.tests({})
     assert not of_kind(helm.template(first_cluster()), "Job")

@@ -93,6 +93,18 @@ def test_a_namespace_may_be_called_like_a_number(helm: Helm, namespace: str) -> 
     check(objects)
 
 
+@pytest.mark.parametrize("length", [42, 43, 44, 62])
+def test_operators_of_long_namespaces_have_names_of_their_own(helm: Helm, length: int) -> None:
+    namespaces = ["a" * length + end for end in "bc"]
+    values = {"fullnameOverride": "a-name-of-20-letters", "watchNamespaces": namespaces}
+    objects = helm.template(values)
+    check(objects)
+    names = [each["metadata"]["name"] for each in of_kind(objects, "Deployment")]
+    whole = [f"a-name-of-20-letters-{namespace}" for namespace in namespaces]
+    assert len(set(names)) == 2
+    assert (names == whole) is (len(whole[0]) <= 63)
+
+
 def test_crds_are_installed_before_all_else_and_upgraded_before_an_upgrade(helm: Helm) -> None:
     told = helm.run("show", "crds", CHART)
     installed = {crd["metadata"]["name"]: crd for crd in yaml.safe_load_all(told)}

@@ -12,6 +12,7 @@ import yaml
 
 from deploy.api.chart import CHART
 from tests.deploy.chart.chart import Helm, RefusedError, first_cluster, one
+from tests.deploy.chart.golden import text_of
 from tests.deploy.chart.matrix import ON, joined
 from tests.deploy.chart.test_rendering import KUBERNETES, MONITORS, NOT_KUBERNETES
 
@@ -64,6 +65,10 @@ def pods_with(env: dict[str, Any]) -> dict[str, Any]:
         ({"cluster": {"nodes": {"env": {"HF_TOKEN": "hf_abc"}}}}, "HF_TOKEN"),
         (pods_with(SECRET_ENV), "only by valueFrom.secretKeyRef"),
         ({"kuberay": {"enable": True}}, "kuberay: Additional property enable"),
+        *(
+            ({"podMonitor": {"interval": it}}, "podMonitor.interval")
+            for it in ("0s", "121s", "3m", "10m", "1h", "120001ms", "200000ms", "0ms", "15")
+        ),
     ],
 )
 def test_wrong_values_are_refused_by_name(helm: Helm, values: dict[str, Any], words: str) -> None:
@@ -132,6 +137,14 @@ def test_sizes_are_kubernetes_own(helm: Helm, size: str) -> None:
     assert claim["spec"]["resources"]["requests"]["storage"] == size
 
 
+@pytest.mark.parametrize("interval", ["500ms", "99999ms", "120000ms", "1s", "15s", "120s", "2m"])
+def test_metrics_may_be_asked_for_as_often_as_the_alerts_take(helm: Helm, interval: str) -> None:
+    values = {"podMonitor": {"enabled": True, "interval": interval}}
+    monitor = one(helm.template(values, "--api-versions", MONITORS), "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["interval"] == interval
+
+
 def settings(values: dict[str, Any], way: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Where each is."""
     for name, value in values.items():
@@ -143,22 +156,47 @@ def settings(values: dict[str, Any], way: tuple[str, ...] = ()) -> Iterator[tupl
 SETTINGS = [*settings(yaml.safe_load((CHART / "values.yaml").read_text()))]
 
 
+def null_at(way: tuple[str, ...]) -> Any:
+    value: Any = None
+    for name in reversed(way):
+        value = {name: value}
+    return value
+
+
+def default_at(way: tuple[str, ...]) -> Any:
+    found = yaml.safe_load((CHART / "values.yaml").read_text())
+    for name in way:
+        found = found[name]
+    return found
+
+
+def is_entry(way: tuple[str, ...]) -> bool:
+    """Of a mapping of which a null is known to take entries away."""
+    return "resources" in way or way[:-1] == ("cluster", "spec", "pools")
+
+
+def refused_by_name(words: str, way: tuple[str, ...]) -> bool:
+    """By the schema: the setting itself, or what must stand below it."""
+    *above, name = way
+    here, below = ".".join(above) or "(root)", ".".join(way)
+    told = rf"^- ({re.escape(here)}: {name}|{re.escape(below)}: \w+) is required$"
+    return re.search(told, words, re.MULTILINE) is not None
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("way", SETTINGS, ids=".".join)
-def test_a_null_is_no_setting_or_is_refused_by_name(helm: Helm, way: tuple[str, ...]) -> None:
+def test_a_null_is_the_default_or_is_refused_by_name(helm: Helm, way: tuple[str, ...]) -> None:
     everything = {name: {"enabled": True} for name in ("dashboards", "alerts", "podMonitor")}
-    null: Any = None
-    for name in reversed(way):
-        null = {name: null}
-    values = joined(first_cluster(spec=ON, redis={"enabled": True}) | everything, null)
+    values = first_cluster(spec=ON, redis={"enabled": True}) | everything
+    arguments = ("--is-upgrade", "--api-versions", MONITORS)
+    refused = ""
     try:
-        objects = helm.template(values, "--is-upgrade", "--api-versions", MONITORS)
+        objects = helm.template(joined(values, null_at(way)), *arguments)
     except RefusedError as error:
-        objects, words = [], str(error)
-    else:
-        words = ".".join(way)
-    assert re.search(rf"\b{way[-1]} is required|{re.escape('.'.join(way))}", words)
-    assert "nil pointer" not in words
+        objects, refused = [], str(error)
+    assert not refused or refused_by_name(refused, way), refused
     for each in objects:
         if each["kind"] not in NOT_KUBERNETES:
             kubernetes_validate.validate(each, KUBERNETES, strict=True)
+    if default_at(way) and not refused and not is_entry(way):
+        assert text_of(objects) == text_of(helm.template(values, *arguments))
