@@ -45,7 +45,10 @@ async def watching(cloud: str, served: MetadataServer) -> AsyncIterator[asyncio.
             await process.communicate()
 
 
-@pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])
+@pytest.mark.parametrize(
+    "cloud",
+    ["aws", *(pytest.param(each, marks=pytest.mark.full) for each in ("gcp", "azure"))],
+)
 async def test_a_pod_on_a_machine_that_is_called_back_drains_and_its_stream_ends_there(
     cloud: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kit: Any
 ) -> None:
