@@ -65,6 +65,9 @@ def test_each_says_how_bad_it_is_and_what_it_means(name: str) -> None:
     assert rule["labels"]["severity"] in ("critical", "warning")
     assert set(rule["annotations"]) == {"summary", "description", "runbook"}
     assert all(rule["annotations"].values())
+    said = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["description"]))
+    assert said <= labels()
+    assert "pool" not in said  # which is of one revision, by the supervisor
 
 
 @each_alert

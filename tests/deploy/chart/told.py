@@ -9,12 +9,13 @@ from prometheus_client import Metric
 
 from baton.v1 import control_pb2, worker_pb2
 from cluster.worker_metrics import WorkerCollector
-from deploy.controller.manifests.common import CLUSTER_LABEL, OPERATOR_LABEL
+from deploy.controller.manifests.common import CLUSTER_LABEL, OPERATOR_LABEL, POOL_LABEL
 from deploy.controller.objects import Key
 from deploy.controller.operator_metrics import OperatorMetrics, Seen
 from router.metrics import RouterMetrics
 
-OF_THE_POD = {"namespace", *(re.sub(r"\W", "_", it) for it in (CLUSTER_LABEL, OPERATOR_LABEL))}
+_TARGET_LABELS = (CLUSTER_LABEL, POOL_LABEL, OPERATOR_LABEL)
+OF_THE_POD = {"namespace", *(re.sub(r"\W", "_", it) for it in _TARGET_LABELS)}
 """Added to each metric by Prometheus and the PodMonitor."""
 
 _OF_EMPTY = {"le", "state", "end", "failure"}  # of metrics that have no sample yet
