@@ -104,5 +104,6 @@ class PlannerConfig:
 
     def _check_between(self, name: str, low: float, below: float) -> None:
         if not low <= getattr(self, name) < below:
-            limits = f"at least {low:g} and below {below:g}" if below < math.inf else "not negative"
+            limits = f"at least {low:g} and "
+            limits += f"below {below:g}" if below < math.inf else "finite"
             raise ValueError(f"{name} must be {limits}, not {getattr(self, name)}")

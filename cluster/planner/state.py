@@ -15,7 +15,7 @@ from cluster.planner.signals import PoolSignals
 from cluster.role_plan import Role, RolePlan
 
 _EXTRA_OVER_S = 60.0  # time constant of what is beside decode steps: moments of it say little
-_TOLD_EVERY_S = 1.0  # by whoever tells of fleets; a look may come just before
+_HELD_UP_S = 6.0  # a caller that was refused something else, by an answer of the second before
 _SEEN_S = 10.0  # of which a figure of it is at most: routers tell of the last 10 s
 
 
@@ -109,7 +109,7 @@ class PoolMemory:
         sample = Sample(now_s, need, _mean([*recent, need]))
         kept = [s for s in earlier if now_s - s.at_s <= config.stable_window_s]
         gap_s = now_s - earlier[-1].at_s if earlier else 0.0
-        is_broken = not earlier or gap_s > 2 * (config.panic_window_s + _TOLD_EVERY_S)
+        is_broken = not earlier or gap_s > 2 * config.panic_window_s + _HELD_UP_S
         return replace(
             self,
             samples=(*kept, sample),

@@ -28,6 +28,7 @@ _ROUTINE = frozenset(
         "InvalidSpec",
         "KubeRayMissing",
         "Starting",
+        "SupervisorStarts",
     }
 )
 """Reasons of Progressing that other events tell better, or that come and go."""

@@ -21,11 +21,11 @@ class Finalizers:
         if "deletionTimestamp" not in metadata and FINALIZER not in metadata.get("finalizers", ()):
             self._patch(resource, obj, [*metadata.get("finalizers", ()), FINALIZER])
 
-    def drop(self, resource: Resource, obj: Object) -> None:
+    def drop(self, resource: Resource, obj: Object, finalizer: str = FINALIZER) -> None:
         """Unless the object is another by now: then it is looked at again."""
         finalizers = obj["metadata"].get("finalizers", ())
-        if FINALIZER in finalizers:
-            left = [name for name in finalizers if name != FINALIZER]
+        if finalizer in finalizers:
+            left = [name for name in finalizers if name != finalizer]
             with contextlib.suppress(NotFoundError, ConflictError):
                 self._patch(resource, obj, left)
 

@@ -157,7 +157,7 @@ class FleetWatch:
         if followed is None:
             return NOTHING_HEARD
         heard, spoken_s = followed.heard, self._clock() - followed.known_since_s
-        if heard.told is None or heard.told[0].settles:
+        if heard.told is None or heard.settles:
             return heard
         return replace(heard, is_settled=spoken_s >= _SETTLED_AFTER_S)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches
 from deploy.controller.errors import NotFoundError, UnreachableError
+from deploy.controller.finalizers import Finalizers
 from deploy.controller.heads import remove_unfit
 from deploy.controller.kube import Kube, Preconditions
 from deploy.controller.manifests.common import Object as Manifest
@@ -22,12 +23,17 @@ from deploy.controller.resources import RAY_CLUSTERS, SECRETS, SERVICE_ACCOUNTS
 from deploy.controller.rolling import PoolRolling, group_size_of
 from deploy.controller.view import ClusterView, PoolView
 
+_EMPTIES_REDIS = "ray.io/gcs-ft-redis-cleanup-finalizer"
+"""KubeRay's own. It drops it while the RayCluster has a Redis: of one that has none any more it
+would stay for ever (read in its raycluster_controller.go; kuberay PR 5013 tells of it)."""
+
 
 class KubeRay:
     """Each call may raise KubeError."""
 
     def __init__(self, kube: Kube, caches: Caches, applied: Applied) -> None:
         self._kube, self._caches, self._applied = kube, caches, applied
+        self._finalizers = Finalizers(kube)
 
     @property
     def is_served(self) -> bool:
@@ -69,6 +75,8 @@ class KubeRay:
         ray = self.find(key_of(cluster))
         if ray is None or not is_owned(ray, cluster["metadata"]["uid"]):
             return False
+        if "gcsFaultToleranceOptions" not in ray["spec"]:
+            self._finalizers.drop(RAY_CLUSTERS, ray, _EMPTIES_REDIS)
         if "deletionTimestamp" not in ray["metadata"]:
             exactly = Preconditions(uid=ray["metadata"]["uid"])
             with contextlib.suppress(NotFoundError):

@@ -154,5 +154,10 @@ class Heard:
     """It has spoken, or has been silent when it was asked: who has just begun to listen can tell
     neither."""
 
+    @property
+    def settles(self) -> bool:
+        """It says itself that workers may have yet to register."""
+        return self.told is not None and self.told[0].settles
+
 
 NOTHING_HEARD = Heard()

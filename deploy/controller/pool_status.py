@@ -98,14 +98,15 @@ def pool_verdicts(
     not take of the pool; `waits`: what its pods wait for; both empty: nothing."""
     spec, num_live, num_draining = view.spec, num_serving(view), len(view.draining)
     has_enough = num_live >= min(spec.replicas, max(1, spec.min_replicas))
-    if view.is_silent:
-        silent = with_waits("the supervisor does not answer; workers that run go on", waits)
+    if view.is_untold:
+        reason, why = _untold(view)
+        told = with_waits(f"{why}; workers that run go on", waits)
         ready = f"{num_live} of {spec.replicas} workers are ready, as their pods say"
         return [
             Verdict(AVAILABLE, True, "Live", ready)
             if has_enough
-            else Verdict(AVAILABLE, False, "SupervisorSilent", silent),
-            Verdict(PROGRESSING, True, "SupervisorSilent", silent),
+            else Verdict(AVAILABLE, False, reason, told),
+            Verdict(PROGRESSING, True, reason, told),
             _degraded(view, refused),
         ]
     told = f"{num_live} of {spec.replicas} workers live"
@@ -117,6 +118,13 @@ def pool_verdicts(
         _rolled(view, rolling, waits) or _progressing(spec, num_live, num_draining, told, late),
         _degraded(view, refused),
     ]
+
+
+def _untold(view: PoolView) -> tuple[str, str]:
+    """Why nobody tells what runs: a reason, and words."""
+    if view.is_silent:
+        return "SupervisorSilent", "the supervisor does not answer"
+    return "SupervisorStarts", "the supervisor has yet to find what runs"
 
 
 def _rolled(view: PoolView, rolling: PoolRolling, waits: str) -> Verdict | None:
@@ -136,8 +144,8 @@ def _rolled(view: PoolView, rolling: PoolRolling, waits: str) -> Verdict | None:
         error = view.updated.fleet.last_error if view.updated.fleet is not None else ""
         why = with_waits(with_waits(why, error), waits)
         return Verdict(PROGRESSING, False, "RolloutStopped", why)
-    kept = min(view.spec.rollout.partition, view.replicas)
-    if num_old == kept and num_updated == view.replicas - kept:
+    kept = min(rolling.partition, view.replicas)
+    if kept and num_old == kept and num_updated == view.replicas - kept:
         return Verdict(PROGRESSING, False, "Partitioned", f"{told}, the partition keeps {kept}")
     return Verdict(PROGRESSING, True, "RollingOut", with_waits(told, waits))
 

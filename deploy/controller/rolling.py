@@ -27,6 +27,7 @@ from deploy.controller.manifests.ray_cluster import GroupSize, revision_in
 from deploy.controller.observed import FleetPool, PlaceState
 from deploy.controller.revisions import cohort_of
 from deploy.controller.rollout import (
+    Aim,
     ReadyWatch,
     RevisionState,
     Room,
@@ -51,6 +52,8 @@ class PoolRolling:
     """The newest revision's cohort was not fit to serve."""
     leaving: Leaving = NOBODY_LEAVES
     """Pods on cordoned nodes."""
+    partition: int = 0
+    """Workers that it keeps of the version before."""
 
 
 @dataclass(frozen=True)
@@ -136,26 +139,18 @@ def _pool(
     for cohort in sorted(set(cohorts.values())):
         own = [state for name, state in states.items() if cohorts[name] == cohort]
         replicas = share.of(cohort, pool.replicas)
-        rollout = _rollout(pool, cohort, served)
-        target = pool.target if cohorts[pool.target] == cohort else _biggest(own, served)
+        aim = _aim(pool, cohort, served)
+        target = aim.target
         if cohort in (share.progress.serving, share.progress.next):
             kept.add(target)
         olds = [state for state in own if state.name != target]
         # It has shown nothing yet, or is not to have all.
-        is_needed = not watch.of(pool.target).num_live or rollout.partition > 0
+        is_needed = not watch.of(pool.target).num_live or aim.rollout.partition > 0
         if olds and target == pool.target and is_needed:
-            kept.add(base(olds, rollout, served).name)
+            kept.add(base(olds, aim).name)
         holds = is_stopped and target == pool.target
-        found = next_sizes(
-            replicas,
-            rollout,
-            target,
-            own,
-            is_stopped=holds,
-            is_steady=is_steady,
-            served=served,
-        )
-        at_rest = at_rest and rests(replicas, rollout, target, own, found, served)
+        found = next_sizes(replicas, aim, own, is_stopped=holds, is_steady=is_steady)
+        at_rest = at_rest and rests(replicas, aim, own, found)
         sizes |= found
     if (pool.fleet is None or not view.heard.is_settled) and _is_rolled(states, pool.target):
         # Nothing tells what runs where: all stays. A pool that goes drains by itself.
@@ -164,13 +159,14 @@ def _pool(
     gone = _leaving(view, pool, sizes, is_stopped=is_stopped, at_rest=at_rest)
     for name, surge in gone.surge.items():
         sizes[name] += surge
-    return PoolRolling(sizes, frozenset(kept), watch, is_stopped, is_taken_back, gone)
+    partition = _aim(pool, cohorts[pool.target], served).rollout.partition
+    return PoolRolling(sizes, frozenset(kept), watch, is_stopped, is_taken_back, gone, partition)
 
 
 def _looked(watch: ReadyWatch, pool: PoolView, share: _Share, now: datetime.datetime) -> ReadyWatch:
     """Of a pool at zero what was late stays so: it will be wanted again."""
     cohort = pool.updated.revision.cohort
-    rollout = _rollout(pool, cohort, watch.of(pool.target).instead)
+    rollout = _aim(pool, cohort, watch.of(pool.target).instead).rollout
     wanted = goal(share.of(cohort, pool.replicas), rollout)
     if not pool.replicas:
         wanted = 1
@@ -180,29 +176,36 @@ def _looked(watch: ReadyWatch, pool: PoolView, share: _Share, now: datetime.date
         Room.of(rollout),
         seconds(rollout.ready_timeout),
         now,
-        is_alone=not any(each.revision.cohort == cohort for each in pool.others),
+        # Of a pool at zero, or that comes from there, sizes say nothing of what is to stay.
+        is_alone=bool(pool.replicas) and not rollout.partition and not pool.others,
     )
 
 
-def _rollout(pool: PoolView, cohort: str, served: str) -> Rollout:
-    """The pool's, for revisions of that cohort. A partition keeps what served before the newest
-    revision: there is none where that is asked for again, or was of another cohort; and one that
-    the spec does not name any more goes on with one revision."""
-    olds = {
-        name
-        for name, each in pool.revisions.items()
-        if each.revision.cohort == cohort and name != pool.target
-    }
-    if cohort == pool.updated.revision.cohort and served in olds:
-        return pool.spec.rollout
+def _aim(pool: PoolView, cohort: str, served: str) -> Aim:
+    """Of the pool's revisions of one cohort. A partition keeps what served alone before the newest
+    one: nothing where that is asked for again, or was of another cohort. A cohort that the spec
+    does not name any more goes on with one revision."""
+    own = [each.state for each in pool.revisions.values() if each.revision.cohort == cohort]
+    as_spec = Aim(pool.target, pool.spec.rollout, served)
+    if cohort != pool.updated.revision.cohort:
+        return replace(as_spec, target=base(own, as_spec).name, rollout=_whole(pool))
+    if served in {state.name for state in own} - {pool.target}:
+        return as_spec
+    return replace(as_spec, rollout=_whole(pool))
+
+
+def _whole(pool: PoolView) -> Rollout:
     return replace(pool.spec.rollout, partition=0)
 
 
 def _first_watch(pool: PoolView) -> ReadyWatch:
     """Where nothing tells how far it was."""
+    there = pool.others if pool.replicas else pool.revisions.values()
     cohort = pool.updated.revision.cohort
-    olds = [each.state for each in pool.others if each.revision.cohort == cohort]
-    return ReadyWatch(pool.target, instead=base(olds, Rollout()).name if olds else "")
+    olds = [each.state for each in there if each.revision.cohort == cohort]
+    olds = [state for state in olds if state.name != pool.target]
+    aim = Aim(pool.target, pool.spec.rollout)
+    return ReadyWatch(pool.target, instead=base(olds, aim).name if olds else "")
 
 
 def _is_stopped(pool: PoolView, watch: ReadyWatch) -> bool:
@@ -252,11 +255,6 @@ def _growing(
 def _is_rolled(states: Mapping[str, RevisionState], target: str) -> bool:
     """Whether there is anything of another revision."""
     return any(name != target and (s.size or s.present) for name, s in states.items())
-
-
-def _biggest(states: list[RevisionState], served: str) -> str:
-    """Of a cohort that the spec does not name any more: which of its revisions it goes on with."""
-    return base(states, Rollout(), served).name
 
 
 def _serving_most(view: ClusterView, wanted: str) -> str:

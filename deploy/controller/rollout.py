@@ -52,6 +52,16 @@ class Room:
 
 
 @dataclass(frozen=True)
+class Aim:
+    """What a pool is to become. `target`: the revision that it is to have; `rollout`: how, with the
+    partition that is in force; `served`: the revision that did before, empty: none is known."""
+
+    target: str
+    rollout: Rollout
+    served: str = ""
+
+
+@dataclass(frozen=True)
 class ReadyWatch:
     """How long the newest revision has kept its rollout waiting."""
 
@@ -124,18 +134,17 @@ class ReadyWatch:
 
 def next_sizes(
     replicas: int,
-    rollout: Rollout,
-    target: str,
+    aim: Aim,
     revisions: Sequence[RevisionState],
     *,
     is_stopped: bool = False,
     is_steady: bool = False,
-    served: str = "",
 ) -> dict[str, int]:
-    """By revision. `target` is the one that the pool is to have, which may be none of `revisions`
-    yet; `is_stopped`: it does not get ready, so nothing old is taken away for it any more, and what
-    was comes back where nothing else serves. `is_steady`: what there is of it stays live, so old
-    workers that stood in for it make room for one more. `served`: the revision that did before."""
+    """By revision. The target may be none of `revisions` yet; `is_stopped`: it does not get ready,
+    so nothing old is taken away for it any more, and what was comes back where nothing else serves.
+    `is_steady`: what there is of it stays live, so old workers that stood in for it make room for
+    one more."""
+    target, rollout = aim.target, aim.rollout
     states = {state.name: state for state in revisions}
     states.setdefault(target, RevisionState(target, 0))
     olds = [state for name, state in sorted(states.items()) if name != target]
@@ -144,7 +153,7 @@ def next_sizes(
     if not is_kept and not any(old.size or old.present for old in olds):
         return {name: replicas if name == target else 0 for name in states}
     if is_kept or any(old.size for old in olds):
-        kept = base(olds, rollout, served)
+        kept = base(olds, aim)
         goals = _goals(replicas, rollout, states[target], olds, kept)
         if is_stopped:
             goals = _goals_stopped(
@@ -159,19 +168,14 @@ def next_sizes(
 
 
 def rests(
-    replicas: int,
-    rollout: Rollout,
-    target: str,
-    revisions: Sequence[RevisionState],
-    sizes: Mapping[str, int],
-    served: str = "",
+    replicas: int, aim: Aim, revisions: Sequence[RevisionState], sizes: Mapping[str, int]
 ) -> bool:
     """Whether these are the sizes to stay: of others nothing is left, and nothing more changes once
     all that is asked for is live."""
     if any(state.present and not sizes[state.name] for state in revisions):
         return False
     whole = [RevisionState(n, size, frozenset(range(size)), size) for n, size in sizes.items()]
-    return next_sizes(replicas, rollout, target, whole, served=served) == sizes
+    return next_sizes(replicas, aim, whole) == sizes
 
 
 def goal(replicas: int, rollout: Rollout) -> int:
@@ -179,13 +183,13 @@ def goal(replicas: int, rollout: Rollout) -> int:
     return max(0, replicas - rollout.partition)
 
 
-def base(olds: Sequence[RevisionState], rollout: Rollout, served: str = "") -> RevisionState:
-    """The old revision of which some are kept: by a partition the one that `served` before, else
-    that which serves most, and where none does the one that did."""
-    is_partitioned = rollout.partition > 0
+def base(olds: Sequence[RevisionState], aim: Aim) -> RevisionState:
+    """The old revision of which some are kept: by a partition the one that served before, else that
+    which serves most, and where none does the one that did."""
+    is_partitioned = aim.rollout.partition > 0
 
     def rank(old: RevisionState) -> tuple[bool, int, bool, int, str]:
-        did = old.name == served
+        did = old.name == aim.served
         return did and is_partitioned, old.num_live, did, old.size, old.name
 
     return max(olds, key=rank)

@@ -94,9 +94,9 @@ class PoolView:
 
     @property
     def is_untold(self) -> bool:
-        """Nobody tells what runs of it. Of a pool that it does not know nothing does, once it has
-        found all that a former supervisor left."""
-        return self.fleet is None and not self.heard.is_settled
+        """Nobody tells what runs of it: the supervisor is silent, or may have yet to find what a
+        former one left. Of a pool that it does not know nothing runs then."""
+        return self.heard.settles or (self.fleet is None and not self.heard.is_settled)
 
     @property
     def live(self) -> Sequence[Place]:

@@ -17,7 +17,7 @@ K = TypeVar("K", bound=Hashable)
 
 _REFUSED_S = 5.0
 """What is refused of one part is refused for long, perhaps; what is done of the others, such as to
-roll and to plan, goes by looks, which come no less often."""
+roll and to plan, goes by looks (see `PoolMemory.add` of the planner)."""
 Reconcile = Callable[[K], float | None]
 """Brings the key's object one step nearer to what is wanted; answers in how many seconds to look
 again without being told, None: when told. What it raises brings the key back, later and later; a

@@ -139,11 +139,13 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_
     assert pool_verdicts(other, ROLLING, "")[-1].reason == "Sound"
     status = pool_status(other, ROLLING, PlannerConfig(), BEGUN)
     assert (status["readyReplicas"], status["updatedReplicas"], status["draining"]) == (0, 0, [])
-    begins = seen(Heard(others))  # another may have left workers, which it has yet to find
-    told = pool_verdicts(begins, ROLLING, "")
-    assert [each.reason for each in told] == ["Live", "AsWanted", "Sound"]
-    status = pool_status(begins, ROLLING, PlannerConfig(), BEGUN)
-    assert (status["readyReplicas"], status["updatedReplicas"]) == (1, 1)
-    assert status["draining"] == before["draining"]
+    found = Fleet({NAME: FleetPool(1, [Place("w", "a", PlaceState.STARTING)])})
+    settles = (control_pb2.WatchFleetResponse(settles=True), 0.0)
+    for begins in Heard(others), Heard(found, settles):  # it has yet to find what another left
+        told = pool_verdicts(seen(begins), ROLLING, "")
+        assert [each.reason for each in told] == ["Live", "SupervisorStarts", "Sound"]
+        status = pool_status(seen(begins), ROLLING, PlannerConfig(), BEGUN)
+        assert (status["readyReplicas"], status["updatedReplicas"]) == (1, 1)
+        assert status["draining"] == before["draining"]
     told = pool_verdicts(seen(NOTHING_HEARD), ROLLING, "")
     assert [each.reason for each in told] == ["Live", "SupervisorSilent", "SupervisorSilent"]

@@ -10,6 +10,7 @@ import pytest
 
 from deploy.api.worker_pool import Rollout
 from deploy.controller.cohort_rollout import Phase, Progress
+from deploy.controller.pool_status import pool_verdicts
 from deploy.controller.revisions import cohort_of
 from deploy.controller.rolling import Rolling, decide
 from deploy.controller.rollout import ReadyWatch
@@ -35,21 +36,29 @@ class Pool:
     """Whatever is decided of it comes to be. The spec asks for `SPEC`."""
 
     workers: list[tuple[dict[str, Any], int]]
-    """Of each version there is a group of."""
+    """Of each version there is a group of, all live but for `down`."""
     watch: ReadyWatch | None
     progress: Progress | None = None
     rollout: Rollout = KEEPS
     seen: list[dict[str, int]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    """Of its progress."""
+    down: dict[str, int] = field(default_factory=dict)
     now: datetime.datetime = NOW
 
     def look(self, replicas: int) -> Rolling:
         groups = [group(spec, size) for spec, size in self.workers]
         there = [pod for spec, size in self.workers for pod in pods(spec, size)]
-        fleet = {name_of(spec): served(spec, size) for spec, size in self.workers}
+        fleet = {
+            name_of(spec): served(spec, size, max(0, size - self.down.get(name_of(spec), 0)))
+            for spec, size in self.workers
+        }
         cluster = view(fleet, groups, there, replicas=replicas, rollout=self.rollout)
         watches = {} if self.watch is None else {"decode": self.watch}
         rolling = decide(cluster, self.progress, watches, None, self.now)
         self.watch, self.progress = rolling.pools["decode"].watch, rolling.progress
+        told = pool_verdicts(cluster.pools["decode"], rolling.pools["decode"], "")
+        self.told.append(told[1].reason)
         self.now += datetime.timedelta(seconds=5)
         specs = {name_of(spec): spec for spec, _ in [*self.workers, (SPEC, 0)]}
         self.workers = [
@@ -90,6 +99,7 @@ def test_a_canary_that_is_given_up_goes_and_grows_no_more() -> None:
     watch = ReadyWatch(name_of(CANARY), 1, instead=name_of(SPEC))
     pool = Pool([(SPEC, 3), (CANARY, 1)], watch)
     assert pool.settle() == {name_of(SPEC): 4}
+    assert "Partitioned" not in pool.told
     assert max(sizes.get(name_of(CANARY), 0) for sizes in pool.seen) == 1
 
 
@@ -107,19 +117,46 @@ def test_a_partition_that_is_set_amid_a_rollout_keeps_what_is_left_of_the_versio
 def test_where_nothing_tells_how_far_it_was_a_partition_keeps_what_serves_most() -> None:
     pool = Pool([(BEFORE, 3), (SPEC, 1)], None)
     assert pool.settle() == {name_of(BEFORE): 3, name_of(SPEC): 1}
+    assert pool.told[-1] == "Partitioned"
+    pool = Pool([(BEFORE, 0), (SPEC, 0)], None)
+    pool.settle(replicas=0)
+    assert pool.settle() == {name_of(BEFORE): 3, name_of(SPEC): 1}
+
+
+@pytest.mark.parametrize("told_first", [BEFORE, SPEC], ids=["before", "canary"])
+@pytest.mark.parametrize("replicas", [0, 4])
+def test_a_change_of_size_that_was_cut_off_between_two_versions_ends_no_partition(
+    told_first: dict[str, Any], replicas: int
+) -> None:
+    """The supervisor is told of one after the other."""
+    watch = ReadyWatch(name_of(SPEC), 1, instead=name_of(BEFORE))
+    whole = {name_of(BEFORE): 3, name_of(SPEC): 1}
+    is_told = {name_of(BEFORE): told_first is BEFORE, name_of(SPEC): told_first is SPEC}
+    left = [
+        (spec, whole[name_of(spec)] if is_told[name_of(spec)] is bool(replicas) else 0)
+        for spec in (BEFORE, SPEC)
+    ]
+    pool = Pool(left, watch)
+    pool.settle(replicas=replicas)
+    assert pool.settle() == whole
 
 
 RETURNED = Progress(serving=cohort_of(OLD), next=cohort_of(SPEC), phase=Phase.RETURNED)
 
 
-@pytest.mark.parametrize(("stable", "tried"), [(3, 1), (2, 2), (0, 0)])
+@pytest.mark.parametrize(
+    ("stable", "tried", "down"), [(3, 1, 0), (2, 2, 0), (2, 2, 1), (1, 3, 0), (0, 0, 0)]
+)
 def test_a_cohort_that_the_spec_does_not_name_goes_on_with_the_version_that_served_before(
-    stable: int, tried: int
+    stable: int, tried: int, down: int
 ) -> None:
     watch = ReadyWatch(name_of(SPEC), instead=name_of(OLD))
     workers = [(OLD, stable), (OLD_CANARY, tried), (SPEC, 0)]
     pool = Pool(workers, watch, RETURNED)
     if not stable:
         pool.settle(replicas=0)
+    pool.down = {name_of(OLD): down}
+    pool.look(4)
+    pool.down = {}
     pool.settle()
     assert pool.serves == {name_of(OLD): 4}, pool.seen

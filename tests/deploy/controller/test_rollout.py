@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.api.worker_pool import Rollout
-from deploy.controller.rollout import RevisionState, next_sizes
+from deploy.controller.rollout import Aim, RevisionState, next_sizes
 
 UNSTEADY = 400  # more looks than any rollout of these sizes takes
 
@@ -53,8 +53,7 @@ class World:
     def look(self) -> None:
         self.sizes = next_sizes(
             self.replicas,
-            self.rollout,
-            self.target,
+            Aim(self.target, self.rollout),
             self.states(),
             is_stopped=self.is_stopped,
             is_steady=self.is_steady,
@@ -321,12 +320,12 @@ def test_a_third_version_first_takes_the_place_of_the_second_that_never_served()
 
 def test_an_old_worker_that_is_down_is_not_given_up_before_a_new_one_serves() -> None:
     states = [RevisionState("a", 2, frozenset({0}), 2), RevisionState("b", 1, frozenset(), 1)]
-    assert next_sizes(2, Rollout(), "b", states) == {"a": 2, "b": 1}
+    assert next_sizes(2, Aim("b", Rollout()), states) == {"a": 2, "b": 1}
     states[1] = RevisionState("b", 1, frozenset({0}), 1)
-    assert next_sizes(2, Rollout(), "b", states) == {"a": 1, "b": 1}
+    assert next_sizes(2, Aim("b", Rollout()), states) == {"a": 1, "b": 1}
 
 
 def test_a_pool_of_one_revision_has_its_size_whatever_is_live() -> None:
-    assert next_sizes(4, Rollout(), "a", [RevisionState("a", 1)]) == {"a": 4}
+    assert next_sizes(4, Aim("a", Rollout()), [RevisionState("a", 1)]) == {"a": 4}
     down = RevisionState("a", 4, frozenset({3}), 4)
-    assert next_sizes(1, Rollout(), "a", [down]) == {"a": 1}
+    assert next_sizes(1, Aim("a", Rollout()), [down]) == {"a": 1}

@@ -152,7 +152,9 @@ class KubeRay:
         return None
 
     def _end(self, cluster: Object) -> float | None:
-        if _EMPTIES_REDIS not in cluster["metadata"].get("finalizers", ()):
+        """KubeRay ignores one that waits for this finalizer and has no Redis any more."""
+        holds = _EMPTIES_REDIS in cluster["metadata"].get("finalizers", ())
+        if not holds or "gcsFaultToleranceOptions" not in cluster["spec"]:
             return None
         pods = self._pods_of(key_of(cluster))
         for pod in pods:
