@@ -46,8 +46,9 @@ EVERY = 55
 FEWER_TOKENS = 4
 SHARES = (0.3, 1.0, 0.12)
 """Of the trace's requests, in each third of it: the load more than triples at once, and falls."""
-MOST, MOST_NEEDED = 6, 3
-"""Replicas that a pool may have, and that the load takes at most."""
+MOST, MOST_NEEDED = 6, 4
+"""Replicas that a pool may have, and that the load takes at most: 3, and one more for what waits
+where pods are slow to start."""
 STABLE_S, ZERO_AFTER_S = 16.0, 40.0
 PLANNER = {
     "ttftTargetS": 1.0,
