@@ -30,6 +30,9 @@ class PoolBacking(Protocol):
 
         Raises BatonError."""
 
+    def added(self, pool: str) -> None:
+        """The pool that was settled is booked."""
+
     async def places_known(self) -> None:
         """Return once every place of a pool in which something runs has been opened."""
 
@@ -45,6 +48,9 @@ class Unbacked:
 
     async def settled(self, told: PoolSettings) -> PoolSettings:
         return told
+
+    def added(self, pool: str) -> None:
+        """Nothing is left of it."""
 
     async def places_known(self) -> None:
         """None is opened."""
@@ -103,6 +109,7 @@ class PoolChanges:
                 sizes = book.desired_replicas() | {name: replicas}
                 await self._backing.check_room(settings, sizes)
             book.add(settings, replicas)
+            self._backing.added(name)
         self._backing.booked()
 
     def _ended(self, key: _Told, addition: asyncio.Task[None]) -> None:

@@ -127,6 +127,11 @@ class Supervision:
         await self._adopt([settings])  # a supervisor that lost its state is told of pools that run
         return settings
 
+    def added(self, pool: str) -> None:
+        """Unless something was left of it, nobody is to think that it had yet to register."""
+        if all(name != pool for name, _ in self._adopted):
+            self._registry.pools.found(pool)
+
     async def places_known(self) -> None:
         await self._places_opened.wait()
 

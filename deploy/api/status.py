@@ -68,6 +68,8 @@ class PoolRollout(Checked):
     max_unavailable: int | None = None
     instead: str = bounded("", max_size=63)
     """The version that served before, until this one alone does; a partition keeps some of it."""
+    has_served: bool = False
+    """It alone: it is what served before the next one."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ class Rollout(Checked):
     max_unavailable: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
     """Replicas that may be missing while it is rolled."""
     partition: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
-    """So many replicas, those of the lowest places, keep their old version."""
+    """So many replicas stay at the version that served alone before the newest, or come back to it.
+    None where that is asked for again, or was of other weights, dtype or block size."""
     ready_timeout: str = bounded("15m", pattern=DURATION, max_size=32)
     """A new version that is not ready by then stops the rollout."""
 

@@ -12,7 +12,7 @@ from deploy.controller.manifests.cluster_yaml import model_name
 from deploy.controller.manifests.common import ROUTER_PORT, Object
 from deploy.controller.objects import Object as Seen
 from deploy.controller.pool_size import size_problem
-from deploy.controller.pool_status import num_serving
+from deploy.controller.pool_status import is_as_partitioned, num_serving
 from deploy.controller.revisions import cohort_of
 from deploy.controller.rolling import Rolling
 from deploy.controller.rolling_status import progress_status
@@ -128,7 +128,9 @@ def _progressing(view: ClusterView, rolling: Rolling, late: Sequence[str]) -> Ve
     rolled = [
         _noted(f"{name} {pool.updated.num_live} of {pool.replicas} updated", pool_waits(view, pool))
         for name, pool in view.pools.items()
-        if pool.others and pool.updated.num_live != pool.replicas
+        if pool.others
+        and pool.updated.num_live != pool.replicas
+        and not (pool.is_untold or is_as_partitioned(pool, rolling.pools[name]))
     ]
     if rolled:
         return Verdict(PROGRESSING, True, "RollingOut", ", ".join(rolled))

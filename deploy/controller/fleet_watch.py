@@ -218,4 +218,4 @@ def _decisive(heard: Heard) -> object:
         )
         for name, pool in fleet.pools.items()
     }
-    return fleet.holds_requests, pools
+    return fleet.holds_requests, heard.settles, pools

@@ -144,10 +144,17 @@ def _rolled(view: PoolView, rolling: PoolRolling, waits: str) -> Verdict | None:
         error = view.updated.fleet.last_error if view.updated.fleet is not None else ""
         why = with_waits(with_waits(why, error), waits)
         return Verdict(PROGRESSING, False, "RolloutStopped", why)
-    kept = min(rolling.partition, view.replicas)
-    if kept and num_old == kept and num_updated == view.replicas - kept:
-        return Verdict(PROGRESSING, False, "Partitioned", f"{told}, the partition keeps {kept}")
+    if is_as_partitioned(view, rolling):
+        why = f"{told}, the partition keeps {num_old}"
+        return Verdict(PROGRESSING, False, "Partitioned", why)
     return Verdict(PROGRESSING, True, "RollingOut", with_waits(told, waits))
+
+
+def is_as_partitioned(view: PoolView, rolling: PoolRolling) -> bool:
+    """Whether a partition is in force, and all workers are live as it wants them."""
+    kept = min(rolling.partition, view.replicas)
+    num_old = sum(each.num_live for each in view.others)
+    return 0 < kept == num_old and view.updated.num_live == view.replicas - kept
 
 
 def _degraded(view: PoolView, refused: str) -> Verdict:

@@ -61,7 +61,8 @@ def watch_in(pool: Seen) -> ReadyWatch | None:
     room = Room(surge, unavailable) if is_noted else None
     num_live, instead = told.get("readyReplicas", 0), told.get("instead") or ""
     is_late = told.get("isLate", False)
-    return ReadyWatch(told["revision"], num_live, since, room, instead, is_late)
+    has_served = told.get("hasServed", False)
+    return ReadyWatch(told["revision"], num_live, since, room, instead, is_late, has_served)
 
 
 def watch_status(watch: ReadyWatch) -> Object:
@@ -72,6 +73,7 @@ def watch_status(watch: ReadyWatch) -> Object:
         "waitingSince": since,
         "isLate": watch.is_late,
         "instead": watch.instead or None,
+        "hasServed": watch.has_served,
         "maxSurge": None if watch.room is None else watch.room.max_surge,
         "maxUnavailable": None if watch.room is None else watch.room.max_unavailable,
     }

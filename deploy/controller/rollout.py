@@ -77,6 +77,8 @@ class ReadyWatch:
     """The revision that served before, until this one alone does; empty: none, or this one has."""
     is_late: bool = False
     """It has not got ready in time: its rollout has stopped."""
+    has_served: bool = False
+    """It alone, since it is the newest."""
 
     def look(
         self,
@@ -96,6 +98,7 @@ class ReadyWatch:
         if before.room not in (None, room):
             before = replace(before, waiting_since=None, is_late=False)
         most_before = min(before.num_live, target.size)
+        serves = is_alone and target.num_live > 0
         has_more, is_whole = target.num_live > most_before, target.num_live >= target.size
         is_late = before.is_late or before.has_waited(ready_timeout_s, now)
         is_late = is_late and target.num_live < wanted and not has_more
@@ -106,8 +109,9 @@ class ReadyWatch:
             max(most_before, target.num_live),
             since if is_late is is_whole else None,
             room,
-            "" if target.num_live and is_alone else before.instead,
+            "" if serves else before.instead,
             is_late,
+            before.has_served or serves,
         )
 
     def unheard(self) -> ReadyWatch:
@@ -119,8 +123,11 @@ class ReadyWatch:
         to."""
         if revision == self.revision:
             return self
-        instead = self.instead or self.revision
-        return ReadyWatch(revision, instead="" if instead == revision else instead)
+        has_served = self.has_served or (self.num_live > 0 and not self.instead)  # noted or not
+        served = self.instead or (self.revision if has_served else "")
+        if served == revision:
+            return ReadyWatch(revision, has_served=True)
+        return ReadyWatch(revision, instead=served)
 
     def has_waited(self, ready_timeout_s: float, now: datetime.datetime) -> bool:
         if self.waiting_since is None:

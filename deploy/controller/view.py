@@ -94,9 +94,11 @@ class PoolView:
 
     @property
     def is_untold(self) -> bool:
-        """Nobody tells what runs of it: the supervisor is silent, or may have yet to find what a
-        former one left. Of a pool that it does not know nothing runs then."""
-        return self.heard.settles or (self.fleet is None and not self.heard.is_settled)
+        """Nobody tells what runs of it: the supervisor is silent, or may have yet to hear of what a
+        former one left."""
+        if self.fleet is None:
+            return not self.heard.is_settled
+        return self.heard.settles and bool(_places(self.fleet, PlaceState.STARTING))
 
     @property
     def live(self) -> Sequence[Place]:

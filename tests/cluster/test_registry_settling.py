@@ -12,6 +12,7 @@ import pytest
 
 from cluster.config import RegistryConfig
 from cluster.fleet_wire import fleet_message
+from cluster.pool_changes import PoolChanges
 from cluster.registry import Progress, Registry
 from cluster.replica import Replica
 from tests.cluster.pool_settings import settings_of
@@ -19,6 +20,7 @@ from tests.cluster.test_leaving_places import POOL, Finds, register, serve
 from tests.cluster.test_registry import FakeClock
 from tests.cluster.test_supervision import cluster_of, supervision_over, until
 
+ANOTHER = "{model: models/demo, pools: {all-2: {role: mixed}}}"
 SILENT_S = RegistryConfig().silent_after_s
 
 
@@ -99,7 +101,7 @@ def test_an_adopted_worker_that_is_forgotten_is_not_waited_for_again() -> None:
 
 
 async def test_a_pool_that_is_wanted_again_is_known_to_have_nothing_yet_to_register(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each time that it settles, what has waited in vain for long is waited for anew."""
     cluster = dataclasses.replace(cluster_of(0), registry=RegistryConfig(silent_after_s=0.4))
@@ -110,6 +112,11 @@ async def test_a_pool_that_is_wanted_again_is_known_to_have_nothing_yet_to_regis
     await until(lambda: registry.now_s() > 0.4)
     registry.pools.set_replicas(POOL, 1)
     assert not settles(registry)
+    changes, told = PoolChanges(registry, supervision), []
+    registry.pools.set_replicas(POOL, 0)
+    monkeypatch.setattr(supervision, "booked", lambda: told.append(settles(registry)))
+    await changes.add("all-2", ANOTHER, "", 1)
+    assert told == [False], "nothing was left of a new one either"
     supervision.stop()
     await asyncio.wait_for(running, 10)
 

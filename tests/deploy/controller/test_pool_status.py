@@ -139,8 +139,12 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_
     assert pool_verdicts(other, ROLLING, "")[-1].reason == "Sound"
     status = pool_status(other, ROLLING, PlannerConfig(), BEGUN)
     assert (status["readyReplicas"], status["updatedReplicas"], status["draining"]) == (0, 0, [])
-    found = Fleet({NAME: FleetPool(1, [Place("w", "a", PlaceState.STARTING)])})
     settles = (control_pb2.WatchFleetResponse(settles=True), 0.0)
+    found, heard = (
+        Fleet({other.target: FleetPool(1, [Place("w-0", "a", state)])})
+        for state in (PlaceState.STARTING, PlaceState.LIVE)
+    )
+    assert pool_verdicts(seen(Heard(heard, settles)), ROLLING, "")[1].reason == "AsWanted"
     for begins in Heard(others), Heard(found, settles):  # it has yet to find what another left
         told = pool_verdicts(seen(begins), ROLLING, "")
         assert [each.reason for each in told] == ["Live", "SupervisorStarts", "Sound"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deploy.api.worker_pool import Rollout
+from deploy.controller.cluster_status import Refusals, cluster_verdicts
 from deploy.controller.cohort_rollout import Phase, Progress
 from deploy.controller.pool_status import pool_verdicts
 from deploy.controller.revisions import cohort_of
@@ -29,6 +30,7 @@ from tests.deploy.controller.test_rolling import (
 CANARY = SPEC | {"logLevel": "warning"}
 OLD_CANARY = OLD | {"logLevel": "warning"}
 KEEPS = Rollout(partition=3)
+ROUTERS = {"status": {"readyReplicas": 2}}
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Pool:
     seen: list[dict[str, int]] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
     """Of its progress."""
+    of_cluster: list[str] = field(default_factory=list)
     down: dict[str, int] = field(default_factory=dict)
     now: datetime.datetime = NOW
 
@@ -59,6 +62,8 @@ class Pool:
         self.watch, self.progress = rolling.pools["decode"].watch, rolling.progress
         told = pool_verdicts(cluster.pools["decode"], rolling.pools["decode"], "")
         self.told.append(told[1].reason)
+        of_all = cluster_verdicts(cluster, rolling, ROUTERS, Refusals())
+        self.of_cluster.append(of_all[1].reason)
         self.now += datetime.timedelta(seconds=5)
         specs = {name_of(spec): spec for spec, _ in [*self.workers, (SPEC, 0)]}
         self.workers = [
@@ -103,6 +108,21 @@ def test_a_canary_that_is_given_up_goes_and_grows_no_more() -> None:
     assert max(sizes.get(name_of(CANARY), 0) for sizes in pool.seen) == 1
 
 
+def test_a_first_version_that_never_served_is_kept_by_no_partition() -> None:
+    pool = Pool([(BEFORE, 4)], ReadyWatch(name_of(BEFORE)))
+    pool.down = {name_of(BEFORE): 4}
+    assert pool.settle() == {name_of(SPEC): 4}
+
+
+def test_workers_that_a_partition_keeps_are_told_of_while_they_are_not_live() -> None:
+    pool = canary()
+    pool.workers, pool.watch = [(BEFORE, 3), (SPEC, 1)], None
+    assert pool.settle() == {name_of(BEFORE): 3, name_of(SPEC): 1}
+    pool.down = {name_of(BEFORE): 3}
+    pool.look(4)
+    assert pool.told[-2:] == ["Partitioned", "RollingOut"]
+
+
 def test_a_partition_that_is_set_amid_a_rollout_keeps_what_is_left_of_the_version_before() -> None:
     pool = Pool([(BEFORE, 4)], ReadyWatch(name_of(BEFORE), 4), rollout=Rollout())
     for _ in range(2):
@@ -117,7 +137,7 @@ def test_a_partition_that_is_set_amid_a_rollout_keeps_what_is_left_of_the_versio
 def test_where_nothing_tells_how_far_it_was_a_partition_keeps_what_serves_most() -> None:
     pool = Pool([(BEFORE, 3), (SPEC, 1)], None)
     assert pool.settle() == {name_of(BEFORE): 3, name_of(SPEC): 1}
-    assert pool.told[-1] == "Partitioned"
+    assert (pool.told[-1], pool.of_cluster[-1]) == ("Partitioned", "AsWanted")
     pool = Pool([(BEFORE, 0), (SPEC, 0)], None)
     pool.settle(replicas=0)
     assert pool.settle() == {name_of(BEFORE): 3, name_of(SPEC): 1}

@@ -128,7 +128,15 @@ def test_what_served_before_is_told_until_the_new_one_serves_alone() -> None:
     assert looked(watch, asked(0, name="c"), at(2)).instead == "a"
     watch = watch.look(asked(2, 0, 1), 2, SURGE, 60, at(2), is_alone=True)
     assert watch.instead == ""
-    assert looked(watch, asked(0, name="c"), at(3)).instead == "b"
+    watch = watch.look(asked(0), 0, SURGE, 60, at(3), is_alone=True)
+    assert looked(watch, asked(0, name="c"), at(4)).instead == "b", "also from zero"
+
+
+def test_what_never_served_is_nothing_to_keep() -> None:
+    watch = ReadyWatch("a")
+    for name in "a", "b", "c":
+        watch = watch.look(asked(1, name=name), 2, SURGE, 60, at(0), is_alone=name == "a")
+        assert watch.instead == ""
 
 
 def test_a_revision_that_is_asked_for_no_more_in_time_does_not_wait() -> None:
