@@ -130,8 +130,11 @@ def _progressing(view: ClusterView, rolling: Rolling, late: Sequence[str]) -> Ve
         for name, pool in view.pools.items()
         if pool.others
         and pool.updated.num_live != pool.replicas
-        and not (pool.is_untold or is_as_partitioned(pool, rolling.pools[name]))
+        and not is_as_partitioned(pool, rolling.pools[name])
     ]
+    if untold := [name for name, pool in view.pools.items() if pool.is_untold]:
+        told = f"the supervisor has yet to find what runs of {', '.join(untold)}"
+        return Verdict(PROGRESSING, True, "SupervisorStarts", with_waits(told, ", ".join(late)))
     if rolled:
         return Verdict(PROGRESSING, True, "RollingOut", ", ".join(rolled))
     if late:

@@ -61,7 +61,7 @@ def watch_in(pool: Seen) -> ReadyWatch | None:
     room = Room(surge, unavailable) if is_noted else None
     num_live, instead = told.get("readyReplicas", 0), told.get("instead") or ""
     is_late = told.get("isLate", False)
-    has_served = told.get("hasServed", False)
+    has_served = told.get("hasServed", not instead)  # an operator that did not note it
     return ReadyWatch(told["revision"], num_live, since, room, instead, is_late, has_served)
 
 

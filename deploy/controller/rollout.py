@@ -123,8 +123,7 @@ class ReadyWatch:
         to."""
         if revision == self.revision:
             return self
-        has_served = self.has_served or (self.num_live > 0 and not self.instead)  # noted or not
-        served = self.instead or (self.revision if has_served else "")
+        served = self.instead or (self.revision if self.has_served else "")
         if served == revision:
             return ReadyWatch(revision, has_served=True)
         return ReadyWatch(revision, instead=served)

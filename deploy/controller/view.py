@@ -98,7 +98,14 @@ class PoolView:
         former one left."""
         if self.fleet is None:
             return not self.heard.is_settled
-        return self.heard.settles and bool(_places(self.fleet, PlaceState.STARTING))
+        if not self.heard.settles:
+            return False
+        is_unheard = any(
+            place.state in (PlaceState.PENDING, PlaceState.STARTING) for place in self.fleet.places
+        )
+        return is_unheard or any(
+            each.fleet is None and each.standing_pods for each in self.revisions.values()
+        )
 
     @property
     def live(self) -> Sequence[Place]:

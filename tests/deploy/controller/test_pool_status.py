@@ -140,12 +140,16 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_
     status = pool_status(other, ROLLING, PlannerConfig(), BEGUN)
     assert (status["readyReplicas"], status["updatedReplicas"], status["draining"]) == (0, 0, [])
     settles = (control_pb2.WatchFleetResponse(settles=True), 0.0)
-    found, heard = (
+    found, waits, heard = (
         Fleet({other.target: FleetPool(1, [Place("w-0", "a", state)])})
-        for state in (PlaceState.STARTING, PlaceState.LIVE)
+        for state in (PlaceState.STARTING, PlaceState.PENDING, PlaceState.LIVE)
     )
     assert pool_verdicts(seen(Heard(heard, settles)), ROLLING, "")[1].reason == "AsWanted"
-    for begins in Heard(others), Heard(found, settles):  # it has yet to find what another left
+    for begins in (
+        Heard(others),
+        Heard(found, settles),
+        Heard(waits, settles),
+    ):  # it has yet to find what another left
         told = pool_verdicts(seen(begins), ROLLING, "")
         assert [each.reason for each in told] == ["Live", "SupervisorStarts", "Sound"]
         status = pool_status(seen(begins), ROLLING, PlannerConfig(), BEGUN)

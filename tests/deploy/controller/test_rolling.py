@@ -6,6 +6,9 @@ import dataclasses
 import datetime
 from typing import Any
 
+import pytest
+
+from baton.v1 import control_pb2
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
@@ -87,6 +90,7 @@ def view(
     there: list[Pod],
     *,
     is_settled: bool = True,
+    told: tuple[control_pb2.WatchFleetResponse, float] | None = None,
     **pool: Any,
 ) -> ClusterView:
     """The spec asks for `SPEC`."""
@@ -94,7 +98,7 @@ def view(
     obj = {"kind": "ServingCluster", "metadata": metadata, "spec": SPEC}
     known = None if fleet is None else Fleet(fleet)
     by_name = {each["groupName"]: each for each in groups}
-    heard = Heard(known, is_settled=known is not None and is_settled)
+    heard = Heard(known, told, is_settled=known is not None and is_settled)
     made = pool_view(obj, {"metadata": {}}, pool_spec(**pool), by_name, there, heard)
     spec = read_spec(ServingClusterSpec, obj)
     key = Key("models", "main")
@@ -269,6 +273,40 @@ def test_what_the_supervisor_refuses_degrades_the_pool() -> None:
     degraded = pool_verdicts(seen.pools["decode"], rolling.pools["decode"], "no such model")[-1]
     assert (degraded.is_true, degraded.reason) == (True, "SupervisorRefused")
     assert degraded.message == "the supervisor: no such model"
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [
+        {name_of(BEFORE): served(BEFORE, 2), name_of(SPEC): served(SPEC, 1, num_live=0)},
+        {name_of(SPEC): served(SPEC, 0)},
+        {name_of(SPEC): served(SPEC, 1)},
+        {},
+    ],
+    ids=["one loads", "the old one is not known", "nor beside a new one", "nothing is known"],
+)
+def test_while_a_supervisor_finds_what_runs_pods_count_and_no_rollout_is_told_as_done(
+    fleet: dict[str, FleetPool],
+) -> None:
+    told = (control_pb2.WatchFleetResponse(settles=True), 0.0)
+    there = [*pods(BEFORE, 2), *pods(SPEC, 1)]
+    seen = view(fleet, [group(BEFORE, 2), group(SPEC, 1)], there, is_settled=False, told=told)
+    rolling = decided(seen)
+    pool = pool_verdicts(seen.pools["decode"], rolling.pools["decode"], "")
+    routers = {"status": {"readyReplicas": 2}}
+    for verdicts in pool, cluster_verdicts(seen, rolling, routers, Refusals()):
+        available, progressing, _ = verdicts
+        assert available.is_true
+        assert (progressing.is_true, progressing.reason) == (True, "SupervisorStarts")
+
+
+def test_what_an_older_operator_says_of_a_pool_at_zero_is_of_a_version_that_served() -> None:
+    """It did not note it; what is to be kept is not given up for that."""
+    told = {"revision": "a", "readyReplicas": 0}
+    for instead, has_served in ((None, True), ("b", False)):
+        watch = watch_in({"status": {"rollout": told | {"instead": instead}}})
+        assert watch is not None
+        assert watch.has_served is has_served
 
 
 def test_statuses_hold_all_that_an_operator_goes_on_from() -> None:

@@ -124,7 +124,7 @@ def test_workers_that_a_partition_keeps_are_told_of_while_they_are_not_live() ->
 
 
 def test_a_partition_that_is_set_amid_a_rollout_keeps_what_is_left_of_the_version_before() -> None:
-    pool = Pool([(BEFORE, 4)], ReadyWatch(name_of(BEFORE), 4), rollout=Rollout())
+    pool = Pool([(BEFORE, 4)], ReadyWatch(name_of(BEFORE), 4, has_served=True), rollout=Rollout())
     for _ in range(2):
         pool.look(4)
     assert pool.serves[name_of(BEFORE)] < 4

@@ -181,7 +181,7 @@ def test_a_canary_stays_one_when_its_pool_comes_back_from_zero(
 @pytest.mark.parametrize("level", ["info", "warning", "error"])  # whichever name is greater
 def test_of_old_versions_of_a_pool_at_zero_the_one_that_served_is_known_still(level: str) -> None:
     never = SPEC | {"logLevel": level}
-    watch = ReadyWatch(name_of(BEFORE), 2)
+    watch = ReadyWatch(name_of(BEFORE), 2, has_served=True)
     watches = {"decode": watch.look(RevisionState(name_of(never), 0), 2, Room(1, 0), 60, NOW)}
     there = [BEFORE, never, SPEC]
     fleet = {name_of(spec): served(spec, 0) for spec in there}

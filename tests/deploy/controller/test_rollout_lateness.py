@@ -119,7 +119,7 @@ def test_what_was_late_is_tried_anew_with_other_room() -> None:
 
 
 def test_what_served_before_is_told_until_the_new_one_serves_alone() -> None:
-    watch = ReadyWatch("a", 2)
+    watch = ReadyWatch("a", 2, has_served=True)
     for name, instead in ("b", "a"), ("c", "a"), ("a", ""), ("b", "a"):
         watch = looked(watch, asked(0, name=name), at(0))
         assert watch.instead == instead
