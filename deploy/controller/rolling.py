@@ -166,7 +166,8 @@ def _pool(
 def _looked(watch: ReadyWatch, pool: PoolView, share: _Share, now: datetime.datetime) -> ReadyWatch:
     """Of a pool at zero what was late stays so: it will be wanted again."""
     cohort = pool.updated.revision.cohort
-    rollout = _aim(pool, cohort, watch.of(pool.target).instead).rollout
+    watch = _noted(pool, watch.of(pool.target))
+    rollout = _aim(pool, cohort, watch.instead).rollout
     wanted = goal(share.of(cohort, pool.replicas), rollout)
     if not pool.replicas:
         wanted = 1
@@ -179,6 +180,16 @@ def _looked(watch: ReadyWatch, pool: PoolView, share: _Share, now: datetime.date
         # Of a pool at zero, or that comes from there, sizes say nothing of what is to stay.
         is_alone=bool(pool.replicas) and not rollout.partition and not pool.others,
     )
+
+
+def _noted(pool: PoolView, watch: ReadyWatch) -> ReadyWatch:
+    """What serves where nothing is known to have served before: it had yet to when the newest
+    version was asked for."""
+    cohort = pool.updated.revision.cohort
+    olds = [each.state for each in pool.others if each.revision.cohort == cohort and each.num_live]
+    if watch.instead or watch.has_served or not olds:
+        return watch
+    return replace(watch, instead=base(olds, Aim(pool.target, pool.spec.rollout)).name)
 
 
 def _aim(pool: PoolView, cohort: str, served: str) -> Aim:

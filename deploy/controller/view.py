@@ -104,7 +104,8 @@ class PoolView:
             place.state in (PlaceState.PENDING, PlaceState.STARTING) for place in self.fleet.places
         )
         return is_unheard or any(
-            each.fleet is None and each.standing_pods for each in self.revisions.values()
+            each.standing_pods and not (each.fleet is not None and each.fleet.places)
+            for each in self.revisions.values()
         )
 
     @property

@@ -281,9 +281,16 @@ def test_what_the_supervisor_refuses_degrades_the_pool() -> None:
         {name_of(BEFORE): served(BEFORE, 2), name_of(SPEC): served(SPEC, 1, num_live=0)},
         {name_of(SPEC): served(SPEC, 0)},
         {name_of(SPEC): served(SPEC, 1)},
+        {name_of(BEFORE): served(BEFORE, 0), name_of(SPEC): served(SPEC, 1)},
         {},
     ],
-    ids=["one loads", "the old one is not known", "nor beside a new one", "nothing is known"],
+    ids=[
+        "one loads",
+        "the old one is not known",
+        "nor beside a new one",
+        "its drain is not heard",
+        "nothing is known",
+    ],
 )
 def test_while_a_supervisor_finds_what_runs_pods_count_and_no_rollout_is_told_as_done(
     fleet: dict[str, FleetPool],

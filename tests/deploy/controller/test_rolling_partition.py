@@ -114,6 +114,17 @@ def test_a_first_version_that_never_served_is_kept_by_no_partition() -> None:
     assert pool.settle() == {name_of(SPEC): 4}
 
 
+def test_a_first_version_that_serves_late_is_what_a_partition_keeps_all_the_same() -> None:
+    """Another was asked for before, which does not get ready."""
+    pool = Pool([(BEFORE, 4)], ReadyWatch(name_of(BEFORE)), rollout=Rollout())
+    pool.down = {name_of(BEFORE): 4, name_of(SPEC): 4}
+    pool.look(4)
+    pool.down = {name_of(SPEC): 4}
+    pool.look(4)
+    pool.down, pool.rollout = {}, KEEPS
+    assert pool.settle() == {name_of(BEFORE): 3, name_of(SPEC): 1}
+
+
 def test_workers_that_a_partition_keeps_are_told_of_while_they_are_not_live() -> None:
     pool = canary()
     pool.workers, pool.watch = [(BEFORE, 3), (SPEC, 1)], None
