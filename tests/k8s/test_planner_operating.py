@@ -46,9 +46,8 @@ EVERY = 55
 FEWER_TOKENS = 4
 SHARES = (0.3, 1.0, 0.12)
 """Of the trace's requests, in each third of it: the load more than triples at once, and falls."""
-MOST, MOST_NEEDED = 6, 4
-"""Replicas that a pool may have, and that the load takes at most: 3, and one more for what waits
-where pods are slow to start."""
+MOST, MOST_NEEDED = 6, 3
+"""Replicas that a pool may have, and that the load takes at most, once those that it has serve."""
 STABLE_S, ZERO_AFTER_S = 16.0, 40.0
 PLANNER = {
     "ttftTargetS": 1.0,
@@ -117,11 +116,14 @@ class Sizes:
     namespace: str
     times_s: list[float] = field(default_factory=list)
     of: dict[str, list[int]] = field(default_factory=lambda: {"prefill": [], "decode": []})
+    ready: dict[str, list[int]] = field(default_factory=lambda: {"prefill": [], "decode": []})
+    """Those that served then, as statuses say."""
 
     def look(self) -> None:
         for pool, sizes in self.of.items():
             found = self.kube.get(WORKER_POOLS, Key(self.namespace, pool))
             sizes.append(int(found["spec"]["replicas"]))
+            self.ready[pool].append(int(found.get("status", {}).get("readyReplicas", 0)))
         self.times_s.append(time.monotonic())
 
     def follow(self, is_over: threading.Event) -> None:
@@ -137,6 +139,12 @@ class Sizes:
     def course(self, pool: str) -> list[int]:
         """Its sizes, one after the other."""
         return [size for size, _ in itertools.groupby(self.of[pool])]
+
+    def beyond(self, pool: str, most: int) -> list[tuple[int, int]]:
+        """Each growth beyond `most`: to which size, and how many served of the one before."""
+        pairs = enumerate(itertools.pairwise(self.of[pool]), 1)
+        grown = [(at, new) for at, (old, new) in pairs if new > max(old, most)]
+        return [(new, min(self.ready[pool][at - 1 : at + 1])) for at, new in grown]
 
     def turns_s(self, pool: str) -> list[float]:
         """When it began to grow after it had shrunk, or to shrink after it had grown."""
@@ -214,7 +222,10 @@ def test_pools_follow_the_load_stop_together_and_come_back_for_the_next_request(
     third_s = asked[-1].at_s / 3
     for pool, history in sizes.of.items():
         course = sizes.course(pool)
-        assert 2 <= max(course) <= MOST_NEEDED, "what the load takes, and not all that it may have"
+        assert max(course) >= 2
+        for size, num_ready in sizes.beyond(pool, MOST_NEEDED):
+            assert size == MOST_NEEDED + 1, "what the load takes, and not all that it may have"
+            assert num_ready < MOST_NEEDED, "for what waits while a pod starts, and for that alone"
         assert max(course) in history[: bisect.bisect(sizes.times_s, ended_at)]
         assert course[-3:] == [1, 0, 1], "it falls with the load, before it stops"
         assert sizes.at(pool, began_at + third_s) == 1, "a third of the load needs one worker"
