@@ -25,7 +25,7 @@ $(VENV)/.ready: pyproject.toml
 demo: setup  ## start the whole cluster on the shipped model, ask it things, stop it
 	@$(VENV)/bin/baton demo
 
-test: setup  ## the tests: every part, one case per fault, about 14 minutes on two cores
+test: setup  ## the tests: every part, one case per fault, about 15 minutes on two cores
 	@$(PY) -m pytest -m "not full and not gpu"
 
 test-full: setup  ## every combination and the soaks
