@@ -278,7 +278,7 @@ class ClusterReconciler:
         failed += kept.refused
         now = timestamp(self._now())
         failed += self._statuses.tell_pools(view, rolling, plans, refused, now)
-        refusals = Refusals([*map(str, failed)], [*refused.values()], kept.unserved)
+        refusals = Refusals([*map(str, failed)], refused, kept.unserved)
         routers = self._caches.deployments.get(Key(view.key.namespace, view.owner.router_name))
         failed += each(
             [partial(self._statuses.tell_cluster, view, rolling, routers, refusals, now)]

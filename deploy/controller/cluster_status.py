@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from deploy.api.serving_cluster import RouterSpec
 from deploy.controller.cohort_rollout import Phase, Progress
@@ -32,7 +32,8 @@ class Refusals:
     """What of a cluster was not taken, in the words of who did not take it."""
 
     by_api_server: Sequence[str] = ()
-    by_supervisor: Sequence[str] = ()
+    by_supervisor: Mapping[str, str] = field(default_factory=dict)
+    """By pool; of none where it is of all."""
     unserved: Sequence[str] = ()
     """Kinds that the API server does not know."""
 
@@ -151,7 +152,10 @@ def _degraded(
     faults = {
         "InvalidSpec": [f"{name}: {problem}" for name, problem in problems.items() if problem],
         "Refused": refusals.by_api_server,
-        "SupervisorRefused": [f"the supervisor: {each}" for each in refusals.by_supervisor],
+        "SupervisorRefused": [
+            ": ".join(filter(None, ("the supervisor", *refusal)))
+            for refusal in refusals.by_supervisor.items()
+        ],
         "CohortTakenBack": [taken_back] if progress.is_fault else [],
         "StartFailed": errors,
         "NotServed": refusals.unserved,

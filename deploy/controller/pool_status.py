@@ -145,16 +145,20 @@ def _rolled(view: PoolView, rolling: PoolRolling, waits: str) -> Verdict | None:
         why = with_waits(with_waits(why, error), waits)
         return Verdict(PROGRESSING, False, "RolloutStopped", why)
     if is_as_partitioned(view, rolling):
-        why = f"{told}, the partition keeps {num_old}"
+        why = f"{told}, the partition keeps {sum(rolling.partitioned.values())}"
         return Verdict(PROGRESSING, False, "Partitioned", why)
     return Verdict(PROGRESSING, True, "RollingOut", with_waits(told, waits))
 
 
 def is_as_partitioned(view: PoolView, rolling: PoolRolling) -> bool:
-    """Whether a partition is in force, and all workers are live as it wants them."""
-    kept = min(rolling.partition, view.replicas)
-    num_old = sum(each.num_live for each in view.others)
-    return 0 < kept == num_old and view.updated.num_live == view.replicas - kept
+    """Whether a partition is in force, all workers are live as it wants them, and no others are
+    to be."""
+    kept = rolling.partitioned
+    wanted = {**kept, view.target: view.replicas - sum(kept.values())}
+    return any(kept.values()) and all(
+        each.num_live == wanted[name] if name in wanted else not each.size
+        for name, each in view.revisions.items()
+    )
 
 
 def _degraded(view: PoolView, refused: str) -> Verdict:

@@ -52,8 +52,8 @@ class PoolRolling:
     """The newest revision's cohort was not fit to serve."""
     leaving: Leaving = NOBODY_LEAVES
     """Pods on cordoned nodes."""
-    partition: int = 0
-    """Workers that it keeps of the version before."""
+    partitioned: Mapping[str, int] = field(default_factory=dict)
+    """Workers that a partition keeps, by revision: of none, or of the one before."""
 
 
 @dataclass(frozen=True)
@@ -160,13 +160,14 @@ def _pool(
     for name, surge in gone.surge.items():
         sizes[name] += surge
     partition = _aim(pool, cohorts[pool.target], served).rollout.partition
-    return PoolRolling(sizes, frozenset(kept), watch, is_stopped, is_taken_back, gone, partition)
+    partitioned = {served: min(partition, pool.replicas)} if partition else {}
+    return PoolRolling(sizes, frozenset(kept), watch, is_stopped, is_taken_back, gone, partitioned)
 
 
 def _looked(watch: ReadyWatch, pool: PoolView, share: _Share, now: datetime.datetime) -> ReadyWatch:
     """Of a pool at zero what was late stays so: it will be wanted again."""
     cohort = pool.updated.revision.cohort
-    watch = _noted(pool, watch.of(pool.target))
+    watch = _still(pool, watch.of(pool.target))
     rollout = _aim(pool, cohort, watch.instead).rollout
     wanted = goal(share.of(cohort, pool.replicas), rollout)
     if not pool.replicas:
@@ -182,12 +183,12 @@ def _looked(watch: ReadyWatch, pool: PoolView, share: _Share, now: datetime.date
     )
 
 
-def _noted(pool: PoolView, watch: ReadyWatch) -> ReadyWatch:
-    """What serves where nothing is known to have served before: it had yet to when the newest
-    version was asked for."""
+def _still(pool: PoolView, watch: ReadyWatch) -> ReadyWatch:
+    """Where nothing is left of what served before, another does: a third version was asked for
+    before the second one alone served."""
     cohort = pool.updated.revision.cohort
     olds = [each.state for each in pool.others if each.revision.cohort == cohort and each.num_live]
-    if watch.instead or watch.has_served or not olds:
+    if not watch.instead or watch.instead in pool.revisions or not olds:
         return watch
     return replace(watch, instead=base(olds, Aim(pool.target, pool.spec.rollout)).name)
 

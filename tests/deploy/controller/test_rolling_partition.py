@@ -28,6 +28,7 @@ from tests.deploy.controller.test_rolling import (
 )
 
 CANARY = SPEC | {"logLevel": "warning"}
+THIRD = SPEC | {"logLevel": "error"}
 OLD_CANARY = OLD | {"logLevel": "warning"}
 KEEPS = Rollout(partition=3)
 ROUTERS = {"status": {"readyReplicas": 2}}
@@ -114,15 +115,11 @@ def test_a_first_version_that_never_served_is_kept_by_no_partition() -> None:
     assert pool.settle() == {name_of(SPEC): 4}
 
 
-def test_a_first_version_that_serves_late_is_what_a_partition_keeps_all_the_same() -> None:
-    """Another was asked for before, which does not get ready."""
-    pool = Pool([(BEFORE, 4)], ReadyWatch(name_of(BEFORE)), rollout=Rollout())
-    pool.down = {name_of(BEFORE): 4, name_of(SPEC): 4}
-    pool.look(4)
-    pool.down = {name_of(SPEC): 4}
-    pool.look(4)
-    pool.down, pool.rollout = {}, KEEPS
-    assert pool.settle() == {name_of(BEFORE): 3, name_of(SPEC): 1}
+def test_where_what_served_before_is_gone_a_partition_keeps_what_serves() -> None:
+    """A third version was asked for before the second one alone served."""
+    watch = ReadyWatch(name_of(THIRD), 3, instead=name_of(BEFORE))
+    pool = Pool([(CANARY, 2), (THIRD, 3)], watch)
+    assert pool.settle() == {name_of(THIRD): 3, name_of(SPEC): 1}
 
 
 def test_workers_that_a_partition_keeps_are_told_of_while_they_are_not_live() -> None:
@@ -132,6 +129,16 @@ def test_workers_that_a_partition_keeps_are_told_of_while_they_are_not_live() ->
     pool.down = {name_of(BEFORE): 3}
     pool.look(4)
     assert pool.told[-2:] == ["Partitioned", "RollingOut"]
+
+
+def test_a_former_canary_stands_in_for_no_worker_that_a_partition_keeps() -> None:
+    pool = Pool([(BEFORE, 3), (CANARY, 1), (SPEC, 1)], canary().watch)
+    pool.down = {name_of(BEFORE): 1}
+    pool.look(4)
+    assert (pool.told[-1], pool.of_cluster[-1]) == ("RollingOut", "RollingOut")
+    pool.down = {}
+    assert pool.settle() == {name_of(BEFORE): 3, name_of(SPEC): 1}
+    assert (pool.told[-1], pool.of_cluster[-1]) == ("Partitioned", "AsWanted")
 
 
 def test_a_partition_that_is_set_amid_a_rollout_keeps_what_is_left_of_the_version_before() -> None:

@@ -249,14 +249,16 @@ def test_a_cluster_says_what_the_pods_wait_for_that_are_still_to_come() -> None:
     ("refusals", "progress", "reason", "message"),
     [
         (NONE, SERVING, "Sound", "nothing has failed"),
-        (Refusals(["no right"], ["no model"], ["routes are not served"]), SERVING, "Refused",
-         "no right; the supervisor: no model; routes are not served"),
-        (Refusals([], ["no model"], ["routes are not served"]), TAKEN_BACK, "SupervisorRefused",
-         "the supervisor: no model; next was taken back, bcdfg serves: it was slow; "
+        (Refusals(["no right"], {"decode": "no model"}, ["routes are not served"]), SERVING, "Refused",
+         "no right; the supervisor: decode: no model; routes are not served"),
+        (Refusals([], {"decode": "no model"}, ["routes are not served"]), TAKEN_BACK, "SupervisorRefused",
+         "the supervisor: decode: no model; next was taken back, bcdfg serves: it was slow; "
          "routes are not served"),
-        (Refusals([], [], ["routes are not served"]), TAKEN_BACK, "CohortTakenBack",
+        (Refusals([], {}, ["routes are not served"]), TAKEN_BACK, "CohortTakenBack",
          "next was taken back, bcdfg serves: it was slow; routes are not served"),
-        (Refusals([], [], ["routes are not served"]), SERVING, "NotServed",
+        (Refusals([], {"": "no room", "decode": "no model"}), SERVING, "SupervisorRefused",
+         "the supervisor: no room; the supervisor: decode: no model"),
+        (Refusals([], {}, ["routes are not served"]), SERVING, "NotServed",
          "routes are not served"),
     ],
 )  # fmt: skip
