@@ -226,6 +226,7 @@ def test_a_pool_whose_pods_could_not_be_made_says_why() -> None:
 # --- Progressing and Degraded ---------------------------------------------------------------------
 
 NONE = Refusals()
+NO_MODEL = {"decode": "no model"}
 SERVING = Progress("bcdfg")
 TAKEN_BACK = Progress("bcdfg", "next", Phase.RETURNED, reason="it was slow", is_fault=True)
 
@@ -249,14 +250,14 @@ def test_a_cluster_says_what_the_pods_wait_for_that_are_still_to_come() -> None:
     ("refusals", "progress", "reason", "message"),
     [
         (NONE, SERVING, "Sound", "nothing has failed"),
-        (Refusals(["no right"], {"decode": "no model"}, ["routes are not served"]), SERVING, "Refused",
+        (Refusals(["no right"], NO_MODEL, ["routes are not served"]), SERVING, "Refused",
          "no right; the supervisor: decode: no model; routes are not served"),
-        (Refusals([], {"decode": "no model"}, ["routes are not served"]), TAKEN_BACK, "SupervisorRefused",
+        (Refusals([], NO_MODEL, ["routes are not served"]), TAKEN_BACK, "SupervisorRefused",
          "the supervisor: decode: no model; next was taken back, bcdfg serves: it was slow; "
          "routes are not served"),
         (Refusals([], {}, ["routes are not served"]), TAKEN_BACK, "CohortTakenBack",
          "next was taken back, bcdfg serves: it was slow; routes are not served"),
-        (Refusals([], {"": "no room", "decode": "no model"}), SERVING, "SupervisorRefused",
+        (Refusals([], {"": "no room"} | NO_MODEL), SERVING, "SupervisorRefused",
          "the supervisor: no room; the supervisor: decode: no model"),
         (Refusals([], {}, ["routes are not served"]), SERVING, "NotServed",
          "routes are not served"),
