@@ -95,6 +95,7 @@ def decide(
         share = _Share(progress, view.spec.rollout, is_alone)
         settled = view.heard.is_settled
         watch = _looked(watch, pool, share, now) if settled else watch.unheard()
+        watch = _served(pool, watch)
         pools[name] = _pool(view, pool, share, watch, now)
     return Rolling(pools, progress, weights(progress))
 
@@ -178,9 +179,18 @@ def _looked(watch: ReadyWatch, pool: PoolView, share: _Share, now: datetime.date
         Room.of(rollout),
         seconds(rollout.ready_timeout),
         now,
-        # Of a pool at zero, or that comes from there, sizes say nothing of what is to stay.
-        is_alone=bool(pool.replicas) and not rollout.partition and not pool.others,
     )
+
+
+def _served(pool: PoolView, watch: ReadyWatch) -> ReadyWatch:
+    """Noted also while nothing is rolled yet: what a supervisor that has just begun to speak tells
+    of as live is so. Of a pool at zero, or that comes from there, sizes say nothing of what is to
+    stay."""
+    updated = pool.updated
+    if watch.revision != pool.target or not pool.replicas or not updated.state.num_live:
+        return watch
+    partition = _aim(pool, updated.revision.cohort, watch.instead).rollout.partition
+    return watch if partition or pool.others else watch.alone()
 
 
 def _still(pool: PoolView, watch: ReadyWatch) -> ReadyWatch:

@@ -87,18 +87,14 @@ class ReadyWatch:
         room: Room,
         ready_timeout_s: float,
         now: datetime.datetime,
-        *,
-        is_alone: bool = False,
     ) -> ReadyWatch:
         """Each further worker that gets live starts the time anew, and so does other room, which
         may be what it lacked. What was late stays late when fewer are asked for because of it;
-        `wanted`: how many are to be live in the end; `is_alone`: nothing older is to have workers
-        beside it."""
+        `wanted`: how many are to be live in the end."""
         before = self.of(target.name)
         if before.room not in (None, room):
             before = replace(before, waiting_since=None, is_late=False)
         most_before = min(before.num_live, target.size)
-        serves = is_alone and target.num_live > 0
         has_more, is_whole = target.num_live > most_before, target.num_live >= target.size
         is_late = before.is_late or before.has_waited(ready_timeout_s, now)
         is_late = is_late and target.num_live < wanted and not has_more
@@ -109,10 +105,14 @@ class ReadyWatch:
             max(most_before, target.num_live),
             since if is_late is is_whole else None,
             room,
-            "" if serves else before.instead,
+            before.instead,
             is_late,
-            before.has_served or serves,
+            before.has_served,
         )
+
+    def alone(self) -> ReadyWatch:
+        """It serves, and nothing older is to have workers beside it."""
+        return replace(self, instead="", has_served=True)
 
     def unheard(self) -> ReadyWatch:
         """While nobody tells what is live: what passes then is no time that was waited."""

@@ -48,6 +48,7 @@ class Pool:
     """Of its progress."""
     of_cluster: list[str] = field(default_factory=list)
     down: dict[str, int] = field(default_factory=dict)
+    is_settled: bool = True
     now: datetime.datetime = NOW
 
     def look(self, replicas: int) -> Rolling:
@@ -57,7 +58,8 @@ class Pool:
             name_of(spec): served(spec, size, max(0, size - self.down.get(name_of(spec), 0)))
             for spec, size in self.workers
         }
-        cluster = view(fleet, groups, there, replicas=replicas, rollout=self.rollout)
+        wanted = {"replicas": replicas, "rollout": self.rollout}
+        cluster = view(fleet, groups, there, is_settled=self.is_settled, **wanted)
         watches = {} if self.watch is None else {"decode": self.watch}
         rolling = decide(cluster, self.progress, watches, None, self.now)
         self.watch, self.progress = rolling.pools["decode"].watch, rolling.progress
@@ -113,6 +115,16 @@ def test_a_first_version_that_never_served_is_kept_by_no_partition() -> None:
     pool = Pool([(BEFORE, 4)], ReadyWatch(name_of(BEFORE)))
     pool.down = {name_of(BEFORE): 4}
     assert pool.settle() == {name_of(SPEC): 4}
+
+
+def test_a_first_version_served_also_where_its_supervisor_has_only_just_begun_to_speak() -> None:
+    watch = ReadyWatch(name_of(SPEC))
+    pool = Pool([(SPEC, 4)], watch, is_settled=False)
+    pool.look(4)
+    assert pool.watch == ReadyWatch(name_of(SPEC), has_served=True)
+    pool.watch, pool.workers = watch, [(BEFORE, 1), (SPEC, 3)]
+    pool.look(4)
+    assert pool.watch == watch
 
 
 def test_where_what_served_before_is_gone_a_partition_keeps_what_serves() -> None:

@@ -126,16 +126,16 @@ def test_what_served_before_is_told_until_the_new_one_serves_alone() -> None:
     watch = looked(watch, asked(1, 0), at(1))
     assert watch.instead == "a", "some of it are left"
     assert looked(watch, asked(0, name="c"), at(2)).instead == "a"
-    watch = watch.look(asked(2, 0, 1), 2, SURGE, 60, at(2), is_alone=True)
+    watch = watch.look(asked(2, 0, 1), 2, SURGE, 60, at(2)).alone()
     assert watch.instead == ""
-    watch = watch.look(asked(0), 0, SURGE, 60, at(3), is_alone=True)
+    watch = watch.look(asked(0), 0, SURGE, 60, at(3))
     assert looked(watch, asked(0, name="c"), at(4)).instead == "b", "also from zero"
 
 
 def test_what_never_served_is_nothing_to_keep() -> None:
     watch = ReadyWatch("a")
     for name in "a", "b", "c":
-        watch = watch.look(asked(1, name=name), 2, SURGE, 60, at(0), is_alone=name == "a")
+        watch = watch.look(asked(1, name=name), 2, SURGE, 60, at(0))
         assert watch.instead == ""
 
 
