@@ -233,11 +233,13 @@ class _Decode:
             waiting = load.decode_share * load.demand.for_decode.num_requests
             return cls(0.0, (running + min(waiting, running)) * kv_of_stream, 0.0, load, config)
         now_s = measure.itl.itl_s
-        tokens_per_s = _wanted_tokens_per_s(load, factor, running / now_s, config)
+        now_per_s = running / now_s
+        tokens_per_s = _wanted_tokens_per_s(load, factor, now_per_s, config)
         room = curve.workers_for_kv(tokens_per_s, now_s, kv_of_stream)
         step_s = config.itl_target_s - load.made_up_s(config)
         itl = curve.workers_for_itl(tokens_per_s, now_s, step_s)
-        return cls(tokens_per_s, room, itl, load, config)
+        enough = _enough(measure, step_s, config) * max(1.0, tokens_per_s / now_per_s)
+        return cls(tokens_per_s, min(room, enough), min(itl, enough), load, config)
 
     @property
     def workers(self) -> float:
@@ -272,6 +274,15 @@ class _Decode:
         return said + f" needs {self.itl:.1f} workers"
 
 
+def _enough(measure: PoolMeasure, step_s: float, config: PlannerConfig) -> float:
+    """Workers that are seen to be enough for the tokens that there are now: those that serve, where
+    they have room and decode in time, whatever was learned at other times. Else no bound."""
+    num_heard = measure.num_live - measure.num_unheard
+    is_slow = measure.itl is not None and measure.itl.itl_s > step_s
+    is_full = measure.fill > config.max_kv_use * num_heard
+    return math.inf if is_slow or is_full else float(num_heard)
+
+
 def _wanted_tokens_per_s(
     load: PoolLoad, factor: float, now_per_s: float, config: PlannerConfig
 ) -> float:
@@ -291,7 +302,8 @@ def _streams_words(measure: PoolMeasure) -> str:
     if not measure.num_streams:
         return "no streams run"
     streams = _counted(measure.num_streams, "stream")
-    return f"{streams} in the room of {measure.fill:.1f} of {measure.num_live} workers"
+    workers = _counted(measure.num_live, "worker")
+    return f"{streams} fill {measure.fill / max(1, measure.num_live):.0%} of {workers}"
 
 
 def _counted(number: int, what: str) -> str:

@@ -51,7 +51,7 @@ def test_decode_grows_with_the_kv_that_streams_hold() -> None:
     decode = decode_pool(0.0, 2, streams=40, fill=1.9)
     planning.see(moment(0.0, router(0.0), prefill_pool(0.0, 1), decode))
     assert planning.desired("decode") == 3
-    assert "40 streams in the room of 1.9 of 2 workers" in planning.reason("decode")
+    assert "40 streams fill 95% of 2 workers" in planning.reason("decode")
 
 
 def test_prefill_grows_when_the_kv_of_its_prompts_fills_it() -> None:
@@ -77,6 +77,20 @@ def test_decode_grows_when_tokens_come_too_slowly() -> None:
     planning.see(moment(0.0, router(0.0), prefill_pool(0.0, 1), decode))
     assert planning.desired("decode") == 3
     assert "ITL 60.0 ms over target 40 ms needs 3.0 workers" in planning.reason("decode")
+
+
+def test_workers_that_decode_in_time_and_have_room_are_enough_whatever_was_learned_before() -> None:
+    """Of a time when each stream took 20 ms of a step. Beside them is asked for what waits."""
+    planning = Planning(PlannerConfig(itl_target_s=0.1, panic_window_s=5.0))
+    for now_s, streams, itl_s in ((0.0, 4, 0.04), (10.0, 8, 0.08), (20.0, 8, 0.005)):
+        decode = decode_pool(now_s, 2, streams=streams, fill=0.4, itl_s=itl_s)
+        planning.see(moment(now_s, router(now_s), prefill_pool(now_s, 1), decode))
+        assert planning.desired("decode") == 2
+    assert "needs 2.0 workers, ITL 5.0 ms" in planning.reason("decode")
+    waits = router(30.0, for_decode=queue(8, 1.0, 800))
+    decode = decode_pool(30.0, 2, streams=8, fill=0.4, itl_s=0.005)
+    planning.see(moment(30.0, waits, prefill_pool(30.0, 1), decode))
+    assert planning.desired("decode") == 4
 
 
 def test_decode_grows_before_the_streams_are_there_when_arrivals_come_to_more() -> None:
