@@ -12,7 +12,7 @@ from baton import render
 from baton.answer_meter import AnswerMeter
 from baton.client import Client
 from baton.credentials import Tls, token_in
-from baton.errors import BatonError, InvalidRequestError
+from baton.errors import BatonError, InvalidRequestError, UnavailableError
 from baton.events import Event, Finished, FinishReason, Tokens
 from baton.progress import Patience
 from baton.request_stream import GenerateOptions, build_request
@@ -120,12 +120,18 @@ def chat(arguments: argparse.Namespace) -> int:
 def _exchange(
     client: Client, history: list[dict[str, str]], line: str, arguments: argparse.Namespace
 ) -> None:
-    """Ask, stream, and remember both sides; an interrupted or failed exchange is forgotten."""
+    """Ask, stream, and remember both sides; an interrupted or failed exchange is forgotten.
+
+    Raises UnavailableError where nobody types who could wait for the router to come back, or it
+    was never there.
+    """
     turns = [*history, {"role": "user", "content": line}]
     events = client.generate(chat=turns, **sampling_options(arguments))
     try:
         text, meter = stream_answer(events)
     except BatonError as error:
+        if isinstance(error, UnavailableError) and not (sys.stdin.isatty() and len(history) > 1):
+            raise
         render.err().print(f"{error.reason.lower()}: {error.message}", style="red", markup=False)
         return
     history[:] = [*turns, {"role": "assistant", "content": text}]

@@ -12,6 +12,7 @@ from baton.errors import BatonError, DeadlineError, NotFoundError
 from baton.pairing import unpaired
 from baton.progress import Steps
 from baton.v1 import common_pb2, control_pb2, worker_pb2
+from cluster.role_plan import RolePlan
 
 Fleet = control_pb2.WatchFleetResponse
 
@@ -148,8 +149,12 @@ def roles(arguments: argparse.Namespace) -> int:
     pool, prefill, decode = arguments.pool, arguments.prefill, arguments.decode
     with ControlClient(arguments.control) as control:
         control.set_role_plan(pool, prefill, decode)
-    rest = "the rest act as both"
-    render.out().print(f"{pool}: {prefill} prefill alone, {decode} decode alone, {rest}")
+        live = next(each.live_replicas for each in control.fleet().pools if each.name == pool)
+    told = f"{pool}: {prefill} prefill alone, {decode} decode alone, the rest act as both"
+    plan = RolePlan(prefill, decode)
+    if plan != RolePlan() and not plan.leaves_both_roles(live):
+        told += f"; of {live} live workers that leaves not one for each role: all act as both"
+    render.out().print(told)
     return 0
 
 

@@ -38,14 +38,18 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Group:
     """Columns whose name begins with ">" are flushed right. Where the terminal is too narrow, the
-    last columns are left out: put what matters first."""
+    last columns are left out, and the title says how many: put what matters first."""
     console = out()
     shown = len(columns)
     made = _table(columns, rows)
     while shown > 1 and _width(console, made) > console.width:
         shown -= 1
         made = _table(columns[:shown], [row[:shown] for row in rows])
-    return Group(Text(title, style="bold"), made, Text())
+    heading = Text(title, style="bold", no_wrap=True, overflow="ellipsis")
+    if hidden := len(columns) - shown:
+        more = "one more column" if hidden == 1 else f"{hidden} more columns"
+        heading.append(f"  (a wider terminal shows {more})", style="not bold dim")
+    return Group(heading, made, Text())
 
 
 def _width(console: Console, table: Table) -> int:

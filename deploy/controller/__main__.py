@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from deploy.controller.connection import Connection
 from deploy.controller.controller import Controller, ControllerSettings
+from deploy.controller.errors import NotConfiguredError
 from deploy.controller.kube import Kube
 from deploy.controller.manifests.common import PodMonitors, Release
 from deploy.controller.objects import Key
@@ -98,11 +100,15 @@ def main() -> None:
         level=options.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    connection = (
-        Connection.from_kubeconfig(options.kubeconfig)
-        if options.kubeconfig
-        else Connection.in_cluster()
-    )
+    try:
+        connection = (
+            Connection.from_kubeconfig(options.kubeconfig)
+            if options.kubeconfig
+            else Connection.in_cluster()
+        )
+    except NotConfiguredError as error:
+        hint = "" if options.kubeconfig else "; outside of a pod name a file by --kubeconfig"
+        sys.exit(f"{error}{hint}")
     interval = options.pod_monitor_interval
     release = Release(
         options.worker_image,

@@ -90,7 +90,7 @@ class Connection:
         try:
             kubernetes_config.load_incluster_config(client_configuration=configuration)
         except (kubernetes_config.ConfigException, OSError) as error:
-            raise NotConfiguredError(f"service account: {error}") from error
+            raise NotConfiguredError(f"service account: {str(error).rstrip('.')}") from error
         return cls(configuration)
 
     def answer(self, call: Call, timeouts: Timeouts) -> dict[str, Any]:

@@ -265,6 +265,9 @@ class SmallControl(control_pb2_grpc.ControlServiceServicer):
             self._changed.notify_all()
         return control_pb2.SetReplicasResponse(previous_replicas=previous)
 
+    def SetRolePlan(self, request: Any, context: Any) -> control_pb2.SetRolePlanResponse:  # noqa: N802
+        return control_pb2.SetRolePlanResponse()
+
     def Drain(  # noqa: N802
         self, request: control_pb2.ControlServiceDrainRequest, context: Any
     ) -> control_pb2.ControlServiceDrainResponse:

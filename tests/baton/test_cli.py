@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from baton.answer_meter import AnswerMeter
 from baton.cli import main
 from baton.control_client import ControlClient
 from baton.errors import InvalidRequestError, UnavailableError
 from baton.events import Finished, FinishReason, Timings, Tokens, Usage
+from baton.render import print_table
 from baton.v1 import router_pb2
 from tests.baton.small_router import Book, SmallControl, SmallRouter, answer, silent_address
 
@@ -109,6 +111,36 @@ def test_chat_remembers_both_sides_and_can_start_over(
     assert main(arguments) == 0
     said = [[m.content for m in request.chat.messages] for request in book.requests]
     assert said == [["be", "one"], ["be", "one", answer(1, 2), "two"], ["be", "three"]]
+
+
+def test_a_chat_without_a_router_ends_with_what_to_do(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    assert main(["chat", "--router", "127.0.0.1:1"]) == 3
+    told = capsys.readouterr().err
+    assert told.count("no router listens at 127.0.0.1:1") == 1
+    assert "Is the cluster up? Start one with `baton up`" in told
+
+
+def test_a_split_that_leaves_no_worker_for_a_role_is_told_as_not_in_force(
+    control: str, capsys: Capture
+) -> None:
+    for prefill, decode, is_told in ((1, 1, True), (0, 0, False)):
+        plan = ["--prefill", str(prefill), "--decode", str(decode)]
+        assert main(["roles", "decode", *plan, "--control", control]) == 0
+        told = "of 1 live workers that leaves not one for each role: all act as both"
+        assert (told in capsys.readouterr().out) is is_told
+
+
+def test_a_table_that_is_too_wide_says_how_many_columns_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    console = Console(file=(shown := io.StringIO()), width=60)
+    monkeypatch.setattr("baton.render.out", lambda: console)
+    for columns in (["name"] * 3, ["a name of thirty letters, so it"] * 3):
+        print_table("Pools", columns, [columns])
+    assert shown.getvalue().count("(a wider terminal shows 2 more columns)") == 1
 
 
 def test_status_shows_pools_and_workers(control: str, capsys: Capture) -> None:

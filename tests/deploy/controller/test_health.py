@@ -1,4 +1,5 @@
-"""What kubelet asks the operator, at its pod's address."""
+"""The operator's process: what kubelet asks it at its pod's address, what it says where it cannot
+start."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from http import HTTPStatus
 
 import pytest
 
-from deploy.controller.__main__ import serve_health
+from deploy.controller.__main__ import main, serve_health
 from deploy.controller.controller import Controller, ControllerSettings
 from deploy.controller.manifests.common import Release
 from deploy.controller.objects import Key
@@ -32,3 +33,11 @@ def test_it_answers_at_addresses_of_either_family(host: str) -> None:
         finally:
             server.shutdown()
             server.server_close()
+
+
+def test_outside_of_a_pod_it_asks_for_a_kubeconfig(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = ["--worker-image", "w", "--router-image", "r", "--ray-version", "2.60.0"]
+    monkeypatch.setattr("sys.argv", ["controller", *images])
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(SystemExit, match=r"host/port is not set; .* name a file by --kubeconfig"):
+        main()
