@@ -122,15 +122,14 @@ def _exchange(
 ) -> None:
     """Ask, stream, and remember both sides; an interrupted or failed exchange is forgotten.
 
-    Raises UnavailableError where nobody types who could wait for the router to come back, or it
-    was never there.
+    Raises UnavailableError where nobody types who could wait for workers, or the router.
     """
     turns = [*history, {"role": "user", "content": line}]
     events = client.generate(chat=turns, **sampling_options(arguments))
     try:
         text, meter = stream_answer(events)
     except BatonError as error:
-        if isinstance(error, UnavailableError) and not (sys.stdin.isatty() and len(history) > 1):
+        if isinstance(error, UnavailableError) and not sys.stdin.isatty():
             raise
         render.err().print(f"{error.reason.lower()}: {error.message}", style="red", markup=False)
         return

@@ -16,6 +16,7 @@ from cluster.role_plan import RolePlan
 
 Fleet = control_pb2.WatchFleetResponse
 
+_SERVING = (control_pb2.WORKER_STATE_LIVE, control_pb2.WORKER_STATE_SUSPECT)
 _FAILED_STARTS = 2  # a first one may be bad luck
 
 
@@ -147,13 +148,16 @@ def _scaled(fleet: Fleet, pool: str, replicas: int) -> _Progress:
 def roles(arguments: argparse.Namespace) -> int:
     """Takes effect with the next request: no process restarts, and what runs ends where it is."""
     pool, prefill, decode = arguments.pool, arguments.prefill, arguments.decode
-    with ControlClient(arguments.control) as control:
-        control.set_role_plan(pool, prefill, decode)
-        live = next(each.live_replicas for each in control.fleet().pools if each.name == pool)
-    told = f"{pool}: {prefill} prefill alone, {decode} decode alone, the rest act as both"
     plan = RolePlan(prefill, decode)
-    if plan != RolePlan() and not plan.leaves_both_roles(live):
-        told += f"; of {live} live workers that leaves not one for each role: all act as both"
+    with ControlClient(arguments.control) as control:
+        num_there = sum(
+            worker.info.pool == pool and worker.state in _SERVING
+            for worker in control.fleet().workers
+        )
+        control.set_role_plan(pool, prefill, decode)
+    told = f"{pool}: {prefill} prefill alone, {decode} decode alone, the rest act as both"
+    if plan != RolePlan() and not plan.leaves_both_roles(num_there):
+        told += f"; of {num_there} workers that leaves not one for each role: all act as both"
     render.out().print(told)
     return 0
 

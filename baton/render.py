@@ -47,8 +47,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
         made = _table(columns[:shown], [row[:shown] for row in rows])
     heading = Text(title, style="bold", no_wrap=True, overflow="ellipsis")
     if hidden := len(columns) - shown:
-        more = "one more column" if hidden == 1 else f"{hidden} more columns"
-        heading.append(f"  (a wider terminal shows {more})", style="not bold dim")
+        more = "one more column does" if hidden == 1 else f"{hidden} more columns do"
+        heading.append(f"  ({more} not fit)", style="not bold dim")
     return Group(heading, made, Text())
 
 

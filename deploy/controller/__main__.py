@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,9 +14,8 @@ from pathlib import Path
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from deploy.controller.connection import Connection
+from deploy.controller.command_connection import command_connection
 from deploy.controller.controller import Controller, ControllerSettings
-from deploy.controller.errors import NotConfiguredError
 from deploy.controller.kube import Kube
 from deploy.controller.manifests.common import PodMonitors, Release
 from deploy.controller.objects import Key
@@ -100,15 +98,7 @@ def main() -> None:
         level=options.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    try:
-        connection = (
-            Connection.from_kubeconfig(options.kubeconfig)
-            if options.kubeconfig
-            else Connection.in_cluster()
-        )
-    except NotConfiguredError as error:
-        hint = "" if options.kubeconfig else "; outside of a pod name a file by --kubeconfig"
-        sys.exit(f"{error}{hint}")
+    connection = command_connection(options.kubeconfig)
     interval = options.pod_monitor_interval
     release = Release(
         options.worker_image,

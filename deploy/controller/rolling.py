@@ -91,11 +91,10 @@ def decide(
     is_alone = seen.is_gone(progress.serving)
     pools = {}
     for name, pool in view.pools.items():
-        watch = watches.get(name) or _first_watch(pool)
+        watch = _served(pool, watches.get(name) or _first_watch(pool))
         share = _Share(progress, view.spec.rollout, is_alone)
         settled = view.heard.is_settled
         watch = _looked(watch, pool, share, now) if settled else watch.unheard()
-        watch = _served(pool, watch)
         pools[name] = _pool(view, pool, share, watch, now)
     return Rolling(pools, progress, weights(progress))
 
@@ -183,14 +182,18 @@ def _looked(watch: ReadyWatch, pool: PoolView, share: _Share, now: datetime.date
 
 
 def _served(pool: PoolView, watch: ReadyWatch) -> ReadyWatch:
-    """Noted also while nothing is rolled yet: what a supervisor that has just begun to speak tells
-    of as live is so. Of a pool at zero, or that comes from there, sizes say nothing of what is to
-    stay."""
-    updated = pool.updated
-    if watch.revision != pool.target or not pool.replicas or not updated.state.num_live:
+    """Noted of what was asked for last, before another takes its place, and while nothing is rolled
+    yet, too: what a supervisor that has just begun to speak tells of as live is so. Of a pool at
+    zero, or that comes from there, sizes say nothing of what is to stay."""
+    last = pool.revisions.get(watch.revision)
+    if last is None or not last.state.num_live or not pool.replicas:
         return watch
-    partition = _aim(pool, updated.revision.cohort, watch.instead).rollout.partition
-    return watch if partition or pool.others else watch.alone()
+    if any(each.size for each in pool.revisions.values() if each is not last):
+        return watch
+    is_target = watch.revision == pool.target
+    if is_target and _aim(pool, last.revision.cohort, watch.instead).rollout.partition:
+        return watch
+    return watch.alone()
 
 
 def _still(pool: PoolView, watch: ReadyWatch) -> ReadyWatch:

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from deploy.api.crd import KINDS
-from deploy.controller.connection import Connection
+from deploy.controller.command_connection import command_connection
 from deploy.controller.kube import Kube
 from deploy.controller.objects import Key, Resource
 
@@ -32,7 +32,7 @@ def main() -> None:
     )
     parser.add_argument("--kubeconfig", type=Path, metavar="FILE", help="else: the pod's account")
     kubeconfig = parser.parse_args().kubeconfig
-    connection = Connection.from_kubeconfig(kubeconfig) if kubeconfig else Connection.in_cluster()
+    connection = command_connection(kubeconfig)
     upgrade_crds(Kube(connection, _FIELD_MANAGER))
 
 

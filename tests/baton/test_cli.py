@@ -129,7 +129,7 @@ def test_a_split_that_leaves_no_worker_for_a_role_is_told_as_not_in_force(
     for prefill, decode, is_told in ((1, 1, True), (0, 0, False)):
         plan = ["--prefill", str(prefill), "--decode", str(decode)]
         assert main(["roles", "decode", *plan, "--control", control]) == 0
-        told = "of 1 live workers that leaves not one for each role: all act as both"
+        told = "of 1 workers that leaves not one for each role: all act as both"
         assert (told in capsys.readouterr().out) is is_told
 
 
@@ -140,7 +140,7 @@ def test_a_table_that_is_too_wide_says_how_many_columns_it_leaves_out(
     monkeypatch.setattr("baton.render.out", lambda: console)
     for columns in (["name"] * 3, ["a name of thirty letters, so it"] * 3):
         print_table("Pools", columns, [columns])
-    assert shown.getvalue().count("(a wider terminal shows 2 more columns)") == 1
+    assert shown.getvalue().count("(2 more columns do not fit)") == 1
 
 
 def test_status_shows_pools_and_workers(control: str, capsys: Capture) -> None:

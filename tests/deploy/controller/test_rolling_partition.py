@@ -127,6 +127,14 @@ def test_a_first_version_served_also_where_its_supervisor_has_only_just_begun_to
     assert pool.watch == watch
 
 
+@pytest.mark.parametrize("instead", ["", name_of(CANARY)], ids=["the first", "one more"])
+def test_what_served_alone_when_nobody_looked_is_what_a_partition_keeps(instead: str) -> None:
+    watch = ReadyWatch(name_of(BEFORE), instead=instead)
+    pool = Pool([(CANARY, 0), (BEFORE, 4)], watch)
+    assert pool.settle() == {name_of(BEFORE): 3, name_of(SPEC): 1}
+    assert pool.told[-1] == "Partitioned"
+
+
 def test_where_what_served_before_is_gone_a_partition_keeps_what_serves() -> None:
     """A third version was asked for before the second one alone served."""
     watch = ReadyWatch(name_of(THIRD), 3, instead=name_of(BEFORE))
