@@ -19,35 +19,17 @@ _REACH = 4.0  # times the most streams ever seen: beyond it the line is not beli
 
 
 @dataclass(frozen=True)
-class _Learned:
-    """`key`: the number of streams, rounded; `at_s`: when it was seen last."""
-
-    key: int
-    point: ItlPoint
-    at_s: float
-
-
-@dataclass(frozen=True)
 class ItlCurve:
     """Points by their rounded number of streams, in its order."""
 
-    learned: tuple[_Learned, ...] = ()
+    points: tuple[tuple[int, ItlPoint], ...] = ()
 
-    @property
-    def points(self) -> list[ItlPoint]:
-        return [each.point for each in self.learned]
-
-    def with_point(self, seen: ItlPoint, at_s: float) -> ItlCurve:
+    def with_point(self, seen: ItlPoint) -> ItlCurve:
         """The curve that knows this, too."""
         key = math.floor(math.log(seen.streams, _STEP))
-        known = {each.key: each for each in self.learned}
-        point = _blend(known[key].point, seen) if key in known else seen
-        known[key] = _Learned(key, point, at_s)
-        return ItlCurve(tuple(known[key] for key in sorted(known)))
-
-    def since(self, at_s: float) -> ItlCurve:
-        """What of it was seen since."""
-        return ItlCurve(tuple(each for each in self.learned if each.at_s >= at_s))
+        known = dict(self.points)
+        known[key] = _blend(known[key], seen) if key in known else seen
+        return ItlCurve(tuple(sorted(known.items(), key=lambda item: item[0])))
 
     @property
     def least_s(self) -> float:
@@ -68,7 +50,7 @@ class ItlCurve:
         streams = tokens_per_s * now_s
         if not self._is_line:
             return streams * slope_s / target_s
-        most = _REACH * max(point.streams for point in self.points)
+        most = _REACH * max(point.streams for _, point in self.points)
         if base_s >= target_s:  # just the target, whatever the streams
             return streams / most
         return max(slope_s * tokens_per_s * target_s / (target_s - base_s), streams / most)
@@ -89,8 +71,8 @@ class ItlCurve:
 
     def _line(self) -> tuple[float, float]:
         """Seconds of a step without streams and of each stream, neither negative: least squares."""
-        streams = [point.streams for point in self.points]
-        gaps_s = [point.itl_s for point in self.points]
+        streams = [point.streams for _, point in self.points]
+        gaps_s = [point.itl_s for _, point in self.points]
         mean_streams, mean_s = sum(streams) / len(streams), sum(gaps_s) / len(gaps_s)
         spread = sum((x - mean_streams) ** 2 for x in streams)
         if spread <= 0:

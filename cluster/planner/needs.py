@@ -55,8 +55,6 @@ class PoolLoad:
     prefill_tokens_per_s: float | None
     """Of one of its workers, as last known."""
     itl_curve: ItlCurve
-    newest_curve: ItlCurve
-    """What of it was seen within the stable window."""
     extra_s: float
     """Of each gap that clients see, which its workers' decode steps are not."""
 
@@ -228,26 +226,18 @@ class _Decode:
     @classmethod
     def of(cls, load: PoolLoad, factor: float, config: PlannerConfig) -> _Decode:
         """For `factor` times what arrives."""
-        measure = load.measure
+        measure, curve = load.measure, load.itl_curve
         running = float(measure.num_streams)
         kv_of_stream = measure.fill / config.max_kv_use / running if running else 0.0
         if measure.itl is None:  # nothing runs, or on workers alone that have only just begun
             waiting = load.decode_share * load.demand.for_decode.num_requests
             return cls(0.0, (running + min(waiting, running)) * kv_of_stream, 0.0, load, config)
         now_s = measure.itl.itl_s
-        now_per_s = running / now_s
-        tokens_per_s = _wanted_tokens_per_s(load, factor, now_per_s, config)
+        tokens_per_s = _wanted_tokens_per_s(load, factor, running / now_s, config)
+        room = curve.workers_for_kv(tokens_per_s, now_s, kv_of_stream)
         step_s = config.itl_target_s - load.made_up_s(config)
-        enough = _enough(load, step_s, config) * max(1.0, tokens_per_s / now_per_s)
-
-        def asked(curve: ItlCurve) -> tuple[float, float]:
-            room = curve.workers_for_kv(tokens_per_s, now_s, kv_of_stream)
-            return room, curve.workers_for_itl(tokens_per_s, now_s, step_s)
-
-        room, itl = asked(load.itl_curve)
-        if max(room, itl) > enough:  # it remembers other times
-            room, itl = asked(load.newest_curve)
-        return cls(tokens_per_s, min(room, enough), min(itl, enough), load, config)
+        itl = curve.workers_for_itl(tokens_per_s, now_s, step_s)
+        return cls(tokens_per_s, room, itl, load, config)
 
     @property
     def workers(self) -> float:
@@ -280,18 +270,6 @@ class _Decode:
             said += f": more workers {can} mend that, steps of {1000 * (target_s - made_up_s):.3g}"
             return f"{said} ms need {self.itl:.1f} workers"
         return said + f" needs {self.itl:.1f} workers"
-
-
-def _enough(load: PoolLoad, step_s: float, config: PlannerConfig) -> float:
-    """Workers that are seen to be enough for the tokens that there are now: those that serve, where
-    they have room and decode in time, whatever was learned at other times. Else no bound, nor of a
-    mixed pool: it has as many as its prompts need, too."""
-    measure = load.measure
-    num_heard = measure.num_live - measure.num_unheard
-    is_slow = measure.itl is not None and measure.itl.itl_s > step_s
-    is_full = measure.fill > config.max_kv_use * num_heard
-    is_unbound = is_slow or is_full or load.role is Role.MIXED
-    return math.inf if is_unbound else float(num_heard)
 
 
 def _wanted_tokens_per_s(

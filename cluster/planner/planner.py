@@ -133,7 +133,6 @@ def _with_needs(
             decode_share=decode_shares.get(pool.name, 0.0),
             prefill_tokens_per_s=memory.prefill_tokens_per_s,
             itl_curve=memory.itl_curve,
-            newest_curve=memory.itl_curve.since(signals.now_s - config.stable_window_s),
             extra_s=memory.extra.of_gap_s if memory.extra else 0.0,
         )
         need = need_of(load, config)

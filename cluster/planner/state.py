@@ -82,7 +82,7 @@ class PoolMemory:
         is_wanted, since_s = pool.desired_replicas > 0, self.wanted_since_s
         curve = self.itl_curve
         if is_new and measure.itl is not None:
-            curve = curve.with_point(measure.itl, now_s)
+            curve = curve.with_point(measure.itl)
         extra = self.extra
         if extra is not None and now_s - extra.at_s > config.stable_window_s:
             extra = None

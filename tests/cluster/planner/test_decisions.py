@@ -79,24 +79,6 @@ def test_decode_grows_when_tokens_come_too_slowly() -> None:
     assert "ITL 60.0 ms over target 40 ms needs 3.0 workers" in planning.reason("decode")
 
 
-def test_workers_that_decode_in_time_and_have_room_are_enough_whatever_was_learned_before() -> None:
-    """When each stream took 20 ms of a step. What waits is asked for beside them; what was learned
-    is believed no more where nothing of it was seen for a stable window."""
-    planning = Planning(PlannerConfig(itl_target_s=0.1, panic_window_s=5.0))
-    for now_s, streams, itl_s in ((0.0, 4, 0.04), (10.0, 8, 0.08), (20.0, 8, 0.005)):
-        decode = decode_pool(now_s, 2, streams=streams, fill=0.4, itl_s=itl_s)
-        planning.see(moment(now_s, router(now_s), prefill_pool(now_s, 1), decode))
-        assert planning.desired("decode") == 2
-    assert "ITL 5.0 ms within target 100 ms needs 2.0 workers" in planning.reason("decode")
-    waits = router(30.0, for_decode=queue(8, 1.0, 800))
-    decode = decode_pool(30.0, 2, streams=8, fill=0.4, itl_s=0.005)
-    planning.see(moment(30.0, waits, prefill_pool(30.0, 1), decode))
-    assert planning.desired("decode") == 4
-    later = replace(decode_pool(400.0, 2, streams=8, fill=0.4, itl_s=0.005), desired_replicas=4)
-    planning.see(moment(400.0, router(400.0), prefill_pool(400.0, 1), later))
-    assert "needs 1.2 workers; 2 would do" in planning.reason("decode")
-
-
 def test_decode_grows_before_the_streams_are_there_when_arrivals_come_to_more() -> None:
     """10 requests/s of 100 tokens each are 1,000 tokens/s, also while 250 streams have 500."""
     planning = Planning(PlannerConfig(itl_target_s=1.0))

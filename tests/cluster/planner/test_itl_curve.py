@@ -13,7 +13,7 @@ from cluster.planner.measure import ItlPoint
 def learned(*points: tuple[float, float]) -> ItlCurve:
     curve = ItlCurve()
     for streams, itl_s in points:
-        curve = curve.with_point(ItlPoint(streams, itl_s), 0.0)
+        curve = curve.with_point(ItlPoint(streams, itl_s))
     return curve
 
 
