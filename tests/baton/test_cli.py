@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from baton.answer_meter import AnswerMeter
 from baton.cli import main
 from baton.control_client import ControlClient
 from baton.errors import InvalidRequestError, UnavailableError
 from baton.events import Finished, FinishReason, Timings, Tokens, Usage
-from baton.render import print_table
 from baton.v1 import router_pb2
 from tests.baton.small_router import Book, SmallControl, SmallRouter, answer, silent_address
 
@@ -131,16 +129,6 @@ def test_a_split_that_leaves_no_worker_for_a_role_is_told_as_not_in_force(
         assert main(["roles", "decode", *plan, "--control", control]) == 0
         told = "of 1 workers that leaves not one for each role: all act as both"
         assert (told in capsys.readouterr().out) is is_told
-
-
-def test_a_table_that_is_too_wide_says_how_many_columns_it_leaves_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    console = Console(file=(shown := io.StringIO()), width=60)
-    monkeypatch.setattr("baton.render.out", lambda: console)
-    for columns in (["name"] * 3, ["a name of thirty letters, so it"] * 3):
-        print_table("Pools", columns, [columns])
-    assert shown.getvalue().count("(2 more columns do not fit)") == 1
 
 
 def test_status_shows_pools_and_workers(control: str, capsys: Capture) -> None:
