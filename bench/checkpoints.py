@@ -5,33 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from bench import random_model
+from bench.random_model import Shape
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of one decoder, under the names of a Hugging Face config."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-6
-
-
-SHAPES = {
-    "0.1B": Shape(640, 2048, 14, 10, 5, 64, 32768),
-    "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151936),
-}
+SHAPES = {name: random_model.SHAPES[name] for name in ("0.1B", "0.6B")}
 
 
 def cache_folder() -> Path:
@@ -88,18 +71,5 @@ def make(name: str) -> Path:
     shape = SHAPES[name]
     save_tokenizer(shape, folder)
     save_file(tensors(shape), folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "torch_dtype": "bfloat16",
-        "use_sliding_window": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        **asdict(shape),
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "config.json").write_text(json.dumps(shape.hf_config(), indent=1))
     return folder

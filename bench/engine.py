@@ -20,10 +20,9 @@ import numpy as np
 import torch
 
 from bench import checkpoints
-from engine import build
 from engine.api import Engine
+from engine.build import load_lone_engine
 from engine.config import EngineConfig
-from engine.local_memory import LocalKvMemory, LocalSink
 from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
 
 PREFILL_LENGTHS = (512, 2048)
@@ -60,6 +59,7 @@ class BatonSide:
     def __init__(self, folder: Path) -> None:
         config = EngineConfig(
             dtype="bfloat16",  # as the other side
+            device="cpu",
             max_num_batched_tokens=max(PREFILL_LENGTHS),
             max_num_seqs=max(DECODE_BATCHES),
             max_model_len=4096,
@@ -68,12 +68,7 @@ class BatonSide:
             prefix_cache=False,
             num_threads=torch.get_num_threads(),
         )
-        spec = build.load_model_spec(str(folder), config)
-        region = build.region_layout(spec, config, 0, 1)
-        memory = LocalKvMemory.of(region, config.num_regions)
-        sink = LocalSink()
-        runner = build.build_runner(str(folder), config, spec, memory, sink, None)
-        self.engine: Engine = build.build_engine(config, runner, sink)
+        self.engine: Engine = load_lone_engine(str(folder), config)
         self._next = 0
 
     def _add(self, prompt: np.ndarray, max_tokens: int) -> RequestId:

@@ -21,10 +21,11 @@ import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import uvloop
@@ -37,6 +38,7 @@ from kv_transfer.lease import Lease, WorkerIdentity
 from kv_transfer.routes import Route
 from kv_transfer.transport import FlushResult, make_transport
 from kv_transfer.ucx.native import compiled
+from kv_transfer.ucx.transport import UcxTransport
 
 BLOCK_BYTES = (32 << 10, 64 << 10, 128 << 10)
 NUM_RUNS = (256, 2048)
@@ -44,6 +46,7 @@ NUM_LAYERS = 8
 NUM_REGIONS = 4
 BLOCKS_PER_REGION = 136  # of which every other one is enough for a layer of the larger handoff
 NUM_PINGS = 500
+SENT = 7  # every byte of the sender's pool
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,11 @@ class Result:
     memcpy_gb_s: float
     exposed_us: float
     answer_us: float
+    lanes: tuple[str, ...]
 
 
-def shape(block_bytes: int) -> MemoryShape:
-    return MemoryShape(block_bytes, BLOCKS_PER_REGION, NUM_LAYERS, NUM_REGIONS)
+def shape(block_bytes: int, device: str = "cpu") -> MemoryShape:
+    return MemoryShape(block_bytes, BLOCKS_PER_REGION, NUM_LAYERS, NUM_REGIONS, device)
 
 
 def scattered(seed: int, count: int) -> list[BlockId]:
@@ -74,8 +78,8 @@ def scattered(seed: int, count: int) -> list[BlockId]:
     return [BlockId(int(b)) for b in np.random.default_rng(seed).permutation(blocks)[:count]]
 
 
-async def receive(pipe: Connection, block_bytes: int, config: TransferConfig) -> None:
-    worker = LoneRank("receiver", shape(block_bytes), config)
+async def receive(pipe: Connection, block_bytes: int, config: TransferConfig, device: str) -> None:
+    worker = LoneRank("receiver", shape(block_bytes, device), config)
     writer: WorkerIdentity = await asyncio.to_thread(pipe.recv)
     pipe.send(worker.identity)
     admitted = asyncio.Event()
@@ -92,19 +96,22 @@ async def receive(pipe: Connection, block_bytes: int, config: TransferConfig) ->
         await admitted.wait()
         admitted.clear()
         pipe.send(admitted_at_s)
+    pipe.send(worker.count(SENT))
     worker.close()
 
 
-def receiver_main(pipe: Connection, block_bytes: int, config: TransferConfig) -> None:
-    uvloop.run(receive(pipe, block_bytes, config))  # as workers do
+def receiver_main(pipe: Connection, block_bytes: int, config: TransferConfig, device: str) -> None:
+    uvloop.run(receive(pipe, block_bytes, config, device))  # as workers do
 
 
 def run_receiver(
-    block_bytes: int, config: TransferConfig
+    block_bytes: int, config: TransferConfig, device: str = "cpu"
 ) -> tuple[Connection, multiprocessing.process.BaseProcess]:
     context = multiprocessing.get_context("spawn")
     pipe, there = context.Pipe()
-    process = context.Process(target=receiver_main, args=(there, block_bytes, config), daemon=True)
+    process = context.Process(
+        target=receiver_main, args=(there, block_bytes, config, device), daemon=True
+    )
     process.start()
     return pipe, process
 
@@ -160,6 +167,11 @@ async def exposed_s(worker: LoneRank, pipe: Connection, blocks: Sequence[BlockId
     return admitted_at_s - start
 
 
+class LocalCopy(Protocol):
+    def seconds(self, sources: Sequence[BlockId], targets: Sequence[BlockId]) -> float:
+        """Of a copy of as many bytes, inside this process."""
+
+
 class Memcpy:
     """Copies the same runs to the same places of a pool in this process, in one C call."""
 
@@ -188,16 +200,27 @@ class Memcpy:
         return time.perf_counter() - start
 
 
-async def measure(num_runs: int, block_bytes: int, rounds: int, config: TransferConfig) -> Result:
-    pipe, process = run_receiver(block_bytes, config)
-    worker = LoneRank("sender", shape(block_bytes), config)
-    worker.memory.buffer[:] = 7
+async def measure(
+    num_runs: int,
+    block_bytes: int,
+    rounds: int,
+    config: TransferConfig,
+    device: str = "cpu",
+    copy_of: Callable[[LoneRank], LocalCopy] = Memcpy,
+) -> Result:
+    """Raises ValueError when bytes have gone astray."""
+    pipe, process = run_receiver(block_bytes, config, device)
+    worker = LoneRank("sender", shape(block_bytes, device), config)
+    worker.memory.buffer[:] = SENT
+    worker.count(SENT)  # waits for a GPU, as a put would not
     pipe.send(worker.identity)
-    await asyncio.to_thread(pipe.recv)
-    memcpy = Memcpy(worker)
+    receiver: WorkerIdentity = await asyncio.to_thread(pipe.recv)
+    memcpy = copy_of(worker)
+    written: set[BlockId] = set()
     samples: list[tuple[float, ...]] = []
     for number in range(rounds + 2):
         sources, targets = (scattered(2 * number + i, num_runs // NUM_LAYERS) for i in (0, 1))
+        written.update(targets)
         # By turns: whoever comes second finds the sources in the cache.
         copy_s = memcpy.seconds(sources, targets) if number % 2 else 0.0
         pipe.send(targets)
@@ -208,7 +231,13 @@ async def measure(num_runs: int, block_bytes: int, rounds: int, config: Transfer
         pipe.send([])
         empty = await hand_over(worker, pipe, [])
         samples.append((*astuple(spent), copy_s, left_s, empty.until_answered_s))
+    lanes = _lanes(worker, receiver.rank0_address)
     pipe.send(None)
+    arrived: int = await asyncio.to_thread(pipe.recv)
+    if arrived != len(written) * block_bytes * NUM_LAYERS:
+        raise ValueError(
+            f"{arrived} bytes have arrived of {len(written) * block_bytes * NUM_LAYERS}"
+        )
     await asyncio.to_thread(process.join)
     worker.close()
     put_s, admitted_s, answered_s, copy_s, left_s, answer_s = (
@@ -216,7 +245,13 @@ async def measure(num_runs: int, block_bytes: int, rounds: int, config: Transfer
     )
     num_gb = num_runs * block_bytes / 1e9
     speeds = (num_gb / put_s, num_gb / admitted_s, num_gb / answered_s, num_gb / copy_s)
-    return Result(num_runs, block_bytes, *speeds, left_s * 1e6, answer_s * 1e6)
+    return Result(num_runs, block_bytes, *speeds, left_s * 1e6, answer_s * 1e6, lanes)
+
+
+def _lanes(worker: LoneRank, peer: bytes) -> tuple[str, ...]:
+    """What UCX moved the bytes over."""
+    assert isinstance(worker.transport, UcxTransport)
+    return tuple(sorted(worker.transport.connect(peer).lanes))
 
 
 def echo_main(pipe: Connection, config: TransferConfig) -> None:

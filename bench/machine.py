@@ -34,9 +34,22 @@ def cpu_features() -> str:
     return " ".join(flag for flag in wanted if flag in flags)
 
 
+def gpu_driver() -> str:
+    """The NVIDIA driver's version; empty where there is none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return answer.stdout.strip().partition("\n")[0]
+
+
 def commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
     return answer.stdout.strip() or "unknown"
 
 

@@ -1,5 +1,5 @@
 """`engine.dtype: auto` of a worker in a pod: nobody could decide before it was started, since the
-workers' own pods alone have a folder of the model (see `cluster.model_dtype`).
+workers' own pods alone have a folder of the model (see `cluster.auto_settings`).
 
 Each worker asks the registry before it loads anything, and says what it would compute in by itself.
 The first one of a cohort decides for all: ranks and roles that decided for themselves, on unlike
@@ -14,8 +14,8 @@ import time
 
 from baton.control_client import ControlClient
 from baton.errors import NotFoundError, UnavailableError
-from cluster.model_dtype import AUTO
 from cluster.worker_config import WorkerConfig
+from engine.config import AUTO
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +31,10 @@ def with_agreed_dtype(config: WorkerConfig, model: str) -> WorkerConfig:
     engine = config.engine
     if not config.in_pod or engine.backend != "torch" or engine.dtype != AUTO:
         return config
-    from engine.dtype import choose_dtype  # torch, which a fake worker does without
+    from engine.device import device_of  # torch, which a fake worker does without
+    from engine.dtype import choose_dtype
 
-    own = choose_dtype(model, [engine.device])
+    own = choose_dtype(model, [device_of(engine).type])
     dtype, reason = _agreed(config, own.dtype), own.reason
     if dtype != own.dtype:
         reason = f"its cohort does; {own.dtype} by itself"

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from baton.config import ClusterConfig, load_config
 from baton.errors import BatonError, ConfigError, UnavailableError
+from cluster.auto_settings import AutoSettings
 from cluster.error_text import one_line
-from cluster.model_dtype import DtypeDecision
 
 _CONFIG_STATUS = 2
 _UNAVAILABLE_STATUS = 3
@@ -190,10 +190,10 @@ def _serve(config: ClusterConfig, options: argparse.Namespace) -> None:
 
 def _settled(config: ClusterConfig) -> ClusterConfig:
     """With what is decided once for all workers."""
-    with DtypeDecision(config.with_absolute_folders(), {}) as decision:
-        settled, dtype = decision.result()
-    if dtype is not None:
-        print(dtype, flush=True)
+    with AutoSettings(config.with_absolute_folders(), {}) as auto:
+        settled, choices = auto.result()
+    for choice in choices:
+        print(choice, flush=True)
     return settled
 
 

@@ -31,8 +31,8 @@ from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableErro
 from baton.native_build import NativeBuildError, build
 from baton.process_tree import Process, descendants, still_alive, wait_until_gone
 from baton.v1 import control_pb2
+from cluster.auto_settings import AutoSettings
 from cluster.error_text import one_line
-from cluster.model_dtype import DtypeDecision
 from cluster.pool_settings import num_gpus_wanted, own_settings
 from cluster.reaper import Reaper, inherited, watched_over
 from cluster.router_process import RouterProcess, with_health_port
@@ -128,14 +128,14 @@ def up(
             run_dir = Path(tempfile.mkdtemp(prefix="baton-"))
             stack.push(partial(_clear_away, run_dir))
         reaper = stack.enter_context(watched_over())
-        decision = stack.enter_context(DtypeDecision(config, reaper.variables))
-        _build_kernels(config, on_progress)
+        auto = stack.enter_context(AutoSettings(config, reaper.variables))
         on_progress("starting Ray")
         ray_processes = start_ray(stack, reaper)
+        config, choices = auto.result()
+        for choice in choices:
+            on_progress(choice)
         _check_gpus(config)
-        config, dtype = decision.result()
-        if dtype is not None:
-            on_progress(dtype)
+        _build_kernels(config, on_progress)
         (run_dir / _CONFIG_FILE).write_text(config.to_yaml())
         on_progress("starting the supervisor")
         from cluster.supervisor_handle import SupervisorHandle
@@ -219,7 +219,8 @@ def _check_gpus(config: ClusterConfig) -> None:
     if wanted > found:
         raise ConfigError(
             f"the pools need {wanted} GPUs (one for each rank of each replica on cuda); "
-            f"this machine has {found}. Make the pools smaller, or one pool of role mixed",
+            f"this machine has {found}. Make the pools smaller, or one pool of role mixed, or set "
+            "engine.device: cpu",
             field="pools",
         )
 

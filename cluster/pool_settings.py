@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from baton.config import ClusterConfig, PoolConfig, read_config
 from baton.errors import ConfigError
-from cluster.model_dtype import AUTO, with_dtype
+from cluster.auto_settings import with_choice
 from cluster.rank_gpus import needs_gpu
 from cluster.role_plan import Role
+from engine.config import AUTO
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class PoolSettings:
 
     def with_dtype(self, dtype: str) -> PoolSettings:
         """Where it was left open."""
-        return dataclasses.replace(self, config=with_dtype(self.config, dtype))
+        return dataclasses.replace(self, config=with_choice(self.config, "dtype", dtype))
 
 
 def own_settings(cluster: ClusterConfig) -> dict[str, PoolSettings]:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 from cluster.agreed_dtype import with_agreed_dtype
 from cluster.worker_config import RankPlace, WorkerConfig
 from engine.api import ModelSpec, Runner
-from engine.build import build_runner, find_model, load_model_spec, region_layout
+from engine.build import (
+    build_runner,
+    find_model,
+    load_decoder,
+    load_model_spec,
+    region_layout,
+    with_kv_memory,
+)
+from engine.config import EngineConfig
 from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import RankAddress, WorkerIdentity
 from kv_transfer.rank import TransferRank
@@ -78,11 +86,13 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
     model = find_model(config.model_path, config.model_revision, config.engine)
     config = with_agreed_dtype(config, model)
     spec = load_model_spec(model, config.engine, group)
-    layout = region_layout(spec, config.engine, place.rank, place.size)
+    decoder = load_decoder(model, config.engine, spec, group)  # first: the rest is for KV
+    engine = with_kv_memory(config.engine, spec, decoder, group)
+    layout = region_layout(spec, engine, place.rank, place.size)
     transport = make_transport(config.transfer)
     if on_fatal is not None:
         transport.on_fatal = on_fatal
-    memory = _pool(config, transport, layout)
+    memory = _pool(engine, transport, layout)
     if group is not None:
         group.wait_all()  # a rank's pool may take it longer than a collective may
     identity = _meet(config.worker_id, place, TransferRank.address_of(transport, place.rank))
@@ -95,7 +105,7 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
         None if place.rank == 0 else identity.rank0_address,
         config.transfer,
     )
-    runner = build_runner(model, config.engine, spec, memory, transfer, group)
+    runner = build_runner(decoder, engine, spec, memory, transfer, group)
     if place.rank == 0 and not transfer.wait_ready(_MEETING_TIMEOUT_S):
         raise TimeoutError("not every rank has told which memory it offers")
     log.info(
@@ -117,27 +127,29 @@ def _join_group(config: WorkerConfig, place: RankPlace) -> TpGroup | None:
         return None
     if config.engine.backend == "fake":
         raise ValueError("the fake engine has one rank: set tensor_parallel to 1")
-    from engine.tp import TpGroup  # torch, which a fake worker does without
+    from engine.device import device_of  # torch, which a fake worker does without
+    from engine.tp import TpGroup
 
     return TpGroup.join(
         place.rank,
         place.size,
         place.meeting,
         place.listen_fd,
-        config.engine.device,
+        device_of(config.engine).type,
         _MEETING_TIMEOUT_S,
     )
 
 
-def _pool(config: WorkerConfig, transport: Transport, layout: RegionLayout) -> TransferMemory:
+def _pool(engine: EngineConfig, transport: Transport, layout: RegionLayout) -> TransferMemory:
     """On a GPU torch allocates it and the transport registers it; else the transport allocates."""
-    engine = config.engine
-    if engine.device == "cpu" or engine.backend == "fake":
-        return transport.allocate(engine.num_regions, layout.num_bytes(), layout.num_blocks)
-    from engine.local_memory import LocalDeviceMemory
+    if engine.backend != "fake":
+        from engine.device import device_of
+        from engine.local_memory import LocalDeviceMemory
 
-    pool = LocalDeviceMemory(layout, engine.num_regions, engine.device)
-    return transport.register(pool.buffer, engine.num_regions, layout.num_blocks)
+        if (device := device_of(engine)).type != "cpu":
+            pool = LocalDeviceMemory(layout, engine.num_regions, str(device))
+            return transport.register(pool.buffer, engine.num_regions, layout.num_blocks)
+    return transport.allocate(engine.num_regions, layout.num_bytes(), layout.num_blocks)
 
 
 def follow_rank0(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal) -> None:

@@ -31,10 +31,10 @@ import uvloop
 
 from baton.config import ClusterConfig
 from baton.errors import ConfigError
+from cluster.auto_settings import decided
 from cluster.control_service import Changes, serve
 from cluster.keeper import LOOK_S, Ground, Keeper
 from cluster.loop_door import LoopDoor
-from cluster.model_dtype import decided_dtype
 from cluster.pool_settings import PoolSettings, cohort_dtype, num_ranks
 from cluster.rank_ends import EndWatch
 from cluster.registry import Registry
@@ -120,9 +120,9 @@ class Supervision:
             )
         if dtype := cohort_dtype(told.cohort, self._registry.pools.all_settings().values()):
             config = told.with_dtype(dtype).config
-        config, chosen = await asyncio.to_thread(decided_dtype, config)
-        if chosen is not None:
-            log.info("%s: %s", told.name, chosen)
+        config, choices = await asyncio.to_thread(decided, config)
+        for choice in choices:
+            log.info("%s: %s", told.name, choice)
         settings = dataclasses.replace(told, config=config)
         await self._adopt([settings])  # a supervisor that lost its state is told of pools that run
         return settings

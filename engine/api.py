@@ -39,6 +39,14 @@ class ModelSpec:
     max_model_len: int
     eos_token_ids: frozenset[int]
 
+    def block_bytes(self, tp_size: int) -> int:
+        """One KV block of every layer group, at the TP rank that has most."""
+        groups = range(len(self.layout.groups))
+        return max(
+            sum(self.layout.rank_block_bytes(group, rank, tp_size) for group in groups)
+            for rank in range(tp_size)
+        )
+
 
 @dataclass(frozen=True)
 class EngineCapacity:

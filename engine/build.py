@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 
 from engine import compute_threads
 from engine.api import KvMemory, KvSink, ModelSpec, Runner
-from engine.config import EngineConfig
+from engine.config import AUTO, EngineConfig
 from engine.core import EngineCore
+from engine.local_memory import LocalDeviceMemory, LocalKvMemory, LocalSink
 from kv_transfer.layout import RegionLayout
 
 if TYPE_CHECKING:
+    from engine.models.decoder import Decoder
     from engine.tp import TpGroup
 
+_HOST_KV_BYTES = 256 << 20
 
 log = logging.getLogger(__name__)
 
@@ -35,17 +38,46 @@ def load_model_spec(model_path: str, config: EngineConfig, tp: TpGroup | None = 
         from engine.fake_runner import fake_model_spec
 
         return fake_model_spec(config)
-    from engine.dtype import AUTO, choose_dtype
+    from engine.device import device_of
+    from engine.dtype import choose_dtype
     from engine.models.folder import describe
 
     dtype = config.dtype
     if dtype == AUTO:
-        choice = choose_dtype(model_path, [config.device])
+        choice = choose_dtype(model_path, [device_of(config).type])
         dtype = choice.dtype
         # Alone: workers elsewhere that decided otherwise would exchange no KV with this one.
         log.info("%s: computing in %s: %s", model_path, dtype, choice.reason)
     num_threads = config.num_threads or compute_threads.share(1 if tp is None else tp.size)
     return describe(model_path, config.block_size, dtype, config.max_model_len, num_threads, tp)
+
+
+def load_decoder(
+    model_path: str, config: EngineConfig, spec: ModelSpec, tp: TpGroup | None
+) -> Decoder | None:
+    """This rank's part of the model with its weights on the device; None for the fake engine.
+
+    Raises ModelError, ValueError where the weights do not fit the device, TpPeerError.
+    """
+    if config.backend == "fake":
+        return None
+    from engine.torch_runner import load_torch_decoder
+
+    return load_torch_decoder(model_path, config, spec, tp)
+
+
+def with_kv_memory(
+    config: EngineConfig, spec: ModelSpec, decoder: Decoder | None, tp: TpGroup | None
+) -> EngineConfig:
+    """With the KV memory that the device has room for, where nobody set it; see `engine.kv_sizing`.
+
+    Raises ValueError, which says how much is missing, TpPeerError.
+    """
+    if decoder is None:
+        return config
+    from engine.kv_sizing import with_sized_kv
+
+    return with_sized_kv(config, spec, decoder, tp)
 
 
 def region_layout(
@@ -56,42 +88,54 @@ def region_layout(
     Every rank has the same number of blocks. Raises ValueError when not even one block a region
     fits.
     """
-    num_blocks = config.num_blocks
-    if num_blocks is None:
-        groups = range(len(spec.layout.groups))
-        largest = max(
-            sum(spec.layout.rank_block_bytes(group, rank, tp_size) for group in groups)
-            for rank in range(tp_size)
-        )
-        per_region = config.kv_memory_bytes // largest // config.num_regions
+    kv_memory_bytes = config.kv_memory_bytes or _HOST_KV_BYTES
+    if config.num_blocks is None:
+        per_region = kv_memory_bytes // spec.block_bytes(tp_size) // config.num_regions
     else:
-        per_region = -(-num_blocks // config.num_regions)
+        per_region = -(-config.num_blocks // config.num_regions)
     if per_region < 1:
         raise ValueError(
-            f"kv_memory_bytes={config.kv_memory_bytes} holds no {config.num_regions} blocks of KV"
+            f"kv_memory_bytes={kv_memory_bytes} holds no {config.num_regions} blocks of KV"
         )
     return RegionLayout(spec.layout, tp_rank, tp_size, per_region)
 
 
 def build_runner(
-    model_path: str,
+    decoder: Decoder | None,
     config: EngineConfig,
     spec: ModelSpec,
     memory: KvMemory,
     sink: KvSink,
     tp: TpGroup | None,
 ) -> Runner:
-    """Load this rank's weights and bind them to its KV pool. Raises ModelError."""
-    if config.backend == "fake":
+    """Bind what `load_decoder` gave to this rank's KV pool."""
+    if decoder is None:
         from engine.fake_runner import FakeRunner
 
         return FakeRunner(config, spec, memory, sink)
     from engine.sampler import Sampler
-    from engine.torch_runner import load_torch_runner
+    from engine.torch_runner import TorchRunner
 
-    sample = Sampler(spec.eos_token_ids).sample
-    return load_torch_runner(model_path, config, spec, memory, sink, tp, sample)
+    return TorchRunner(spec, decoder, memory, sink, Sampler(spec.eos_token_ids).sample, tp)
 
 
 def build_engine(config: EngineConfig, runner: Runner, sink: KvSink) -> EngineCore:
     return EngineCore(config, runner, sink)
+
+
+def lone_engine(decoder: Decoder | None, config: EngineConfig, spec: ModelSpec) -> EngineCore:
+    """An engine of one rank over KV memory of its own, which hands nothing over."""
+    config = with_kv_memory(config, spec, decoder, None)
+    layout, sink = region_layout(spec, config, 0, 1), LocalSink()
+    memory: KvMemory = (
+        LocalKvMemory.of(layout, config.num_regions)
+        if decoder is None
+        else LocalDeviceMemory(layout, config.num_regions, str(decoder.device))
+    )
+    return build_engine(config, build_runner(decoder, config, spec, memory, sink, None), sink)
+
+
+def load_lone_engine(model_path: str, config: EngineConfig) -> EngineCore:
+    """`lone_engine` of a model's folder. Raises ModelError, ValueError."""
+    spec = load_model_spec(model_path, config)
+    return lone_engine(load_decoder(model_path, config, spec, None), config, spec)

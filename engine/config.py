@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+AUTO = "auto"
 DTYPES = ("bfloat16", "float16", "float32")
 """What can be computed in."""
 _CHOICES = {
-    "dtype": ("auto", *DTYPES),
-    "device": ("cpu", "cuda"),
+    "dtype": (AUTO, *DTYPES),
+    "device": (AUTO, "cpu", "cuda"),
     "backend": ("torch", "fake"),
 }
 _LEAST = {"max_model_len": 2}  # a prompt, and a token after it
@@ -51,7 +52,11 @@ class EngineConfig:
     """Tokens of one KV block."""
     num_blocks: int | None = None
     """KV blocks per layer group; None: as many as `kv_memory_bytes` hold."""
-    kv_memory_bytes: int = 256 << 20
+    kv_memory_bytes: int | None = None
+    """Bytes of one rank's KV pool. None: on a GPU what `gpu_memory_utilization` leaves, on a CPU
+    256 MiB."""
+    gpu_memory_utilization: float = 0.9
+    """Fraction of a GPU's memory for weights, the largest step and KV together."""
     num_regions: int = 4
     """Separately registered parts of the KV pool."""
     max_num_seqs: int = 64
@@ -64,8 +69,9 @@ class EngineConfig:
     dtype: str = "auto"
     """bfloat16, float16 or float32, of weights, activations and KV; auto: the checkpoint's own,
     but float32 where a device of the cluster has no instructions for it (`engine.dtype`)."""
-    device: str = "cpu"
-    """cpu or cuda."""
+    device: str = AUTO
+    """cpu or cuda; auto: a GPU where torch can use one, else the CPU. On Kubernetes: a GPU where
+    the pool's pod template asks for one."""
     num_threads: int | None = None
     """Compute threads of one rank; None: the machine's cores divided among its ranks."""
     prefix_cache: bool = True
@@ -79,6 +85,11 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 listed = ", ".join(choices)
                 raise ValueError(f"{name} must be one of {listed}, not {getattr(self, name)!r}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                "gpu_memory_utilization must be more than 0 and at most 1, not"
+                f" {self.gpu_memory_utilization}"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), not"

@@ -3,28 +3,22 @@
 A CPU without bf16 instructions multiplies float32 about three times as fast as bfloat16 (measured:
 84 against 30 GFLOP/s), so there it is float32.
 
-KV is exchanged only between workers of one dtype: what serves one model must decide once for all
-devices that it is served on, and tell everyone. `python -m engine.dtype MODEL DEVICE...` decides in
-a process of its own, for whoever does without torch; it prints one JSON object, {"dtype", "reason"}
-or {"error"}.
+KV is exchanged only between workers of one dtype, so the dtype is decided once for all devices that
+serve a model (`engine.auto_choice`).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
-from engine.models.errors import CheckpointError, ModelError, UnsupportedModelError
+from engine.models.errors import CheckpointError, UnsupportedModelError
 from engine.models.folder import resolve
 from engine.models.hub import CONFIG
 from engine.weights import Checkpoint, read_json
 
-AUTO = "auto"
 # As torch.cpu.get_capabilities names them, of x86 and of ARM.
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 # What holds the same values, nearest first; float32 holds them all and is computed everywhere.
@@ -103,21 +97,3 @@ def cpu_has_bf16() -> bool:
     """False where torch is too old to tell: float32 is right everywhere, if not the fastest."""
     tell = getattr(torch.cpu, "get_capabilities", None)
     return tell is not None and any(tell().get(name) for name in _BF16_INSTRUCTIONS)
-
-
-def main(*arguments: str) -> None:
-    """Print the choice, or what is wrong with the model."""
-    parser = argparse.ArgumentParser(prog="python -m engine.dtype", description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("devices", nargs="+", choices=("cpu", "cuda"))
-    parser.add_argument("--revision", help="of a model on the Hugging Face hub")
-    options = parser.parse_args(arguments)
-    try:
-        told = asdict(choose_dtype(options.model, options.devices, options.revision))
-    except ModelError as error:
-        told = {"error": str(error)}
-    print(json.dumps(told))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

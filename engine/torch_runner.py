@@ -12,6 +12,7 @@ from engine.api import KvMemory, KvSink, ModelSpec
 from engine.attention.choice import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES, PagedKv
 from engine.config import EngineConfig
+from engine.device import device_of
 from engine.layer_pushes import LayerPushes
 from engine.models.decoder import Decoder
 from engine.models.folder import read_config, resolve
@@ -44,19 +45,21 @@ class TorchRunner:
         self,
         model: ModelSpec,
         decoder: Decoder,
-        kv: PagedKv,
+        memory: KvMemory,
         sink: KvSink,
         sample: SampleFn,
         tp: TpGroup | None,
     ) -> None:
         self._model = model
         self._decoder = decoder
-        self._kv = kv
+        rank, size = (0, 1) if tp is None else (tp.rank, tp.size)
+        regions = RegionLayout(model.layout, rank, size, memory.blocks_per_region)
+        self._kv = PagedKv(memory, regions, decoder.device)
         self._sink = sink
         self._sample = sample
         self._tp = tp
-        self._device = kv.layers[0].keys.device
-        self._pushes = LayerPushes.on(self._device, sink, kv.layout)
+        self._device = decoder.device
+        self._pushes = LayerPushes.on(self._device, sink, model.layout)
 
     @property
     def model(self) -> ModelSpec:
@@ -114,29 +117,29 @@ class TorchRunner:
             self._tp.close()
 
 
-def load_torch_runner(
-    model_path: str,
-    config: EngineConfig,
-    spec: ModelSpec,
-    memory: KvMemory,
-    sink: KvSink,
-    tp: TpGroup | None,
-    sample: SampleFn,
-) -> TorchRunner:
-    """This rank's runner, its weights read. Raises ModelError."""
+def load_torch_decoder(
+    model_path: str, config: EngineConfig, spec: ModelSpec, tp: TpGroup | None
+) -> Decoder:
+    """This rank's part of the model, its weights read. Raises ModelError, ValueError where they do
+    not fit the device, TpPeerError."""
     rank, size = (0, 1) if tp is None else (tp.rank, tp.size)
-    device = torch.device(config.device)
+    device = device_of(config)
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or compute_threads.share(size))
     folder = resolve(model_path)
     model = read_config(folder)
     shard = shard_of(model, rank, size)
     dtype = TORCH_DTYPES[spec.layout.groups[0].tensors[0].dtype]  # computing in what KV is kept in
-    log.info("weights, activations and KV are in %s", dtype)
+    log.info("weights, activations and KV are in %s on %s", dtype, device)
     with Checkpoint(folder) as checkpoint:
-        weights = WeightLoader(checkpoint, model, shard, dtype, device).load()
+        try:
+            weights = WeightLoader(checkpoint, model, shard, dtype, device).load()
+        except torch.OutOfMemoryError as error:
+            num_gib = checkpoint.num_elements() * dtype.itemsize / size / (1 << 30)
+            raise ValueError(
+                f"{folder}: its weights take about {num_gib:.1f} GiB of each GPU: {error}"
+            ) from error
     decoder = Decoder(model, weights, shard, pick_kernels(device, dtype), tp)
     if tp is not None:
         tp.wait_all()  # steps have a time limit: none may start while a rank still loads
-    regions = RegionLayout(spec.layout, rank, size, memory.blocks_per_region)
-    return TorchRunner(spec, decoder, PagedKv(memory, regions, device), sink, sample, tp)
+    return decoder

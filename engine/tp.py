@@ -119,6 +119,13 @@ class TpGroup:
         _with_peers(lambda: dist.all_reduce(x, group=self._plans), "sum on the host")
         return x
 
+    def least(self, value: int) -> int:
+        """The smallest of the ranks' values. Raises TpPeerError."""
+        values = torch.tensor([value], dtype=torch.int64)
+        reduced = lambda: dist.all_reduce(values, dist.ReduceOp.MIN, group=self._plans)  # noqa: E731
+        _with_peers(reduced, "smallest of the ranks' values")
+        return int(values)
+
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Rank 0: the ranks' columns, equally many, side by side; None on the others."""
         logits = logits.contiguous()

@@ -131,6 +131,10 @@ class Checkpoint:
             raise CheckpointError(f"{self._folder / file}: tensor {name}: {error}") from error
         return tensor.reshape(-1).view(torch.uint8).numpy()
 
+    def num_elements(self) -> int:
+        """Of all tensors together."""
+        return sum(math.prod(self._slice(name).get_shape()) for name in self._file_of)
+
     def dtype(self) -> str:
         """What most of the weights are in, as safetensors names it; ours for those we compute in.
 

@@ -48,6 +48,10 @@ class Decoder:
             len(shard.heads), len(shard.kv_heads), config.head_dim, config.rms_norm_eps
         )
 
+    @property
+    def device(self) -> torch.device:
+        return self._weights.norm.device
+
     def forward(
         self, batch: StepBatch, kv: PagedKv, layer_done: Callable[[int], None]
     ) -> torch.Tensor:

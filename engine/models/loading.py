@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -11,7 +12,6 @@ from engine.models.config import ModelConfig, MoeConfig
 from engine.models.linear import Linear
 from engine.models.mlp import DenseMlp, Mlp, MoeMlp, experts_of
 from engine.models.sharding import Shard, part
-from engine.weights import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,26 @@ class DecoderWeights:
     head: Linear
 
 
+class TensorSource(Protocol):
+    """Where weights come from: `engine.weights.Checkpoint`, or what stands in for one."""
+
+    def read(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
+        """A tensor of this shape, or the part that `parts` select along its leading dimensions.
+        Raises CheckpointError."""
+
+    def ignore(self, name: str) -> None:
+        """A tensor that may be there and is not needed."""
+
+    def check_all_read(self) -> None:
+        """Raise CheckpointError naming tensors that nothing asked for."""
+
+
 class WeightLoader:
     """Reads one rank's weights in the dtype and on the device they are used in."""
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: TensorSource,
         config: ModelConfig,
         shard: Shard,
         dtype: torch.dtype,

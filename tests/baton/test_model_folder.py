@@ -19,7 +19,7 @@ from baton.errors import ConfigError
 from baton.model_folder import with_model_folder
 from baton.process_tree import descendants
 from baton.progress import Steps
-from cluster.model_dtype import DtypeDecision
+from cluster.auto_settings import AutoSettings
 from cluster.worker_config import worker_config
 from engine.build import find_model
 from tests.baton.small_hub import SmallHub, fill_cache
@@ -133,7 +133,7 @@ def test_the_choice_of_a_dtype_fetches_the_revisions_config_and_no_weights(
     config = parse_config({"model": NAME, "model_revision": "v2", "engine": {"device": "cpu"}})
     with (
         SmallHub(NAME, files, revision="v2") as hub,
-        DtypeDecision(config, {"HF_ENDPOINT": hub.address}) as decision,
+        AutoSettings(config, {"HF_ENDPOINT": hub.address}) as decision,
     ):
         settled, _ = decision.result()
     assert settled.engine.dtype == "float32"

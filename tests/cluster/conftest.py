@@ -21,10 +21,12 @@ from cluster.worker import Worker
 from cluster.worker_config import RankPlace, WorkerConfig
 from decode_worker.config import DecodeConfig
 from engine.api import EngineLoad
-from engine.build import build_engine, build_runner, load_model_spec, region_layout
+from engine.build import (
+    load_lone_engine,
+    load_model_spec,
+)
 from engine.config import EngineConfig, FakeEngineConfig
 from engine.fake_runner import FakeRunner
-from engine.local_memory import LocalKvMemory, LocalSink
 from engine.request import RequestSpec, TokenEvent
 from kv_transfer.config import TransferConfig
 
@@ -46,10 +48,7 @@ FINGERPRINT = load_model_spec("", ENGINE).kv_fingerprint
 
 def engine_tokens(config: EngineConfig, spec: RequestSpec) -> list[int]:
     """What one engine alone, with fresh memory, says."""
-    model = load_model_spec("", config)
-    memory = LocalKvMemory.of(region_layout(model, config, 0, 1), config.num_regions)
-    sink = LocalSink()
-    engine = build_engine(config, build_runner("", config, model, memory, sink, None), sink)
+    engine = load_lone_engine("", config)
     engine.add(spec)
     tokens: list[int] = []
     while engine.has_work():

@@ -21,7 +21,7 @@ from baton.process_tree import descendants, wait_until_gone
 from baton.v1 import control_pb2
 from tests.cluster.fleet_processes import Fleet, started
 from tests.cluster.whole_cluster import PROMPT, books_of, live_workers, run, running_site
-from tests.engine import checkpoints
+from tests.engine import checkpoints, families
 
 
 def write_config(folder: Path, prefill_tp: int, decode_tp: int) -> Path:
@@ -87,7 +87,7 @@ async def test_unequal_widths_hand_over_the_oracles_tokens_and_a_dead_rank_takes
         await link.open()
         router = kit.mini_router(fleet.address("prefill-0"), link)
         for length in (1, 8, 70):
-            prompt = np.random.default_rng(length).integers(0, checkpoints.VOCAB, length)
+            prompt = np.random.default_rng(length).integers(0, families.VOCAB, length)
             spec = kit.make_spec(f"r{length}", length)
             spec.token_ids = prompt.astype("<u4").tobytes()
             spec.kv_fingerprint = fleet.worker("decode-0").info.kv_fingerprint

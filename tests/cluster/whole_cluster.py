@@ -26,8 +26,9 @@ from baton.events import Event, Finished, Routed, Tokens
 from baton.process_tree import descendants, wait_until_gone
 from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
 from cluster.local import RunningCluster, up
-from engine.build import build_engine, build_runner, load_model_spec, region_layout
-from engine.local_memory import LocalKvMemory, LocalSink
+from engine.build import (
+    load_lone_engine,
+)
 from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
 from tests.engine import checkpoints
 from tests.router.deployment import byte_model
@@ -187,11 +188,7 @@ def engine_tokens(config: ClusterConfig, specs: list[RequestSpec]) -> list[list[
     """One engine alone, in no time: the fake one's speed is not part of what it says."""
     fake = dataclasses.replace(config.engine.fake, prefill_token_s=0.0, decode_step_s=0.0)
     engine_config = dataclasses.replace(config.engine, fake=fake)
-    model = load_model_spec(config.model, engine_config)
-    memory = LocalKvMemory.of(region_layout(model, engine_config, 0, 1), engine_config.num_regions)
-    sink = LocalSink()
-    runner = build_runner(config.model, engine_config, model, memory, sink, None)
-    engine = build_engine(engine_config, runner, sink)
+    engine = load_lone_engine(config.model, engine_config)
     for spec in specs:
         engine.add(spec)
     found: list[list[int]] = [[] for _ in specs]

@@ -21,10 +21,10 @@ from engine.request import (
     StepPlan,
     TokenLogprobs,
 )
-from engine.torch_runner import SampleFn, TorchRunner, load_torch_runner
+from engine.torch_runner import SampleFn, TorchRunner, load_torch_decoder
 from engine.tp import TpGroup
 from kv_transfer.layout import RegionLayout
-from tests.engine.checkpoints import Greedy
+from tests.engine.greedy import Greedy
 
 
 @dataclass
@@ -88,7 +88,8 @@ def set_up(
     stride = -(-regions.num_bytes() // 4096) * 4096
     memory = HostMemory(config.num_regions, stride, regions.num_blocks)
     sink = RecordingSink()
-    runner = load_torch_runner(str(folder), config, spec, memory, sink, tp, sample)
+    decoder = load_torch_decoder(str(folder), config, spec, tp)
+    runner = TorchRunner(spec, decoder, memory, sink, sample, tp)
     return Setup(runner, spec, memory, regions, sink)
 
 

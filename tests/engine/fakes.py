@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from engine.api import KvSink, ModelSpec
-from engine.build import build_engine, build_runner, load_model_spec, region_layout
+from engine.build import build_engine, build_runner, load_decoder, load_model_spec, region_layout
 from engine.config import EngineConfig, FakeEngineConfig
 from engine.core import EngineCore
 from engine.local_memory import LocalKvMemory, LocalSink
@@ -64,7 +64,14 @@ class FakeEngine:
         self.region: RegionLayout = region_layout(self.model, self.config, 0, 1)
         self.memory = LocalKvMemory.of(self.region, self.config.num_regions)
         self.memory.buffer[:] = 0xA5
-        runner = build_runner("", self.config, self.model, self.memory, self.sink, None)
+        runner = build_runner(
+            load_decoder("", self.config, self.model, None),
+            self.config,
+            self.model,
+            self.memory,
+            self.sink,
+            None,
+        )
         self.core: EngineCore = build_engine(self.config, runner, self.sink)
 
     def block(self, layer: int, tensor: str, block_id: int) -> np.ndarray:

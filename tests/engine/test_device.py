@@ -23,7 +23,7 @@ from engine.models.sharding import shard_of
 from engine.request import RequestId, ScheduledSeq
 from engine.step_batch import pack
 from engine.weights import Checkpoint
-from tests.engine import checkpoints
+from tests.engine import checkpoints, families
 
 DEVICE = torch.device("meta")
 
@@ -59,4 +59,4 @@ def test_a_step_stays_on_its_device_and_never_makes_the_host_wait(
     assert (hidden.device, hidden.dtype) == (DEVICE, torch.bfloat16)
     assert logits is not None
     assert (logits.device, logits.dtype) == (DEVICE, torch.float32)
-    assert logits.shape == (len(seqs), checkpoints.VOCAB)
+    assert logits.shape == (len(seqs), families.VOCAB)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -11,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.auto_choice import main
 from engine.build import load_model_spec
 from engine.config import EngineConfig
-from engine.dtype import choose_dtype, main
+from engine.dtype import choose_dtype
 from engine.models.errors import ModelError
 from engine.request import RequestId, ScheduledSeq, StepPlan
 from tests.engine import checkpoints
@@ -115,10 +115,11 @@ def test_what_is_chosen_or_wrong_is_printed_for_those_without_torch(
 ) -> None:
     cpu_with(monkeypatch)
     folder = folder_of(tmp_path, named={"torch_dtype": "bfloat16"})
-    main(folder, "cpu")
-    assert json.loads(capsys.readouterr().out) == dataclasses.asdict(choose_dtype(folder, ["cpu"]))
+    main("--model", folder, "--devices", "cpu")
+    chosen, dtype = json.loads(capsys.readouterr().out), choose_dtype(folder, ["cpu"])
+    assert (chosen["dtype"], chosen["dtype_reason"]) == (dtype.dtype, dtype.reason)
     (tmp_path / "config.json").unlink()
-    main(folder, "cpu")
+    main("--model", folder, "--devices", "cpu")
     assert "config.json is missing" in json.loads(capsys.readouterr().out)["error"]
 
 

@@ -15,16 +15,22 @@ import pytest
 import torch
 import transformers
 
-from engine.build import build_engine, build_runner, load_model_spec, region_layout
+from engine.build import (
+    build_runner,
+    load_decoder,
+    load_lone_engine,
+    load_model_spec,
+    region_layout,
+)
 from engine.config import EngineConfig
 from engine.local_memory import LocalDeviceMemory, LocalSink
 from engine.request import RequestId, RequestSpec, SamplingParams
-from tests.engine import checkpoints
-from tests.engine.checkpoints import Greedy
+from tests.engine import checkpoints, families
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
 from tests.engine.fakes import drain, pool_is_whole
+from tests.engine.greedy import Greedy
 
-FAMILIES = list(checkpoints.FAMILIES)
+FAMILIES = list(families.FAMILIES)
 NUM_TOKENS = 12
 # Of heads that the C++ attention serves; torch's serves the others', with a compiler or without.
 NATIVE = ("mistral", "qwen3")
@@ -54,7 +60,7 @@ def oracle(family: str) -> transformers.PreTrainedModel:
 
 @lru_cache
 def oracle_answer(family: str, length: int) -> Greedy:
-    prompt = random_prompt(length, checkpoints.VOCAB, length)
+    prompt = random_prompt(length, families.VOCAB, length)
     return checkpoints.greedy_answer(oracle(family), prompt, NUM_TOKENS)
 
 
@@ -62,7 +68,7 @@ def check(folder: Path, family: str, lengths: list[int], chunk: int, block_size:
     config = EngineConfig(
         dtype="float32", num_blocks=4096 // block_size, block_size=block_size, num_threads=1
     )
-    prompts = [random_prompt(length, checkpoints.VOCAB, length) for length in lengths]
+    prompts = [random_prompt(length, families.VOCAB, length) for length in lengths]
     found = generate(Driver(set_up(folder, config)), prompts, NUM_TOKENS, chunk)
     assert found == [oracle_answer(family, length) for length in lengths]
 
@@ -106,14 +112,11 @@ def check_whole_engine(folder: Path, family: str, device: str) -> None:
         device=device,
         num_threads=1,
     )
-    model = load_model_spec(path, config)
-    memory = LocalDeviceMemory(region_layout(model, config, 0, 1), config.num_regions, device)
-    runner = build_runner(path, config, model, memory, LocalSink(), None)
-    engine = build_engine(config, runner, LocalSink())
+    engine = load_lone_engine(path, config)
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     lengths = [1, 16, 70, 129]
     for length in lengths:
-        prompt = np.array(random_prompt(length, checkpoints.VOCAB, length), np.uint32)
+        prompt = np.array(random_prompt(length, families.VOCAB, length), np.uint32)
         engine.add(RequestSpec(RequestId(str(length)), prompt, length, greedy))
     streams = drain(engine)
     assert streams.tokens == {str(n): oracle_answer(family, n).ids for n in lengths}
@@ -156,7 +159,9 @@ def test_a_kv_pool_on_another_device_than_the_model_is_refused(
     model = load_model_spec(path, config)
     memory = LocalDeviceMemory(region_layout(model, config, 0, 1), config.num_regions, "meta")
     with pytest.raises(TypeError, match="lies on meta"):
-        build_runner(path, config, model, memory, LocalSink(), None)
+        build_runner(
+            load_decoder(path, config, model, None), config, model, memory, LocalSink(), None
+        )
 
 
 # --- the oracle has power: one change of the KV between prefill and decode changes the answer -----
@@ -307,7 +312,7 @@ def test_any_one_harm_to_the_kv_changes_the_answer(
     setup = set_up(folders(family), config)
     driver = Driver(setup)
     for seq in range(2):
-        driver.add(seq, random_prompt(LENGTH, checkpoints.VOCAB, LENGTH + seq), NUM_TOKENS)
+        driver.add(seq, random_prompt(LENGTH, families.VOCAB, LENGTH + seq), NUM_TOKENS)
         driver.step({seq: LENGTH})
     first, first_logprob = driver.tokens[0][LENGTH], driver.logprobs[0][0]
     prompt = driver.tokens[0][:LENGTH]

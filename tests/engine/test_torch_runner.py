@@ -10,9 +10,12 @@ import pytest
 import torch
 import transformers
 
-from engine.build import build_engine, build_runner, load_model_spec, region_layout
+from engine.build import (
+    load_lone_engine,
+    load_model_spec,
+    region_layout,
+)
 from engine.config import EngineConfig
-from engine.local_memory import LocalKvMemory, LocalSink
 from engine.request import (
     BlockPush,
     HandoffId,
@@ -24,7 +27,7 @@ from engine.request import (
     TokenEvent,
 )
 from kv_transfer.layout import BlockId
-from tests.engine import checkpoints
+from tests.engine import checkpoints, families
 from tests.engine.driving import Setup, random_prompt, set_up
 
 CONFIG = EngineConfig(dtype="float32", num_blocks=64, num_threads=1)
@@ -122,15 +125,10 @@ def test_the_whole_engine_gives_the_oracles_tokens(family: str, tmp_path: Path) 
     config = EngineConfig(
         dtype="float32", num_blocks=90, num_threads=1, max_num_batched_tokens=48, max_num_seqs=3
     )
-    spec = load_model_spec(str(tmp_path), config)
-    region = region_layout(spec, config, 0, 1)
-    memory = LocalKvMemory.of(region, config.num_regions)
-    sink = LocalSink()
-    runner = build_runner(str(tmp_path), config, spec, memory, sink, None)
-    engine = build_engine(config, runner, sink)
-    shared = random_prompt(64, checkpoints.VOCAB, 5)
+    engine = load_lone_engine(str(tmp_path), config)
+    shared = random_prompt(64, families.VOCAB, 5)
     prompts = {
-        f"r{n}": shared[: n // 2] + random_prompt(n - n // 2, checkpoints.VOCAB, n)
+        f"r{n}": shared[: n // 2] + random_prompt(n - n // 2, families.VOCAB, n)
         for n in (1, 16, 33, 100, 128, 200)
     }
     greedy = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -146,12 +144,12 @@ def test_the_whole_engine_gives_the_oracles_tokens(family: str, tmp_path: Path) 
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+@pytest.mark.parametrize("family", families.FAMILIES)
 def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(
     family: str, tmp_path: Path
 ) -> None:
     exact = checkpoints.save(family, tmp_path)
-    prompt = random_prompt(40, checkpoints.VOCAB, 3)
+    prompt = random_prompt(40, families.VOCAB, 3)
     rounded = copy.deepcopy(exact).bfloat16()
     with torch.inference_mode():
         expected, theirs = (m(torch.tensor([prompt])).logits[0].float() for m in (exact, rounded))

@@ -22,7 +22,7 @@ from engine.request import StepPlan
 from engine.tp import TpGroup, TpPeerError
 from engine.warm_up import warm_up
 from kv_transfer.layout import TensorSpec
-from tests.engine import checkpoints, tp_rank
+from tests.engine import checkpoints, families, tp_rank
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
 
 CONFIG = EngineConfig(dtype="float32", num_blocks=200, num_threads=1)
@@ -58,7 +58,7 @@ def replica(folder: Path, size: int) -> Iterator[tuple[Setup, list[BaseProcess]]
 
 def check_two_ranks(family: str, tmp_path: Path) -> None:
     oracle = checkpoints.save(family, tmp_path)
-    prompts = [random_prompt(n, checkpoints.VOCAB, n) for n in (1, 40, 131)]
+    prompts = [random_prompt(n, families.VOCAB, n) for n in (1, 40, 131)]
     with replica(tmp_path, 2) as (setup, others):
         assert setup.spec == load_model_spec(str(tmp_path), CONFIG)
         found = generate(Driver(setup), prompts, 8, chunk=64)
@@ -70,7 +70,7 @@ def check_two_ranks(family: str, tmp_path: Path) -> None:
     "family",
     [
         pytest.param(name, marks=() if name in QUICK else pytest.mark.full)
-        for name in checkpoints.FAMILIES
+        for name in families.FAMILIES
     ],
 )
 def test_two_ranks_give_the_oracles_tokens_and_one_ranks_fingerprint(
@@ -91,7 +91,7 @@ def test_two_ranks_give_the_oracles_tokens_to_long_prompts(
     family: str, chunk: int, tmp_path: Path
 ) -> None:
     oracle = checkpoints.save(family, tmp_path)
-    prompts = [random_prompt(n, checkpoints.VOCAB, n) for n in (511, 512, 1500)]
+    prompts = [random_prompt(n, families.VOCAB, n) for n in (511, 512, 1500)]
     with replica(tmp_path, 2) as (setup, _):
         found = generate(Driver(setup), prompts, 12, chunk=chunk)
         assert found == [checkpoints.greedy_answer(oracle, prompt, 12) for prompt in prompts]
@@ -100,7 +100,7 @@ def test_two_ranks_give_the_oracles_tokens_to_long_prompts(
 @pytest.mark.full
 def test_four_ranks_replicate_two_kv_heads(tmp_path: Path) -> None:
     oracle = checkpoints.save("llama", tmp_path)
-    prompts = [random_prompt(n, checkpoints.VOCAB, n) for n in (3, 70)]
+    prompts = [random_prompt(n, families.VOCAB, n) for n in (3, 70)]
     with replica(tmp_path, 4) as (setup, _):
         found = generate(Driver(setup), prompts, 8, chunk=64)
         assert found == [checkpoints.greedy_answer(oracle, prompt, 8) for prompt in prompts]
@@ -108,7 +108,7 @@ def test_four_ranks_replicate_two_kv_heads(tmp_path: Path) -> None:
 
 def test_all_ranks_warm_up_by_what_rank_0_runs(tmp_path: Path) -> None:
     oracle = checkpoints.save("mistral", tmp_path)
-    tokens = random_prompt(40, checkpoints.VOCAB, 40)
+    tokens = random_prompt(40, families.VOCAB, 40)
     with replica(tmp_path, 2) as (setup, others):
         warm_up(CONFIG, setup.runner, setup.sink)
         (found,) = generate(Driver(setup), [tokens], 8, chunk=64)

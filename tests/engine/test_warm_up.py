@@ -12,7 +12,7 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.request import RequestId, RequestSpec, SampledToken, StepPlan
 from engine.warm_up import warm_up
-from tests.engine import checkpoints
+from tests.engine import checkpoints, families
 from tests.engine.driving import random_prompt, set_up
 from tests.engine.fakes import (
     GREEDY,
@@ -87,7 +87,7 @@ def test_a_model_gives_the_oracles_tokens_after_it(tmp_path: Path) -> None:
     engine = build_engine(config, setup.runner, setup.sink)
     warm_up(config, setup.runner, setup.sink)
     assert setup.sink.calls == [("step_done",)] * 5
-    tokens = random_prompt(100, checkpoints.VOCAB, 1)
+    tokens = random_prompt(100, families.VOCAB, 1)
     sampling = replace(GREEDY, max_tokens=10)
     engine.add(spec_of("r", np.array(tokens, np.uint32), sampling))
     assert drain(engine).tokens["r"] == checkpoints.greedy(oracle, tokens, 10)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import transformers
 
-from engine.build import build_engine, build_runner, load_model_spec, region_layout
+from engine.build import build_engine, build_runner, load_decoder, load_model_spec, region_layout
 from engine.config import EngineConfig
 from engine.local_memory import LocalKvMemory, LocalSink
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, TokenEvent
 from tests.engine import checkpoints
-from tests.engine.checkpoints import Greedy
+from tests.engine.greedy import Greedy
 
 Overrides = tuple[tuple[str, Any], ...]
 
@@ -54,7 +54,13 @@ def engine_alone(
     memory = LocalKvMemory.of(region_layout(spec, config, 0, 1), config.num_regions)
     memory.buffer[:] = 0xFF  # NaN, so that a stray read shows
     sink = LocalSink()
-    engine = build_engine(config, build_runner(str(folder), config, spec, memory, sink, None), sink)
+    engine = build_engine(
+        config,
+        build_runner(
+            load_decoder(str(folder), config, spec, None), config, spec, memory, sink, None
+        ),
+        sink,
+    )
     found: list[list[SampledToken]] = [[] for _ in prompts]
     for number, prompt in enumerate(prompts):
         name, token_ids = RequestId(str(number)), np.array(prompt, np.uint32)

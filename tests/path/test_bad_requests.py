@@ -14,7 +14,7 @@ import pytest
 from baton.errors import AlreadyExistsError
 from baton.v1 import router_pb2
 from engine.request import SamplingParams
-from tests.engine import checkpoints
+from tests.engine import families
 from tests.engine.driving import random_prompt
 from tests.path.oracles import ids_of
 from tests.path.whole_path import Shape, WholePath, ask, whole_path
@@ -43,7 +43,7 @@ BAD: dict[str, tuple[Request | bytes, grpc.StatusCode, str]] = {
     "longer than the context": (request(token_ids={"ids": [1] * CONTEXT}), INVALID, "2048"),
     "an answer longer than the context": (sampling(max_tokens=CONTEXT), INVALID, "max_tokens"),
     "an id outside the vocabulary": (
-        request(token_ids={"ids": [1, checkpoints.VOCAB]}),
+        request(token_ids={"ids": [1, families.VOCAB]}),
         INVALID,
         "vocabulary",
     ),
@@ -110,7 +110,7 @@ async def test_bad_requests_amid_running_streams_are_refused_and_change_no_strea
     tmp_path: Path,
 ) -> None:
     async with whole_path(Shape("qwen3"), tmp_path) as path:
-        prompts = [random_prompt(20 + 9 * n, checkpoints.VOCAB, n) for n in range(8)]
+        prompts = [random_prompt(20 + 9 * n, families.VOCAB, n) for n in range(8)]
         asked: list[dict[str, Any]] = [
             {"temperature": float(n % 2), "seed": n, "max_tokens": NUM_TOKENS} for n in range(8)
         ]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from baton.client import AsyncClient
 from baton.v1 import router_pb2
-from tests.engine import checkpoints
+from tests.engine import families
 from tests.engine.driving import random_prompt
 from tests.path.whole_path import Pool, Shape, WholePath, another_router, ask, whole_path
 
@@ -21,7 +21,7 @@ HELD = 400  # tokens of the prefix that the decode worker holds
 
 def after_prefix(number: int) -> list[int]:
     """A few tokens after the prefix that all of them begin with."""
-    return random_prompt(HELD, checkpoints.VOCAB, 1) + random_prompt(9, checkpoints.VOCAB, number)
+    return random_prompt(HELD, families.VOCAB, 1) + random_prompt(9, families.VOCAB, number)
 
 
 @contextlib.asynccontextmanager
@@ -30,7 +30,7 @@ async def prompts_in_line(path: WholePath) -> AsyncIterator[None]:
 
     async def keep_asking(client: int) -> None:
         for number in itertools.count(1000 * client):
-            await ask(path.near, random_prompt(1500, checkpoints.VOCAB, number), max_tokens=1)
+            await ask(path.near, random_prompt(1500, families.VOCAB, number), max_tokens=1)
 
     async with asyncio.TaskGroup() as group:
         clients = [group.create_task(keep_asking(client)) for client in range(1, 9)]
@@ -59,7 +59,7 @@ async def test_auto_prefills_where_the_prefix_is_held_unless_that_worker_is_busy
     async with whole_path(shape, tmp_path) as path, another_router(path, "auto") as auto:
         # Both workers' speeds are known, and nobody holds what follows.
         for router in (path.far, path.near):
-            await ask(router, random_prompt(300, checkpoints.VOCAB, 2), cache_salt="measured")
+            await ask(router, random_prompt(300, families.VOCAB, 2), cache_salt="measured")
 
         unknown = after_prefix(3)
         answer = await ask(auto, unknown, cache_salt="unknown", logprobs=0)

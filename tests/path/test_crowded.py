@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.request import SampledToken, SamplingParams
-from tests.engine import checkpoints
+from tests.engine import families
 from tests.engine.driving import random_prompt
 from tests.path.oracles import ids_of
 from tests.path.whole_path import Answer, Pool, Shape, WholePath, ask, whole_path
@@ -57,7 +57,7 @@ async def test_more_requests_than_blocks_wait_or_are_preempted_and_keep_their_to
     # Twelve requests grow to 14 or 15 blocks each; 70 are there.
     shape = Shape("qwen3-windows", decode=(Pool(blocks=70),))
     async with whole_path(shape, tmp_path) as path:
-        prompts = [random_prompt(150 + n, checkpoints.VOCAB, n) for n in range(12)]
+        prompts = [random_prompt(150 + n, families.VOCAB, n) for n in range(12)]
         expected = expected_tokens(path, prompts)
         for router in (path.near, path.far):
             answers = await asyncio.gather(
@@ -80,7 +80,7 @@ async def test_clients_that_leave_at_any_moment_change_nothing_for_the_others(
     async with whole_path(shape, tmp_path) as path:
         rng = np.random.default_rng(3)
         lengths = rng.integers(1, 400, 90).tolist()
-        prompts = [random_prompt(length, checkpoints.VOCAB, n) for n, length in enumerate(lengths)]
+        prompts = [random_prompt(length, families.VOCAB, n) for n, length in enumerate(lengths)]
         expected = expected_tokens(path, prompts)
         leaves_after = {n: float(rng.uniform(0.0, 4.0)) for n in range(0, 90, 3)}
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from baton.client import AsyncClient
 from engine.request import SamplingParams
-from tests.engine import checkpoints
+from tests.engine import families
 from tests.engine.driving import random_prompt
 from tests.path.oracles import answer_of, ids_of
 from tests.path.whole_path import Answer, Pool, Shape, WholePath, ask, whole_path
@@ -53,7 +53,7 @@ def check_local(answers: Sequence[Answer], cached: Sequence[int]) -> None:
 
 
 def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
-    return [random_prompt(length, checkpoints.VOCAB, length) for length in lengths]
+    return [random_prompt(length, families.VOCAB, length) for length in lengths]
 
 
 def check_alone(path: WholePath, lengths: Sequence[int]) -> None:
@@ -91,12 +91,12 @@ async def check_tokens(path: WholePath, lengths: Sequence[int], salt: str) -> No
 
 async def check_conversation(path: WholePath, length: int, salt: str) -> None:
     """Each turn's prompt is the last one, its answer and more; the two workers take turns."""
-    prompt = random_prompt(length, checkpoints.VOCAB, length + 1)
+    prompt = random_prompt(length, families.VOCAB, length + 1)
     for turn, router in enumerate((path.far, path.far, path.near, path.far)):
         answer = await ask(router, prompt, cache_salt=salt, max_tokens=40, logprobs=0)
         assert answer.greedy == path.greedy_answer(prompt, 40), turn
         assert turn == 0 or answer.num_cached_tokens > 0
-        prompt = prompt + answer.ids + random_prompt(9, checkpoints.VOCAB, turn)
+        prompt = prompt + answer.ids + random_prompt(9, families.VOCAB, turn)
 
 
 async def check_conversations(path: WholePath, lengths: Sequence[int], salt: str) -> None:
@@ -159,7 +159,7 @@ all_widths = pytest.mark.parametrize(
 # --- quick: every family in both widths, each role in each width with each chunk ------------------
 
 VARIANTS = ("llama-tied-linear", "qwen3-windows")
-QUICK_FAMILIES = [family for family in checkpoints.FAMILIES if family not in VARIANTS]
+QUICK_FAMILIES = [family for family in families.FAMILIES if family not in VARIANTS]
 
 
 def in_pairs(number: int) -> Shape:
@@ -213,7 +213,7 @@ def rotated(number: int) -> Shape:
     """Another chunk size at each worker; what is taken goes round with `number`."""
     one, other, third = (CHUNKS[(number + n) % 3] for n in range(3))
     return Shape(
-        list(checkpoints.FAMILIES)[number],
+        list(families.FAMILIES)[number],
         prefill=(Pool(1, one), Pool(2, other)),
         decode=(Pool(1, other), Pool(2, third)),
         block_size=BLOCK_SIZES[number % 3],
@@ -226,7 +226,7 @@ def rotated(number: int) -> Shape:
     "path",
     [
         pytest.param(rotated(number), id=family)
-        for number, family in enumerate(checkpoints.FAMILIES)
+        for number, family in enumerate(families.FAMILIES)
         if family not in VARIANTS
     ],
     indirect=True,
@@ -246,7 +246,7 @@ async def test_every_family_and_width_gives_the_tokens_of_transformers_whatever_
 
 def combined(family: str, chunk: int) -> Shape:
     """The block size goes round, so that each meets each family and chunk."""
-    number = list(checkpoints.FAMILIES).index(family) + CHUNKS.index(chunk)
+    number = list(families.FAMILIES).index(family) + CHUNKS.index(chunk)
     return Shape(
         family,
         prefill=(Pool(1, chunk), Pool(2, chunk)),
@@ -262,7 +262,7 @@ def combined(family: str, chunk: int) -> Shape:
     "path",
     [
         pytest.param(combined(family, chunk), id=f"{family}-{chunk}")
-        for family in checkpoints.FAMILIES
+        for family in families.FAMILIES
         for chunk in CHUNKS
     ],
     indirect=True,

@@ -15,14 +15,14 @@ import torch
 from baton.client import AsyncClient
 from baton.events import FinishReason, Logprobs
 from engine.request import SampledToken, SamplingParams
-from tests.engine import checkpoints
+from tests.engine import families
 from tests.engine.driving import random_prompt
 from tests.path.oracles import greedy_tokens, ids_of, oracle_model
 from tests.path.whole_path import Answer, Pool, Shape, WholePath, ask, whole_path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PROMPT = random_prompt(83, checkpoints.VOCAB, 5)
+PROMPT = random_prompt(83, families.VOCAB, 5)
 CONTEXT = 2048
 # As float32, which is what the wire carries.
 SAMPLED: dict[str, Any] = {
@@ -106,7 +106,7 @@ async def test_a_seed_gives_the_same_tokens_on_any_workers_in_any_company(path: 
             *(
                 ask(router, prompt, cache_salt="four", **(asked | {"seed": seed}))
                 for seed in seeds
-                for prompt in (PROMPT, random_prompt(10 + seed, checkpoints.VOCAB, seed))
+                for prompt in (PROMPT, random_prompt(10 + seed, families.VOCAB, seed))
             )
         )
         answers.append(crowd[0])
@@ -260,7 +260,7 @@ async def test_the_end_of_sequence_ends_an_answer_unless_it_is_ignored_or_too_ea
 
 
 async def test_an_answer_ends_with_the_context(path: WholePath, router: AsyncClient) -> None:
-    prompt = random_prompt(CONTEXT - 9, checkpoints.VOCAB, 1)
+    prompt = random_prompt(CONTEXT - 9, families.VOCAB, 1)
     answer = await ask(router, prompt, max_tokens=None)
     expected = path.greedy(prompt, 9)
     assert_ended(answer, expected, text_of(expected), FinishReason.LENGTH)

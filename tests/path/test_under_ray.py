@@ -16,7 +16,7 @@ from baton.control_client import ControlClient
 from baton.process_tree import descendants, wait_until_gone
 from baton.v1 import control_pb2, worker_pb2
 from cluster.local import RunningCluster, up
-from tests.engine import checkpoints
+from tests.engine import families
 from tests.engine.driving import random_prompt
 from tests.path.oracles import greedy_answer
 from tests.path.whole_path import Pool, Shape, ask, name_of
@@ -64,7 +64,7 @@ def _is_idle(load: worker_pb2.WorkerLoad) -> bool:
 def shapes() -> list[Any]:
     """Each family in all four pairs of widths; chunks and replicas go round."""
     found = []
-    for number, family in enumerate(checkpoints.FAMILIES):
+    for number, family in enumerate(families.FAMILIES):
         one, other, third = (CHUNKS[(number + n) % 3] for n in range(3))
         replicas = 1 + number % 2
         shape = Shape(
@@ -84,7 +84,7 @@ async def test_a_cluster_of_ray_actors_gives_the_tokens_of_transformers(
     shape: Shape, tmp_path: Path
 ) -> None:
     shape.save(tmp_path / "model")
-    prompts = [random_prompt(n, checkpoints.VOCAB, n) for n in (1, 16, 17, 70, 333, 1500)]
+    prompts = [random_prompt(n, families.VOCAB, n) for n in (1, 16, 17, 70, 333, 1500)]
     expected = [greedy_answer(shape.family, (), tuple(prompt), 12) for prompt in prompts]
     wanted = {(p, d) for p in workers_of("prefill", shape) for d in workers_of("decode", shape)}
     seen: set[tuple[str, str]] = set()

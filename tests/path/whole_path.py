@@ -26,7 +26,7 @@ from engine.config import EngineConfig
 from engine.request import SampledToken, SamplingParams
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine import checkpoints
-from tests.engine.checkpoints import Greedy
+from tests.engine.greedy import Greedy
 from tests.path.oracles import engine_alone, greedy_answer, greedy_tokens, oracle_model
 
 _REQUEST_S = 60.0
@@ -48,7 +48,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Shape:
-    """A fleet: per role a pool of each width. `family` is one of `checkpoints.FAMILIES`."""
+    """A fleet: per role a pool of each width. `family` is one of `families.FAMILIES`."""
 
     family: str
     prefill: tuple[Pool, ...] = (Pool(),)

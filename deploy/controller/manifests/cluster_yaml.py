@@ -21,6 +21,7 @@ from deploy.controller.manifests.common import (
 )
 from deploy.controller.manifests.router_access import router_settings
 from deploy.controller.objects import Object as Seen
+from engine.config import AUTO
 
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 _LEAVE_MARGIN_S = 30.0
@@ -85,7 +86,7 @@ def cluster_config(
         served_model_name=model_name(spec),
         log_level=spec.log_level,
         runs_on="pods",
-        pools={name: _pool_config(pool) for name, pool in pools.items()},
+        pools={name: _pool_config(spec, pool) for name, pool in pools.items()},
         engine=spec.engine,
         transfer=spec.transfer,
         router=router_settings(spec.router),
@@ -102,14 +103,27 @@ def cluster_config(
     return config
 
 
-def _pool_config(pool: PoolShape) -> PoolConfig:
+def pool_device(spec: ServingClusterSpec, pool: PoolShape) -> str:
+    """cpu or cuda. `auto` is a GPU where the pool's pod template limits one of nvidia.com."""
+    device: str = pool.engine.get("device", spec.engine.device)
+    if device != AUTO:
+        return device
+    containers = pool.template.get("spec", {}).get("containers", [])
+    limits = [name for each in containers for name in each.get("resources", {}).get("limits", {})]
+    return "cuda" if any(name.startswith("nvidia.com/") for name in limits) else "cpu"
+
+
+def _pool_config(spec: ServingClusterSpec, pool: PoolShape) -> PoolConfig:
     """Without its size, which the supervisor is told with it."""
+    engine = snake_keys(pool.engine)
+    if pool.engine.get("device", spec.engine.device) == AUTO:
+        engine["device"] = pool_device(spec, pool)
     return PoolConfig(
         role=pool.role,
         max_replicas=MAX_REPLICAS,  # the API server and the operator keep the pool's own
         tensor_parallel=pool.parallelism.tensor,
         drain_timeout_s=seconds(pool.drain_timeout),
-        engine=snake_keys(pool.engine),
+        engine=engine,
     )
 
 

@@ -12,7 +12,7 @@ from deploy.api.model_source import ModelSource
 from deploy.api.naming import GROUP
 from deploy.api.serving_cluster import Images, ServingClusterSpec, SpotNotices
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.manifests.cluster_yaml import seconds
+from deploy.controller.manifests.cluster_yaml import pool_device, seconds
 from deploy.controller.manifests.common import (
     CONFIG_FILE,
     CONFIG_MOUNT,
@@ -193,7 +193,7 @@ def _port(name: str, number: int) -> Object:
 
 def num_gpus(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> int:
     """Of a pool's pod: one for each rank where its engine computes on GPUs."""
-    return pool.parallelism.tensor if pool.engine.get("device", spec.engine.device) == "cuda" else 0
+    return pool.parallelism.tensor if pool_device(spec, pool) == "cuda" else 0
 
 
 def _worker_resources(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> Object:

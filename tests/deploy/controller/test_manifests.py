@@ -155,6 +155,19 @@ def test_a_rank_has_a_gpu_where_the_engine_computes_on_one() -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
 
 
+def test_a_device_left_open_is_a_gpu_where_the_pools_pods_ask_for_one() -> None:
+    gpus = {"name": "ray-worker", "resources": {"limits": {"nvidia.com/gpu.shared": "1"}}}
+    pools = {
+        "prefill": {"role": "prefill"},
+        "decode": {"role": "decode", "template": {"spec": {"containers": [gpus]}}},
+    }
+    spec = spec_of(pools=pools)
+    settings = cluster_config(OWNER, spec, pools_of(spec))
+    assert settings.pool_engine("prefill").device == "cpu"
+    assert settings.pool_engine("decode").device == "cuda"
+    assert "nvidia.com/gpu" not in str(group_of(ray_of(spec), "prefill"))
+
+
 def test_a_pools_own_template_is_laid_over_ours() -> None:
     template = {
         "metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"}},

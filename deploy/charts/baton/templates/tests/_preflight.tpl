@@ -14,7 +14,16 @@ pages: flags of cluster.preflight. `spec`: the ServingCluster's; `pool`; `resour
 
 {{- define "baton.poolDevice" -}}
 {{- $own := (default dict .pool.engine).device -}}
-{{- default "cpu" (default (default dict .spec.engine).device $own) -}}
+{{- $device := default "auto" (default (default dict .spec.engine).device $own) -}}
+{{- if eq $device "auto" -}}
+{{- $device = "cpu" -}}
+{{- range (default dict (default dict .pool.template).spec).containers -}}
+{{- range $name, $_ := default dict (default dict .resources).limits -}}
+{{- if hasPrefix "nvidia.com/" $name -}}{{- $device = "cuda" -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $device -}}
 {{- end -}}
 
 {{- define "baton.poolRanks" -}}

@@ -1,7 +1,8 @@
-"""`engine.dtype: auto` decided once, for all pools: workers of two dtypes would never exchange KV.
+"""`engine.device: auto` and `engine.dtype: auto` decided once for all pools, which exchange KV in
+one dtype only.
 
-A process of its own decides, beside whatever else is being started: it needs torch, seconds to
-import and hundreds of MB that nobody here wants to keep.
+A process of its own decides (`engine.auto_choice`), beside whatever else is being started: torch
+takes seconds to import and hundreds of MB.
 """
 
 from __future__ import annotations
@@ -14,33 +15,35 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from baton.config import ClusterConfig
 from baton.errors import ConfigError, UnavailableError
+from engine.config import AUTO
 
-AUTO = "auto"
 _TIMEOUT_S = 60.0
 
 
-class DtypeDecision:
+class AutoSettings:
     """Begun on entering; `result` waits for it. Leaving ends its process."""
 
     def __init__(self, config: ClusterConfig, variables: Mapping[str, str]) -> None:
         self._config = config
         self._variables = variables  # added to the process's environment
         engines = [config.pool_engine(pool) for pool in config.pools]
-        self._devices = sorted(
-            {e.device for e in engines if e.dtype == AUTO and e.backend == "torch"}
-        )
+        engines = [engine for engine in engines if engine.backend == "torch"]
+        self._is_device_open = any(engine.device == AUTO for engine in engines)
+        self._devices = sorted({engine.device for engine in engines if engine.dtype == AUTO})
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
-        if self._devices:
+        if self._is_device_open or self._devices:
+            command = [sys.executable, "-m", "engine.auto_choice"]
+            if self._devices:
+                command += ["--model", self._config.model, "--devices", *self._devices]
+                if self._config.model_revision is not None:
+                    command += ["--revision", self._config.model_revision]
             # A session of its own: a terminal's interrupt ends it through whoever waits for it.
-            command = [sys.executable, "-m", "engine.dtype", self._config.model, *self._devices]
-            if self._config.model_revision is not None:
-                command += ["--revision", self._config.model_revision]
             self._process = subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
@@ -60,40 +63,49 @@ class DtypeDecision:
             self._process.kill()
             self._process.communicate()
 
-    def result(self) -> tuple[ClusterConfig, str | None]:
-        """The configuration without `auto`, and which dtype it was made and why; None where no
-        pool leaves it open.
+    def result(self) -> tuple[ClusterConfig, list[str]]:
+        """The configuration without `auto`, and a line for each choice with its reason.
 
         Raises ConfigError for a model folder that is wrong and for a prefill pool that no other
         could take KV from, UnavailableError.
         """
         if self._process is None:
             _check_pairs(self._config, self._config)
-            return self._config, None
+            return self._config, []
         try:
             said, _ = self._process.communicate(timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise UnavailableError(f"no dtype was chosen within {_TIMEOUT_S:g} s") from None
+            raise UnavailableError(
+                f"no device and dtype were chosen within {_TIMEOUT_S:g} s"
+            ) from None
         if self._process.returncode:
-            raise UnavailableError(f"choosing a dtype ended with {self._process.returncode}")
-        told: dict[str, str] = json.loads(said)
-        if "error" in told:
-            raise ConfigError(told["error"], field="model")
-        dtype = told["dtype"]
-        config = with_dtype(self._config, dtype)
+            raise UnavailableError(
+                f"choosing device and dtype ended with {self._process.returncode}"
+            )
+        chosen: dict[str, str] = json.loads(said)
+        if "error" in chosen:
+            raise ConfigError(chosen["error"], field="model")
+        config, lines = self._config, []
+        if self._is_device_open:
+            config = with_choice(config, "device", chosen["device"])
+            where = "a GPU" if chosen["device"] == "cuda" else "the CPU"
+            lines.append(f"computing on {where}: {chosen['device_reason']}")
+        if self._devices:
+            config = with_choice(config, "dtype", chosen["dtype"])
+            lines.append(f"computing in {chosen['dtype']}: {chosen['dtype_reason']}")
         _check_pairs(config, self._config)
-        return config, f"computing in {dtype}: {told['reason']}"
+        return config, lines
 
 
-def decided_dtype(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
-    """What `DtypeDecision.result` says, waited for. A pod that was made before this model was named
+def decided(config: ClusterConfig) -> tuple[ClusterConfig, list[str]]:
+    """What `AutoSettings.result` says, waited for. A pod that was made before this model was named
     may have no folder of it: then it is left open to the workers, whose pods have (see
     `cluster.agreed_dtype`)."""
     model = Path(config.model)
     if config.runs_on == "pods" and model.is_absolute() and not model.is_dir():
-        return config, None
-    with DtypeDecision(config, {}) as decision:
-        return decision.result()
+        return config, []
+    with AutoSettings(config, {}) as auto:
+        return auto.result()
 
 
 def _check_pairs(config: ClusterConfig, written: ClusterConfig) -> None:
@@ -123,17 +135,20 @@ def _check_pairs(config: ClusterConfig, written: ClusterConfig) -> None:
             raise ConfigError(f"{said}: KV is exchanged within one dtype only", field="pools")
 
 
-def with_dtype(config: ClusterConfig, dtype: str) -> ClusterConfig:
-    """Wherever it says `auto`."""
+def with_choice(
+    config: ClusterConfig, name: Literal["device", "dtype"], value: str
+) -> ClusterConfig:
+    """Engine setting `name` is `value` wherever it says `auto`."""
 
-    def decided(engine: Mapping[str, Any]) -> dict[str, Any]:
-        return {**engine, "dtype": dtype} if engine.get("dtype") == AUTO else dict(engine)
+    def chosen(engine: Mapping[str, Any]) -> dict[str, Any]:
+        return {**engine, name: value} if engine.get(name) == AUTO else dict(engine)
 
     pools = {
-        name: dataclasses.replace(pool, engine=decided(pool.engine))
-        for name, pool in config.pools.items()
+        pool: dataclasses.replace(settings, engine=chosen(settings.engine))
+        for pool, settings in config.pools.items()
     }
     engine = config.engine
-    if engine.dtype == AUTO:
-        engine = dataclasses.replace(engine, dtype=dtype)
+    if getattr(engine, name) == AUTO:
+        chosen_for_all: Any = {name: value}
+        engine = dataclasses.replace(engine, **chosen_for_all)
     return dataclasses.replace(config, pools=pools, engine=engine)

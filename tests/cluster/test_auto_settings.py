@@ -1,4 +1,4 @@
-"""`dtype: auto` is decided once for all pools, before any worker is told its settings."""
+"""`auto` is decided once for all pools, before any worker gets its settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from baton.config import ClusterConfig, parse_config
 from baton.errors import ConfigError
-from cluster.model_dtype import DtypeDecision, decided_dtype
+from cluster.auto_settings import AutoSettings, decided
 
 
 def cluster(model: Path, engine: dict[str, Any], prefill: dict[str, Any]) -> ClusterConfig:
@@ -30,42 +30,42 @@ def dtypes(config: ClusterConfig) -> list[str]:
 
 def test_all_pools_get_one_dtype_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
-    with DtypeDecision(cluster(tmp_path, {}, {"dtype": "auto", "max_num_seqs": 3}), {}) as decision:
-        config, told = decision.result()
+    with AutoSettings(cluster(tmp_path, {}, {"dtype": "auto", "max_num_seqs": 3}), {}) as auto:
+        config, told = auto.result()
     assert dtypes(config) == ["float32", "float32"]
     assert config.pool_engine("p").max_num_seqs == 3
-    assert told == "computing in float32: the checkpoint's own dtype"
+    assert told[1:] == ["computing in float32: the checkpoint's own dtype"]
 
 
 def test_what_is_wrong_with_the_model_is_told(tmp_path: Path) -> None:
     with (
-        DtypeDecision(cluster(tmp_path, {}, {}), {}) as decision,
+        AutoSettings(cluster(tmp_path, {}, {}), {}) as auto,
         pytest.raises(ConfigError, match=r"config\.json is missing"),
     ):
-        decision.result()
+        auto.result()
 
 
 def test_a_model_whose_folder_is_on_the_workers_pods_alone_is_left_to_them(tmp_path: Path) -> None:
     named = dataclasses.replace(cluster(tmp_path / "none", {}, {}), runs_on="pods")
-    config, told = decided_dtype(named)
-    assert (dtypes(config), told) == (["auto", "auto"], None)
+    config, told = decided(named)
+    assert (dtypes(config), told) == (["auto", "auto"], [])
 
 
 @pytest.mark.parametrize(
     ("engine", "prefill", "found"),
     [
-        ({"dtype": "bfloat16"}, {}, ["bfloat16", "bfloat16"]),
-        ({"dtype": "float32"}, {"dtype": "float32"}, ["float32", "float32"]),
+        ({"dtype": "bfloat16", "device": "cpu"}, {}, ["bfloat16", "bfloat16"]),
+        ({"dtype": "float32", "device": "cuda"}, {"dtype": "float32"}, ["float32", "float32"]),
         ({"backend": "fake"}, {}, ["auto", "auto"]),
     ],
 )
 def test_what_is_said_explicitly_stays_and_starts_nothing(
     engine: dict[str, Any], prefill: dict[str, Any], found: list[str], tmp_path: Path
 ) -> None:
-    with DtypeDecision(cluster(tmp_path / "none", engine, prefill), {}) as decision:
-        config, told = decision.result()
+    with AutoSettings(cluster(tmp_path / "none", engine, prefill), {}) as auto:
+        config, told = auto.result()
     assert dtypes(config) == found
-    assert told is None
+    assert told == []
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_a_prefill_pool_whose_dtype_no_other_pool_has_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
     config = cluster(tmp_path, {"dtype": decode}, {"dtype": "bfloat16"})
-    with DtypeDecision(config, {}) as decision, pytest.raises(ConfigError) as caught:
-        decision.result()
+    with AutoSettings(config, {}) as auto, pytest.raises(ConfigError) as caught:
+        auto.result()
     assert caught.value.message.startswith(
         f"pools.p.engine.dtype is bfloat16, engine.dtype (of pool d) is {said}:"
     )

@@ -1,0 +1,1 @@
+"""What the GPU path does and how fast: `python -m bench.gpu`."""

@@ -1,0 +1,384 @@
+"""How near the engine comes to what the device can do.
+
+1. Ceilings: a large copy on the device (bytes read and written), an 8192-cubed bf16 product.
+2. Kernels at the shapes of Qwen3-8B: decode attention in GB/s of KV read, prefill attention in
+   FLOP/s of the causal half, products in FLOP/s and in GB/s of weights.
+3. Steps of random Qwen3-shaped models, through the whole engine: a prompt of n tokens until its
+   first token, in one chunk; a batch of decodes whose context lies in the KV pool already, as a
+   decode worker has it (`reserve`, `admit`).
+4. What a decode step costs the host: kernels a layer, blocking reads a step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch._C._autograd import DeviceType
+
+from bench.gpu.report import Report
+from bench.gpu.timing import device_s, host_s, wait_for
+from bench.random_model import SHAPES, Shape, random_model
+from engine.attention.choice import pick_kernels
+from engine.attention.paged_kv import PagedKv
+from engine.build import lone_engine
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.local_memory import LocalDeviceMemory
+from engine.models.config import model_config
+from engine.models.folder import kv_layout
+from engine.models.linear import Linear
+from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
+from engine.step_batch import StepBatch, pack
+from kv_transfer.layout import RegionLayout
+
+_GIB = 1 << 30
+_DTYPE, _TORCH_DTYPE = "bfloat16", torch.bfloat16
+_BLOCK_SIZE = 16
+_PART_S = 440.0
+_ROUNDS = 5
+_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    copy_bytes: int
+    product: int
+    kernel_shape: Shape
+    decodes: tuple[tuple[int, int], ...]
+    """Batch and context of decode attention."""
+    prefills: tuple[int, ...]
+    """Prompt lengths, of attention and of whole models."""
+    product_rows: tuple[int, ...]
+    models: tuple[str, ...]
+    batches: tuple[int, ...]
+    context: int
+
+
+WHOLE = Sizes(
+    copy_bytes=4 << 30,
+    product=8192,
+    kernel_shape=SHAPES["8B"],
+    decodes=((1, 8192), (8, 4096), (64, 2048), (256, 1024)),
+    prefills=(512, 2048, 8192),
+    product_rows=(1, 64, 256, 2048, 8192),
+    models=("0.6B", "8B"),
+    batches=(1, 8, 64, 256),
+    context=1024,
+)
+SMALL = Sizes(
+    copy_bytes=1 << 20,
+    product=64,
+    kernel_shape=SHAPES["tiny"],
+    decodes=((1, 64), (3, 40)),
+    prefills=(32, 70),
+    product_rows=(1, 16),
+    models=("tiny",),
+    batches=(1, 3),
+    context=40,
+)
+
+
+def us(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f}"
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}"
+
+
+def tera(a_second: float) -> str:
+    return f"{a_second / 1e12:.3g}"
+
+
+class NoTimeLeftError(RuntimeError):
+    """The part's time is over: what is left of it is left out."""
+
+
+class Deadline:
+    def __init__(self) -> None:
+        self._ends_at = time.monotonic() + _PART_S
+
+    def check(self) -> None:
+        """Raises NoTimeLeftError."""
+        if time.monotonic() >= self._ends_at:
+            raise NoTimeLeftError(f"what comes after {_PART_S:g} s of this part")
+
+
+def run(device: torch.device, report: Report) -> None:
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # the test machine's other cores are busy
+    sizes = WHOLE if device.type == "cuda" else SMALL
+    deadline = Deadline()
+    copy_gb_s, product_flops = ceilings(device, sizes)
+    report.add(
+        "Ceilings",
+        ("what", "measured"),
+        [
+            (f"copy of {sizes.copy_bytes / _GIB:.3g} GiB, GB/s", f"{copy_gb_s:.0f}"),
+            (f"bf16 product of {sizes.product} cubed, TFLOP/s", tera(product_flops)),
+        ],
+    )
+    try:
+        _kernels(device, sizes, report, copy_gb_s, product_flops)
+        for name in sizes.models:
+            deadline.check()
+            measure_model(name, device, sizes, report, deadline)
+    except NoTimeLeftError as error:
+        report.leave_out(str(error))
+
+
+def ceilings(device: torch.device, sizes: Sizes) -> tuple[float, float]:
+    """GB/s of a copy, FLOP/s of a product."""
+    source = torch.randint(0, 255, (sizes.copy_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = device_s(partial(target.copy_, source), device)
+    del source, target
+    n = sizes.product
+    left, right = (torch.randn(n, n, device=device, dtype=_TORCH_DTYPE) for _ in range(2))
+    product_s = device_s(partial(torch.matmul, left, right), device)
+    return 2 * sizes.copy_bytes / copy_s / 1e9, 2 * n**3 / product_s
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def _kernels(
+    device: torch.device, sizes: Sizes, report: Report, copy_gb_s: float, product_flops: float
+) -> None:
+    kernels = pick_kernels(device, _TORCH_DTYPE)
+    rows = []
+    for batch, context in sizes.decodes:
+        num_bytes, seconds = _attention(device, sizes.kernel_shape, [(context, 1)] * batch)
+        gb_s = num_bytes / seconds / 1e9
+        rows.append(
+            (f"b{batch}, context {context}", us(seconds), f"{gb_s:.4g}", f"{gb_s / copy_gb_s:.2f}")
+        )
+    title = f"Decode attention of one layer, {kernels.name} kernels"
+    report.add(title, ("sequences", "us", "GB/s of KV", "of the copy"), rows)
+
+    rows = []
+    for length in sizes.prefills:
+        _, seconds = _attention(device, sizes.kernel_shape, [(0, length)])
+        shape = sizes.kernel_shape
+        flops = 2 * length**2 * shape.num_attention_heads * shape.head_dim / seconds
+        rows.append((f"{length} tokens", us(seconds), tera(flops), f"{flops / product_flops:.2f}"))
+    title = f"Prefill attention of one layer, {kernels.name} kernels"
+    report.add(title, ("prompt", "us", "TFLOP/s", "of the product"), rows)
+
+    products = []
+    for name, width_in, width_out in _products(sizes.kernel_shape):
+        weight = torch.randn(width_out, width_in, device=device, dtype=_TORCH_DTYPE)
+        linear = Linear(weight)
+        for num_rows in sizes.product_rows:
+            x = torch.randn(num_rows, width_in, device=device, dtype=_TORCH_DTYPE)
+            seconds = device_s(partial(linear, x), device)
+            flops = 2 * num_rows * width_in * width_out / seconds
+            gb_s = weight.nbytes / seconds / 1e9
+            products.append(
+                (
+                    *(f"{name} [{width_in} -> {width_out}], {num_rows} rows", us(seconds)),
+                    *(tera(flops), f"{flops / product_flops:.2f}"),
+                    *(f"{gb_s:.4g}", f"{gb_s / copy_gb_s:.2f}"),
+                )
+            )
+    header_of_products = (
+        "product",
+        "us",
+        "TFLOP/s",
+        "of the product",
+        "GB/s of weights",
+        "of the copy",
+    )
+    report.add("Products of one layer", header_of_products, products)
+
+
+def _products(shape: Shape) -> Iterator[tuple[str, int, int]]:
+    heads = shape.num_attention_heads * shape.head_dim
+    qkv = heads + 2 * shape.num_key_value_heads * shape.head_dim
+    yield "qkv", shape.hidden_size, qkv
+    yield "attention out", heads, shape.hidden_size
+    yield "gate and up", shape.hidden_size, 2 * shape.intermediate_size
+    yield "down", shape.intermediate_size, shape.hidden_size
+
+
+def _attention(
+    device: torch.device, shape: Shape, sequences: list[tuple[int, int]]
+) -> tuple[int, float]:
+    """Sequences (context, new tokens): bytes of KV that they look at, and seconds."""
+    one_layer = replace(shape, num_hidden_layers=1)
+    layout = kv_layout(model_config(one_layer.hf_config()), _BLOCK_SIZE, _DTYPE)
+    lengths = [context + new for context, new in sequences]
+    counts = [-(-length // _BLOCK_SIZE) for length in lengths]
+    regions = RegionLayout(layout, 0, 1, 1 + sum(counts))
+    memory = LocalDeviceMemory(regions, 1, str(device))
+    kv = PagedKv(memory, regions, device)
+    for tensor in (kv.layers[0].keys, kv.layers[0].values):
+        tensor.normal_()
+    batch = _batch(device, sequences, counts)
+    width = (sum(new for _, new in sequences), shape.num_attention_heads, shape.head_dim)
+    queries = torch.randn(width, device=device, dtype=_TORCH_DTYPE)
+    kernels = pick_kernels(device, _TORCH_DTYPE)
+    attend = partial(kernels.attend, queries, kv.layers[0], batch, batch.groups[0], None)
+    token_bytes = one_layer.kv_bytes_per_token(_TORCH_DTYPE.itemsize)
+    return sum(lengths) * token_bytes, device_s(attend, device)
+
+
+def _batch(device: torch.device, sequences: list[tuple[int, int]], counts: list[int]) -> StepBatch:
+    """The blocks lie scattered over the pool."""
+    blocks = 1 + np.random.default_rng(0).permutation(sum(counts)).astype(np.int32)
+    tables = np.split(blocks, np.cumsum(counts)[:-1])
+    return pack(
+        [
+            ScheduledSeq(RequestId(str(number)), np.zeros(new, np.uint32), context, (table,), True)
+            for number, ((context, new), table) in enumerate(zip(sequences, tables))
+        ],
+        _BLOCK_SIZE,
+        device,
+    )
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def measure_model(
+    name: str, device: torch.device, sizes: Sizes, report: Report, deadline: Deadline
+) -> None:
+    """Prefill and decode of one model, or why it cannot be run."""
+    longest = max(*sizes.prefills, sizes.context + 256) + _BLOCK_SIZE
+    shape = replace(SHAPES[name], max_position_embeddings=longest)
+    num_tokens = max(max(sizes.batches) * (sizes.context + 256), 2 * longest)
+    kv_bytes = num_tokens * shape.kv_bytes_per_token(_TORCH_DTYPE.itemsize)
+    needed = 2 * shape.num_parameters + kv_bytes + kv_bytes // shape.num_hidden_layers + 4 * _GIB
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        if free < needed:
+            report.leave_out(
+                f"{name} needs {needed / _GIB:.1f} GiB, {free / _GIB:.1f} GiB of the GPU are free:"
+                f" {(needed - free) / _GIB:.1f} GiB are missing"
+            )
+            return
+    config = EngineConfig(
+        dtype=_DTYPE,
+        device=device.type,
+        block_size=_BLOCK_SIZE,
+        num_blocks=num_tokens // _BLOCK_SIZE + 8,
+        num_regions=1,
+        max_num_seqs=max(sizes.batches),
+        max_num_batched_tokens=max(sizes.prefills),
+        prefix_cache=False,
+    )
+    spec, decoder = random_model(shape.hf_config(), _DTYPE, device)
+    engine = lone_engine(decoder, config, spec)
+    rows = []
+    for length in sizes.prefills:
+        deadline.check()
+        samples = [_prefill_s(engine, device, length, seed) for seed in range(_ROUNDS + 1)][1:]
+        seconds = statistics.median(samples)
+        flops = 2 * shape.num_parameters * length
+        rows.append(
+            (f"{length} tokens", ms(seconds), f"{length / seconds:.0f}", tera(flops / seconds))
+        )
+    header = ("prompt", "ms to the first token", "tokens/s", "TFLOP/s of products")
+    report.add(f"{name}: prefill", header, rows)
+
+    steps = []
+    for batch in sizes.batches:
+        deadline.check()
+        steps.append(_decode_row(engine, device, shape, batch, sizes.context))
+    header_of_steps = (
+        *("batch", "ms a step", "tokens/s", "GB/s of weights and KV"),
+        *("device ms", "host-only ms", "kernels a layer", "blocking reads a step"),
+    )
+    report.add(f"{name}: decode at context {sizes.context}", header_of_steps, steps)
+
+
+def _prefill_s(engine: EngineCore, device: torch.device, length: int, seed: int) -> float:
+    prompt = np.random.default_rng(seed).integers(0, engine.model.vocab_size, length)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    engine.add(RequestSpec(RequestId("prefill"), prompt.astype(np.uint32), length, sampling))
+
+    def drain() -> None:
+        while engine.has_work():
+            engine.step()
+
+    return host_s(drain, device)
+
+
+def _decode_row(
+    engine: EngineCore, device: torch.device, shape: Shape, batch: int, context: int
+) -> tuple[str, ...]:
+    requests = [RequestId(f"decode-{number}") for number in range(batch)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=True)
+    prompt = np.zeros(context, np.uint32)
+    for request in requests:
+        engine.reserve(RequestSpec(request, prompt, context, sampling))
+        engine.admit(request, SampledToken(0))
+
+    def steps() -> None:
+        for _ in range(_STEPS):
+            engine.step()
+
+    steps()
+    step_s = statistics.median(host_s(steps, device) for _ in range(_ROUNDS)) / _STEPS
+    work = _profile(engine, device, shape.num_hidden_layers)
+    for request in requests:
+        engine.abort(request)
+    while engine.has_work():
+        engine.step()
+    num_bytes = shape.num_read_bytes(
+        _TORCH_DTYPE.itemsize
+    ) + batch * context * shape.kv_bytes_per_token(_TORCH_DTYPE.itemsize)
+    rates = (f"{batch / step_s:.0f}", f"{num_bytes / step_s / 1e9:.4g}")
+    row = (f"b{batch}", ms(step_s), *rates)
+    if work is None:
+        return (*row, "-", "-", "-", "-")
+    host_only_ms = max(0.0, step_s * 1e3 - work.device_ms)
+    return (
+        *(*row, f"{work.device_ms:.3g}", f"{host_only_ms:.3g}"),
+        *(f"{work.kernels_per_layer:.1f}", f"{work.num_blocking_reads:.1f}"),
+    )
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    """Of one decode step, from a profile; the profile slows the host, so its times are left."""
+
+    device_ms: float
+    kernels_per_layer: float
+    num_blocking_reads: float
+
+
+_BLOCKING = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+
+
+def _profile(engine: EngineCore, device: torch.device, num_layers: int) -> DeviceWork | None:
+    """None on a CPU, where the host computes."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    wait_for(device)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(_STEPS):
+            engine.step()
+    if device.type != "cuda":
+        return None
+    events = profile.events() or []
+    on_device = [
+        event
+        for event in events
+        if event.device_type == DeviceType.CUDA
+        and not event.name.startswith(("ProfilerStep", "Memcpy", "Memset"))
+    ]
+    blocking = sum(1 for event in events if event.name in _BLOCKING)
+    return DeviceWork(
+        sum(event.time_range.elapsed_us() for event in on_device) / _STEPS / 1e3,
+        len(on_device) / _STEPS / num_layers,
+        blocking / _STEPS,  # the profile's own synchronization at its end included
+    )

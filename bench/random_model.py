@@ -1,0 +1,136 @@
+"""Random models made in memory: weights are drawn as the loader asks for them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from engine.api import ModelSpec
+from engine.attention.choice import pick_kernels
+from engine.attention.kernels import Kernels
+from engine.attention.paged_kv import TORCH_DTYPES
+from engine.models.config import ModelConfig, model_config
+from engine.models.decoder import Decoder
+from engine.models.folder import kv_layout
+from engine.models.loading import WeightLoader
+from engine.models.sharding import shard_of
+
+WeightOf = Callable[[str, tuple[int, ...], torch.Generator], torch.Tensor]
+"""A tensor's name and shape, and where its numbers come from -> the tensor."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one Qwen3 decoder, under the names of a Hugging Face config."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool = True
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+
+    def hf_config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_act": "silu",
+            "rope_theta": 1000000.0,
+            "attention_bias": False,
+            "torch_dtype": "bfloat16",
+            "use_sliding_window": False,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            **asdict(self),
+        }
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the matrices, which is nearly all."""
+        heads = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
+        vocabulary = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_hidden_layers * layer + vocabulary
+
+    def num_read_bytes(self, item_bytes: int) -> int:
+        """Of the weights that one decode step reads: of the embedding it reads a row a token."""
+        embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        return (self.num_parameters - embedding) * item_bytes
+
+    def kv_bytes_per_token(self, item_bytes: int) -> int:
+        width = 2 * self.num_key_value_heads * self.head_dim
+        return self.num_hidden_layers * width * item_bytes
+
+
+SHAPES = {
+    "tiny": Shape(64, 96, 2, 4, 2, 32, 512),
+    "0.1B": Shape(640, 2048, 14, 10, 5, 64, 32768),
+    "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151936),
+    "8B": Shape(4096, 12288, 36, 32, 8, 128, 151936, tie_word_embeddings=False),
+}
+
+
+def usual_weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Normal numbers at the usual scale; norms are 1."""
+    if len(shape) == 1:
+        return torch.ones(shape, device=generator.device)
+    numbers = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.bfloat16)
+    return numbers.mul_(shape[-1] ** -0.5)
+
+
+class RandomTensors:
+    """Every tensor of a model, in place of a checkpoint; implements `TensorSource`.
+
+    A tensor's numbers depend on its name, its shape and the device that draws them.
+    """
+
+    def __init__(self, device: torch.device, weight_of: WeightOf) -> None:
+        self._device = device
+        self._weight_of = weight_of
+
+    def read(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        return self._weight_of(name, shape, generator)[parts or (slice(None),)]
+
+    def ignore(self, name: str) -> None:
+        pass
+
+    def check_all_read(self) -> None:
+        pass
+
+
+def random_model(
+    hf: Mapping[str, Any],
+    dtype: str,
+    device: torch.device,
+    *,
+    block_size: int = 16,
+    weight_of: WeightOf = usual_weight,
+    drawn_on: torch.device | None = None,
+    kernels: Kernels | None = None,
+) -> tuple[ModelSpec, Decoder]:
+    """The model of a Hugging Face config. `drawn_on`: None, the device itself; `kernels`: None,
+    those that serve the device."""
+    config: ModelConfig = model_config(hf)
+    shard, torch_dtype = shard_of(config, 0, 1), TORCH_DTYPES[dtype]
+    tensors = RandomTensors(drawn_on or device, weight_of)
+    weights = WeightLoader(tensors, config, shard, torch_dtype, device).load()
+    decoder = Decoder(config, weights, shard, kernels or pick_kernels(device, torch_dtype), None)
+    spec = ModelSpec(
+        name="random",
+        layout=kv_layout(config, block_size, dtype),
+        kv_fingerprint=b"random",
+        model_fingerprint=b"random",
+        vocab_size=config.vocab_size,
+        max_model_len=config.longest_context,
+        eos_token_ids=frozenset(),
+    )
+    return spec, decoder

@@ -1,0 +1,125 @@
+"""How much KV memory a GPU has room for, beside the weights and the largest step.
+
+The weights lie on the device already. A dry run of the largest prefill chunk and the largest decode
+batch, over a KV pool of one block that every table names, shows the most memory that a step takes.
+What `gpu_memory_utilization` leaves beyond both is for KV, as far as it is free now.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import numpy as np
+import torch
+
+from engine.api import ModelSpec
+from engine.attention.paged_kv import PagedKv
+from engine.config import EngineConfig
+from engine.device import device_of
+from engine.local_memory import LocalDeviceMemory
+from engine.models.decoder import Decoder
+from engine.request import RequestId, RequestSpec, SamplingParams, ScheduledSeq
+from engine.sampler import Sampler
+from engine.step_batch import pack
+from engine.tp import TpGroup
+from kv_transfer.layout import RegionLayout
+
+log = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+_HARDEST = SamplingParams(top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=5)
+"""Sampling that takes the most memory a row."""
+
+
+def with_sized_kv(
+    config: EngineConfig, spec: ModelSpec, decoder: Decoder, tp: TpGroup | None
+) -> EngineConfig:
+    """Fill in `kv_memory_bytes` where nobody set it and the engine computes on a GPU; the smallest
+    of the ranks' counts, since all have equally many blocks.
+
+    Raises ValueError, which says how much memory is missing, and TpPeerError.
+    """
+    device = device_of(config)
+    if device.type != "cuda" or config.kv_memory_bytes is not None or config.num_blocks is not None:
+        return config
+    rank, size = (0, 1) if tp is None else (tp.rank, tp.size)
+    weights = torch.cuda.memory_allocated()
+    free, total = torch.cuda.mem_get_info()
+    most = min(int(total * config.gpu_memory_utilization) - weights, free)
+    step = step_peak_bytes(config, spec, decoder, device, (rank, size), max(0, most))
+    for_kv = most - step
+    if tp is not None:
+        for_kv = tp.least(for_kv)
+    needed = config.num_regions * spec.block_bytes(size)
+    if for_kv < needed:
+        raise ValueError(
+            f"the GPU lacks {(needed - for_kv) / _GIB:.2f} GiB for {config.num_regions} blocks of"
+            f" KV: it has {total / _GIB:.2f} GiB, of which {free / _GIB:.2f} are free and"
+            f" gpu_memory_utilization allows {config.gpu_memory_utilization:g}; weights take"
+            f" {weights / _GIB:.2f}, the largest step {step / _GIB:.2f}. Lower"
+            " engine.max_num_batched_tokens, engine.max_num_seqs or engine.max_model_len, or use"
+            " more GPUs a replica (tensor_parallel)"
+        )
+    log.info(
+        "KV gets %.2f GiB of the GPU's %.2f: weights %.2f, the largest step %.2f",
+        for_kv / _GIB,
+        total / _GIB,
+        weights / _GIB,
+        step / _GIB,
+    )
+    return dataclasses.replace(config, kv_memory_bytes=for_kv)
+
+
+def step_peak_bytes(
+    config: EngineConfig,
+    spec: ModelSpec,
+    decoder: Decoder,
+    device: torch.device,
+    rank_of: tuple[int, int],
+    most_kv_bytes: int,
+) -> int:
+    """Most memory that one step takes beyond weights and KV. `rank_of`: TP rank and size; every
+    rank must call it. `most_kv_bytes` bounds how much context the decodes can have together."""
+    regions = RegionLayout(spec.layout, *rank_of, 2)
+    kv = PagedKv(LocalDeviceMemory(regions, 1, str(device)), regions, device)
+    longest = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
+    chunk = min(config.max_num_batched_tokens, longest)
+    num_tokens = most_kv_bytes // spec.block_bytes(rank_of[1]) * config.block_size
+    context = max(1, min(longest, num_tokens // config.max_num_seqs) - 1)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    _run(spec, decoder, kv, device, 1, chunk, longest - chunk)
+    _run(spec, decoder, kv, device, config.max_num_seqs, 1, context)
+    if device.type != "cuda":
+        return 0
+    peak = torch.cuda.max_memory_allocated() - before
+    torch.cuda.empty_cache()
+    return peak
+
+
+@torch.inference_mode()
+def _run(
+    spec: ModelSpec,
+    decoder: Decoder,
+    kv: PagedKv,
+    device: torch.device,
+    num_seqs: int,
+    num_tokens: int,
+    context: int,
+) -> None:
+    """A step of `num_seqs` sequences that compute `num_tokens` each behind `context` others."""
+    length = context + num_tokens
+    table = np.ones(-(-length // spec.layout.block_size), np.int32)
+    tables = tuple(table for _ in spec.layout.groups)
+    tokens = np.zeros(num_tokens, np.uint32)
+    ids = [RequestId(f"dry-run-{number}") for number in range(num_seqs)]
+    seqs = [ScheduledSeq(name, tokens, context, tables, True) for name in ids]
+    batch = pack(seqs, spec.layout.block_size, device)
+    hidden = decoder.forward(batch, kv, lambda layer: None)
+    logits = decoder.logits(hidden[batch.sample_rows])
+    if logits is not None:
+        specs = {name: RequestSpec(name, tokens, num_tokens, _HARDEST) for name in ids}
+        Sampler(spec.eos_token_ids).sample(logits, seqs, specs)

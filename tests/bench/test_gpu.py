@@ -1,0 +1,103 @@
+"""`python -m bench.gpu`: the same code in small on a CPU, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu import __main__ as gpu
+from bench.gpu import speed
+from bench.gpu.report import Report
+from tests.bare_machine import bare_environment
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_on_cpu(
+    part: str, folder: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--part", part, "--out", folder],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "titles"),
+    [
+        ("tests", ["tests/engine/gpu"]),
+        (
+            "speed",
+            [
+                "Ceilings",
+                "Decode attention of one layer, native kernels",
+                "Prefill attention of one layer, native kernels",
+                "Products of one layer",
+                "tiny: prefill",
+                "tiny: decode at context 40",
+            ],
+        ),
+    ],
+)
+def test_a_part_runs_where_little_but_torch_is_installed(
+    part: str, titles: list[str], tmp_path: Path
+) -> None:
+    run = run_on_cpu(part, tmp_path, bare_environment(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    report = json.loads((tmp_path / f"{part}.json").read_text())
+    assert [table["title"] for table in report["tables"]] == titles
+    text = (tmp_path / f"{part}.md").read_text()
+    for table in report["tables"]:
+        assert table["rows"]
+        assert f"### {table['title']}" in run.stdout
+        assert f"### {table['title']}" in text
+
+
+def test_handoffs_are_measured_where_ucx_is_there(tmp_path: Path) -> None:
+    run = run_on_cpu("transfer", tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (table,) = json.loads((tmp_path / "transfer.json").read_text())["tables"]
+    ((_, copy, put, *_, lanes),) = table["rows"]
+    assert min(float(copy), float(put)) > 0
+    assert lanes
+
+
+def test_what_transfer_lacks_is_named(tmp_path: Path) -> None:
+    run = run_on_cpu("transfer", tmp_path, bare_environment(tmp_path))
+    assert run.returncode == 2
+    assert "this machine lacks libucx-cu12, protobuf, uvloop: carry the wheels" in run.stdout
+
+
+def test_a_machine_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([], no_gpu=lambda: "the driver is too old") == 2
+    assert "no GPU to measure: the driver is too old" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_left_out_with_how_much_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 << 30, 24 << 30))
+    report = Report("speed", "")
+    speed.measure_model("8B", torch.device("cuda"), speed.WHOLE, report, speed.Deadline())
+    (why,) = report.left_out
+    assert why.startswith("8B needs ")
+    assert why.endswith("GiB are missing")
+
+
+def test_a_failing_test_fails_the_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(part: str, device: torch.device, report: Report) -> None:
+        report.failed = True
+
+    monkeypatch.setattr(gpu, "run_part", fails)
+    assert gpu.main(["--device", "cpu", "--part", "tests", "--out", str(tmp_path)]) == 1
+    assert json.loads((tmp_path / "tests.json").read_text())["failed"]

@@ -1,0 +1,79 @@
+"""The families' tiny models on a device, and what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from bench.random_model import random_model
+from engine.attention.choice import pick_kernels
+from engine.attention.paged_kv import TORCH_DTYPES
+from engine.build import lone_engine
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
+from tests.engine.families import VOCAB, hf_config, random_weight
+from tests.engine.greedy import Greedy
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
+
+
+def config_on(device: torch.device, dtype: str = "float32", **changes: object) -> EngineConfig:
+    settings = {"num_blocks": 160, "max_num_seqs": 8, "max_num_batched_tokens": 48, **changes}
+    return EngineConfig(dtype=dtype, device=device.type, **settings)  # type: ignore[arg-type]
+
+
+def engine_on(device: torch.device, family: str, config: EngineConfig) -> EngineCore:
+    """The same weights on every device. The kernels are those that serve on a GPU."""
+    kernels = pick_kernels(torch.device("cuda"), TORCH_DTYPES[config.dtype])
+    spec, decoder = random_model(
+        hf_config(family),
+        config.dtype,
+        device,
+        block_size=config.block_size,
+        weight_of=random_weight,
+        drawn_on=CPU,
+        kernels=kernels,
+    )
+    return lone_engine(decoder, config, spec)
+
+
+def reference_engine(family: str, config: EngineConfig) -> EngineCore:
+    """In float32 on the CPU, with the CPU's own kernels."""
+    spec, decoder = random_model(
+        hf_config(family),
+        "float32",
+        CPU,
+        block_size=config.block_size,
+        weight_of=random_weight,
+    )
+    return lone_engine(decoder, config_on(CPU, block_size=config.block_size), spec)
+
+
+def prompts_of(lengths: Sequence[int]) -> list[np.ndarray]:
+    return [
+        np.random.default_rng(length).integers(0, VOCAB, length).astype(np.uint32)
+        for length in lengths
+    ]
+
+
+def answers(
+    engine: EngineCore, prompts: Sequence[np.ndarray], sampling: SamplingParams = GREEDY
+) -> list[Greedy]:
+    """All prompts together, in chunks; the pool is whole afterwards."""
+    for number, prompt in enumerate(prompts):
+        engine.add(RequestSpec(RequestId(str(number)), prompt, len(prompt), sampling))
+    found = [Greedy([], []) for _ in prompts]
+    while engine.has_work():
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                answer = found[int(event.request_id)]
+                answer.ids.append(event.token.token_id)
+                assert event.token.logprobs is not None
+                answer.logprobs.append(event.token.logprobs.logprob)
+    engine.check_integrity()
+    assert engine.load().num_running == engine.load().num_waiting == 0
+    return found

@@ -1,0 +1,43 @@
+"""A seed gives the same tokens on every device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
+from engine.sampler import Sampler
+
+VOCAB = 5000
+SETTINGS = {
+    "plain": SamplingParams(),
+    "filters": SamplingParams(temperature=0.7, top_k=40, top_p=0.9, min_p=0.01),
+    "penalties": SamplingParams(repetition_penalty=1.2, presence_penalty=0.5),
+    "least": SamplingParams(min_tokens=4, stop_token_ids=frozenset({1, 2, 3})),
+    "logprobs": SamplingParams(temperature=1.5, logprobs=5),
+    "greedy": SamplingParams(temperature=0.0, logprobs=1),
+}
+
+
+def sampled(logits: torch.Tensor, params: list[SamplingParams]) -> list[SampledToken]:
+    seqs, specs = [], {}
+    for row, sampling in enumerate(params):
+        name, ids = RequestId(str(row)), np.arange(row, row + 20, dtype=np.uint32)
+        seqs.append(ScheduledSeq(name, ids[-1:], len(ids) - 1, (), True))
+        specs[name] = RequestSpec(name, ids, len(ids) - 2, sampling)
+    return Sampler(frozenset({0})).sample(logits, seqs, specs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", [*([name] for name in SETTINGS), list(SETTINGS)], ids="+".join)
+def test_tokens_are_those_of_the_cpu(names: list[str], device: torch.device) -> None:
+    logits = 3 * torch.randn(60, VOCAB, generator=torch.Generator().manual_seed(3))
+    params = [SETTINGS[names[row % len(names)]] for row in range(len(logits))]
+    found, expected = sampled(logits.to(device), params), sampled(logits, params)
+    assert [token.token_id for token in found] == [token.token_id for token in expected]
+    for one, other in zip(found, expected):
+        assert (one.logprobs is None) == (other.logprobs is None)
+        if one.logprobs is not None and other.logprobs is not None:
+            assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
+            assert [i for i, _ in one.logprobs.top] == [i for i, _ in other.logprobs.top]
