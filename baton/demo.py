@@ -50,9 +50,11 @@ def demo(arguments: argparse.Namespace) -> int:
 
 
 def _for_show(config: ClusterConfig) -> ClusterConfig:
-    """On free ports, for a cluster that is up is no hindrance; and every prompt is handed over."""
+    """On free ports, for a cluster that is up is no hindrance; every prompt is handed over; on the
+    CPU, since two pools would need two GPUs."""
     return dataclasses.replace(
         config,
+        engine=dataclasses.replace(config.engine, device="cpu"),
         router=dataclasses.replace(config.router, port=0, local_prefill="never"),
         control=dataclasses.replace(config.control, port=0),
     )

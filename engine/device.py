@@ -37,7 +37,7 @@ def choose_device() -> DeviceChoice:
     """What `auto` means on this machine."""
     reason = why_no_gpu()
     if reason is not None:
-        return DeviceChoice("cpu", f"no GPU: {reason}")
+        return DeviceChoice("cpu", reason)
     return DeviceChoice("cuda", torch.cuda.get_device_name())
 
 
