@@ -36,7 +36,8 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.layout import BlockId
 from kv_transfer.lease import Lease, WorkerIdentity
 from kv_transfer.routes import Route
-from kv_transfer.transport import FlushResult, make_transport
+from kv_transfer.transport import FlushResult
+from kv_transfer.transports import make_transport
 from kv_transfer.ucx.native import compiled
 from kv_transfer.ucx.transport import UcxTransport
 

@@ -25,7 +25,8 @@ from engine.config import EngineConfig
 from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import RankAddress, WorkerIdentity
 from kv_transfer.rank import TransferRank
-from kv_transfer.transport import TransferMemory, Transport, make_transport
+from kv_transfer.transport import TransferMemory, Transport
+from kv_transfer.transports import make_transport
 
 if TYPE_CHECKING:
     from engine.tp import TpGroup

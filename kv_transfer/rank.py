@@ -43,11 +43,9 @@ from kv_transfer.lease import (
 )
 from kv_transfer.mailbox import Event, Mailbox, PeerLost
 from kv_transfer.process import own_identity
-from kv_transfer.rank_arrivals import RankArrivals
-from kv_transfer.rank_done import add_checksums, fill_counts, fill_done
+from kv_transfer.rank_done import RankArrivals, add_checksums, fill_counts, fill_done
 from kv_transfer.rank_handoff import Lane, Phase, Push, RankHandoff
-from kv_transfer.rank_offers import RankOffers, check_lease
-from kv_transfer.routes import RankPair, Route, pairs
+from kv_transfer.routes import RankPair, Route, check_lease, pairs
 from kv_transfer.tombstones import Tombstones
 from kv_transfer.transport import FlushResult, Peer, TransferMemory, Transport
 
@@ -395,3 +393,26 @@ class TransferRank:
         event: Event = PeerLost(address)
         self.exporter_mail.put(event)
         self.lease_mail.put(event)
+
+
+class RankOffers:
+    """The memory that each rank of this worker offers to writers. Any thread."""
+
+    def __init__(self, tp_size: int) -> None:
+        self._tp_size = tp_size
+        self._offers: dict[int, RankLease] = {}
+        self._complete = threading.Event()
+
+    def add(self, offer: RankLease) -> None:
+        self._offers[offer.tp_rank] = offer
+        if len(self._offers) == self._tp_size:
+            self._complete.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until every rank has told. Blocks the thread."""
+        return self._complete.wait(timeout_s)
+
+    def all(self) -> tuple[RankLease, ...]:
+        """Of every rank, in order."""
+        assert self._complete.is_set(), "not every rank has told which memory it offers"
+        return tuple(self._offers[rank] for rank in range(self._tp_size))

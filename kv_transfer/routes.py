@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import BlockId, KvLayout, RegionLayout, TensorSpec
-from kv_transfer.lease import Region
+from kv_transfer.lease import Lease, Region
 from kv_transfer.transport import Place, PutBatch, Runs, TransferMemory, Way, Words
 
 
@@ -226,3 +226,18 @@ def _share_offsets(layout: RegionLayout, pair: RankPair, group: int) -> list[tup
                 offset = _offset(layout, layer, tensor, heads)
                 offsets.append((offset, layout.tensor_block_bytes(tensor), length))
     return offsets
+
+
+def check_lease(lease: Lease, layout: RegionLayout, regions: Sequence[Region]) -> None:
+    """Raise LeaseError when the lease's memory or tables do not fit this rank's layout, or it lasts
+    no time."""
+    if not lease.renew_within_s > 0:
+        raise LeaseError(f"the lease lasts for {lease.renew_within_s:g} s")
+    groups = len(layout.layout.groups)
+    if len(lease.block_ids) != groups:
+        raise LeaseError(f"the lease has {len(lease.block_ids)} block tables, not {groups}")
+    if [rank.tp_rank for rank in lease.ranks] != list(range(lease.owner.tp_size)):
+        raise LeaseError("the lease does not offer the memory of every rank of its owner")
+    check_width(layout.layout, lease.owner.tp_size)
+    for rank in lease.ranks:
+        Route(layout, regions, rank.tp_rank, len(lease.ranks), rank.regions)

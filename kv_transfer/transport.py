@@ -21,7 +21,6 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.config import TransferConfig
 from kv_transfer.lease import Region
 
 Words: TypeAlias = (
@@ -231,14 +230,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Drop what is under way and free everything, the pool too. Idempotent."""
-
-
-def make_transport(config: TransferConfig) -> Transport:
-    """The transport that the configuration names. Raises TransportError."""
-    if config.transport == "memory":
-        from kv_transfer.memory_transport import MemoryNetwork
-
-        return MemoryNetwork.shared().join()
-    from kv_transfer.ucx.transport import UcxTransport
-
-    return UcxTransport(config)

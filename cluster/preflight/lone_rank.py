@@ -13,7 +13,7 @@ from kv_transfer.layout import BlockId, HandoffId, KvLayout, LayerGroup, RegionL
 from kv_transfer.lease import FirstToken, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
 from kv_transfer.rank import TransferRank
-from kv_transfer.transport import make_transport
+from kv_transfer.transports import make_transport
 
 _BLOCK_SIZE = 16
 _FINGERPRINT = b"lone"

@@ -21,7 +21,8 @@ from cluster.worker import EngineStuckError, Worker, WorkerFailedError
 from cluster.worker_config import RankPlace, WorkerConfig
 from cluster.worker_process import serve_worker
 from kv_transfer.config import TransferConfig
-from kv_transfer.transport import FlushResult, make_transport
+from kv_transfer.transport import FlushResult
+from kv_transfer.transports import make_transport
 
 
 async def books_of(worker: Worker) -> worker_pb2.CheckIntegrityResponse:

@@ -11,7 +11,7 @@ from transfer_sides import LAYOUT, NUM_BLOCKS, LocalSide, RemoteSide, Side, Side
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.lease import FirstToken, FirstTokenLogprobs, Lease
-from kv_transfer.transport import make_transport
+from kv_transfer.transports import make_transport
 
 FIRST = FirstToken(7, FirstTokenLogprobs(-0.5, 1, ((7, -0.5), (8, -1.5))))
 HERE, THERE = list(range(100, 100 + NUM_BLOCKS)), list(range(200, 200 + NUM_BLOCKS))

@@ -16,7 +16,8 @@ from kv_transfer.errors import HandoffTimeoutError, PeerLostError, PostFailedErr
 from kv_transfer.lease import WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure
 from kv_transfer.process import ProcessIdentity, is_gone
-from kv_transfer.transport import FlushResult, make_transport
+from kv_transfer.transport import FlushResult
+from kv_transfer.transports import make_transport
 
 CONFIG = TransferConfig(keepalive_s=0.5)
 

@@ -24,7 +24,8 @@ from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import FirstTokenLogprobs, Lease, LeaseId, RankLease, WorkerIdentity
 from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler
 from kv_transfer.rank import TransferRank
-from kv_transfer.transport import FlushResult, PutBatch, Transport, make_transport
+from kv_transfer.transport import FlushResult, PutBatch, Transport
+from kv_transfer.transports import make_transport
 from kv_transfer.ucx.native import NativeQueue, PythonQueue, make_queue
 from kv_transfer.ucx.transport import UcxTransport
 
@@ -255,7 +256,7 @@ def test_an_expandable_segment_is_refused_by_name() -> None:
     code = (
         "import torch\n"
         "from kv_transfer.config import TransferConfig\n"
-        "from kv_transfer.transport import make_transport\n"
+        "from kv_transfer.transports import make_transport\n"
         "pool = torch.zeros(4 << 20, dtype=torch.uint8, device='cuda')\n"
         "make_transport(TransferConfig()).register(pool, 1, 1)\n"
     )

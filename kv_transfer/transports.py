@@ -1,0 +1,17 @@
+"""The one place that picks a transport."""
+
+from __future__ import annotations
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.transport import Transport
+
+
+def make_transport(config: TransferConfig) -> Transport:
+    """The transport that the configuration names. Raises TransportError."""
+    if config.transport == "memory":
+        from kv_transfer.memory_transport import MemoryNetwork
+
+        return MemoryNetwork.shared().join()
+    from kv_transfer.ucx.transport import UcxTransport
+
+    return UcxTransport(config)
