@@ -143,7 +143,7 @@ def running(model: Path, name: str, progress: Callable[[str], None]) -> Iterator
     config = ClusterConfig(
         model=str(model),
         pools=pools,
-        engine=EngineConfig(max_num_batched_tokens=1024, max_model_len=2048, prefix_cache=True),
+        engine=EngineConfig(device="cpu", max_num_batched_tokens=1024, max_model_len=2048),
         router=RouterConfig(port=0, local_prefill="never" if name == "disaggregated" else "always"),
         control=ControlConfig(port=0),
     )

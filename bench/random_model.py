@@ -60,6 +60,12 @@ class Shape:
         vocabulary = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_hidden_layers * layer + vocabulary
 
+    def prefill_flops(self, num_tokens: int) -> int:
+        """Of the products: the layers' for each token, the head's for the last."""
+        head = self.vocab_size * self.hidden_size
+        embedding = head * (1 if self.tie_word_embeddings else 2)
+        return 2 * (num_tokens * (self.num_parameters - embedding) + head)
+
     def num_read_bytes(self, item_bytes: int) -> int:
         """Of the weights that one decode step reads: of the embedding it reads a row a token."""
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size

@@ -34,11 +34,17 @@ class AutoSettings:
         engines = [engine for engine in engines if engine.backend == "torch"]
         self._is_device_open = any(engine.device == AUTO for engine in engines)
         self._devices = sorted({engine.device for engine in engines if engine.dtype == AUTO})
+        ranks = (
+            pool.tensor_parallel * pool.replicas
+            for name, pool in config.pools.items()
+            if config.pool_engine(name).device != "cpu"
+        )
+        self._num_ranks = 1 if config.runs_on == "pods" else max(1, sum(ranks))
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
         if self._is_device_open or self._devices:
-            command = [sys.executable, "-m", "engine.auto_choice"]
+            command = [sys.executable, "-m", "engine.auto_choice", "--gpus", str(self._num_ranks)]
             if self._devices:
                 command += ["--model", self._config.model, "--devices", *self._devices]
                 if self._config.model_revision is not None:

@@ -21,9 +21,10 @@ def main(*arguments: str) -> None:
     parser = argparse.ArgumentParser(prog="python -m engine.auto_choice", description=__doc__)
     parser.add_argument("--model", help="choose a dtype, too")
     parser.add_argument("--devices", nargs="+", choices=(AUTO, "cpu", "cuda"), default=[AUTO])
+    parser.add_argument("--gpus", type=int, default=1, help="that the workers need together")
     parser.add_argument("--revision", help="of a model on the Hugging Face hub")
     options = parser.parse_args(arguments)
-    here = choose_device()
+    here = choose_device(options.gpus)
     chosen = {"device": here.device, "device_reason": here.reason}
     if options.model is not None:
         devices = {here.device if device == AUTO else device for device in options.devices}

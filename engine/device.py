@@ -33,11 +33,17 @@ def why_no_gpu() -> str | None:
     return "torch sees no GPU"
 
 
-def choose_device() -> DeviceChoice:
-    """What `auto` means on this machine."""
+def choose_device(num_gpus: int = 1) -> DeviceChoice:
+    """What `auto` means on this machine for workers that need `num_gpus` together."""
     reason = why_no_gpu()
     if reason is not None:
         return DeviceChoice("cpu", reason)
+    if torch.cuda.device_count() < num_gpus:
+        return DeviceChoice(
+            "cpu",
+            f"the pools need {num_gpus} GPUs, this machine has {torch.cuda.device_count()}; make"
+            " them smaller, or one pool of role mixed",
+        )
     return DeviceChoice("cuda", torch.cuda.get_device_name())
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from engine.api import ModelSpec
+from engine.attention.decode_rows import MOST_BLOCKS
 from engine.attention.paged_kv import PagedKv
 from engine.config import EngineConfig
 from engine.device import device_of
@@ -30,6 +31,10 @@ log = logging.getLogger(__name__)
 _GIB = 1 << 30
 _HARDEST = SamplingParams(top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=5)
 """Sampling that takes the most memory a row."""
+_LESS = (
+    "Lower engine.max_num_batched_tokens, engine.max_num_seqs or engine.max_model_len, or use more"
+    " GPUs a replica (tensor_parallel)"
+)
 
 
 def with_sized_kv(
@@ -45,10 +50,16 @@ def with_sized_kv(
         return config
     rank, size = (0, 1) if tp is None else (tp.rank, tp.size)
     weights = torch.cuda.memory_allocated()
+    try:
+        step = step_peak_bytes(config, spec, decoder, device, (rank, size))
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"the GPU lacks memory for its largest step beside {weights / _GIB:.2f} GiB of weights:"
+            f" {error}. {_LESS}"
+        ) from error
+    # After the dry run: kernels and libraries that it loaded take memory of their own.
     free, total = torch.cuda.mem_get_info()
-    most = min(int(total * config.gpu_memory_utilization) - weights, free)
-    step = step_peak_bytes(config, spec, decoder, device, (rank, size), max(0, most))
-    for_kv = most - step
+    for_kv = min(int(total * config.gpu_memory_utilization) - weights, free) - step
     if tp is not None:
         for_kv = tp.least(for_kv)
     needed = config.num_regions * spec.block_bytes(size)
@@ -57,16 +68,11 @@ def with_sized_kv(
             f"the GPU lacks {(needed - for_kv) / _GIB:.2f} GiB for {config.num_regions} blocks of"
             f" KV: it has {total / _GIB:.2f} GiB, of which {free / _GIB:.2f} are free and"
             f" gpu_memory_utilization allows {config.gpu_memory_utilization:g}; weights take"
-            f" {weights / _GIB:.2f}, the largest step {step / _GIB:.2f}. Lower"
-            " engine.max_num_batched_tokens, engine.max_num_seqs or engine.max_model_len, or use"
-            " more GPUs a replica (tensor_parallel)"
+            f" {weights / _GIB:.2f}, the largest step {step / _GIB:.2f}. {_LESS}"
         )
     log.info(
         "KV gets %.2f GiB of the GPU's %.2f: weights %.2f, the largest step %.2f",
-        for_kv / _GIB,
-        total / _GIB,
-        weights / _GIB,
-        step / _GIB,
+        *(each / _GIB for each in (for_kv, total, weights, step)),
     )
     return dataclasses.replace(config, kv_memory_bytes=for_kv)
 
@@ -77,23 +83,26 @@ def step_peak_bytes(
     decoder: Decoder,
     device: torch.device,
     rank_of: tuple[int, int],
-    most_kv_bytes: int,
 ) -> int:
-    """Most memory that one step takes beyond weights and KV. `rank_of`: TP rank and size; every
-    rank must call it. `most_kv_bytes` bounds how much context the decodes can have together."""
+    """Most memory that one step takes beyond weights and KV; 0 on a CPU, which does not count it.
+
+    `rank_of`: TP rank and size; every rank must call it.
+    """
     regions = RegionLayout(spec.layout, *rank_of, 2)
     kv = PagedKv(LocalDeviceMemory(regions, 1, str(device)), regions, device)
     longest = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
     chunk = min(config.max_num_batched_tokens, longest)
-    num_tokens = most_kv_bytes // spec.block_bytes(rank_of[1]) * config.block_size
-    context = max(1, min(longest, num_tokens // config.max_num_seqs) - 1)
-    if device.type == "cuda":
+    # Decodes are gathered by pieces: as many of the longest as make one, then all there can be.
+    in_piece = max(1, MOST_BLOCKS // -(-longest // config.block_size))
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    before = torch.cuda.memory_allocated() if on_gpu else 0
     _run(spec, decoder, kv, device, 1, chunk, longest - chunk)
-    _run(spec, decoder, kv, device, config.max_num_seqs, 1, context)
-    if device.type != "cuda":
+    _run(spec, decoder, kv, device, min(in_piece, config.max_num_seqs), 1, longest - 1)
+    _run(spec, decoder, kv, device, config.max_num_seqs, 1, 0)
+    if not on_gpu:
         return 0
     peak = torch.cuda.max_memory_allocated() - before
     torch.cuda.empty_cache()

@@ -72,7 +72,8 @@ def _forbid(logits: torch.Tensor, forbidden: Forbidden) -> torch.Tensor:
     if not len(forbidden.rows):
         return logits
     logits = logits.clone()
-    logits[forbidden.rows, forbidden.token_ids] = -torch.inf
+    # On the device: of the host, it would be copied in, and the host would wait.
+    logits[forbidden.rows, forbidden.token_ids] = logits.new_full((), -torch.inf)
     return logits
 
 

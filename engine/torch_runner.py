@@ -135,9 +135,11 @@ def load_torch_decoder(
         try:
             weights = WeightLoader(checkpoint, model, shard, dtype, device).load()
         except torch.OutOfMemoryError as error:
-            num_gib = checkpoint.num_elements() * dtype.itemsize / size / (1 << 30)
+            needed = checkpoint.num_elements() * dtype.itemsize / size / (1 << 30)
+            there_is = torch.cuda.mem_get_info()[1] / (1 << 30)
             raise ValueError(
-                f"{folder}: its weights take about {num_gib:.1f} GiB of each GPU: {error}"
+                f"{folder}: weights take about {needed:.1f} GiB of a GPU that has {there_is:.1f}:"
+                f" {error}. Use more GPUs a replica (tensor_parallel)"
             ) from error
     decoder = Decoder(model, weights, shard, pick_kernels(device, dtype), tp)
     if tp is not None:

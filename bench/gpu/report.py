@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -35,6 +36,16 @@ class Report:
         table = Table(title, tuple(header), tuple(tuple(row) for row in rows))
         self.tables.append(table)
         print(f"\n{table.text()}", flush=True)
+
+    @contextmanager
+    def table(self, title: str, header: Sequence[str]) -> Iterator[list[Sequence[str]]]:
+        """Rows to be filled in; what is there counts also when an error ends them."""
+        rows: list[Sequence[str]] = []
+        try:
+            yield rows
+        finally:
+            if rows:
+                self.add(title, header, rows)
 
     def leave_out(self, why: str) -> None:
         self.left_out.append(why)

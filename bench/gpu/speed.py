@@ -22,7 +22,7 @@ import torch
 from torch._C._autograd import DeviceType
 
 from bench.gpu.report import Report
-from bench.gpu.timing import device_s, host_s, wait_for
+from bench.gpu.timing import CACHE_BYTES, device_s, host_s, wait_for
 from bench.random_model import SHAPES, Shape, random_model
 from engine.attention.choice import pick_kernels
 from engine.attention.paged_kv import PagedKv
@@ -137,11 +137,11 @@ def ceilings(device: torch.device, sizes: Sizes) -> tuple[float, float]:
     """GB/s of a copy, FLOP/s of a product."""
     source = torch.randint(0, 255, (sizes.copy_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_s = device_s(partial(target.copy_, source), device)
+    copy_s = device_s([partial(target.copy_, source)], device)
     del source, target
     n = sizes.product
     left, right = (torch.randn(n, n, device=device, dtype=_TORCH_DTYPE) for _ in range(2))
-    product_s = device_s(partial(torch.matmul, left, right), device)
+    product_s = device_s([partial(torch.matmul, left, right)], device)
     return 2 * sizes.copy_bytes / copy_s / 1e9, 2 * n**3 / product_s
 
 
@@ -151,51 +151,49 @@ def ceilings(device: torch.device, sizes: Sizes) -> tuple[float, float]:
 def _kernels(
     device: torch.device, sizes: Sizes, report: Report, copy_gb_s: float, product_flops: float
 ) -> None:
-    kernels = pick_kernels(device, _TORCH_DTYPE)
-    rows = []
-    for batch, context in sizes.decodes:
-        num_bytes, seconds = _attention(device, sizes.kernel_shape, [(context, 1)] * batch)
-        gb_s = num_bytes / seconds / 1e9
-        rows.append(
-            (f"b{batch}, context {context}", us(seconds), f"{gb_s:.4g}", f"{gb_s / copy_gb_s:.2f}")
-        )
+    kernels, shape = pick_kernels(device, _TORCH_DTYPE), sizes.kernel_shape
     title = f"Decode attention of one layer, {kernels.name} kernels"
-    report.add(title, ("sequences", "us", "GB/s of KV", "of the copy"), rows)
+    with report.table(title, ("sequences", "us", "GB/s of KV", "of the copy")) as rows:
+        for batch, context in sizes.decodes:
+            num_bytes, seconds = _attention(device, shape, [(context, 1)] * batch)
+            gb_s = num_bytes / seconds / 1e9
+            name = f"b{batch}, context {context}"
+            rows.append((name, us(seconds), f"{gb_s:.4g}", f"{gb_s / copy_gb_s:.2f}"))
 
-    rows = []
-    for length in sizes.prefills:
-        _, seconds = _attention(device, sizes.kernel_shape, [(0, length)])
-        shape = sizes.kernel_shape
-        flops = 2 * length**2 * shape.num_attention_heads * shape.head_dim / seconds
-        rows.append((f"{length} tokens", us(seconds), tera(flops), f"{flops / product_flops:.2f}"))
     title = f"Prefill attention of one layer, {kernels.name} kernels"
-    report.add(title, ("prompt", "us", "TFLOP/s", "of the product"), rows)
+    with report.table(title, ("prompt", "us", "TFLOP/s", "of the product")) as rows:
+        for length in sizes.prefills:
+            _, seconds = _attention(device, shape, [(0, length)])
+            flops = 2 * length**2 * shape.num_attention_heads * shape.head_dim / seconds
+            name = f"{length} tokens"
+            rows.append((name, us(seconds), tera(flops), f"{flops / product_flops:.2f}"))
 
-    products = []
-    for name, width_in, width_out in _products(sizes.kernel_shape):
-        weight = torch.randn(width_out, width_in, device=device, dtype=_TORCH_DTYPE)
-        linear = Linear(weight)
-        for num_rows in sizes.product_rows:
-            x = torch.randn(num_rows, width_in, device=device, dtype=_TORCH_DTYPE)
-            seconds = device_s(partial(linear, x), device)
-            flops = 2 * num_rows * width_in * width_out / seconds
-            gb_s = weight.nbytes / seconds / 1e9
-            products.append(
-                (
-                    *(f"{name} [{width_in} -> {width_out}], {num_rows} rows", us(seconds)),
-                    *(tera(flops), f"{flops / product_flops:.2f}"),
-                    *(f"{gb_s:.4g}", f"{gb_s / copy_gb_s:.2f}"),
+    header = ("product", "us", "TFLOP/s", "of the product", "GB/s of weights", "of the copy")
+    with report.table("Products of one layer", header) as rows:
+        for name, width_in, width_out in _products(shape):
+            for num_rows in sizes.product_rows:
+                seconds = _product_s(device, num_rows, width_in, width_out)
+                flops = 2 * num_rows * width_in * width_out / seconds
+                gb_s = width_in * width_out * _TORCH_DTYPE.itemsize / seconds / 1e9
+                rows.append(
+                    (
+                        f"{name} [{width_in} -> {width_out}], {num_rows} rows",
+                        *(us(seconds), tera(flops), f"{flops / product_flops:.2f}"),
+                        *(f"{gb_s:.4g}", f"{gb_s / copy_gb_s:.2f}"),
+                    )
                 )
-            )
-    header_of_products = (
-        "product",
-        "us",
-        "TFLOP/s",
-        "of the product",
-        "GB/s of weights",
-        "of the copy",
-    )
-    report.add("Products of one layer", header_of_products, products)
+
+
+def _num_copies(device: torch.device, num_bytes: int) -> int:
+    """So many buffers of this size that no cache holds them; on a CPU one, which is quick."""
+    return 1 if device.type == "cpu" else -(-CACHE_BYTES // num_bytes)
+
+
+def _product_s(device: torch.device, num_rows: int, width_in: int, width_out: int) -> float:
+    copies = _num_copies(device, width_in * width_out * _TORCH_DTYPE.itemsize)
+    shape, x = (width_out, width_in), torch.randn(num_rows, width_in, device=device)
+    linears = [Linear(torch.randn(shape, device=device, dtype=_TORCH_DTYPE)) for _ in range(copies)]
+    return device_s([partial(linear, x.to(_TORCH_DTYPE)) for linear in linears], device)
 
 
 def _products(shape: Shape) -> Iterator[tuple[str, int, int]]:
@@ -211,22 +209,23 @@ def _attention(
     device: torch.device, shape: Shape, sequences: list[tuple[int, int]]
 ) -> tuple[int, float]:
     """Sequences (context, new tokens): bytes of KV that they look at, and seconds."""
-    one_layer = replace(shape, num_hidden_layers=1)
-    layout = kv_layout(model_config(one_layer.hf_config()), _BLOCK_SIZE, _DTYPE)
     lengths = [context + new for context, new in sequences]
+    one_layer = replace(shape, num_hidden_layers=1)
+    num_bytes = sum(lengths) * one_layer.kv_bytes_per_token(_TORCH_DTYPE.itemsize)
+    layers = replace(shape, num_hidden_layers=_num_copies(device, num_bytes))
+    layout = kv_layout(model_config(layers.hf_config()), _BLOCK_SIZE, _DTYPE)
     counts = [-(-length // _BLOCK_SIZE) for length in lengths]
     regions = RegionLayout(layout, 0, 1, 1 + sum(counts))
-    memory = LocalDeviceMemory(regions, 1, str(device))
-    kv = PagedKv(memory, regions, device)
-    for tensor in (kv.layers[0].keys, kv.layers[0].values):
-        tensor.normal_()
+    kv = PagedKv(LocalDeviceMemory(regions, 1, str(device)), regions, device)
+    for layer in kv.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
     batch = _batch(device, sequences, counts)
     width = (sum(new for _, new in sequences), shape.num_attention_heads, shape.head_dim)
     queries = torch.randn(width, device=device, dtype=_TORCH_DTYPE)
-    kernels = pick_kernels(device, _TORCH_DTYPE)
-    attend = partial(kernels.attend, queries, kv.layers[0], batch, batch.groups[0], None)
-    token_bytes = one_layer.kv_bytes_per_token(_TORCH_DTYPE.itemsize)
-    return sum(lengths) * token_bytes, device_s(attend, device)
+    attend = partial(pick_kernels(device, _TORCH_DTYPE).attend, queries)
+    works = [partial(attend, layer, batch, batch.groups[0], None) for layer in kv.layers]
+    return num_bytes, device_s(works, device)
 
 
 def _batch(device: torch.device, sequences: list[tuple[int, int]], counts: list[int]) -> StepBatch:
@@ -276,27 +275,22 @@ def measure_model(
     )
     spec, decoder = random_model(shape.hf_config(), _DTYPE, device)
     engine = lone_engine(decoder, config, spec)
-    rows = []
-    for length in sizes.prefills:
-        deadline.check()
-        samples = [_prefill_s(engine, device, length, seed) for seed in range(_ROUNDS + 1)][1:]
-        seconds = statistics.median(samples)
-        flops = 2 * shape.num_parameters * length
-        rows.append(
-            (f"{length} tokens", ms(seconds), f"{length / seconds:.0f}", tera(flops / seconds))
-        )
     header = ("prompt", "ms to the first token", "tokens/s", "TFLOP/s of products")
-    report.add(f"{name}: prefill", header, rows)
-
-    steps = []
-    for batch in sizes.batches:
-        deadline.check()
-        steps.append(_decode_row(engine, device, shape, batch, sizes.context))
-    header_of_steps = (
+    with report.table(f"{name}: prefill", header) as rows:
+        for length in sizes.prefills:
+            deadline.check()
+            samples = [_prefill_s(engine, device, length, seed) for seed in range(_ROUNDS + 1)][1:]
+            seconds = statistics.median(samples)
+            flops = shape.prefill_flops(length) / seconds
+            rows.append((f"{length} tokens", ms(seconds), f"{length / seconds:.0f}", tera(flops)))
+    columns = (
         *("batch", "ms a step", "tokens/s", "GB/s of weights and KV"),
         *("device ms", "host-only ms", "kernels a layer", "blocking reads a step"),
     )
-    report.add(f"{name}: decode at context {sizes.context}", header_of_steps, steps)
+    with report.table(f"{name}: decode at context {sizes.context}", columns) as rows:
+        for batch in sizes.batches:
+            deadline.check()
+            rows.append(_decode_row(engine, device, shape, batch, sizes.context))
 
 
 def _prefill_s(engine: EngineCore, device: torch.device, length: int, seed: int) -> float:

@@ -34,6 +34,11 @@ def missing() -> list[str]:
             spec = None
         if spec is None:
             found.append(wheel)
+    if not found:
+        try:
+            importlib.import_module("baton.v1.transfer_pb2")
+        except Exception as error:  # noqa: BLE001 - protobuf's VersionError is no ImportError
+            found.append(f"a newer protobuf ({error})")
     return found
 
 
@@ -48,7 +53,7 @@ class DeviceCopy:
         num_bytes = len(sources) * self._bytes_per_block
         source = torch.ones(num_bytes, dtype=torch.uint8, device=self._device)
         target = torch.empty_like(source)
-        return device_s(lambda: target.copy_(source), self._device)
+        return device_s([lambda: target.copy_(source)], self._device)
 
 
 def run(device: torch.device, report: Report) -> None:

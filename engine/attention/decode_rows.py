@@ -12,6 +12,8 @@ import torch
 from engine.step_batch import GroupBatch, StepBatch, to_device
 
 _Ints = npt.NDArray[np.int64]
+MOST_BLOCKS = 1 << 14
+"""Blocks that are gathered at once: what bounds a step's memory where sequences share blocks."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ def decode_rows(
     block_size: int,
     device: torch.device,
 ) -> list[DecodeRows]:
-    """The batch's sequences with one new token, in buckets none of which is half padding."""
+    """The batch's sequences with one new token, in buckets none of which is half padding, nor has
+    more than `MOST_BLOCKS` (one sequence apart)."""
     seqs = np.flatnonzero(np.diff(batch.query_starts) == 1)
     ends = batch.context_lens[seqs] + 1
     begins = np.zeros_like(ends) if window is None else np.maximum(0, ends - window)
@@ -70,7 +73,10 @@ def decode_rows(
 
 
 def _buckets(counts: _Ints) -> Iterator[_Ints]:
-    """Places in `counts`, those of one power of two together."""
+    """Places in `counts`, those of one power of two together as far as they are not too many."""
     powers = np.frexp(counts - 0.5)[1]  # 1 -> 0, 2 -> 1, 3 and 4 -> 2, 5 to 8 -> 3
     for power in np.unique(powers):
-        yield np.flatnonzero(powers == power)
+        places = np.flatnonzero(powers == power)
+        at_once = max(1, MOST_BLOCKS // int(counts[places].max()))
+        for start in range(0, len(places), at_once):
+            yield places[start : start + at_once]

@@ -118,8 +118,9 @@ def _gather(tensor: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 def _attend_decodes(queries: torch.Tensor, kv: LayerKv, rows: DecodeRows) -> torch.Tensor:
     """One query of each sequence: [n, heads, head_dim] -> same shape."""
     keys, values = _gather(kv.keys, rows.blocks), _gather(kv.values, rows.blocks)
+    zero = keys.new_zeros(())  # of the host, it would be copied in, and the host would wait
     for tensor in (keys, values):
-        tensor[rows.junk_rows, :, rows.junk_slots] = 0  # even times 0 it could be NaN
+        tensor[rows.junk_rows, :, rows.junk_slots] = zero  # even times 0 it could be NaN
     per_kv_head = queries.view(len(queries), keys.shape[1], -1, queries.shape[2])
     out = F.scaled_dot_product_attention(per_kv_head, keys, values, attn_mask=rows.visible)
     return out.flatten(1, 2)

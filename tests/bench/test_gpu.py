@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as gpu
-from bench.gpu import speed
+from bench.gpu import part, speed
 from bench.gpu.report import Report
 from tests.bare_machine import bare_environment
 
@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_on_cpu(
-    part: str, folder: Path, environment: dict[str, str] | None = None
+    name: str, folder: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--part", part, "--out", folder],
+        [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--part", name, "--out", folder],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -31,8 +31,9 @@ def run_on_cpu(
     )
 
 
+@pytest.mark.timeout(400)  # a process that runs tests, perhaps beside others
 @pytest.mark.parametrize(
-    ("part", "titles"),
+    ("name", "titles"),
     [
         ("tests", ["tests/engine/gpu"]),
         (
@@ -49,13 +50,13 @@ def run_on_cpu(
     ],
 )
 def test_a_part_runs_where_little_but_torch_is_installed(
-    part: str, titles: list[str], tmp_path: Path
+    name: str, titles: list[str], tmp_path: Path
 ) -> None:
-    run = run_on_cpu(part, tmp_path, bare_environment(tmp_path))
+    run = run_on_cpu(name, tmp_path, bare_environment(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr
-    report = json.loads((tmp_path / f"{part}.json").read_text())
+    report = json.loads((tmp_path / f"{name}.json").read_text())
     assert [table["title"] for table in report["tables"]] == titles
-    text = (tmp_path / f"{part}.md").read_text()
+    text = (tmp_path / f"{name}.md").read_text()
     for table in report["tables"]:
         assert table["rows"]
         assert f"### {table['title']}" in run.stdout
@@ -94,10 +95,20 @@ def test_a_model_that_does_not_fit_is_left_out_with_how_much_is_missing(
     assert why.endswith("GiB are missing")
 
 
-def test_a_failing_test_fails_the_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(part: str, device: torch.device, report: Report) -> None:
-        report.failed = True
+def test_a_part_that_fails_keeps_its_tables_and_no_other_part_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(device: torch.device, report: Report) -> None:
+        with report.table("Half", ("what", "measured")) as rows:
+            rows.append(("copy", "1"))
+            raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(gpu, "run_part", fails)
-    assert gpu.main(["--device", "cpu", "--part", "tests", "--out", str(tmp_path)]) == 1
-    assert json.loads((tmp_path / "tests.json").read_text())["failed"]
+    monkeypatch.setitem(part.RUN, "speed", fails)
+    assert part.main("speed", "cpu", str(tmp_path)) == 1
+    report = json.loads((tmp_path / "speed.json").read_text())
+    assert report["failed"]
+    assert [table["rows"] for table in report["tables"]] == [[["copy", "1"]]]
+    statuses = {"tests": 1, "speed": 2, "transfer": 0}
+    monkeypatch.setattr(gpu, "run_part", lambda name, device, out: statuses.pop(name))
+    assert gpu.main(["--device", "cpu"]) == 1
+    assert not statuses

@@ -26,6 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, *, is_there: bool) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
 
 def test_auto_is_a_gpu_where_torch_can_use_one(
@@ -40,6 +41,16 @@ def test_auto_is_a_gpu_where_torch_can_use_one(
         "device": "cuda",
         "device_reason": "NVIDIA H200",
     }
+
+
+def test_pools_that_need_more_gpus_than_there_are_compute_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu(monkeypatch, is_there=True)
+    main("--gpus", "2")
+    chosen = json.loads(capsys.readouterr().out)
+    assert chosen["device"] == "cpu"
+    assert chosen["device_reason"].startswith("the pools need 2 GPUs, this machine has 1; make")
 
 
 @pytest.mark.parametrize(

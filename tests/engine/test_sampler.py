@@ -227,20 +227,3 @@ def test_a_steps_rows_go_to_the_device_in_one_copy_and_come_back_in_one() -> Non
     with Copies() as copies:  # log-probabilities follow on the tokens
         sample(logits, [replace(GREEDY, logprobs=n) for n in range(len(params))], histories)
     assert (copies.to_device, copies.to_host) == (["to"], ["tolist", "tolist"])
-
-
-@pytest.mark.gpu
-def test_a_gpu_gives_the_tokens_of_the_cpu() -> None:
-    logits = random_logits(6, 5000)
-    params = [
-        GREEDY,
-        SamplingParams(seed=1),
-        SamplingParams(seed=2, top_k=40, temperature=0.7),
-        SamplingParams(seed=3, top_p=0.9, logprobs=3),
-        SamplingParams(seed=4, min_p=0.05),
-        SamplingParams(seed=5, repetition_penalty=1.3, frequency_penalty=0.5),
-    ]
-    histories = [([1, 2, 3], [4, 4, 5])] * len(params)
-    on_cpu = sample(logits, params, histories)
-    on_gpu = sample(logits.cuda(), params, histories)
-    assert ids(on_gpu) == ids(on_cpu)

@@ -77,3 +77,17 @@ def answers(
     engine.check_integrity()
     assert engine.load().num_running == engine.load().num_waiting == 0
     return found
+
+
+def likeliest(engine: EngineCore, prompts: Sequence[np.ndarray]) -> list[dict[int, float]]:
+    """Log-probabilities of the 20 likeliest first tokens of each prompt."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=20)
+    for number, prompt in enumerate(prompts):
+        engine.add(RequestSpec(RequestId(str(number)), prompt, len(prompt), sampling))
+    found: dict[int, dict[int, float]] = {}
+    while engine.has_work():
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                assert event.token.logprobs is not None
+                found[int(event.request_id)] = dict(event.token.logprobs.top)
+    return [found[number] for number in range(len(prompts))]

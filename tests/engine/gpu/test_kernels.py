@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention import decode_rows
 from engine.attention.choice import pick_kernels
 from engine.attention.kernels import AttentionShape, HeadNorms, Kernels, Rotation
 from engine.attention.paged_kv import TORCH_DTYPES, LayerKv, PagedKv
@@ -92,6 +93,21 @@ def test_attention_is_that_of_one_query_at_a_time(
             rows.append((scores.softmax(-1) @ values[:, seen])[:, 0])
             row += 1
     assert relative_error(found, torch.stack(rows)) < LONGEST_ERROR[dtype]
+
+
+@pytest.mark.gpu
+def test_decodes_that_are_gathered_piece_by_piece_see_the_same(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = scene(device, "float32")
+    queries = torch.randn(here.batch.num_tokens, HEADS, DIM).to(device)
+    group = here.batch.groups[0]
+    whole = here.kernels.attend(queries, here.kv, here.batch, group, None)
+    monkeypatch.setattr(decode_rows, "MOST_BLOCKS", 2)
+    kernels = pick_kernels(torch.device("cuda"), torch.float32)
+    pieces = kernels.attend(queries, here.kv, here.batch, group, None)
+    assert len(decode_rows.decode_rows(here.batch, group, None, BLOCK_SIZE, device)) > 3
+    torch.testing.assert_close(pieces, whole)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from tests.engine.gpu.models import (
     answers,
     config_on,
     engine_on,
+    likeliest,
     prompts_of,
     reference_engine,
 )
@@ -47,14 +48,16 @@ def test_a_prompt_whose_kv_is_cached_gets_the_same_tokens(
 def test_first_tokens_are_about_as_likely_in_a_narrow_dtype(
     family: str, dtype: str, device: torch.device
 ) -> None:
-    """One token of each prompt, forced by nothing before it: rounding has not added up."""
+    """One token of each prompt, forced by nothing before it: rounding has not added up. Which one
+    is drawn is chance where two are nearly as likely; how likely each is, is not."""
     prompts = prompts_of([5, 17, 64, 130])
-    expected = answers(reference_engine(family, config_on(device)), prompts)
-    found = answers(engine_on(device, family, config_on(device, dtype)), prompts)
-    for answer, reference in zip(found, expected):
-        if answer.ids[0] == reference.ids[0]:
-            assert answer.logprobs[0] == pytest.approx(reference.logprobs[0], abs=0.5)
-    assert sum(a.ids[0] == r.ids[0] for a, r in zip(found, expected)) >= len(prompts) - 1
+    expected = likeliest(reference_engine(family, config_on(device)), prompts)
+    found = likeliest(engine_on(device, family, config_on(device, dtype)), prompts)
+    for here, reference in zip(found, expected):
+        best = sorted(reference, key=lambda token: -reference[token])[:3]
+        assert {token: here[token] for token in best} == {
+            token: pytest.approx(reference[token], abs=0.5) for token in best
+        }
 
 
 @pytest.mark.gpu
