@@ -67,7 +67,7 @@ class PoolRollout(Checked):
     """With which it waited: with another it is tried anew."""
     max_unavailable: int | None = None
     instead: str = bounded("", max_size=63)
-    """The version that served before, until this one alone does; a partition keeps some of it."""
+    """The version that served before, until this one alone does."""
     has_served: bool = False
     """It alone: it is what served before the next one."""
 

@@ -34,10 +34,6 @@ class Rollout(Checked):
     """Replicas above the pool's size while it is rolled."""
     max_unavailable: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
     """Replicas that may be missing while it is rolled."""
-    partition: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
-    """So many replicas stay at the version that served alone before the newest, or come back to it;
-    where that is gone, at the one that serves. None where it is asked for again, or was of other
-    weights, dtype or block size."""
     ready_timeout: str = bounded("15m", pattern=DURATION, max_size=32)
     """A new version that is not ready by then stops the rollout."""
 

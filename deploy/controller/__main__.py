@@ -47,9 +47,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--pod-monitor-label", action="append", default=[], metavar="NAME=VALUE", type=_label
     )
-    parser.add_argument(
-        "--follow-nodes", action="store_true", help="move workers away from cordoned nodes"
-    )
     parser.add_argument("--health-port", type=int, default=8081, metavar="PORT")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
@@ -112,7 +109,6 @@ def main() -> None:
         identity=f"{os.environ.get('POD_NAME') or socket.gethostname()}-{os.getpid()}",
         release=release,
         namespace=options.namespace,
-        follows_nodes=options.follow_nodes,
     )
     controller = Controller(Kube(connection, FIELD_MANAGER), settings)
     stopping = threading.Event()

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from deploy.controller.informer import Informer, InformerSettings
 from deploy.controller.kube import Kube
 from deploy.controller.manifests.common import CLUSTER_LABEL, Owner
-from deploy.controller.objects import EVERYTHING, Key, Object, Resource, Selection, key_of
+from deploy.controller.objects import Key, Object, Resource, Selection, key_of
 from deploy.controller.resources import (
     DEPLOYMENTS,
-    NODES,
     PODS,
     RAY_CLUSTERS,
     SERVING_CLUSTERS,
@@ -27,10 +26,6 @@ def cluster_keys(obj: Object) -> Iterable[Key]:
     return [Key(metadata["namespace"], name)] if name else []
 
 
-def _is_cordoned(node: Object) -> bool:
-    return bool(node.get("spec", {}).get("unschedulable"))
-
-
 @dataclass(frozen=True)
 class Caches:
     """One informer for each kind; `labelled` ones carry the label of their ServingCluster. Of
@@ -41,18 +36,9 @@ class Caches:
     pods: Informer
     ray_clusters: Informer
     deployments: Informer
-    nodes: Informer | None = None
-    """None: nobody looks which are cordoned."""
 
     @classmethod
-    def of(
-        cls,
-        kube: Kube,
-        namespace: str | None,
-        settings: InformerSettings,
-        *,
-        follows_nodes: bool = False,
-    ) -> Caches:
+    def of(cls, kube: Kube, namespace: str | None, settings: InformerSettings) -> Caches:
         """`namespace`: None follows all of them."""
         everything = Selection(namespace=namespace)
         labelled = Selection(namespace=namespace, labels=CLUSTER_LABEL)
@@ -62,7 +48,6 @@ class Caches:
             pods=Informer(kube, PODS, labelled, settings),
             ray_clusters=Informer(kube, RAY_CLUSTERS, labelled, settings, is_of_others=True),
             deployments=Informer(kube, DEPLOYMENTS, labelled, settings),
-            nodes=Informer(kube, NODES, EVERYTHING, settings) if follows_nodes else None,
         )
 
     def add_handler(self, handler: Callable[[Key], None]) -> None:
@@ -71,20 +56,14 @@ class Caches:
         for informer in self._dependents:
             informer.add_handler(handler, cluster_keys)
         self.pools.add_handler(handler, self._clusters_with)
-        if self.nodes is not None:
-            self.nodes.add_handler(handler, self._clusters_on)
 
     def start(self) -> None:
         for informer in self._all:
             informer.start()
 
     def wait_synced(self, timeout_s: float) -> bool:
-        """Nodes are not waited for: where they may not be read nothing else is wrong."""
         give_up_at = time.monotonic() + timeout_s
-        return all(
-            each.wait_synced(max(0.0, give_up_at - time.monotonic()))
-            for each in (self.clusters, *self._dependents)
-        )
+        return all(each.wait_synced(max(0.0, give_up_at - time.monotonic())) for each in self._all)
 
     def stop(self) -> bool:
         """Every one of them, also where one does not end in time."""
@@ -103,12 +82,6 @@ class Caches:
         of_pools = (key for pool in pools for key in cluster_keys(pool))
         return frozenset(self.clusters.snapshot()).union(of_pools)
 
-    @property
-    def cordoned_nodes(self) -> frozenset[str]:
-        """Names, as far as they are known."""
-        nodes = {} if self.nodes is None else self.nodes.snapshot()
-        return frozenset(key.name for key, node in nodes.items() if _is_cordoned(node))
-
     def _clusters_with(self, pool: Object) -> Iterable[Key]:
         """Those with a pool that is called so, whoever has made this one: of two that have, one
         waits for the other's to go."""
@@ -122,15 +95,6 @@ class Caches:
             )
         ]
 
-    def _clusters_on(self, node: Object) -> Iterable[Key]:
-        """Those with pods on a node that is, or was, cordoned. What else happens to nodes, time and
-        again, concerns none."""
-        if not _is_cordoned(node):
-            return ()
-        name = node["metadata"]["name"]
-        pods = (p for p in self.pods.snapshot().values() if p["spec"].get("nodeName") == name)
-        return dict.fromkeys(key for pod in pods for key in cluster_keys(pod))
-
     @property
     def of_written(self) -> Mapping[Resource, Informer]:
         """Those of kinds that the operator writes, too."""
@@ -142,8 +106,7 @@ class Caches:
 
     @property
     def _all(self) -> tuple[Informer, ...]:
-        nodes = () if self.nodes is None else (self.nodes,)
-        return self.clusters, *self._dependents, *nodes
+        return self.clusters, *self._dependents
 
     @property
     def _dependents(self) -> tuple[Informer, ...]:

@@ -124,9 +124,8 @@ def _condition_happening(kind: str, then: Condition | None, now: Condition) -> H
     if now.reason == "SupervisorSilent":  # of one that is made nobody has heard yet
         return None if then in (None, now) else _warning(now.reason, now.message)
     is_new = then is None or then.reason != now.reason
-    is_wanted = now.is_true or now.reason == "Partitioned"
     if kind == PROGRESSING and is_new and now.reason not in _ROUTINE:
-        return (_normal if is_wanted else _warning)(now.reason, now.message)
+        return (_normal if now.is_true else _warning)(now.reason, now.message)
     return None
 
 

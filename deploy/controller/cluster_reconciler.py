@@ -204,8 +204,8 @@ class ClusterReconciler:
         specs = self._pool_specs(pools)
         ray = self._kuberay.find(key)
         groups = groups_in(ray)
-        cordoned, seen = self._caches.cordoned_nodes, self._caches.pods
-        pods = [Pod.of(pod, cordoned, self._now()) for pod in self._caches.of_cluster(seen, key)]
+        seen = self._caches.of_cluster(self._caches.pods, key)
+        pods = [Pod.of(pod, self._now()) for pod in seen]
         heard = self._fleets.heard(key)
         views = {
             name: pool_view(obj, pool, specs[name], groups, pods, heard)

@@ -12,7 +12,7 @@ from deploy.controller.manifests.cluster_yaml import model_name
 from deploy.controller.manifests.common import ROUTER_PORT, Object
 from deploy.controller.objects import Object as Seen
 from deploy.controller.pool_size import size_problem
-from deploy.controller.pool_status import is_as_partitioned, num_serving
+from deploy.controller.pool_status import num_serving
 from deploy.controller.revisions import cohort_of
 from deploy.controller.rolling import Rolling
 from deploy.controller.rolling_status import progress_status
@@ -129,9 +129,7 @@ def _progressing(view: ClusterView, rolling: Rolling, late: Sequence[str]) -> Ve
     rolled = [
         _noted(f"{name} {pool.updated.num_live} of {pool.replicas} updated", pool_waits(view, pool))
         for name, pool in view.pools.items()
-        if pool.others
-        and pool.updated.num_live != pool.replicas
-        and not is_as_partitioned(pool, rolling.pools[name])
+        if pool.others and pool.updated.num_live != pool.replicas
     ]
     if untold := [name for name, pool in view.pools.items() if pool.is_untold]:
         told = f"the supervisor has yet to find what runs of {', '.join(untold)}"

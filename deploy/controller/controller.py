@@ -45,8 +45,6 @@ class ControllerSettings:
     num_workers: int = 4
     """ServingClusters that are reconciled at once."""
     informers: InformerSettings = field(default_factory=InformerSettings)
-    follows_nodes: bool = False
-    """Workers on cordoned nodes leave them."""
 
 
 class Controller:
@@ -55,9 +53,7 @@ class Controller:
     def __init__(self, kube: Kube, settings: ControllerSettings) -> None:
         self._settings = settings
         self._elector = Elector(kube, settings.lease, settings.identity)
-        self._caches = Caches.of(
-            kube, settings.namespace, settings.informers, follows_nodes=settings.follows_nodes
-        )
+        self._caches = Caches.of(kube, settings.namespace, settings.informers)
         self._caches.add_handler(self._tell)
         self._fleets = FleetWatch(self._tell)
         self._recorder = EventRecorder(kube, kube.field_manager)

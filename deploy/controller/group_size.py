@@ -7,20 +7,17 @@ new size, places that are too many drain, and pods whose place is gone go in one
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from deploy.controller.manifests.ray_cluster import GroupSize
 from deploy.controller.observed import FleetPool, Place, Pod
 
 
-def group_size(
-    replicas: int, pods: Sequence[Pod], pool: FleetPool | None, leaving: Collection[str] = ()
-) -> GroupSize:
+def group_size(replicas: int, pods: Sequence[Pod], pool: FleetPool | None) -> GroupSize:
     """`replicas`: the pool's size; `pods`: all of its group; `pool`: None while the supervisor does
-    not answer, or does not know the pool: then nothing tells what runs where, and nothing goes.
-    `leaving`: names of pods that go whatever is on them, and drain by themselves."""
-    staying = [pod for pod in pods if not (pod.is_going or pod.name in leaving)]
-    going = tuple(sorted({pod.name for pod in pods} - {pod.name for pod in staying}))
+    not answer, or does not know the pool: then nothing tells what runs where, and nothing goes."""
+    staying = [pod for pod in pods if not pod.is_going]
+    going = tuple(sorted(pod.name for pod in pods if pod.is_going))
     if pool is None:
         return GroupSize(max(replicas, len(staying)), going)
     surplus = _surplus(replicas, staying, pool.places)

@@ -103,7 +103,7 @@ def _groups(
         for name, size in rolling.sizes.items():
             group = pool.revisions[name].group or new[name]
             if _has_group(view, pool, name, rolling):
-                size_of_group = group_size_of(view, pool, name, size, rolling.leaving)
+                size_of_group = group_size_of(view, pool, name, size)
                 groups.append(sized(group, size_of_group))
     return groups
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -14,7 +14,6 @@ from deploy.controller.manifests.pods import REVISION_LABEL
 from deploy.controller.objects import Object
 from deploy.controller.pod_waits import waits_for
 
-_UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
 _ENDS_WITHIN = datetime.timedelta(seconds=60)
 """A kubelet that runs has ended a pod so soon after its time is over."""
 _LOST = "its time to end is over, and nobody has ended it: is its node lost?"
@@ -44,14 +43,11 @@ class Pod:
     """Why it does not run; empty: it does, or tells of nothing."""
     component: str = ""
     """What it is of the cluster: head, worker or router."""
-    is_cordoned: bool = False
-    """Its node takes no pods any more."""
     is_lost: bool = False
     """It should have ended, and stays: nobody on its node ends it."""
 
     @classmethod
-    def of(cls, obj: Object, cordoned: Collection[str], now: datetime.datetime) -> Pod:
-        """`cordoned`: names of nodes."""
+    def of(cls, obj: Object, now: datetime.datetime) -> Pod:
         metadata, status = obj["metadata"], obj.get("status", {})
         is_lost = _is_lost(metadata, now)
         labels = metadata.get("labels", {})
@@ -65,7 +61,6 @@ class Pod:
             created_at=metadata.get("creationTimestamp", ""),
             waits_for=_LOST if is_lost else waits_for(obj),
             component=labels.get(COMPONENT_LABEL, ""),
-            is_cordoned=_has_to_leave(obj.get("spec", {}), cordoned),
             is_lost=is_lost,
         )
 
@@ -75,16 +70,6 @@ def _is_lost(metadata: Object, now: datetime.datetime) -> bool:
     if "deletionTimestamp" not in metadata:
         return False
     return now > datetime.datetime.fromisoformat(metadata["deletionTimestamp"]) + _ENDS_WITHIN
-
-
-def _has_to_leave(spec: Object, cordoned: Collection[str]) -> bool:
-    """Its node is cordoned, and it does not tolerate that: another would come to the same node."""
-    return spec.get("nodeName") in cordoned and not any(
-        each.get("key") in (None, "", _UNSCHEDULABLE)
-        and each.get("effect") in (None, "", "NoSchedule")
-        and not each.get("value")
-        for each in spec.get("tolerations") or ()
-    )
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def _untold(view: PoolView) -> tuple[str, str]:
 
 
 def _rolled(view: PoolView, rolling: PoolRolling, waits: str) -> Verdict | None:
-    """None: every worker is of the newest version, or kept at an older one by the partition."""
+    """None: every worker is of the newest version."""
     num_updated, num_old = view.updated.num_live, sum(each.size for each in view.others)
     if not num_old:
         return None
@@ -144,21 +144,7 @@ def _rolled(view: PoolView, rolling: PoolRolling, waits: str) -> Verdict | None:
         error = view.updated.fleet.last_error if view.updated.fleet is not None else ""
         why = with_waits(with_waits(why, error), waits)
         return Verdict(PROGRESSING, False, "RolloutStopped", why)
-    if is_as_partitioned(view, rolling):
-        why = f"{told}, the partition keeps {sum(rolling.partitioned.values())}"
-        return Verdict(PROGRESSING, False, "Partitioned", why)
     return Verdict(PROGRESSING, True, "RollingOut", with_waits(told, waits))
-
-
-def is_as_partitioned(view: PoolView, rolling: PoolRolling) -> bool:
-    """Whether a partition is in force, all workers are live as it wants them, and no others are
-    to be."""
-    kept = rolling.partitioned
-    wanted = {**kept, view.target: view.replicas - sum(kept.values())}
-    return any(kept.values()) and all(
-        each.num_live == wanted[name] if name in wanted else not each.size
-        for name, each in view.revisions.items()
-    )
 
 
 def _degraded(view: PoolView, refused: str) -> Verdict:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from deploy.api.serving_cluster import CohortRollout
-from deploy.api.worker_pool import Rollout
 from deploy.controller.cohort_judgement import Watched
 from deploy.controller.cohort_rollout import (
     CohortPool,
@@ -20,7 +19,6 @@ from deploy.controller.cohort_rollout import (
     cohort_size,
     weights,
 )
-from deploy.controller.cordoned import NOBODY_LEAVES, Leaving, leaving
 from deploy.controller.group_size import group_size
 from deploy.controller.manifests.cluster_yaml import seconds
 from deploy.controller.manifests.ray_cluster import GroupSize, revision_in
@@ -32,9 +30,7 @@ from deploy.controller.rollout import (
     RevisionState,
     Room,
     base,
-    goal,
     next_sizes,
-    rests,
 )
 from deploy.controller.view import ClusterView, PoolView
 
@@ -50,10 +46,6 @@ class PoolRolling:
     """The newest revision does not get ready: what is older serves on."""
     is_taken_back: bool = False
     """The newest revision's cohort was not fit to serve."""
-    leaving: Leaving = NOBODY_LEAVES
-    """Pods on cordoned nodes."""
-    partitioned: Mapping[str, int] = field(default_factory=dict)
-    """Workers that a partition keeps, by revision: of none, or of the one before."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +91,7 @@ def decide(
     return Rolling(pools, progress, weights(progress))
 
 
-def group_size_of(
-    view: ClusterView, pool: PoolView, name: str, size: int, leaving: Leaving = NOBODY_LEAVES
-) -> GroupSize:
+def group_size_of(view: ClusterView, pool: PoolView, name: str, size: int) -> GroupSize:
     """Of a revision's worker group. A pool that is being deleted waits for no supervisor: its pods
     drain by themselves."""
     revision = pool.revisions[name]
@@ -110,8 +100,7 @@ def group_size_of(
     if not view.heard.is_settled:
         return group_size(size, revision.pods, None)
     unknown = FleetPool(size, ())  # it runs nothing that it does not know
-    wanted = size - leaving.replaced.get(name, 0)
-    return group_size(wanted, revision.pods, revision.fleet or unknown, leaving.pods)
+    return group_size(size, revision.pods, revision.fleet or unknown)
 
 
 @dataclass(frozen=True)
@@ -135,7 +124,7 @@ def _pool(
     is_stopped = _is_stopped(pool, watch)
     is_steady = watch.is_steady(seconds(pool.spec.rollout.ready_timeout), now)
     served, sizes = watch.of(pool.target).instead, dict[str, int]()
-    kept, at_rest = {pool.target}, True
+    kept = {pool.target}
     for cohort in sorted(set(cohorts.values())):
         own = [state for name, state in states.items() if cohorts[name] == cohort]
         replicas = share.of(cohort, pool.replicas)
@@ -144,32 +133,22 @@ def _pool(
         if cohort in (share.progress.serving, share.progress.next):
             kept.add(target)
         olds = [state for state in own if state.name != target]
-        # It has shown nothing yet, or is not to have all.
-        is_needed = not watch.of(pool.target).num_live or aim.rollout.partition > 0
-        if olds and target == pool.target and is_needed:
+        if olds and target == pool.target and not watch.of(pool.target).num_live:
             kept.add(base(olds, aim).name)
         holds = is_stopped and target == pool.target
-        found = next_sizes(replicas, aim, own, is_stopped=holds, is_steady=is_steady)
-        at_rest = at_rest and rests(replicas, aim, own, found)
-        sizes |= found
+        sizes |= next_sizes(replicas, aim, own, is_stopped=holds, is_steady=is_steady)
     if (pool.fleet is None or not view.heard.is_settled) and _is_rolled(states, pool.target):
         # Nothing tells what runs where: all stays. A pool that goes drains by itself.
         sizes = {name: 0 if pool.is_going else state.size for name, state in states.items()}
     is_taken_back = share.has_returned(cohorts[pool.target])
-    gone = _leaving(view, pool, sizes, is_stopped=is_stopped, at_rest=at_rest)
-    for name, surge in gone.surge.items():
-        sizes[name] += surge
-    partition = _aim(pool, cohorts[pool.target], served).rollout.partition
-    partitioned = {served: min(partition, pool.replicas)} if partition else {}
-    return PoolRolling(sizes, frozenset(kept), watch, is_stopped, is_taken_back, gone, partitioned)
+    return PoolRolling(sizes, frozenset(kept), watch, is_stopped, is_taken_back)
 
 
 def _looked(watch: ReadyWatch, pool: PoolView, share: _Share, now: datetime.datetime) -> ReadyWatch:
     """Of a pool at zero what was late stays so: it will be wanted again."""
     cohort = pool.updated.revision.cohort
-    watch = _still(pool, watch.of(pool.target))
-    rollout = _aim(pool, cohort, watch.instead).rollout
-    wanted = goal(share.of(cohort, pool.replicas), rollout)
+    watch, rollout = _still(pool, watch.of(pool.target)), pool.spec.rollout
+    wanted = share.of(cohort, pool.replicas)
     if not pool.replicas:
         wanted = 1
     return watch.look(
@@ -190,9 +169,6 @@ def _served(pool: PoolView, watch: ReadyWatch) -> ReadyWatch:
         return watch
     if any(each.size for each in pool.revisions.values() if each is not last):
         return watch
-    is_target = watch.revision == pool.target
-    if is_target and _aim(pool, last.revision.cohort, watch.instead).rollout.partition:
-        return watch
     return watch.alone()
 
 
@@ -207,20 +183,13 @@ def _still(pool: PoolView, watch: ReadyWatch) -> ReadyWatch:
 
 
 def _aim(pool: PoolView, cohort: str, served: str) -> Aim:
-    """Of the pool's revisions of one cohort. A partition keeps what served alone before the newest
-    one: nothing where that is asked for again, or was of another cohort. A cohort that the spec
-    does not name any more goes on with one revision."""
+    """Of the pool's revisions of one cohort. A cohort that the spec does not name any more goes on
+    with one revision."""
     own = [each.state for each in pool.revisions.values() if each.revision.cohort == cohort]
     as_spec = Aim(pool.target, pool.spec.rollout, served)
     if cohort != pool.updated.revision.cohort:
-        return replace(as_spec, target=base(own, as_spec).name, rollout=_whole(pool))
-    if served in {state.name for state in own} - {pool.target}:
-        return as_spec
-    return replace(as_spec, rollout=_whole(pool))
-
-
-def _whole(pool: PoolView) -> Rollout:
-    return replace(pool.spec.rollout, partition=0)
+        return replace(as_spec, target=base(own, as_spec).name)
+    return as_spec
 
 
 def _first_watch(pool: PoolView) -> ReadyWatch:
@@ -241,40 +210,6 @@ def _is_stopped(pool: PoolView, watch: ReadyWatch) -> bool:
     cohort = pool.updated.revision.cohort
     num_own = sum(each.revision.cohort == cohort for each in pool.revisions.values())
     return bool(pool.others) or (bool(pool.replicas) and not watch.num_live and num_own > 1)
-
-
-def _leaving(
-    view: ClusterView,
-    pool: PoolView,
-    sizes: Mapping[str, int],
-    *,
-    is_stopped: bool,
-    at_rest: bool,
-) -> Leaving:
-    """While nothing tells what runs where nobody leaves. `sizes`: what is decided without it."""
-    if pool.fleet is None or not view.heard.is_settled or pool.is_going:
-        return NOBODY_LEAVES
-    return leaving(
-        pool.pods,
-        pool.fleet.places,
-        floor=pool.replicas - pool.spec.rollout.max_unavailable,
-        max_surge=pool.spec.rollout.max_surge,
-        surged=sum(each.size for each in pool.revisions.values()) - sum(sizes.values()),
-        growing=_growing(pool, sizes, is_stopped=is_stopped, at_rest=at_rest),
-    )
-
-
-def _growing(
-    pool: PoolView, sizes: Mapping[str, int], *, is_stopped: bool, at_rest: bool
-) -> list[str]:
-    """Revisions that may have workers beside their size, to stand in for those that leave. Where
-    the newest one does not get ready it is the one that serves instead; of several old ones their
-    sizes would not tell which has some beside."""
-    there = [name for name, size in sizes.items() if size]
-    if is_stopped:
-        olds = [name for name in there if name != pool.target]
-        return olds if len(olds) == 1 else []
-    return there if at_rest else []
 
 
 def _is_rolled(states: Mapping[str, RevisionState], target: str) -> bool:

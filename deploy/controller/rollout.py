@@ -53,8 +53,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Aim:
-    """What a pool is to become. `target`: the revision that it is to have; `rollout`: how, with the
-    partition that is in force; `served`: the revision that did before, empty: none is known."""
+    """`target`: the revision that a pool is to have; `rollout`: how; `served`:
+    the revision that did before, empty: none is known."""
 
     target: str
     rollout: Rollout
@@ -154,13 +154,12 @@ def next_sizes(
     states = {state.name: state for state in revisions}
     states.setdefault(target, RevisionState(target, 0))
     olds = [state for name, state in sorted(states.items()) if name != target]
-    comes_back = is_stopped and bool(olds) and not states[target].num_live
-    is_kept = comes_back or (rollout.partition > 0 and bool(olds))  # also of a pool at zero
+    is_kept = is_stopped and bool(olds) and not states[target].num_live
     if not is_kept and not any(old.size or old.present for old in olds):
         return {name: replicas if name == target else 0 for name in states}
     if is_kept or any(old.size for old in olds):
         kept = base(olds, aim)
-        goals = _goals(replicas, rollout, states[target], olds, kept)
+        goals = {old.name: 0 for old in olds} | {target: replicas}
         if is_stopped:
             goals = _goals_stopped(
                 replicas, rollout, states[target], olds, kept, is_steady=is_steady
@@ -173,44 +172,14 @@ def next_sizes(
     return _grown(replicas + rollout.max_surge, goals, first, states)
 
 
-def rests(
-    replicas: int, aim: Aim, revisions: Sequence[RevisionState], sizes: Mapping[str, int]
-) -> bool:
-    """Whether these are the sizes to stay: of others nothing is left, and nothing more changes once
-    all that is asked for is live."""
-    if any(state.present and not sizes[state.name] for state in revisions):
-        return False
-    whole = [RevisionState(n, size, frozenset(range(size)), size) for n, size in sizes.items()]
-    return next_sizes(replicas, aim, whole) == sizes
-
-
-def goal(replicas: int, rollout: Rollout) -> int:
-    """Workers that the target is to have in the end: all but those of the partition."""
-    return max(0, replicas - rollout.partition)
-
-
 def base(olds: Sequence[RevisionState], aim: Aim) -> RevisionState:
-    """The old revision of which some are kept: by a partition the one that served before, else that
-    which serves most, and where none does the one that did."""
-    is_partitioned = aim.rollout.partition > 0
+    """The old revision of which some are kept: that which serves most, and where none does the one
+    that did."""
 
-    def rank(old: RevisionState) -> tuple[bool, int, bool, int, str]:
-        did = old.name == aim.served
-        return did and is_partitioned, old.num_live, did, old.size, old.name
+    def rank(old: RevisionState) -> tuple[int, bool, int, str]:
+        return old.num_live, old.name == aim.served, old.size, old.name
 
     return max(olds, key=rank)
-
-
-def _goals(
-    replicas: int,
-    rollout: Rollout,
-    target: RevisionState,
-    olds: Sequence[RevisionState],
-    kept: RevisionState,
-) -> dict[str, int]:
-    num_new = goal(replicas, rollout)
-    goals = {old.name: 0 for old in olds} | {target.name: num_new}
-    return goals | {kept.name: replicas - num_new}
 
 
 def _goals_stopped(
@@ -225,14 +194,14 @@ def _goals_stopped(
     """What serves stays, and follows a change of the pool's size; the target is left as it is, with
     one worker more than are live where there is room: should that get live the rollout goes on."""
     num_old = sum(old.size for old in olds)
-    num_new, room = goal(replicas, rollout), replicas + rollout.max_surge
-    wanted_old = replicas - min(target.num_live, num_new)
+    room = replicas + rollout.max_surge
+    wanted_old = replicas - min(target.num_live, replicas)
     if num_old + target.size <= room and not is_steady:  # else the pool has been made smaller
         wanted_old = min(max(num_old, wanted_old), replicas)
     goals = {old.name: old.size for old in olds}
     goals[kept.name] = max(0, kept.size + wanted_old - num_old)
     most = max(0, room - sum(goals.values()))
-    tried = max(target.size, min(target.num_live + 1, num_new))
+    tried = max(target.size, min(target.num_live + 1, replicas))
     return goals | {target.name: min(tried, most, replicas)}
 
 

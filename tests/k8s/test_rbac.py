@@ -28,7 +28,6 @@ from deploy.controller.resources import (
     DEPLOYMENTS,
     GRPC_ROUTES,
     INGRESSES,
-    NODES,
     POD_MONITORS,
     PODS,
     SECRETS,
@@ -105,8 +104,7 @@ def installed(control_plane: ControlPlane) -> Iterator[str]:
     if control_plane.clients.helm is None:
         pytest.skip(NO_HELM)
     with fresh_namespace(kube_of(control_plane)) as namespace:
-        operator = {"replicas": 0, "followNodes": True}
-        values = {"watchNamespaces": [namespace], "operator": operator}
+        values = {"watchNamespaces": [namespace], "operator": {"replicas": 0}}
         _install(control_plane, namespace, values)
         yield namespace
 
@@ -150,9 +148,7 @@ def test_the_operators_life_takes_every_permission_and_no_other(
 
 @contextlib.contextmanager
 def running(connection: Connection, namespace: str, release: Release) -> Iterator[None]:
-    settings = ControllerSettings(
-        Key(namespace, LEASE_NAME), "one", release, namespace, follows_nodes=True
-    )
+    settings = ControllerSettings(Key(namespace, LEASE_NAME), "one", release, namespace)
     controller = Controller(Kube(connection, "baton-controller"), settings)
     controller.start()
     try:
@@ -236,7 +232,7 @@ def test_elsewhere_the_account_of_a_watched_namespace_may_do_nothing(
 ) -> None:
     anybody = _rules_of_anybody(control_plane, installed)
     for elsewhere in ("default", "kube-system"):
-        assert _rules(account, elsewhere) - _of_nodes() <= anybody
+        assert _rules(account, elsewhere) <= anybody
 
 
 @pytest.mark.full
@@ -274,7 +270,6 @@ def test_what_would_open_more_doors_is_refused(installed: str, account: Path) ->
         lambda: kube.merge_patch(PODS, Key(installed, "x"), {"spec": {}}),
         lambda: kube.get(PODS, Key(installed, "x"), "exec"),
         lambda: kube.list(PODS),
-        lambda: kube.merge_patch(NODES, Key("", "node-a"), {"spec": {"unschedulable": True}}),
         lambda: kube.list(CONFIG_MAPS, mine),
         lambda: kube.delete(DEPLOYMENTS, Key(installed, "baton")),
         lambda: kube.delete(SERVING_CLUSTERS, Key(installed, "main")),
@@ -310,11 +305,6 @@ def test_every_verb_on_every_kind_is_granted_or_refused_as_listed(
            for what in ("access", "rules") for name in ("", LEASE_NAME)}  # fmt: skip
     with_any_name = {(g, r, v, n) for g, r, v, _ in needed for n in (LEASE_NAME,)}
     assert allowed == own | needed | with_any_name
-
-
-def _of_nodes() -> set[Rule]:
-    nodes = [each for each in PERMISSIONS if each.where is Where.EVERYWHERE]
-    return {(each.group, each.resource, verb, None) for each in nodes for verb in each.verbs}
 
 
 def _is_allowed(administrator: Kube, user: str, namespace: str, rule: Rule) -> bool:

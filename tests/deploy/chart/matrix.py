@@ -36,7 +36,6 @@ SWITCHES: Mapping[str, Sequence[Values]] = {
             }
         },
     ),
-    "nodes read": ({}, *({"operator": {"followNodes": each}} for each in (True, False))),
     "account": ({}, {"serviceAccount": {"create": False, "name": "123"}},
                 {"serviceAccount": {"name": "other", "annotations": {"a": "b"}}}),
     "rbac": ({}, {"rbac": {"create": False}}),

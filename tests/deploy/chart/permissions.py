@@ -13,7 +13,6 @@ class Where(Enum):
 
     CLUSTERS = "those whose ServingClusters it looks after"
     LEASE = "that of its Lease alone"
-    EVERYWHERE = "none: it is of no namespace"
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,4 @@ PERMISSIONS = (
     Permission("coordination.k8s.io", "leases", frozenset({"create"}), "lead", Where.LEASE),
     Permission("coordination.k8s.io", "leases", frozenset({"get", "patch"}), "lead", Where.LEASE,
                LEASE_NAME),
-    Permission("", "nodes", frozenset({"list", "watch"}), "see which are cordoned",
-               Where.EVERYWHERE),
 )  # fmt: skip

@@ -10,9 +10,6 @@ from tests.deploy.chart.permissions import PERMISSIONS, Where
 Granted = set[tuple[str, str, str, str | None]]
 
 
-NODES = f"baton-{NAMESPACE}-nodes"
-
-
 def granted(role: Object) -> Granted:
     """(group, resource, verb, name) of each thing that may be done."""
     return {
@@ -51,7 +48,6 @@ def test_an_operator_of_all_namespaces_has_a_cluster_role_and_a_role_for_its_lea
     objects = helm.template()
     assert roles(objects) == {
         ("ClusterRole", "", "baton"): needed(Where.CLUSTERS),
-        ("ClusterRole", "", NODES): needed(Where.EVERYWHERE),
         ("Role", NAMESPACE, "baton-lease"): needed(Where.LEASE),
     }
     assert _accounts(objects) == {f"{NAMESPACE}/baton"}
@@ -65,17 +61,6 @@ def test_watched_namespaces_have_a_role_each_and_nothing_reaches_beyond(helm: He
         for name, where in (("baton", Where.CLUSTERS), ("baton-lease", Where.LEASE))
     }
     assert _accounts(objects) == {f"{NAMESPACE}/baton"}
-
-
-def test_nodes_are_read_in_any_scope_where_that_is_asked_for_and_only_then(helm: Helm) -> None:
-    for values in ({"watchNamespaces": ["blue"]}, {}):
-        for is_wanted in (True, False):
-            objects = helm.template(values | {"operator": {"followNodes": is_wanted}})
-            found = {name: each for (_, _, name), each in roles(objects).items() if name == NODES}
-            assert found == ({NODES: needed(Where.EVERYWHERE)} if is_wanted else {})
-            (operator,) = of_kind(objects, "Deployment")
-            (container,) = operator["spec"]["template"]["spec"]["containers"]
-            assert ("--follow-nodes" in container["args"]) is is_wanted
 
 
 def test_each_binding_binds_a_role_that_is_there(helm: Helm) -> None:

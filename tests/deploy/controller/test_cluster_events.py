@@ -144,8 +144,8 @@ def test_what_stays_as_it_is_is_no_news(looks: Looks) -> None:
         ("Progressing", [(True, "SupervisorSilent"), (False, "AsWanted")], []),  # it was just made
         ("Progressing", [(False, "AsWanted"), (True, "SupervisorSilent")],
          [(WARNING, "SupervisorSilent")]),
-        ("Progressing", [(True, "RollingOut"), (True, "SupervisorStarts"), (False, "Partitioned")],
-         [(NORMAL, "RollingOut"), (NORMAL, "Partitioned")]),
+        ("Progressing", [(True, "RollingOut"), (True, "SupervisorStarts"), (False, "AsWanted")],
+         [(NORMAL, "RollingOut")]),
         ("Progressing", [(True, "RollingOut"), (False, "RolloutStopped")],
          [(NORMAL, "RollingOut"), (WARNING, "RolloutStopped")]),
     ],

@@ -76,7 +76,7 @@ def pod(name: str, is_ready: bool = True, is_going: bool = False) -> Pod:
         metadata["deletionTimestamp"] = "2030-01-01T00:00:00Z"
     conditions = [{"type": "Ready", "status": str(is_ready)}]
     now = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
-    return Pod.of({"metadata": metadata, "status": {"conditions": conditions}}, (), now)
+    return Pod.of({"metadata": metadata, "status": {"conditions": conditions}}, now)
 
 
 def test_kubernetes_takes_what_is_its_own() -> None:

@@ -66,10 +66,6 @@ def pods(spec: dict[str, Any], count: int) -> list[Pod]:
     return [Pod(f"{name}-pod-{n}", "decode", True, False, name, "2026") for n in range(count)]
 
 
-def cordoned(spec: dict[str, Any]) -> list[Pod]:
-    return [dataclasses.replace(each, is_cordoned=True) for each in pods(spec, 2)]
-
-
 def served(spec: dict[str, Any], size: int, num_live: int | None = None) -> FleetPool:
     name = name_of(spec)
     num_live = size if num_live is None else num_live
@@ -120,24 +116,6 @@ def test_a_change_surges_while_the_supervisor_speaks_and_waits_while_it_does_not
     assert decided(view(fleet, groups, there)).sizes == {name_of(BEFORE): 2, name_of(SPEC): 1}
     for seen in (view(None, groups, there), view(fleet, groups, there, is_settled=False)):
         assert decided(seen).sizes == {name_of(BEFORE): 2, name_of(SPEC): 0}
-
-
-def test_workers_on_a_cordoned_node_are_replaced_before_the_first_of_them_leaves() -> None:
-    here = cordoned(SPEC)
-    groups, name = [group(SPEC, 2)], name_of(SPEC)
-    seen = view({name: served(SPEC, 2)}, groups, here)
-    assert decided(seen).sizes == {name: 3}
-    there = [*here, pods(SPEC, 3)[2]]
-    seen = view({name: served(SPEC, 3)}, groups, there)
-    rolling = decided(seen)
-    assert rolling.sizes == {name: 3}
-    leaving = rolling.pools["decode"].leaving
-    size = group_size_of(seen, seen.pools["decode"], name, 3, leaving)
-    assert (size.replicas, size.to_delete) == (2, (f"{name}-pod-0",))
-    rolled = view({name_of(BEFORE): served(BEFORE, 2)}, [group(BEFORE, 2)], cordoned(BEFORE))
-    assert decided(rolled).sizes == {name_of(BEFORE): 2, name: 1}  # a surge already
-    unsettled = view({name: served(SPEC, 2)}, groups, here, is_settled=False)
-    assert decided(unsettled).sizes == {name: 2}
 
 
 def test_a_pod_that_nobody_ends_keeps_no_room_from_those_that_roll() -> None:

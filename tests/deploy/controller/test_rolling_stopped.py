@@ -162,22 +162,6 @@ def test_a_version_that_serves_is_known_still_when_its_pool_comes_back_from_zero
     assert rolling.sizes == {name_of(BEFORE): 3, name_of(SPEC): 1}
 
 
-@pytest.mark.parametrize(("num_live", "sizes"), [(0, (2, 1)), (1, (1, 1))])
-def test_a_canary_stays_one_when_its_pool_comes_back_from_zero(
-    num_live: int, sizes: tuple[int, int]
-) -> None:
-    """Also where it was late: what served serves again."""
-    there = {"rollout": Rollout(partition=1)}
-    fleet = {name_of(BEFORE): served(BEFORE, 2), name_of(SPEC): served(SPEC, 1, num_live)}
-    groups, here = [group(BEFORE, 2), group(SPEC, 1)], [*pods(BEFORE, 2), *pods(SPEC, 1)]
-    watches = {"decode": ReadyWatch(name_of(SPEC), 0, NOW, instead=name_of(BEFORE))}
-    rolling = decide(view(fleet, groups, here, **there), None, watches, None, LATER)
-    for replicas in 0, 0, 2:
-        rolling = serves_on(0, restarted(rolling)["decode"], LATER, replicas=replicas, **there)
-        assert rolling.kept == {name_of(BEFORE), name_of(SPEC)}
-    assert tuple(rolling.sizes[name_of(spec)] for spec in (BEFORE, SPEC)) == sizes
-
-
 @pytest.mark.parametrize("level", ["info", "warning", "error"])  # whichever name is greater
 def test_of_old_versions_of_a_pool_at_zero_the_one_that_served_is_known_still(level: str) -> None:
     never = SPEC | {"logLevel": level}

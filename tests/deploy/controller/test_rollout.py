@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -152,23 +151,6 @@ def test_whatever_version_and_size_are_asked_for_meanwhile_the_last_ones_come_to
     assert world.serves() == ({world.target: world.replicas} if world.replicas else {})
 
 
-@given(st.integers(1, 5), rollouts, st.integers(0, 6))
-@settings(max_examples=30, deadline=None)
-def test_a_partition_keeps_so_many_of_the_old_ones(
-    replicas: int, rollout: Rollout, partition: int
-) -> None:
-    world = rolled(replicas, rollout)
-    shape = (rollout.max_surge, rollout.max_unavailable)
-    world.rollout = Rollout(*shape, partition=partition)
-    world.target = "b"
-    world.settle()
-    kept = min(partition, replicas)
-    assert world.serves() == {n: k for n, k in {"a": kept, "b": replicas - kept}.items() if k}
-    world.rollout = rollout  # it is let go
-    world.settle()
-    assert world.serves() == {"b": replicas}
-
-
 @given(st.integers(4, 6), rollouts, st.integers(0, 7))
 @settings(max_examples=30, deadline=None)
 def test_a_stopped_rollout_takes_nothing_old_away_and_old_workers_follow_the_pools_size(
@@ -280,18 +262,6 @@ def test_a_stopped_rollout_that_stays_steady_takes_no_more_than_it_may_and_comes
         world.wait()
     world.settle()
     assert len(world.live) >= replicas - rollout.max_unavailable
-
-
-@pytest.mark.parametrize("partition", [1, 2, 3])
-def test_a_pool_that_comes_back_from_zero_has_what_its_partition_keeps(partition: int) -> None:
-    world = rolled(3, Rollout())
-    world.rollout, world.target = Rollout(partition=partition), "b"
-    world.settle()
-    before = world.serves()
-    for replicas, serves in (0, {}), (3, before):
-        world.replicas = replicas
-        world.settle()
-        assert world.serves() == serves
 
 
 def test_rolling_back_uses_the_old_workers_that_still_run() -> None:

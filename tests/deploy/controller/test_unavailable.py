@@ -54,16 +54,14 @@ def pod(component: str, **status: Any) -> Pod:
     labels = {COMPONENT_LABEL: component}
     if component == "worker":
         labels[POOL_LABEL] = "decode"
-    return Pod.of(
-        {"metadata": {"name": f"a-{component}", "labels": labels}, "status": status}, (), NOW
-    )
+    return Pod.of({"metadata": {"name": f"a-{component}", "labels": labels}, "status": status}, NOW)
 
 
 def test_a_pod_that_nobody_ends_is_told_of_and_one_that_ends_is_not() -> None:
     metadata = {"name": "a", "labels": {POOL_LABEL: "decode"}}
     metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"  # when its grace ends
     for minutes, waits in ((-20, ""), (0, ""), (2, f"pod a: {LOST}")):
-        going = Pod.of({"metadata": metadata}, (), NOW + datetime.timedelta(minutes=minutes))
+        going = Pod.of({"metadata": metadata}, NOW + datetime.timedelta(minutes=minutes))
         view = seen({"decode"}, 1, going)
         assert pool_waits(view, view.pools["decode"]) == waits
 

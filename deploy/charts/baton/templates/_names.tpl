@@ -88,11 +88,6 @@ become one. */ -}}
 {{- $scopes | toJson -}}
 {{- end -}}
 
-{{- /* Whether the operator reads nodes, which are of no namespace. */ -}}
-{{- define "baton.followsNodes" -}}
-{{- with .Values.operator.followNodes }}{{ . }}{{ else }}{{ and (kindIs "invalid" .Values.operator.followNodes) (empty .Values.watchNamespaces) }}{{ end -}}
-{{- end -}}
-
 {{- /* What a client of the first ServingCluster is to show and to trust, as options of `baton`. */ -}}
 {{- define "baton.credentials" -}}
 {{- $router := .Values.cluster.spec.router | default dict -}}

@@ -61,10 +61,3 @@ says what for, and the tests hold the code to it. */ -}}
   resourceNames: [baton-controller]
   verbs: [get, patch]
 {{- end -}}
-
-{{- /* What it asks of nodes. */ -}}
-{{- define "baton.nodePermissions" -}}
-- apiGroups: [""]
-  resources: [nodes]
-  verbs: [list, watch]
-{{- end -}}
