@@ -16,9 +16,9 @@ pools:
 """
 
 
-def told(cohort: str = "new", text: str = TOLD) -> PoolSettings:
-    """Of a pool that AddPool tells of."""
-    return told_settings("decode-1b2c3", text, cohort)
+def told(text: str = TOLD) -> PoolSettings:
+    """Of a pool that AddPool brings."""
+    return told_settings("decode-1b2c3", text)
 
 
 def settings_of(
