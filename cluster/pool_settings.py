@@ -109,7 +109,8 @@ def told_settings(name: str, text: str) -> PoolSettings:
 
 
 def common_dtype(pools: Iterable[PoolSettings]) -> str | None:
-    """The dtype for pools that leave it open; None: undecided. KV is exchanged in one dtype only."""
+    """The dtype for pools that leave it open: KV is exchanged in one dtype only. None: not decided
+    yet."""
     return next((each.dtype for each in pools if each.dtype), None)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from baton.config import ClusterConfig, read_config
 from baton.errors import BatonError
 from cluster.pool_book import PoolBook
-from cluster.pool_settings import ModelSource, PoolSettings, own_settings
+from cluster.pool_settings import ModelSource, PoolSettings, common_dtype, own_settings
 from cluster.role_plan import Role, RolePlan
 
 log = logging.getLogger(__name__)
@@ -23,8 +23,8 @@ def state_file(run_dir: Path) -> Path:
 
 
 class SupervisorState:
-    """Own the file: where the supervisor listens, its pools' settings and sizes, the roles that are
-    away or coming back, and the fingerprint of the model that serves."""
+    """Own the file: where the supervisor listens, its pools' settings, sizes and common dtype, the
+    roles that are away or coming back, and the fingerprint of the model that serves."""
 
     def __init__(self, run_dir: Path, cluster: ClusterConfig) -> None:
         self._path = state_file(run_dir)
@@ -36,6 +36,7 @@ class SupervisorState:
             "role_plans": {},
             "told_pools": {},
             "removed_pools": [],
+            "dtype": None,
             "away": [],
             "model_fingerprint": "",
         }
@@ -71,6 +72,8 @@ class SupervisorState:
 
     def _restore_pool(self, book: PoolBook, settings: PoolSettings) -> None:
         name, shape = settings.name, settings.shape
+        if (dtype := self._kept["dtype"]) is not None:
+            settings = settings.with_dtype(dtype)
         replicas: int = self._kept["desired"].get(name, shape.replicas)
         book.add(settings, min(replicas, shape.max_replicas))
         plan = self._kept["role_plans"].get(name)
@@ -90,6 +93,7 @@ class SupervisorState:
             "role_plans": {name: vars(plan) for name, plan in book.role_plans().items()},
             "told_pools": {name: _written(settings) for name, settings in told.items()},
             "removed_pools": sorted(self._own.keys() - (pools.keys() - told.keys())),
+            "dtype": common_dtype(pools.values()),
             "away": sorted(role.value for role in book.away),
             "model_fingerprint": model_fingerprint.hex(),
         }
