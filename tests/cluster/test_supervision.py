@@ -18,7 +18,7 @@ import pytest
 
 from baton.config import ClusterConfig, parse_config
 from baton.control_client import ControlClient
-from baton.errors import ConfigError, InUseError
+from baton.errors import ConfigError, InUseError, OtherModelError
 from baton.v1 import common_pb2, control_pb2
 from cluster.places import Spot
 from cluster.pool_book import PoolBook
@@ -301,6 +301,49 @@ async def test_a_pool_on_its_way_back_from_zero_is_still_after_a_restart_until_a
         supervision._registry.heartbeat(stream, Progress(False, 0.0, None), b"", draining=False)
         assert await returning(control) == []
         await until(lambda: kept_away(tmp_path) == [])
+    supervision.stop()
+    await asyncio.wait_for(running, 10)
+
+
+def kept_fingerprint(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "supervisor.json").read_text())["model_fingerprint"])
+
+
+async def test_the_model_that_served_before_a_restart_is_the_only_one_after_it(
+    tmp_path: Path,
+) -> None:
+    supervision = supervision_over(Keeps(), cluster_of(), tmp_path)
+    running = asyncio.create_task(supervision.run(lambda address: None))
+    await until(lambda: supervision._keepers)
+    supervision._registry.register(Registration("all-0", 1, "all", b"", "demo", b"one"))
+    await until(lambda: kept_fingerprint(tmp_path) == b"one".hex())
+    running.cancel()
+    await asyncio.wait({running})
+
+    told = asyncio.get_running_loop().create_future()
+    supervision = supervision_over(Keeps(), cluster_of(), tmp_path)
+    running = asyncio.create_task(supervision.run(told.set_result))
+    with ControlClient(await told) as control:
+        assert (await asyncio.to_thread(control.fleet)).model_fingerprint == b"one"
+    with pytest.raises(OtherModelError, match=r"worker all-0 loaded .*models/demo: "):
+        supervision._registry.register(Registration("all-0", 2, "all", b"", "demo", b"two"))
+    supervision.stop()
+    await asyncio.wait_for(running, 10)
+
+
+async def test_an_added_pool_of_another_model_is_refused_before_anything_is_looked_for(
+    tmp_path: Path,
+) -> None:
+    adopts, told = Adopts(), asyncio.get_running_loop().create_future()
+    supervision = supervision_over(adopts, cluster_of(replicas=0), tmp_path)
+    running = asyncio.create_task(supervision.run(told.set_result))
+    with (
+        ControlClient(await told) as control,
+        pytest.raises(ConfigError, match=r"model: must be .*models/demo, .* not other") as caught,
+    ):
+        await asyncio.to_thread(control.add_pool, "more", TOLD + "model: other", 1)
+    assert caught.value.field == "model"
+    assert adopts.looked_for in ([], [{"all": 1}])
     supervision.stop()
     await asyncio.wait_for(running, 10)
 
