@@ -10,7 +10,7 @@ from typing import Protocol
 
 from baton.errors import BatonError
 from baton.v1 import control_pb2
-from cluster.pool_settings import PoolSettings, told_settings
+from cluster.pool_settings import PoolSettings, added_settings
 from cluster.registry import Registry, WorkerState
 from cluster.role_plan import RolePlan
 
@@ -88,7 +88,7 @@ class PoolChanges:
 
     async def add(self, name: str, text: str, replicas: int) -> None:
         """`text` is a cluster file that defines the pool. A repeated call waits for the first."""
-        told = told_settings(name, text)
+        told = added_settings(name, text)
         key = (name, told.digest)
         addition = self._additions.get(key)
         if addition is None:

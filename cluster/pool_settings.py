@@ -96,7 +96,7 @@ def own_settings(cluster: ClusterConfig) -> dict[str, PoolSettings]:
     return {name: PoolSettings(name, cluster) for name in cluster.pools}
 
 
-def told_settings(name: str, text: str) -> PoolSettings:
+def added_settings(name: str, text: str) -> PoolSettings:
     """Of a pool that AddPool brings. Raises ConfigError, which names the key."""
     source = f"pool {name}"
     config = read_config(text, source=source)

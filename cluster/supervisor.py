@@ -6,9 +6,9 @@ the highest. kill -9 of this process stops nothing: Ray starts it again, it list
 port, adopts, and the workers register anew; who leaves a pool is chosen once all of it have, or
 are taken for hung, for one of them may be leaving already.
 
-Each pool has settings of its own, from the cluster's file or from AddPool. What must
-survive a restart (port, added pools, sizes, role plans, roles that are away or on their way back,
-the model's fingerprint) lies in the run directory.
+Each pool has settings of its own, from the cluster's file or from AddPool. The run directory holds
+what must survive a restart: port, added pools, sizes, role plans, roles that are away or on their
+way back, the model's fingerprint.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ class Supervision:
         self._state = SupervisorState(run_dir, cluster)
         self._not_kept = ""  # why what follows from workers could not be written
         self._registry = Registry(
-            cluster.registry, time.monotonic, True, self._state.model_fingerprint
+            cluster.registry,
+            time.monotonic,
+            keeps_pools=True,
+            model_fingerprint=self._state.model_fingerprint,
         )
         self._state.restore(self._registry.pools)
         self._changes = Changes()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.config import ClusterConfig, read_config
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from cluster.pool_book import PoolBook
 from cluster.pool_settings import ModelSource, PoolSettings, common_dtype, own_settings
 from cluster.role_plan import Role, RolePlan
@@ -34,7 +34,7 @@ class SupervisorState:
             "listen": f"{cluster.control.host}:{cluster.control.port}",
             "desired": {},
             "role_plans": {},
-            "told_pools": {},
+            "added_pools": {},
             "removed_pools": [],
             "dtype": None,
             "away": [],
@@ -58,13 +58,13 @@ class SupervisorState:
     def restore(self, book: PoolBook) -> None:
         """Fill an empty book: the pools of the cluster's own file, and all changes since."""
         book.bind_model(ModelSource.of(self._cluster))
-        told_pools = self._kept["told_pools"]
+        added_pools = self._kept["added_pools"]
         for name, settings in self._own.items():
-            if name in told_pools:
+            if name in added_pools:
                 log.warning("pool %s: AddPool's settings replace those of the cluster's file", name)
             elif name not in self._kept["removed_pools"]:
                 self._restore_pool(book, settings)
-        for name, told in told_pools.items():
+        for name, told in added_pools.items():
             config = read_config(told["config"], source=f"pool {name}")
             digest = bytes.fromhex(told["digest"])
             self._restore_pool(book, PoolSettings(name, config, digest))
@@ -75,7 +75,11 @@ class SupervisorState:
         if (dtype := self._kept["dtype"]) is not None:
             settings = settings.with_dtype(dtype)
         replicas: int = self._kept["desired"].get(name, shape.replicas)
-        book.add(settings, min(replicas, shape.max_replicas))
+        try:
+            book.add(settings, min(replicas, shape.max_replicas))
+        except ConfigError as error:  # the cluster's file names another model by now
+            log.error("%s; the pool is dropped", error.message)
+            return
         plan = self._kept["role_plans"].get(name)
         if plan is not None:
             try:
@@ -91,7 +95,7 @@ class SupervisorState:
             "listen": listen,
             "desired": book.desired_replicas(),
             "role_plans": {name: vars(plan) for name, plan in book.role_plans().items()},
-            "told_pools": {name: _written(settings) for name, settings in told.items()},
+            "added_pools": {name: _written(settings) for name, settings in told.items()},
             "removed_pools": sorted(self._own.keys() - (pools.keys() - told.keys())),
             "dtype": common_dtype(pools.values()),
             "away": sorted(role.value for role in book.away),

@@ -171,9 +171,9 @@ class Worker:
         log.info("%s serves at %s", self._config.worker_id, self.address)
 
     def fail(self, part: str, error: BaseException) -> None:
-        """A part has failed: nothing here can be relied on any more. The first error is told."""
+        """A part has failed: the worker must end. `serve` raises the first error."""
         if self._failure is None:
-            if isinstance(error, OtherModelError):  # no fault of a part: it is told as it is
+            if isinstance(error, OtherModelError):  # the registry's refusal, and no part's fault
                 self._failure = error
             else:
                 log.critical("%s: %s failed", self._config.worker_id, part, exc_info=error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.config import ClusterConfig, PoolConfig
 from cluster.config import SupervisorConfig
-from cluster.pool_settings import PoolSettings, told_settings
+from cluster.pool_settings import PoolSettings, added_settings
 from cluster.role_plan import Role
 
 TOLD = """
@@ -18,7 +18,7 @@ pools:
 
 def told(text: str = TOLD) -> PoolSettings:
     """Of a pool that AddPool brings."""
-    return told_settings("decode-1b2c3", text)
+    return added_settings("decode-1b2c3", text)
 
 
 def settings_of(

@@ -17,7 +17,7 @@ from cluster import agreed_dtype, rank
 from cluster.agreed_dtype import with_agreed_dtype
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
-from cluster.pool_settings import told_settings
+from cluster.pool_settings import added_settings
 from cluster.rank import Rank, build_rank, free_port
 from cluster.registration import worker_info
 from cluster.registry import Registry
@@ -34,14 +34,14 @@ POOLS = "pools: {p: {role: prefill}, d: {role: decode, engine: {device: cuda}}}\
 def config_of(folder: Path, control: str) -> WorkerConfig:
     """Of a worker whose model is named in float32: that is what it would compute in anywhere."""
     (folder / "config.json").write_text(json.dumps({"dtype": "float32"}))
-    cluster = told_settings("p", POOLS + f"model: {folder}").config
+    cluster = added_settings("p", POOLS + f"model: {folder}").config
     return worker_config(cluster, "p", "p-0", control)
 
 
 def registry_of(*pools: str) -> Registry:
     registry = Registry(RegistryConfig(), time.monotonic)
     for pool in pools:
-        registry.pools.add(told_settings(pool, POOLS), 1)
+        registry.pools.add(added_settings(pool, POOLS), 1)
     return registry
 
 
@@ -85,7 +85,7 @@ async def test_a_registry_that_is_not_there_yet_is_asked_again(
     registry = registry_of()  # which has yet to be told of the pool, too
     async with serve(registry, Changes(), control):
         await asyncio.wait({asking}, timeout=0.05)
-        registry.pools.add(told_settings("p", POOLS), 1)
+        registry.pools.add(added_settings("p", POOLS), 1)
         registry.pools.agree_dtype("p", "bfloat16")
         assert await asyncio.wait_for(asking, 10) == "bfloat16"
 

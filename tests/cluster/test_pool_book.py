@@ -19,9 +19,9 @@ from cluster.pool_book import PoolBook
 from cluster.pool_settings import (
     ModelSource,
     PoolSettings,
+    added_settings,
     num_gpus_wanted,
     num_ranks,
-    told_settings,
 )
 from cluster.role_plan import Role
 from tests.cluster.pool_settings import TOLD, settings_of, told
@@ -232,7 +232,7 @@ def test_a_place_is_told_from_its_opening_with_its_pod_as_soon_as_it_has_one() -
 
 
 def torch_pool(name: str, dtype: str = "auto") -> PoolSettings:
-    return told_settings(name, f"pools: {{{name}: {{role: mixed, engine: {{dtype: {dtype}}}}}}}")
+    return added_settings(name, f"pools: {{{name}: {{role: mixed, engine: {{dtype: {dtype}}}}}}}")
 
 
 def dtypes(book: PoolBook) -> dict[str, str]:

@@ -23,7 +23,7 @@ from baton.v1 import control_pb2
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
 from cluster.pool_changes import PoolChanges, Unbacked
-from cluster.pool_settings import PoolSettings, told_settings
+from cluster.pool_settings import PoolSettings, added_settings
 from cluster.registry import Registration, Registry
 from tests.cluster.pool_settings import settings_of
 
@@ -54,7 +54,7 @@ async def test_a_pool_is_added_shrunk_and_removed_while_the_registry_serves() ->
             await asyncio.to_thread(control.add_pool, "decode-2", TEXT, 2)
         told = (await pools_told(control))["decode-2"]
         assert told.desired_replicas == 2
-        assert told.settings_digest == told_settings("decode-2", TEXT).digest
+        assert told.settings_digest == added_settings("decode-2", TEXT).digest
         assert await asyncio.to_thread(control.set_replicas, "decode-2", 0) == 2
         await asyncio.to_thread(control.remove_pool, "decode-2")
         assert list(await pools_told(control)) == ["decode"]

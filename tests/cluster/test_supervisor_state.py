@@ -10,7 +10,7 @@ import pytest
 from baton.config import ClusterConfig, PoolConfig
 from baton.errors import ConfigError
 from cluster.pool_book import PoolBook
-from cluster.pool_settings import told_settings
+from cluster.pool_settings import added_settings
 from cluster.role_plan import Role, RolePlan
 from cluster.supervisor_state import SupervisorState, state_file
 from tests.cluster.pool_settings import TOLD, told
@@ -93,7 +93,7 @@ def test_a_pool_of_the_file_that_was_removed_and_told_anew_is_the_one_that_was_t
     book = restored(tmp_path)
     book.set_replicas("both", 0)
     book.remove("both")
-    book.add(told_settings("both", "pools: {both: {role: decode}}"), 1)
+    book.add(added_settings("both", "pools: {both: {role: decode}}"), 1)
     kept(book, tmp_path)
     again = restored(tmp_path)
     assert again.settings("both").role is Role.DECODE
@@ -116,6 +116,17 @@ def test_the_file_is_written_once_also_where_nothing_differs_from_the_start(tmp_
     state.restore(book := PoolBook())
     state.keep(state.listen, book, b"")
     assert state_file(tmp_path).exists()
+
+
+def test_an_added_pool_of_another_model_than_the_file_names_by_now_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    book = restored(tmp_path)
+    book.add(told(), 1)
+    kept(book, tmp_path)
+    again = restored(tmp_path, dataclasses.replace(CLUSTER, tokenizer="org/t"))
+    assert list(again.all_settings()) == ["prefill", "both"]
+    assert "pool decode-1b2c3: tokenizer: must be org/t" in caplog.text
 
 
 def test_no_pool_of_another_model_than_the_file_s_is_added_after_a_restart(tmp_path: Path) -> None:
