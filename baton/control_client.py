@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -72,35 +72,21 @@ class ControlClient:
             raise InvalidRequestError(f"role plan: {error}", field="plan") from error
         self._call("SetRolePlan", control_pb2.SetRolePlanRequest(pool=pool, plan=plan))
 
-    def add_pool(self, pool: str, config: str, replicas: int, cohort: str = "") -> None:
-        """Make a pool known. `config`: a cluster file, in YAML, in which it stands."""
-        request = control_pb2.AddPoolRequest(
-            pool=pool, config=config, replicas=replicas, cohort=cohort
-        )
+    def add_pool(self, pool: str, config: str, replicas: int) -> None:
+        """Add a pool. `config` is a cluster file, in YAML, that defines the pool and names the
+        cluster's model."""
+        request = control_pb2.AddPoolRequest(pool=pool, config=config, replicas=replicas)
         self._call("AddPool", request, _ADD_POOL_TIMEOUT_S)
 
-    def agree_dtype(self, pool: str, dtype: str) -> str | None:
-        """What a pool's workers compute in, where one that has yet to load would compute in
-        `dtype`. None: a registry of a former release, which has them decide for themselves."""
+    def agree_dtype(self, pool: str, dtype: str) -> str:
+        """The dtype in which a pool's workers compute. `dtype` is what one of them proposes before
+        it loads the model."""
         request = control_pb2.AgreeDtypeRequest(pool=pool, dtype=dtype)
-        try:
-            return str(self._call("AgreeDtype", request).dtype)
-        except UnavailableError as error:
-            cause = error.__cause__
-            if isinstance(cause, grpc.RpcError):
-                failure = cast(status.RpcFailure, cause)
-                if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    return None
-            raise
+        return str(self._call("AgreeDtype", request).dtype)
 
     def remove_pool(self, pool: str) -> None:
         """Forget a pool that has no size and no places any more."""
         self._call("RemovePool", control_pb2.RemovePoolRequest(pool=pool))
-
-    def set_cohort_weights(self, weights: Mapping[str, int]) -> None:
-        """How new requests are divided among cohorts; one that is not named gets none."""
-        request = control_pb2.SetCohortWeightsRequest(weights=dict(weights))
-        self._call("SetCohortWeights", request)
 
     def drain(self, worker_id: str) -> None:
         self._call("Drain", control_pb2.ControlServiceDrainRequest(worker_id=worker_id))

@@ -12,6 +12,7 @@ BatonError
 ├── PoisonError            the request ran on two workers that died
 ├── InUseError             what is to go is still in use
 ├── NotResumableError      nothing is kept any more from which to resume
+├── OtherModelError        a worker loaded another model than the cluster serves
 ├── UnauthenticatedError   no bearer token, or none that the router knows
 ├── PermissionDeniedError  the token is another tenant's; names the field
 ├── UnavailableError       no fleet, no answer
@@ -82,6 +83,10 @@ class InUseError(BatonError):
 
 class NotResumableError(BatonError):
     reason, grpc_status = "NOT_RESUMABLE", "FAILED_PRECONDITION"
+
+
+class OtherModelError(BatonError):
+    reason, grpc_status = "OTHER_MODEL", "FAILED_PRECONDITION"
 
 
 class UnauthenticatedError(BatonError):

@@ -28,6 +28,8 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def print_fleet(fleet: Fleet) -> None:
+    if fleet.model_fingerprint:
+        render.out().print(f"model fingerprint {fleet.model_fingerprint.hex()}", style="dim")
     _print_pools(fleet)
     registered = {worker.info.ref.worker_id for worker in fleet.workers}
     for pool in fleet.pools:
@@ -57,22 +59,11 @@ def print_fleet(fleet: Fleet) -> None:
 
 
 def _print_pools(fleet: Fleet) -> None:
-    """With the cohort and its share of new requests, where there are several."""
-    weights = {pool.cohort: pool.cohort_weight for pool in fleet.pools}
-    total = sum(weights.values())
-    columns, rows = ["pool", "role", ">live"], []
-    if len(weights) > 1:
-        columns += ["cohort", ">new requests"]
-    for pool in fleet.pools:
-        row = [
-            pool.name,
-            role_name(pool.role),
-            f"{pool.live_replicas} of {pool.desired_replicas}",
-            pool.cohort or "first",
-            f"{pool.cohort_weight / total:.0%}" if total else "-",
-        ]
-        rows.append(row[: len(columns)])
-    render.print_table("Pools", columns, rows)
+    rows = [
+        [pool.name, role_name(pool.role), f"{pool.live_replicas} of {pool.desired_replicas}"]
+        for pool in fleet.pools
+    ]
+    render.print_table("Pools", ("pool", "role", ">live"), rows)
 
 
 def _worker_row(worker: control_pb2.FleetWorker) -> list[str]:

@@ -1,7 +1,7 @@
 """Which workers of a fleet can exchange KV with no other.
 
-That is no error: while weights or settings are rolled out, a fleet has two kinds of workers. But
-one that stays alone serves at most what it can prefill and decode by itself, so it is told of.
+All workers of a cluster run one model, but pools may set another dtype or block size. A worker
+without partners serves only what it can prefill and decode by itself, so `baton status` names it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _NAMED = 3
 
 
 def unpaired(fleet: control_pb2.WatchFleetResponse) -> dict[str, str]:
-    """What to say of each live worker whose partners all run other weights or settings, by its id.
+    """A message for each live worker that shares its kind of KV with no partner, by worker id.
 
-    Partners are the workers that are not gone and take on the other half of a request.
+    Partners are the workers that are not gone and can run the other half of a request.
     """
     here = [
         worker.info for worker in fleet.workers if worker.state != control_pb2.WORKER_STATE_GONE
@@ -50,7 +50,10 @@ def _difference(mine: control_pb2.WorkerInfo, others: Sequence[control_pb2.Worke
             f"computes in {mine.dtype}, unlike {partners}: it pairs with none; "
             "engine.dtype names one for all"
         )
-    return f"runs other weights or settings than {partners}: it pairs with none"
+    return (
+        f"has other KV than {partners}: it pairs with none; engine.dtype and engine.block_size "
+        "must be the same in all pools"
+    )
 
 
 def _are_partners(one: control_pb2.WorkerInfo, other: control_pb2.WorkerInfo) -> bool:

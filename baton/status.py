@@ -19,8 +19,8 @@ T = TypeVar("T")
 DOMAIN = "baton.dev"
 DETAILS_KEY = "grpc-status-details-bin"
 _MAX_ERROR_BYTES = 500
-# In the ErrorInfo of a router that shuts down: whether it had begun the request. The reason stays
-# UNAVAILABLE: that is what a client of a former release goes on with elsewhere.
+# In the ErrorInfo of a router that shuts down: whether it had begun the request. The reason is
+# UNAVAILABLE, so every client tries another router.
 _SHUTTING_DOWN, _BEGUN, _NOT_BEGUN = "shutting_down", "begun", "not_begun"
 
 _BY_REASON: dict[str, type[BatonError]] = {

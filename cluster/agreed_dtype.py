@@ -1,9 +1,9 @@
 """`engine.dtype: auto` of a worker in a pod: nobody could decide before it was started, since the
 workers' own pods alone have a folder of the model (see `cluster.auto_settings`).
 
-Each worker asks the registry before it loads anything, and says what it would compute in by itself.
-The first one of a cohort decides for all: ranks and roles that decided for themselves, on unlike
-devices, would never pair.
+Each worker asks the registry before it loads the model, and proposes the dtype it would choose by
+itself. The first proposal decides for all pools that leave the dtype open. Workers on unlike
+devices could choose unlike dtypes, and would then never pair.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def with_agreed_dtype(config: WorkerConfig, model: str) -> WorkerConfig:
     own = choose_dtype(model, [device_of(engine).type])
     dtype, reason = _agreed(config, own.dtype), own.reason
     if dtype != own.dtype:
-        reason = f"its cohort does; {own.dtype} by itself"
+        reason = f"agreed with the other workers; {own.dtype} by itself"
     log.info("%s computes in %s: %s", config.pool, dtype, reason)
     return dataclasses.replace(config, engine=dataclasses.replace(engine, dtype=dtype))
 
@@ -47,7 +47,7 @@ def _agreed(config: WorkerConfig, own: str) -> str:
     with ControlClient(config.control_address) as control:
         while True:
             try:
-                return control.agree_dtype(config.pool, own) or own
+                return control.agree_dtype(config.pool, own)
             except (
                 NotFoundError,
                 UnavailableError,

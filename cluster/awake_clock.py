@@ -12,10 +12,10 @@ Clock = Callable[[], float]
 
 
 class AwakeClock:
-    """Counts seconds from one look to the next, but no more than `longest_s` for each.
+    """Counts seconds from one `look` to the next, but no more than `longest_s` for each.
 
-    It must be looked at more often than that. What is counted of a longer gap keeps time going for
-    an owner that is late at every look.
+    Its owner must look more often than that. A longer gap still counts for `longest_s`, so time
+    goes on for an owner that is late at every look. A call reads the time and changes nothing.
     """
 
     def __init__(self, clock: Clock, longest_s: float) -> None:
@@ -25,7 +25,10 @@ class AwakeClock:
         self._awake_s = 0.0
 
     def __call__(self) -> float:
+        return self._awake_s + min(self._clock() - self._looked_at, self._longest_s)
+
+    def look(self) -> None:
+        """Count the time since the last look."""
         now = self._clock()
         self._awake_s += min(now - self._looked_at, self._longest_s)
         self._looked_at = now
-        return self._awake_s

@@ -19,7 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from baton.errors import BatonError, NotFoundError
+from baton.errors import BatonError, NotFoundError, OtherModelError
 from baton.grpc_options import accepts_pings
 from baton.pairing import unpaired
 from baton.status import abort, first_message
@@ -73,10 +73,11 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                 grpc.StatusCode.INVALID_ARGUMENT, "the first message must carry `worker`"
             )
         ref = first.worker.ref
-        mine = Registration(
-            ref.worker_id, ref.incarnation, first.worker.pool, first.worker.SerializeToString()
-        )
-        stream = self._registry.register(mine)
+        try:
+            stream = self._registry.register(_registration(first.worker))
+        except OtherModelError as error:
+            log.error("%s", error.message)
+            await abort(context, error)
         if stream is None:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -176,7 +177,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def AddPool(  # noqa: N802
         self, request: control_pb2.AddPoolRequest, context: Context
     ) -> control_pb2.AddPoolResponse:
-        added = self._pools.add(request.pool, request.config, request.cohort, request.replicas)
+        added = self._pools.add(request.pool, request.config, request.replicas)
         await self._change(context, added)
         return control_pb2.AddPoolResponse()
 
@@ -194,12 +195,6 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     ) -> control_pb2.RemovePoolResponse:
         await self._change(context, self._pools.remove(request.pool))
         return control_pb2.RemovePoolResponse()
-
-    async def SetCohortWeights(  # noqa: N802
-        self, request: control_pb2.SetCohortWeightsRequest, context: Context
-    ) -> control_pb2.SetCohortWeightsResponse:
-        await self._change(context, self._pools.set_cohort_weights(dict(request.weights)))
-        return control_pb2.SetCohortWeightsResponse()
 
     async def _change(self, context: Context, change: Awaitable[T]) -> T:
         """Make a change of pools and tell of it, or refuse it."""
@@ -219,6 +214,17 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             await abort(context, NotFoundError(f"no worker {request.worker_id!r}"))
         self._changes.announce()
         return control_pb2.ControlServiceDrainResponse()
+
+
+def _registration(info: control_pb2.WorkerInfo) -> Registration:
+    return Registration(
+        info.ref.worker_id,
+        info.ref.incarnation,
+        info.pool,
+        info.SerializeToString(),
+        info.model,
+        info.model_fingerprint,
+    )
 
 
 @contextlib.asynccontextmanager

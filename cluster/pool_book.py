@@ -1,4 +1,4 @@
-"""The pools: their settings and sizes, what is kept of them, and how cohorts share new requests.
+"""The pools: their settings, sizes, places and failures.
 
 Pure. A pool of a size has *places*, `<pool>-<index>`, which whoever starts its workers opens and
 closes here; a place waits for a pod, or has one, and what failed there is booked with it.
@@ -6,16 +6,14 @@ closes here; a place waits for a pod, or has one, and what failed there is booke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from baton.errors import AlreadyExistsError, InUseError, InvalidRequestError, NotFoundError
-from cluster.pool_settings import PoolSettings, TextSource, cohort_dtype
+from cluster.pool_settings import ModelSource, PoolSettings, common_dtype
 from cluster.role_plan import Role, RolePlan
 from engine.config import DTYPES
 
-FIRST_WEIGHTS: Mapping[str, int] = {"": 100}
-"""Until others are told: new requests stay with the cohort that the cluster started with."""
 _ROLES = (Role.PREFILL, Role.DECODE)
 
 
@@ -66,17 +64,10 @@ class Pool:
     """Of the worker that failed most often in a row."""
     role_plan: RolePlan = field(default_factory=RolePlan)
     """Of a mixed pool."""
-    cohort: str = ""
-    cohort_weight: int = 0
     settings_digest: bytes = b""
     places: tuple[Place, ...] = ()
-    text: TextSource | None = None
-    """Of its workers' model."""
     comes_back_for: tuple[Role, ...] = ()
-    """Of its roles those that were away until now, and it is to have workers again."""
-
-    def can_do(self, role: Role) -> bool:
-        return self.role in (role, Role.MIXED)
+    """Its roles that are away, while it is to have workers again."""
 
     @property
     def pending_replicas(self) -> int:
@@ -93,36 +84,44 @@ class _Entry:
 
 
 class PoolBook:
-    """Own the pools, their places and the cohorts' weights."""
+    """Own the pools, their places and the model that they all name."""
 
     def __init__(self) -> None:
+        self._model: ModelSource | None = None  # None: no pool has named one
         self._entries: dict[str, _Entry] = {}
         self._places: dict[str, Place] = {}  # by worker id
         self._failures: dict[str, Failure] = {}  # by worker id, oldest first; not while it is live
-        self._weights = dict(FIRST_WEIGHTS)
+        self._live: Mapping[str, int] = {}  # workers by pool
         self._away: frozenset[Role] = frozenset()  # or on their way back
         self.version = 0
         """Rises with every change."""
 
     # --- pools ----------------------------------------------------------------------------------
 
-    def add(self, settings: PoolSettings, replicas: int) -> None:
-        """Make a pool known; one that is known with the same settings stays as it is.
+    def bind_model(self, model: ModelSource) -> None:
+        """All pools must name this model; without this call, the first pool's."""
+        self._model = model
 
-        Raises AlreadyExistsError where it has others, InvalidRequestError for the size.
+    def add(self, settings: PoolSettings, replicas: int) -> None:
+        """Add a pool; a known pool with the same settings stays as it is.
+
+        Raises what `knows` does, and InvalidRequestError for the size.
         """
         if self.knows(settings):
             return
         _check_size(settings, replicas)
+        self._model = self._model or settings.model
         self._enter(_Entry(settings, replicas))
 
     def knows(self, settings: PoolSettings) -> bool:
-        """Raises AlreadyExistsError where the pool is known with other settings."""
+        """Raises AlreadyExistsError where the pool is known with other settings, and ConfigError
+        where it names another model than the cluster's."""
         known = self._entries.get(settings.name)
         if known is None:
+            if self._model is not None:
+                self._model.check_same(settings.model, f"pool {settings.name}")
             return False
-        same = (known.settings.digest, known.settings.cohort) == (settings.digest, settings.cohort)
-        if not settings.digest or not same:
+        if not settings.digest or known.settings.digest != settings.digest:
             raise AlreadyExistsError(
                 f"pool {settings.name} is there with other settings: a pool's settings never "
                 "change, add another one",
@@ -159,6 +158,7 @@ class PoolBook:
         """Change a pool's desired size and return the former one. Raises what `check_size` does."""
         former = self.check_size(name, replicas)
         self._enter(replace(self._entries[name], desired_replicas=replicas))
+        self._note_away()
         return former
 
     def check_size(self, name: str, replicas: int) -> int:
@@ -184,10 +184,10 @@ class PoolBook:
         self._enter(replace(self._entries[name], role_plan=plan))
 
     def agree_dtype(self, name: str, proposed: str) -> str:
-        """What the pool's workers compute in: what its settings or those of its cohort say, or else
-        what is proposed, by which the whole cohort goes from then on.
+        """The dtype of the pool's workers: that of its settings, else of another pool's, else the
+        proposed one. This decides for all pools that leave it open.
 
-        Raises NotFoundError, and InvalidRequestError for what nobody computes in.
+        Raises NotFoundError, and InvalidRequestError for an unknown dtype.
         """
         settings = self.settings(name)
         if proposed not in DTYPES:
@@ -197,10 +197,9 @@ class PoolBook:
             )
         if settings.dtype is not None:
             return settings.dtype
-        dtype = cohort_dtype(settings.cohort, self.all_settings().values()) or proposed
+        dtype = common_dtype(self.all_settings().values()) or proposed
         for entry in list(self._entries.values()):
-            if entry.settings.cohort == settings.cohort:
-                self._enter(replace(entry, settings=entry.settings.with_dtype(dtype)))
+            self._enter(replace(entry, settings=entry.settings.with_dtype(dtype)))
         return dtype
 
     def role_plans(self) -> dict[str, RolePlan]:
@@ -208,15 +207,6 @@ class PoolBook:
 
     def desired_replicas(self) -> dict[str, int]:
         return {name: entry.desired_replicas for name, entry in self._entries.items()}
-
-    def cohort_weights(self) -> dict[str, int]:
-        return dict(self._weights)
-
-    def set_cohort_weights(self, weights: Mapping[str, int]) -> None:
-        """Replace all; of cohorts without a pool, too: it may come later."""
-        if weights != self._weights:
-            self._weights = dict(weights)
-            self.version += 1
 
     # --- places, and what failed there ----------------------------------------------------------
 
@@ -267,6 +257,7 @@ class PoolBook:
         failure = Failure(pool, error, 0 if served else num_before + 1)
         self._failures[worker_id] = failure
         self.version += 1
+        self._note_away()
         return failure.num_failed_starts
 
     def forgive(self, worker_id: str) -> None:
@@ -277,56 +268,57 @@ class PoolBook:
     # --- as they stand --------------------------------------------------------------------------
 
     def see_live(self, live_replicas: Mapping[str, int]) -> None:
-        """Note which roles are away: from when all pools that can do one are to have no replica
-        until a worker of it is live, or has failed to start. `live_replicas` as for `shown`."""
-        pools = self.shown(live_replicas)
-        self._away = frozenset(role for role in _ROLES if self._is_away(role, pools))
+        """Book how many workers of each pool are live."""
+        self._live = dict(live_replicas)
+        self._note_away()
 
     @property
     def away(self) -> frozenset[Role]:
-        """The roles that were away when last seen, or on their way back."""
+        """The roles that no pool is to have workers for, or that have yet to come back.
+
+        A role is away from when all pools that can do it have size 0. It is back once one of them
+        has a live worker, or has failed to start one.
+        """
         return self._away
 
     def restore_away(self, roles: Collection[Role]) -> None:
-        """Take over what a former book saw, now that its pools are here with their sizes."""
+        """Take over the roles that the last supervisor's book had, once the pools are here."""
         self._away = frozenset(roles)
-        self.see_live({})
+        self._note_away()
 
-    def shown(self, live_replicas: Mapping[str, int]) -> tuple[Pool, ...]:
-        """All pools; `live_replicas` by pool, where there are any."""
-        return tuple(
-            self._shown(each, live_replicas.get(name, 0)) for name, each in self._entries.items()
-        )
+    def shown(self) -> tuple[Pool, ...]:
+        return tuple(map(self._shown, self._entries.values()))
 
-    def _is_away(self, role: Role, pools: Sequence[Pool]) -> bool:
-        own = [pool for pool in pools if pool.can_do(role)]
-        if own and not any(pool.desired_replicas for pool in own):
+    def _note_away(self) -> None:
+        self._away = frozenset(role for role in _ROLES if self._is_away(role))
+
+    def _is_away(self, role: Role) -> bool:
+        own = [each for each in self._entries.values() if role in each.settings.roles]
+        if own and not any(each.desired_replicas for each in own):
             return True
-        has_started = any(pool.live_replicas or pool.num_failed_starts for pool in own)
+        names = {each.settings.name for each in own}
+        has_started = any(self._live.get(name) for name in names) or any(
+            each.pool in names and each.num_failed_starts for each in self._failures.values()
+        )
         return role in self._away and not has_started
 
-    def _shown(self, entry: _Entry, live_replicas: int) -> Pool:
-        settings = entry.settings
+    def _shown(self, entry: _Entry) -> Pool:
+        settings, wanted = entry.settings, entry.desired_replicas
         failures = [f for f in self._failures.values() if f.pool == settings.name]
-        pool = Pool(
+        coming = [role for role in settings.roles if wanted and role in self._away]
+        return Pool(
             settings.name,
             settings.role,
-            entry.desired_replicas,
+            wanted,
             settings.shape.max_replicas,
-            live_replicas,
+            self._live.get(settings.name, 0),
             last_error=failures[-1].error if failures else "",
             num_failed_starts=max((f.num_failed_starts for f in failures), default=0),
             role_plan=entry.role_plan,
-            cohort=settings.cohort,
-            cohort_weight=self._weights.get(settings.cohort, 0),
             settings_digest=settings.digest,
             places=self.places_of(settings.name),
-            text=settings.text,
+            comes_back_for=tuple(coming),
         )
-        if not pool.desired_replicas:
-            return pool
-        back_for = tuple(role for role in _ROLES if role in self._away and pool.can_do(role))
-        return replace(pool, comes_back_for=back_for)
 
     def _entry(self, name: str) -> _Entry:
         entry = self._entries.get(name)

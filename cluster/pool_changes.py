@@ -1,4 +1,4 @@
-"""What is asked of pools while the cluster runs: checked, then booked, then kept for a restart."""
+"""Changes of pools while the cluster runs: checked, then booked, then kept for a restart."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Protocol
 
 from baton.errors import BatonError
 from baton.v1 import control_pb2
-from cluster.pool_settings import PoolSettings, told_settings
+from cluster.pool_settings import PoolSettings, added_settings
 from cluster.registry import Registry, WorkerState
 from cluster.role_plan import RolePlan
 
 log = logging.getLogger(__name__)
 
-_Told = tuple[str, str, bytes]  # a pool's name, its cohort and its settings' digest
+_Added = tuple[str, bytes]  # a pool's name and its settings' digest
 
 
 class PoolBacking(Protocol):
@@ -70,7 +70,7 @@ class PoolChanges:
         self._registry = registry
         self._backing = backing
         self._settling = asyncio.Lock()  # it takes memory
-        self._additions: dict[_Told, asyncio.Task[None]] = {}
+        self._additions: dict[_Added, asyncio.Task[None]] = {}
 
     async def set_replicas(self, pool: str, replicas: int) -> int:
         """The former size."""
@@ -86,11 +86,10 @@ class PoolChanges:
         self._registry.pools.set_role_plan(pool, plan)
         self._backing.booked()
 
-    async def add(self, name: str, text: str, cohort: str, replicas: int) -> None:
-        """`text`: a cluster file in which the pool stands. Said again meanwhile, it waits for the
-        first call's end."""
-        told = told_settings(name, text, cohort)
-        key = (name, cohort, told.digest)
+    async def add(self, name: str, text: str, replicas: int) -> None:
+        """`text` is a cluster file that defines the pool. A repeated call waits for the first."""
+        told = added_settings(name, text)
+        key = (name, told.digest)
         addition = self._additions.get(key)
         if addition is None:
             addition = asyncio.create_task(self._add(told, replicas))
@@ -112,7 +111,7 @@ class PoolChanges:
             self._backing.added(name)
         self._backing.booked()
 
-    def _ended(self, key: _Told, addition: asyncio.Task[None]) -> None:
+    def _ended(self, key: _Added, addition: asyncio.Task[None]) -> None:
         del self._additions[key]
         if not addition.cancelled() and (error := addition.exception()) is not None:
             fault = None if isinstance(error, BatonError) else error
@@ -120,23 +119,18 @@ class PoolChanges:
             log.warning("pool %s is not added: %s", key[0], error, exc_info=fault)
 
     def agree_dtype(self, pool: str, proposed: str) -> str:
-        """What the pool's workers compute in; `proposed`: what one would that has yet to load."""
-        book = self._registry.pools
-        in_use = self._dtype_in_use(book.settings(pool).cohort)
-        agreed = book.agree_dtype(pool, in_use or proposed)
+        """The dtype of the pool's workers. `proposed` is what one of them would choose itself."""
+        agreed = self._registry.pools.agree_dtype(pool, self._dtype_in_use() or proposed)
         self._backing.booked()
         return agreed
 
-    def _dtype_in_use(self, cohort: str) -> str:
-        """What a cohort's workers say that they compute in: a registry that lost what was agreed
-        must agree on nothing else. Empty: there are none."""
-        settings = self._registry.pools.all_settings()
-        pools = {name for name, each in settings.items() if each.cohort == cohort}
+    def _dtype_in_use(self) -> str:
+        """The dtype of a worker that is registered; empty: there is none. A registry that lost its
+        state must not agree on another."""
         for worker in self._registry.snapshot().workers:
-            if worker.registration.pool in pools and worker.state is not WorkerState.GONE:
-                told = control_pb2.WorkerInfo.FromString(worker.registration.info)
-                if told.dtype:
-                    return told.dtype
+            info = control_pb2.WorkerInfo.FromString(worker.registration.info)
+            if info.dtype and worker.state is not WorkerState.GONE:
+                return info.dtype
         return ""
 
     async def remove(self, pool: str) -> None:
@@ -144,8 +138,4 @@ class PoolChanges:
         if additions := [task for (name, *_), task in self._additions.items() if name == pool]:
             await asyncio.wait(additions)
         self._registry.pools.remove(pool, self._registry.workers_of(pool))
-        self._backing.booked()
-
-    async def set_cohort_weights(self, weights: Mapping[str, int]) -> None:
-        self._registry.pools.set_cohort_weights(weights)
         self._backing.booked()

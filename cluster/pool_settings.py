@@ -1,6 +1,7 @@
-"""What a pool's workers are made from: a cluster file in which the pool stands.
+"""What a pool's workers are made from: a cluster file that defines the pool.
 
-It never changes while the pool is known: workers of other settings are another pool.
+A pool's settings never change: workers of other settings need another pool. All pools name one
+model.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from baton.config import ClusterConfig, PoolConfig, read_config
 from baton.errors import ConfigError
@@ -19,22 +21,41 @@ from engine.config import AUTO
 
 
 @dataclass(frozen=True)
-class TextSource:
-    """Where routers find a model's text, as a cluster file names it."""
+class ModelSource:
+    """The model as a cluster file names it."""
 
     model: str
-    revision: str | None
+    model_revision: str | None
     tokenizer: str | None
+
+    @classmethod
+    def of(cls, config: ClusterConfig) -> Self:
+        config = config.with_absolute_folders()
+        return cls(config.model, config.model_revision, config.tokenizer)
+
+    @property
+    def label(self) -> str:
+        """The folder or the hub's name, with the revision."""
+        return f"{self.model}@{self.model_revision}" if self.model_revision else self.model
+
+    def check_same(self, other: ModelSource, source: str) -> None:
+        """Raises ConfigError for the first key in which `other`, the model of `source`, differs."""
+        for key, here in dataclasses.asdict(self).items():
+            named = getattr(other, key)
+            if named != here:
+                raise ConfigError(
+                    f"{source}: {key}: must be {here or 'unset'}, as in the rest of this cluster, "
+                    f"not {named or 'unset'}: start a new cluster for another model",
+                    field=key,
+                )
 
 
 @dataclass(frozen=True)
 class PoolSettings:
     name: str
     config: ClusterConfig
-    cohort: str = ""
-    """The pools that hand KV over to each other; empty: those that the cluster started with."""
     digest: bytes = b""
-    """SHA-256 of the text that told it; empty for a pool of the cluster's own file."""
+    """SHA-256 of the text that AddPool brought; empty for a pool of the cluster's own file."""
 
     @property
     def shape(self) -> PoolConfig:
@@ -45,8 +66,13 @@ class PoolSettings:
         return Role(self.shape.role)
 
     @property
-    def text(self) -> TextSource:
-        return TextSource(self.config.model, self.config.model_revision, self.config.tokenizer)
+    def roles(self) -> tuple[Role, ...]:
+        """What its workers can do."""
+        return (Role.PREFILL, Role.DECODE) if self.role is Role.MIXED else (self.role,)
+
+    @property
+    def model(self) -> ModelSource:
+        return ModelSource.of(self.config)
 
     @property
     def gpus_per_replica(self) -> int:
@@ -70,8 +96,8 @@ def own_settings(cluster: ClusterConfig) -> dict[str, PoolSettings]:
     return {name: PoolSettings(name, cluster) for name in cluster.pools}
 
 
-def told_settings(name: str, text: str, cohort: str) -> PoolSettings:
-    """Of a pool that is told of while the cluster runs. Raises ConfigError, which names the key."""
+def added_settings(name: str, text: str) -> PoolSettings:
+    """Of a pool that AddPool brings. Raises ConfigError, which names the key."""
     source = f"pool {name}"
     config = read_config(text, source=source)
     if name not in config.pools:
@@ -79,12 +105,13 @@ def told_settings(name: str, text: str, cohort: str) -> PoolSettings:
         raise ConfigError(
             f"{source}: pools: it is not there; there are: {there_are}", field="pools"
         )
-    return PoolSettings(name, config, cohort, hashlib.sha256(text.encode()).digest())
+    return PoolSettings(name, config, hashlib.sha256(text.encode()).digest())
 
 
-def cohort_dtype(cohort: str, pools: Iterable[PoolSettings]) -> str | None:
-    """What a cohort computes in, whose pools exchange KV in one dtype only; None: not decided."""
-    return next((each.dtype for each in pools if each.cohort == cohort and each.dtype), None)
+def common_dtype(pools: Iterable[PoolSettings]) -> str | None:
+    """The dtype for pools that leave it open: KV is exchanged in one dtype only. None: not decided
+    yet."""
+    return next((each.dtype for each in pools if each.dtype), None)
 
 
 def num_ranks(pools: Mapping[str, PoolSettings], replicas: Mapping[str, int]) -> int:

@@ -1,7 +1,7 @@
-"""A worker's standing in the registry: registers, heartbeats, and comes back for ever.
+"""A worker's standing in the registry: it registers, sends heartbeats, and comes back for ever.
 
-The registry keeps nothing durable; it is rebuilt from workers that register again, so losing it
-must never disturb a worker.
+The registry is rebuilt from workers that register again, so losing it must never disturb a worker.
+Only a worker of another model than the registry's ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from baton import status
+from baton.errors import OtherModelError
 from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from cluster.fleet_wire import ROLES
@@ -111,13 +113,17 @@ class Registrar:
         self._interval_s = interval_s
 
     async def run(self) -> None:
-        """Stay registered until cancelled."""
+        """Stay registered until cancelled. Raises OtherModelError when the registry serves another
+        model."""
         wait_s = _FIRST_WAIT_S
         this = asyncio.current_task()
         while True:
             try:
                 heard = await self._stay_registered()
             except grpc.aio.AioRpcError as error:
+                told = status.from_rpc_error(error, self._address)
+                if isinstance(told, OtherModelError):
+                    raise told from error
                 log.warning(
                     "registry at %s: %s %s", self._address, error.code().name, error.details()
                 )

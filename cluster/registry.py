@@ -1,11 +1,13 @@
 """The fleet as workers report it: who is there, and in which state.
 
 Pure: it reads a clock and nothing else. Silence is measured in the time that the registry itself
-was awake (`now_s`): somebody must look every `look_s`, or the gap is the registry's own absence.
+was awake (`now_s`): somebody must call `refresh` every `look_s`, or the gap is the registry's own
+absence. All workers run one model: the first worker's `model_fingerprint` binds the registry.
 A worker's life here:
 
-1. `register` (STARTING); a known worker id with a newer incarnation replaces the older one. What
-   comes on an older stream of the worker counts no more, and that a stream ends says nothing.
+1. `register` (STARTING), unless it runs another model. A known worker id with a newer incarnation
+   replaces the older one. What comes on an older stream of the worker counts no more, and that a
+   stream ends says nothing.
 2. The first heartbeat with step progress makes it LIVE; asked to drain, or draining by itself, it
    is DRAINING for good.
 3. Silent for `silent_after_s` or stuck (runnable work and no step for `stuck_factor` times the
@@ -22,6 +24,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from baton.errors import OtherModelError
 from cluster.awake_clock import AwakeClock, Clock
 from cluster.config import RegistryConfig
 from cluster.pool_book import Place, Pool, PoolBook
@@ -69,6 +72,10 @@ class Registration:
     incarnation: int
     pool: str
     info: bytes
+    model: str = ""
+    """The name by which clients know its model."""
+    model_fingerprint: bytes = b""
+    """Of its model's weights and configuration; empty: it has none."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,7 @@ class FleetSnapshot:
     settles: bool = False
     """Workers that were here before the registry started may have yet to register."""
     silent_routers: tuple[SilentRouter, ...] = ()
+    model_fingerprint: bytes = b""
 
 
 @dataclass
@@ -120,9 +128,17 @@ class _Worker:
 class Registry:
     """Own the fleet's membership and states; the pools' book and the routers' are parts of it."""
 
-    def __init__(self, config: RegistryConfig, clock: Clock, keeps_pools: bool = False) -> None:
-        """`keeps_pools`: every worker is of a pool that it knows, or will be told of."""
+    def __init__(
+        self,
+        config: RegistryConfig,
+        clock: Clock,
+        keeps_pools: bool = False,
+        model_fingerprint: bytes = b"",
+    ) -> None:
+        """`keeps_pools`: every worker is of a pool that is known or will be added.
+        `model_fingerprint`: of the model that served before a restart."""
         self._config, self._keeps_pools = config, keeps_pools
+        self._model_fingerprint = model_fingerprint
         self._clock = AwakeClock(clock, 2 * config.look_s)
         self.routers = RouterBook(self._clock)
         self.pools = PoolBook()
@@ -141,10 +157,19 @@ class Registry:
         """How long a call may take to say who registers."""
         return self._config.register_within_s
 
+    @property
+    def model_fingerprint(self) -> bytes:
+        """Of the one model that serves here; empty: no worker has registered yet."""
+        return self._model_fingerprint
+
     # --- workers --------------------------------------------------------------------------------
 
     def register(self, registration: Registration) -> Stream | None:
-        """Take in a worker, to be heard on a stream; None: a newer incarnation of it is there."""
+        """Take in a worker, to be heard on a stream; None: a newer incarnation of it is there.
+
+        Raises OtherModelError for a worker of another model than the first worker's.
+        """
+        self._check_model(registration)
         worker_id, now = registration.worker_id, self._clock()
         known = self._workers.get(worker_id)
         if known is not None and known.state is WorkerState.GONE:
@@ -158,7 +183,8 @@ class Registry:
             self._settle(known)
         else:
             self._workers[worker_id] = _Worker(registration, stream, now, state_since=now)
-            self._num_changes += 1
+            self._changed()
+        self._model_fingerprint = self._model_fingerprint or registration.model_fingerprint
         return stream
 
     def heartbeat(
@@ -211,17 +237,19 @@ class Registry:
 
     def refresh(self) -> int:
         """Let time pass: states that follow from silence. Returns the version afterwards."""
+        self._clock.look()
         now = self._clock()
         for worker in list(self._workers.values()):
             self._settle(worker)
             since_s = now - worker.state_since
             if worker.state is WorkerState.GONE and since_s >= self._config.forget_after_s:
                 del self._workers[worker.registration.worker_id]
-                self._num_changes += 1
+                self._changed()
+        self._count_live()
         return self._version
 
     def snapshot(self) -> FleetSnapshot:
-        self.refresh()
+        """The fleet as of the last `refresh` or call of a worker. Changes nothing."""
         now, roles = self._clock(), self._active_roles()
         workers = tuple(
             FleetEntry(
@@ -233,14 +261,10 @@ class Registry:
             )
             for worker in self._workers.values()
         )
-        live: Counter[str] = Counter()
-        for worker in self._workers.values():
-            live[worker.registration.pool] += worker.state is WorkerState.LIVE
-        self.pools.see_live(live)
         return FleetSnapshot(
             self._version,
             workers,
-            self.pools.shown(live),
+            self.pools.shown(),
             self.routers.reports(),
             self._keeps_pools,
             {
@@ -250,6 +274,7 @@ class Registry:
             },
             self._settles(),
             self.routers.silent(),
+            self._model_fingerprint,
         )
 
     def staying(self, pool: str) -> list[Place]:
@@ -309,7 +334,29 @@ class Registry:
                 roles |= active_roles(plan, serving)
         return roles
 
+    def _check_model(self, registration: Registration) -> None:
+        """Raises OtherModelError."""
+        here, its_own = self._model_fingerprint, registration.model_fingerprint
+        if not here or its_own in (b"", here):
+            return
+        settings = self.pools.all_settings().get(registration.pool)
+        model = registration.model if settings is None else settings.model.label
+        raise OtherModelError(
+            f"worker {registration.worker_id} loaded {model}: its weights or configuration differ "
+            f"from those that serve here: fingerprint {its_own.hex()}, not {here.hex()}. Pin "
+            "`model_revision`, or start a new cluster for another model"
+        )
+
     # --- states ---------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        """A worker has come, has gone or is in another state."""
+        self._num_changes += 1
+        self._count_live()
+
+    def _count_live(self) -> None:
+        live = [each for each in self._workers.values() if each.state is WorkerState.LIVE]
+        self.pools.see_live(Counter(each.registration.pool for each in live))
 
     def _heard_on(self, stream: Stream) -> _Worker | None:
         worker = self._workers.get(stream.worker_id)
@@ -328,7 +375,7 @@ class Registry:
         self._heard.add(worker.registration.worker_id)
         worker.state = state
         worker.state_since = self._clock()
-        self._num_changes += 1
+        self._changed()
 
     def _state_of(self, worker: _Worker) -> WorkerState:
         if worker.state is WorkerState.GONE:

@@ -90,12 +90,17 @@ class RouterBook:
     def _book(self, entry: RouterEntry) -> None:
         former = self._entries.get(entry.router_id)
         if former is None or former.call <= entry.call:
+            remembered = (each for each in self._entries.values() if self._is_remembered(each))
+            self._entries = {each.router_id: each for each in remembered}
             self._entries[entry.router_id] = entry
 
     def _known(self) -> list[RouterEntry]:
-        since = self._clock() - FORGOTTEN_AFTER_S
-        self._entries = {
-            name: entry for name, entry in self._entries.items() if entry.heard_at > since
-        }
-        there = [entry for entry in self._entries.values() if entry.standing is not Standing.LEFT]
+        there = [
+            entry
+            for entry in self._entries.values()
+            if entry.standing is not Standing.LEFT and self._is_remembered(entry)
+        ]
         return sorted(there, key=lambda entry: entry.router_id)
+
+    def _is_remembered(self, entry: RouterEntry) -> bool:
+        return entry.heard_at > self._clock() - FORGOTTEN_AFTER_S

@@ -6,9 +6,9 @@ the highest. kill -9 of this process stops nothing: Ray starts it again, it list
 port, adopts, and the workers register anew; who leaves a pool is chosen once all of it have, or
 are taken for hung, for one of them may be leaving already.
 
-Each pool has settings of its own, from the cluster's file or as they were told later. What must
-survive a restart (port, told pools, sizes, role plans, weights, roles that are away or on their way
-back) lies in the run directory.
+Each pool has settings of its own, from the cluster's file or from AddPool. The run directory holds
+what must survive a restart: port, added pools, sizes, role plans, roles that are away or on their
+way back, the model's fingerprint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cluster.auto_settings import decided
 from cluster.control_service import Changes, serve
 from cluster.keeper import LOOK_S, Ground, Keeper
 from cluster.loop_door import LoopDoor
-from cluster.pool_settings import PoolSettings, cohort_dtype, num_ranks
+from cluster.pool_settings import PoolSettings, common_dtype, num_ranks
 from cluster.rank_ends import EndWatch
 from cluster.registry import Registry
 from cluster.replica import Replica, ReplicaName, Replicas
@@ -61,7 +61,12 @@ class Supervision:
         self._run_dir = run_dir
         self._state = SupervisorState(run_dir, cluster)
         self._not_kept = ""  # why what follows from workers could not be written
-        self._registry = Registry(cluster.registry, time.monotonic, keeps_pools=True)
+        self._registry = Registry(
+            cluster.registry,
+            time.monotonic,
+            keeps_pools=True,
+            model_fingerprint=self._state.model_fingerprint,
+        )
         self._state.restore(self._registry.pools)
         self._changes = Changes()
         self._keepers: dict[_Key, Keeper] = {}
@@ -85,7 +90,7 @@ class Supervision:
         """Supervise until `stop`, which leaves no replica behind."""
         async with serve(self._registry, self._changes, self._state.listen, self) as address:
             self._control = self._announced(address)
-            self._state.keep(address, self._registry.pools)
+            self._keep_state(address)
             on_address(self._control)  # a rank that does not answer is waited for below
             await self._adopt(self._registry.pools.all_settings().values())
             async with asyncio.TaskGroup() as group:
@@ -118,7 +123,7 @@ class Supervision:
                 f"runs_on: must be {here}, as the cluster's own, not {config.runs_on}",
                 field="runs_on",
             )
-        if dtype := cohort_dtype(told.cohort, self._registry.pools.all_settings().values()):
+        if dtype := common_dtype(self._registry.pools.all_settings().values()):
             config = told.with_dtype(dtype).config
         config, choices = await asyncio.to_thread(decided, config)
         for choice in choices:
@@ -136,7 +141,10 @@ class Supervision:
         await self._places_opened.wait()
 
     def booked(self) -> None:
-        self._state.keep(self._state.listen, self._registry.pools)
+        self._keep_state(self._state.listen)
+
+    def _keep_state(self, listen: str) -> None:
+        self._state.keep(listen, self._registry.pools, self._registry.model_fingerprint)
 
     # --- replicas -------------------------------------------------------------------------------
 
@@ -196,15 +204,16 @@ class Supervision:
                     self._keepers[key].let_go()
             for key in [key for key, task in self._tasks.items() if task.done()]:
                 self._keeper_ended(key)
-            self._keep_away()
+            self._keep_news()
             await self._divide_cores()
             await self._changes.wait(LOOK_S)
 
-    def _keep_away(self) -> None:
-        """Which roles are away follows from workers, too, and not from what is told alone. What
-        keeps that from being written is told once."""
-        problem = ""
-        if self._registry.pools.away != self._state.away:
+    def _keep_news(self) -> None:
+        """Write what workers have changed: the roles that are away and the model's fingerprint.
+        An error that keeps it from being written is logged once."""
+        problem, registry, state = "", self._registry, self._state
+        news = registry.pools.away, registry.model_fingerprint
+        if news != (state.away, state.model_fingerprint):
             try:
                 self.booked()
             except OSError as error:

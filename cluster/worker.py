@@ -25,6 +25,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from baton.errors import OtherModelError
 from baton.grpc_options import WORKER_MESSAGE_BYTES, accepts_pings
 from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
 from cluster.integrity import EngineBooks, TokenCount, problems_of, report
@@ -97,7 +98,7 @@ class Worker:
         self.left = asyncio.Event()
         """Set once it serves no more."""
         self._stopped = asyncio.Event()
-        self._failure: WorkerFailedError | None = None
+        self._failure: Exception | None = None
         self._drain: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()  # what ran has ended, or its time is over
         self._tokens = TokenCount()
@@ -111,8 +112,8 @@ class Worker:
     # --- life -----------------------------------------------------------------------------------
 
     async def serve(self) -> None:
-        """Serve until stopped or drained. Raises WorkerFailedError, EngineStuckError, and whatever
-        a step of the warm-up raises."""
+        """Serve until stopped or drained. Raises OtherModelError when the registry refuses the
+        worker, WorkerFailedError, EngineStuckError, and whatever a step of the warm-up raises."""
         self.engine.start()
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -170,11 +171,14 @@ class Worker:
         log.info("%s serves at %s", self._config.worker_id, self.address)
 
     def fail(self, part: str, error: BaseException) -> None:
-        """A part has failed: nothing here can be relied on any more. The first error is told."""
+        """A part has failed: the worker must end. `serve` raises the first error."""
         if self._failure is None:
-            log.critical("%s: %s failed", self._config.worker_id, part, exc_info=error)
-            self._failure = WorkerFailedError(f"{part} failed: {error!r}")
-            self._failure.__cause__ = error
+            if isinstance(error, OtherModelError):  # the registry's refusal, and no part's fault
+                self._failure = error
+            else:
+                log.critical("%s: %s failed", self._config.worker_id, part, exc_info=error)
+                self._failure = WorkerFailedError(f"{part} failed: {error!r}")
+                self._failure.__cause__ = error
         self._stopped.set()
 
     def _begin(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

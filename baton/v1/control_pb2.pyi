@@ -269,9 +269,8 @@ class ReportRouterRequest(_message.Message):
     NUM_HELD_FIELD_NUMBER: _builtins.int
     WAITING_FOR_PREFILL_FIELD_NUMBER: _builtins.int
     WAITING_FOR_DECODE_FIELD_NUMBER: _builtins.int
-    COHORTS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
-    UNREAD_COHORTS_FIELD_NUMBER: _builtins.int
     LEAVES_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     requests_per_s: _builtins.float
@@ -282,21 +281,17 @@ class ReportRouterRequest(_message.Message):
     num_held: _builtins.int
     """Requests for which no worker of a role that they need is there; they wait below, too."""
     leaves: _builtins.bool
-    """It shuts down: this is the last of it. Routers of former releases only end their call."""
+    """It shuts down: this is the last of it."""
     @_builtins.property
     def waiting_for_prefill(self) -> Global___QueueFigures: ...
     @_builtins.property
     def waiting_for_decode(self) -> Global___QueueFigures: ...
     @_builtins.property
-    def cohorts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CohortFigures]:
-        """Of the cohorts that got requests of late."""
+    def requests(self) -> Global___RequestFigures:
+        """Unset: it got no requests of late."""
 
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolFigures]: ...
-    @_builtins.property
-    def unread_cohorts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Cohorts that get nothing from this router, for it has not read the text of their model."""
-
     def __init__(
         self,
         *,
@@ -307,14 +302,13 @@ class ReportRouterRequest(_message.Message):
         num_held: _builtins.int = ...,
         waiting_for_prefill: Global___QueueFigures | None = ...,
         waiting_for_decode: Global___QueueFigures | None = ...,
-        cohorts: _abc.Iterable[Global___CohortFigures] | None = ...,
+        requests: Global___RequestFigures | None = ...,
         pools: _abc.Iterable[Global___PoolFigures] | None = ...,
-        unread_cohorts: _abc.Iterable[_builtins.str] | None = ...,
         leaves: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "output_tokens", b"output_tokens", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "output_tokens", b"output_tokens", "requests", b"requests", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "cohorts", b"cohorts", "leaves", b"leaves", "num_held", b"num_held", "output_tokens", b"output_tokens", "pools", b"pools", "requests_per_s", b"requests_per_s", "router_id", b"router_id", "uncached_tokens_per_s", b"uncached_tokens_per_s", "unread_cohorts", b"unread_cohorts", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens", "leaves", b"leaves", "num_held", b"num_held", "output_tokens", b"output_tokens", "pools", b"pools", "requests", b"requests", "requests_per_s", b"requests_per_s", "router_id", b"router_id", "uncached_tokens_per_s", b"uncached_tokens_per_s", "waiting_for_decode", b"waiting_for_decode", "waiting_for_prefill", b"waiting_for_prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__output_tokens: _TypeAlias = _typing.Literal["output_tokens"]  # noqa: Y015
     _WhichOneofArgType__output_tokens: _TypeAlias = _typing.Literal["_output_tokens", b"_output_tokens"]  # noqa: Y015
@@ -374,17 +368,15 @@ class PoolFigures(_message.Message):
 Global___PoolFigures: _TypeAlias = PoolFigures  # noqa: Y015
 
 @_typing.final
-class CohortFigures(_message.Message):
-    """What became of the requests of the last seconds that went to one cohort."""
+class RequestFigures(_message.Message):
+    """What became of the requests of the last seconds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    COHORT_FIELD_NUMBER: _builtins.int
     REQUESTS_PER_S_FIELD_NUMBER: _builtins.int
     FAILURES_PER_S_FIELD_NUMBER: _builtins.int
     ITL_S_FIELD_NUMBER: _builtins.int
     ABANDONED_PER_S_FIELD_NUMBER: _builtins.int
-    cohort: _builtins.str
     requests_per_s: _builtins.float
     """Without those that their clients ended, or gave no time in which they could be served."""
     failures_per_s: _builtins.float
@@ -398,7 +390,6 @@ class CohortFigures(_message.Message):
     def __init__(
         self,
         *,
-        cohort: _builtins.str = ...,
         requests_per_s: _builtins.float = ...,
         failures_per_s: _builtins.float = ...,
         itl_s: _builtins.float | None = ...,
@@ -406,13 +397,13 @@ class CohortFigures(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "itl_s", b"itl_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "abandoned_per_s", b"abandoned_per_s", "cohort", b"cohort", "failures_per_s", b"failures_per_s", "itl_s", b"itl_s", "requests_per_s", b"requests_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "abandoned_per_s", b"abandoned_per_s", "failures_per_s", b"failures_per_s", "itl_s", b"itl_s", "requests_per_s", b"requests_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__itl_s: _TypeAlias = _typing.Literal["itl_s"]  # noqa: Y015
     _WhichOneofArgType__itl_s: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_s) -> _WhichOneofReturnType__itl_s | None: ...
 
-Global___CohortFigures: _TypeAlias = CohortFigures  # noqa: Y015
+Global___RequestFigures: _TypeAlias = RequestFigures  # noqa: Y015
 
 @_typing.final
 class ReportRouterResponse(_message.Message):
@@ -488,6 +479,7 @@ class WatchFleetResponse(_message.Message):
     KEEPS_POOLS_FIELD_NUMBER: _builtins.int
     SETTLES_FIELD_NUMBER: _builtins.int
     SILENT_ROUTERS_FIELD_NUMBER: _builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     keeps_pools: _builtins.bool
     """Whether this registry tells of pools at all: then a worker whose pool is not among them is one
@@ -495,8 +487,10 @@ class WatchFleetResponse(_message.Message):
     """
     settles: _builtins.bool
     """This registry started a moment ago: workers that were here before it may have yet to register,
-    and one that is not listed may be one of them. Releases that tell of nothing leave it unset.
+    and one that is not listed may be one of them.
     """
+    model_fingerprint: _builtins.bytes
+    """Of the one model that is served here, as its first worker told it; empty: none has registered."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetWorker]: ...
     @_builtins.property
@@ -519,10 +513,11 @@ class WatchFleetResponse(_message.Message):
         keeps_pools: _builtins.bool = ...,
         settles: _builtins.bool = ...,
         silent_routers: _abc.Iterable[Global___SilentRouter] | None = ...,
+        model_fingerprint: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_pools", b"keeps_pools", "pools", b"pools", "routers", b"routers", "settles", b"settles", "silent_routers", b"silent_routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_pools", b"keeps_pools", "model_fingerprint", b"model_fingerprint", "pools", b"pools", "routers", b"routers", "settles", b"settles", "silent_routers", b"silent_routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -563,11 +558,8 @@ class PoolStatus(_message.Message):
     NUM_FAILED_STARTS_FIELD_NUMBER: _builtins.int
     PENDING_REPLICAS_FIELD_NUMBER: _builtins.int
     ROLE_PLAN_FIELD_NUMBER: _builtins.int
-    COHORT_FIELD_NUMBER: _builtins.int
-    COHORT_WEIGHT_FIELD_NUMBER: _builtins.int
     SETTINGS_DIGEST_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
-    TEXT_FIELD_NUMBER: _builtins.int
     COMES_BACK_FOR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
@@ -581,12 +573,6 @@ class PoolStatus(_message.Message):
     """Failed starts in a row of the place that fails most; 0 once it is live."""
     pending_replicas: _builtins.int
     """Places for which there is no pod yet: they are filled as soon as one joins."""
-    cohort: _builtins.str
-    """The pools among which KV is handed over: same weights, quantisation and block size. A request
-    stays in one cohort for good. Empty for the cohort that the cluster started with.
-    """
-    cohort_weight: _builtins.int
-    """Of new requests, the cohort's share is this by the sum over the cohorts that can serve."""
     settings_digest: _builtins.bytes
     """SHA-256 of the settings that AddPool told; empty for a pool that was there from the start."""
     @_builtins.property
@@ -598,16 +584,10 @@ class PoolStatus(_message.Message):
         """All of the pool's places, also those whose worker has not registered yet."""
 
     @_builtins.property
-    def text(self) -> Global___TextSource:
-        """What routers read a request with that goes to the pool, and its answer. Unset, by releases that
-        tell of none: what they read themselves.
-        """
-
-    @_builtins.property
     def comes_back_for(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.WorkerRole.ValueType]:
         """It is to have workers again, and these of its roles, PREFILL and DECODE, are on their way back:
         all pools that can do one were to have none, and no worker of it has been live, nor failed to
-        start, since. Releases that tell of none leave it empty.
+        start, since.
         """
 
     def __init__(
@@ -621,49 +601,17 @@ class PoolStatus(_message.Message):
         num_failed_starts: _builtins.int = ...,
         pending_replicas: _builtins.int = ...,
         role_plan: Global___RolePlan | None = ...,
-        cohort: _builtins.str = ...,
-        cohort_weight: _builtins.int = ...,
         settings_digest: _builtins.bytes = ...,
         places: _abc.Iterable[Global___PoolPlace] | None = ...,
-        text: Global___TextSource | None = ...,
         comes_back_for: _abc.Iterable[_common_pb2.WorkerRole.ValueType] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["role_plan", b"role_plan", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["role_plan", b"role_plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "cohort_weight", b"cohort_weight", "comes_back_for", b"comes_back_for", "desired_replicas", b"desired_replicas", "last_error", b"last_error", "live_replicas", b"live_replicas", "name", b"name", "num_failed_starts", b"num_failed_starts", "pending_replicas", b"pending_replicas", "places", b"places", "role", b"role", "role_plan", b"role_plan", "settings_digest", b"settings_digest", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["comes_back_for", b"comes_back_for", "desired_replicas", b"desired_replicas", "last_error", b"last_error", "live_replicas", b"live_replicas", "name", b"name", "num_failed_starts", b"num_failed_starts", "pending_replicas", b"pending_replicas", "places", b"places", "role", b"role", "role_plan", b"role_plan", "settings_digest", b"settings_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
-
-@_typing.final
-class TextSource(_message.Message):
-    """Where the tokenizer, chat template and sampling defaults of a pool's model are, as the pool's
-    cluster file says it; empty: the model's main branch, the model's own tokenizer.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODEL_FIELD_NUMBER: _builtins.int
-    MODEL_REVISION_FIELD_NUMBER: _builtins.int
-    TOKENIZER_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    model_revision: _builtins.str
-    tokenizer: _builtins.str
-    def __init__(
-        self,
-        *,
-        model: _builtins.str = ...,
-        model_revision: _builtins.str = ...,
-        tokenizer: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "model_revision", b"model_revision", "tokenizer", b"tokenizer"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TextSource: _TypeAlias = TextSource  # noqa: Y015
 
 @_typing.final
 class PoolPlace(_message.Message):
@@ -677,8 +625,7 @@ class PoolPlace(_message.Message):
     """Where its ranks start or run; empty outside Kubernetes, and while no pod has room for it."""
     standing: _builtins.int
     """Places of the greatest standing leave first when the pool gets smaller: first those whose worker
-    does not serve, then the highest. Unset: it is leaving. A release that tells of none lets the
-    highest go, whatever serves.
+    does not serve, then the highest. Unset: it is leaving.
     """
     def __init__(
         self,
@@ -768,24 +715,21 @@ class AddPoolRequest(_message.Message):
     POOL_FIELD_NUMBER: _builtins.int
     CONFIG_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
-    COHORT_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     config: _builtins.str
     """The configuration of its workers: a cluster file, in YAML, in which this pool stands."""
     replicas: _builtins.int
     """Its size, where it is new."""
-    cohort: _builtins.str
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
         config: _builtins.str = ...,
         replicas: _builtins.int = ...,
-        cohort: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "config", b"config", "pool", b"pool", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "pool", b"pool", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -881,63 +825,6 @@ class AgreeDtypeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AgreeDtypeResponse: _TypeAlias = AgreeDtypeResponse  # noqa: Y015
-
-@_typing.final
-class SetCohortWeightsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class WeightsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.int
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    WEIGHTS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def weights(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """By cohort; one that is not named has weight 0."""
-
-    def __init__(
-        self,
-        *,
-        weights: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SetCohortWeightsRequest: _TypeAlias = SetCohortWeightsRequest  # noqa: Y015
-
-@_typing.final
-class SetCohortWeightsResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SetCohortWeightsResponse: _TypeAlias = SetCohortWeightsResponse  # noqa: Y015
 
 @_typing.final
 class SetReplicasRequest(_message.Message):

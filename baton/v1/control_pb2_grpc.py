@@ -79,11 +79,6 @@ class ControlServiceStub:
                 request_serializer=baton_dot_v1_dot_control__pb2.AgreeDtypeRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.AgreeDtypeResponse.FromString,
                 _registered_method=True)
-        self.SetCohortWeights = channel.unary_unary(
-                '/baton.v1.ControlService/SetCohortWeights',
-                request_serializer=baton_dot_v1_dot_control__pb2.SetCohortWeightsRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_control__pb2.SetCohortWeightsResponse.FromString,
-                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -91,7 +86,7 @@ class ControlServiceServicer:
 
     def Register(self, request_iterator, context):
         """A worker's life: the first message registers it, each later one is a heartbeat with its step
-        progress. The registry is rebuilt from workers that register again. Only a worker's newest call
+        progress. FAILED_PRECONDITION for a worker of another model than the first one's. The registry is rebuilt from workers that register again. Only a worker's newest call
         is listened to, an older one is ended; that a call breaks says nothing, silence does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -149,15 +144,8 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AgreeDtype(self, request, context):
-        """What the workers of a pool compute in whose settings leave it open: a worker asks before it loads
-        anything. The first one decides for its cohort.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SetCohortWeights(self, request, context):
-        """How new requests are divided among cohorts; replaces what was said before.
+        """What workers compute in where settings leave it open: a worker asks before it loads anything. The
+        first one decides for all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -210,11 +198,6 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.AgreeDtype,
                     request_deserializer=baton_dot_v1_dot_control__pb2.AgreeDtypeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.AgreeDtypeResponse.SerializeToString,
-            ),
-            'SetCohortWeights': grpc.unary_unary_rpc_method_handler(
-                    servicer.SetCohortWeights,
-                    request_deserializer=baton_dot_v1_dot_control__pb2.SetCohortWeightsRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_control__pb2.SetCohortWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -460,33 +443,6 @@ class ControlService:
             '/baton.v1.ControlService/AgreeDtype',
             baton_dot_v1_dot_control__pb2.AgreeDtypeRequest.SerializeToString,
             baton_dot_v1_dot_control__pb2.AgreeDtypeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SetCohortWeights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.ControlService/SetCohortWeights',
-            baton_dot_v1_dot_control__pb2.SetCohortWeightsRequest.SerializeToString,
-            baton_dot_v1_dot_control__pb2.SetCohortWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,7 +16,7 @@ class ControlServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.StreamStreamMultiCallable[_control_pb2.RegisterRequest, _control_pb2.RegisterResponse]
     """A worker's life: the first message registers it, each later one is a heartbeat with its step
-    progress. The registry is rebuilt from workers that register again. Only a worker's newest call
+    progress. FAILED_PRECONDITION for a worker of another model than the first one's. The registry is rebuilt from workers that register again. Only a worker's newest call
     is listened to, an older one is ended; that a call breaks says nothing, silence does.
     """
     WatchFleet: _aio.UnaryStreamMultiCallable[_control_pb2.WatchFleetRequest, _control_pb2.WatchFleetResponse]
@@ -37,11 +37,9 @@ class ControlServiceStub:
     RemovePool: _aio.UnaryUnaryMultiCallable[_control_pb2.RemovePoolRequest, _control_pb2.RemovePoolResponse]
     """Forgets a pool. FAILED_PRECONDITION while it has a size or a place."""
     AgreeDtype: _aio.UnaryUnaryMultiCallable[_control_pb2.AgreeDtypeRequest, _control_pb2.AgreeDtypeResponse]
-    """What the workers of a pool compute in whose settings leave it open: a worker asks before it loads
-    anything. The first one decides for its cohort.
+    """What workers compute in where settings leave it open: a worker asks before it loads anything. The
+    first one decides for all.
     """
-    SetCohortWeights: _aio.UnaryUnaryMultiCallable[_control_pb2.SetCohortWeightsRequest, _control_pb2.SetCohortWeightsResponse]
-    """How new requests are divided among cohorts; replaces what was said before."""
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -51,7 +49,7 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_abc.AsyncIterator[_control_pb2.RegisterRequest], _abc.AsyncIterator[_control_pb2.RegisterResponse]],
     ) -> _abc.AsyncIterator[_control_pb2.RegisterResponse]:
         """A worker's life: the first message registers it, each later one is a heartbeat with its step
-        progress. The registry is rebuilt from workers that register again. Only a worker's newest call
+        progress. FAILED_PRECONDITION for a worker of another model than the first one's. The registry is rebuilt from workers that register again. Only a worker's newest call
         is listened to, an older one is ended; that a call breaks says nothing, silence does.
         """
 
@@ -120,16 +118,8 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.AgreeDtypeRequest,
         context: _aio.ServicerContext[_control_pb2.AgreeDtypeRequest, _abc.Awaitable[_control_pb2.AgreeDtypeResponse]],
     ) -> _abc.Awaitable[_control_pb2.AgreeDtypeResponse]:
-        """What the workers of a pool compute in whose settings leave it open: a worker asks before it loads
-        anything. The first one decides for its cohort.
+        """What workers compute in where settings leave it open: a worker asks before it loads anything. The
+        first one decides for all.
         """
-
-    @_abc_1.abstractmethod
-    def SetCohortWeights(
-        self,
-        request: _control_pb2.SetCohortWeightsRequest,
-        context: _aio.ServicerContext[_control_pb2.SetCohortWeightsRequest, _abc.Awaitable[_control_pb2.SetCohortWeightsResponse]],
-    ) -> _abc.Awaitable[_control_pb2.SetCohortWeightsResponse]:
-        """How new requests are divided among cohorts; replaces what was said before."""
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _aio.Server) -> None: ...

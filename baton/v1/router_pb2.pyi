@@ -108,8 +108,6 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     RESUME_FROM_INDEX_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
-    COHORT_FIELD_NUMBER: _builtins.int
-    MODEL_FINGERPRINTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Drawn by the router when empty. Scoped to the tenant."""
     model: _builtins.str
@@ -137,10 +135,6 @@ class GenerateRequest(_message.Message):
     resume_from_index: _builtins.int
     """Present on a reconnect: the first index the client has not seen."""
     traceparent: _builtins.str
-    cohort: _builtins.str
-    """On a reconnect: the cohort that Routed told last, which a request never leaves once it has put
-    out tokens. NOT_RESUMABLE without it where nobody else knows and there are, or lately were, several.
-    """
     @_builtins.property
     def chat(self) -> Global___ChatMessages: ...
     @_builtins.property
@@ -151,12 +145,6 @@ class GenerateRequest(_message.Message):
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def model_fingerprints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """On a reconnect: as Routed told last. Without it, too, NOT_RESUMABLE where nobody else knows and
-        the cohort's workers run, or lately ran, several models.
-        """
-
     def __init__(
         self,
         *,
@@ -181,15 +169,11 @@ class GenerateRequest(_message.Message):
         session_id: _builtins.str = ...,
         resume_from_index: _builtins.int | None = ...,
         traceparent: _builtins.str = ...,
-        cohort: _builtins.str | None = ...,
-        model_fingerprints: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cohort", b"_cohort", "_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "chat", b"chat", "cohort", b"cohort", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "chat", b"chat", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cohort", b"_cohort", "_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "cache_salt", b"cache_salt", "chat", b"chat", "cohort", b"cohort", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_schema", b"json_schema", "model", b"model", "model_fingerprints", b"model_fingerprints", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "cache_salt", b"cache_salt", "chat", b"chat", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_schema", b"json_schema", "model", b"model", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__cohort: _TypeAlias = _typing.Literal["cohort"]  # noqa: Y015
-    _WhichOneofArgType__cohort: _TypeAlias = _typing.Literal["_cohort", b"_cohort"]  # noqa: Y015
     _WhichOneofReturnType__itl_target_ms: _TypeAlias = _typing.Literal["itl_target_ms"]  # noqa: Y015
     _WhichOneofArgType__itl_target_ms: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms"]  # noqa: Y015
     _WhichOneofReturnType__resume_from_index: _TypeAlias = _typing.Literal["resume_from_index"]  # noqa: Y015
@@ -204,8 +188,6 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType_constraint: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__cohort) -> _WhichOneofReturnType__cohort | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_target_ms) -> _WhichOneofReturnType__itl_target_ms | None: ...
     @_typing.overload
@@ -236,8 +218,6 @@ class Routed(_message.Message):
     NUM_CACHED_TOKENS_PREFILL_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_DECODE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    COHORT_FIELD_NUMBER: _builtins.int
-    MODEL_FINGERPRINTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     seed: _builtins.int
     prefill_worker: _builtins.str
@@ -250,12 +230,6 @@ class Routed(_message.Message):
     """What the router expects to find cached at the prefill and the decode worker."""
     num_cached_tokens_decode: _builtins.int
     attempt: _builtins.int
-    cohort: _builtins.str
-    """Of the workers: those with other weights, quantisation or block size are in another one."""
-    @_builtins.property
-    def model_fingerprints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Of what the tokens come from; a worker that shares one of them runs the same model."""
-
     def __init__(
         self,
         *,
@@ -268,16 +242,12 @@ class Routed(_message.Message):
         num_cached_tokens_prefill: _builtins.int = ...,
         num_cached_tokens_decode: _builtins.int = ...,
         attempt: _builtins.int = ...,
-        cohort: _builtins.str | None = ...,
-        model_fingerprints: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cohort", b"_cohort", "cohort", b"cohort"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cohort", b"_cohort", "attempt", b"attempt", "cohort", b"cohort", "decode_worker", b"decode_worker", "model_fingerprints", b"model_fingerprints", "num_cached_tokens_decode", b"num_cached_tokens_decode", "num_cached_tokens_prefill", b"num_cached_tokens_prefill", "num_prompt_tokens", b"num_prompt_tokens", "prefill_worker", b"prefill_worker", "reason", b"reason", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_worker", b"decode_worker", "num_cached_tokens_decode", b"num_cached_tokens_decode", "num_cached_tokens_prefill", b"num_cached_tokens_prefill", "num_prompt_tokens", b"num_prompt_tokens", "prefill_worker", b"prefill_worker", "reason", b"reason", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__cohort: _TypeAlias = _typing.Literal["cohort"]  # noqa: Y015
-    _WhichOneofArgType__cohort: _TypeAlias = _typing.Literal["_cohort", b"_cohort"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__cohort) -> _WhichOneofReturnType__cohort | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Routed: _TypeAlias = Routed  # noqa: Y015
 
@@ -720,8 +690,6 @@ class RouteCandidate(_message.Message):
     DECODE_MS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_PREFILL_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_DECODE_FIELD_NUMBER: _builtins.int
-    COHORT_FIELD_NUMBER: _builtins.int
-    COHORT_SHARE_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
     cost_ms: _builtins.float
@@ -731,9 +699,6 @@ class RouteCandidate(_message.Message):
     decode_ms: _builtins.float
     num_cached_tokens_prefill: _builtins.int
     num_cached_tokens_decode: _builtins.int
-    cohort: _builtins.str
-    """Where there are several: the workers' cohort, and the part of new requests that it gets."""
-    cohort_share: _builtins.float
     def __init__(
         self,
         *,
@@ -746,16 +711,12 @@ class RouteCandidate(_message.Message):
         decode_ms: _builtins.float = ...,
         num_cached_tokens_prefill: _builtins.int = ...,
         num_cached_tokens_decode: _builtins.int = ...,
-        cohort: _builtins.str | None = ...,
-        cohort_share: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cohort", b"_cohort", "cohort", b"cohort"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cohort", b"_cohort", "cohort", b"cohort", "cohort_share", b"cohort_share", "cost_ms", b"cost_ms", "decode_ms", b"decode_ms", "decode_worker", b"decode_worker", "num_cached_tokens_decode", b"num_cached_tokens_decode", "num_cached_tokens_prefill", b"num_cached_tokens_prefill", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "queue_ms", b"queue_ms", "transfer_ms", b"transfer_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_ms", b"cost_ms", "decode_ms", b"decode_ms", "decode_worker", b"decode_worker", "num_cached_tokens_decode", b"num_cached_tokens_decode", "num_cached_tokens_prefill", b"num_cached_tokens_prefill", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "queue_ms", b"queue_ms", "transfer_ms", b"transfer_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__cohort: _TypeAlias = _typing.Literal["cohort"]  # noqa: Y015
-    _WhichOneofArgType__cohort: _TypeAlias = _typing.Literal["_cohort", b"_cohort"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__cohort) -> _WhichOneofReturnType__cohort | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouteCandidate: _TypeAlias = RouteCandidate  # noqa: Y015
 
@@ -766,7 +727,7 @@ class ExplainRouteResponse(_message.Message):
     CANDIDATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteCandidate]:
-        """Cheapest first, those of the cohort that the request would go to before all others."""
+        """Cheapest first."""
 
     def __init__(
         self,

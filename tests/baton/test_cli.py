@@ -12,7 +12,6 @@ import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,6 @@ from baton.cli import main
 from baton.control_client import ControlClient
 from baton.errors import InvalidRequestError, UnavailableError
 from baton.events import Finished, FinishReason, Timings, Tokens, Usage
-from baton.v1 import router_pb2
 from tests.baton.small_router import Book, SmallControl, SmallRouter, answer, silent_address
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,24 +189,6 @@ def test_explain_shows_every_candidate_cheapest_first(router: str, capsys: Captu
     shown = capsys.readouterr().out
     assert shown.index("14.2 ms") < shown.index("1.4 s")
     assert "(by itself)" in shown
-
-
-class TwoCohorts(SmallRouter):
-    def ExplainRoute(self, request: Any, context: Any) -> router_pb2.ExplainRouteResponse:  # noqa: N802
-        response = super().ExplainRoute(request, context)
-        for candidate, (cohort, share) in zip(response.candidates, (("new", 0.1), ("", 0.9))):
-            candidate.cohort, candidate.cohort_share = cohort, share
-        return response
-
-
-def test_explain_tells_cohorts_and_their_part_of_new_requests(book: Book, capsys: Capture) -> None:
-    served = TwoCohorts(book)
-    try:
-        assert main(["explain", "hello", "--router", served.address]) == 0
-    finally:
-        served.stop()
-    shown = capsys.readouterr().out
-    assert shown.index("new, 10%") < shown.index("(first), 90%")
 
 
 def test_nothing_at_the_address_says_what_to_do(capsys: Capture) -> None:

@@ -40,8 +40,8 @@ def test_a_worker_of_another_kind_than_every_partner_is_named_with_them() -> Non
         worker("decode-1", b"b"),
     )
     assert unpaired(seen) == {
-        "decode-1": "decode-1 runs other weights or settings than every prefill worker "
-        "(prefill-0, prefill-1): it pairs with none"
+        "decode-1": "decode-1 has other KV than every prefill worker (prefill-0, prefill-1): it "
+        "pairs with none; engine.dtype and engine.block_size must be the same in all pools"
     }
 
 
@@ -55,7 +55,7 @@ def test_a_worker_that_computes_in_another_dtype_is_told_which_and_what_says_it(
     }
 
 
-def test_two_whole_cohorts_pair_each_with_its_own() -> None:
+def test_two_kinds_of_kv_pair_each_with_its_own() -> None:
     kinds = (b"a", b"b")
     prefills = [worker(f"prefill-{n}", kind) for n, kind in enumerate(kinds)]
     decodes = [worker(f"decode-{n}", kind) for n, kind in enumerate(kinds)]
@@ -108,4 +108,4 @@ def test_status_says_who_pairs_with_none(capsys: pytest.CaptureFixture[str]) -> 
     workers = worker("prefill-0", b"a"), worker("decode-0", b"a"), worker("decode-1", b"b")
     print_fleet(fleet(*workers))
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "pairs with none" in line)
-    assert line.startswith("decode-1 runs other weights or settings than every prefill worker")
+    assert line.startswith("decode-1 has other KV than every prefill worker")

@@ -11,7 +11,6 @@ from baton.errors import (
     BatonError,
     InvalidRequestError,
     OverloadedError,
-    UnavailableError,
 )
 from baton.events import Tokens
 from baton.request_stream import RequestStream, build_request
@@ -72,25 +71,12 @@ def test_a_gap_in_the_stream_is_an_error_and_what_was_seen_is_dropped() -> None:
         stream.absorb(tokens(3, [7], "c"))
 
 
-def test_a_reconnect_brings_back_the_seed_and_the_cohort_that_the_last_router_told() -> None:
+def test_a_reconnect_brings_back_the_seed_that_the_last_router_drew() -> None:
     stream = RequestStream(build_request("a"), ["nowhere"])
-    assert not stream.request().HasField("cohort")
-    stream.absorb(
-        GenerateResponse(routed=Routed(seed=5, cohort=""))
-    )  # the first cohort has no name
-    again = stream.request()
-    assert (again.seed, again.HasField("cohort"), again.cohort) == (5, True, "")
-    stream.absorb(GenerateResponse(routed=Routed(seed=5, cohort="new")))
-    assert stream.request().cohort == "new"
-    stream.absorb(GenerateResponse(routed=Routed(seed=5)))  # of a release that knows none
-    assert not stream.request().HasField("cohort")
-
-
-def test_a_reconnect_brings_back_what_the_last_router_told_of_the_model() -> None:
-    stream = RequestStream(build_request("a"), ["nowhere"])
-    for told in ([b"first"], [b"second", b"third"]):
-        stream.absorb(GenerateResponse(routed=Routed(seed=5, model_fingerprints=told)))
-        assert list(stream.request().model_fingerprints) == told
+    assert not stream.request().HasField("seed")
+    for seed in (5, 6):
+        stream.absorb(GenerateResponse(routed=Routed(seed=seed)))
+        assert stream.request().seed == seed
 
 
 class Refused:
@@ -152,32 +138,6 @@ def test_nobody_waits_for_a_busy_router_beyond_the_time_that_the_request_has(
     stream.absorb(tokens(0, [5], "a"))
     with pytest.raises(OverloadedError, match="the line is full"):
         stream.lost(Refused(OverloadedError("the line is full", retry_after_s=295.0)))
-
-
-def told_fingerprints() -> RequestStream:
-    stream = RequestStream(build_request("a"), ["one", "other"])
-    stream.absorb(GenerateResponse(routed=Routed(seed=5, model_fingerprints=[b"model"])))
-    stream.absorb(tokens(0, [5], "a"))
-    return stream
-
-
-def test_a_router_to_which_fingerprints_make_another_request_is_asked_once_more_without() -> None:
-    stream = told_fingerprints()
-    refused = Refused(AlreadyExistsError("sent before with another body"))
-    assert stream.lost(refused) == 0.0
-    assert (stream.address, stream.request().resume_from_index) == ("one", 1)
-    assert not stream.request().model_fingerprints
-    with pytest.raises(AlreadyExistsError):
-        stream.lost(refused)
-    assert stream.is_finished
-
-
-def test_the_next_router_is_told_the_fingerprints_again() -> None:
-    stream = told_fingerprints()
-    stream.lost(Refused(AlreadyExistsError("sent before with another body")))
-    stream.lost(Refused(UnavailableError("not now")))
-    assert stream.address == "other"
-    assert list(stream.request().model_fingerprints) == [b"model"]
 
 
 def test_a_new_request_whose_id_is_taken_is_refused_at_once() -> None:

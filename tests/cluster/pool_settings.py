@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.config import ClusterConfig, PoolConfig
 from cluster.config import SupervisorConfig
-from cluster.pool_settings import PoolSettings, told_settings
+from cluster.pool_settings import PoolSettings, added_settings
 from cluster.role_plan import Role
 
 TOLD = """
@@ -16,9 +16,9 @@ pools:
 """
 
 
-def told(cohort: str = "new", text: str = TOLD) -> PoolSettings:
-    """Of a pool that AddPool tells of."""
-    return told_settings("decode-1b2c3", text, cohort)
+def told(text: str = TOLD) -> PoolSettings:
+    """Of a pool that AddPool brings."""
+    return added_settings("decode-1b2c3", text)
 
 
 def settings_of(

@@ -132,6 +132,35 @@ def test_on_pods_a_cluster_begins_without_pools_and_tells_where_each_replica_sta
         site.check([site.ask_new()])
 
 
+def test_a_pool_whose_workers_load_another_model_says_so_and_the_others_serve(
+    tmp_path: Path,
+) -> None:
+    (model := tmp_path / "model").mkdir()
+    (run_dir := tmp_path / "run").mkdir()
+    whole = dataclasses.replace(
+        fake_cluster(model, replicas=1),
+        runs_on="pods",
+        control=ControlConfig(port=free_port("127.0.0.1")),
+    )
+    prefill = dataclasses.replace(whole, pools={"prefill": whole.pools["prefill"]})
+    fake = dataclasses.replace(whole.engine.fake, vocab_size=500)  # the folder was filled anew
+    other = dataclasses.replace(whole, engine=dataclasses.replace(whole.engine, fake=fake))
+    with running_head(dataclasses.replace(whole, pools={}), run_dir) as pods:
+        pods.serve()
+        site = Site(cast(Any, pods), whole)
+        with ControlClient(pods.control_address) as control:
+            control.add_pool("prefill", prefill.to_yaml(), 1)
+            pods.have(prefill=1)
+            site.wait_for(lambda seen: sizes(seen) == {"prefill": (1, 1)})
+            control.add_pool(ADDED, text_of(other), 1)
+        pods.have(**{ADDED: 1})
+        seen = site.wait_for(lambda seen: seen.pools[1].num_failed_starts >= 2)
+        said = f"OtherModelError: worker {ADDED}-0 loaded {model}: its weights or configuration"
+        assert said in seen.pools[1].last_error
+        assert sizes(seen) == {"prefill": (1, 1), ADDED: (0, 1)}
+        assert list(live_workers(seen)) == ["prefill-0"]
+
+
 def tell_of_pools(pods: PodCluster, whole: ClusterConfig) -> None:
     """Of both, each by a file with that pool alone."""
     only = dataclasses.replace(whole, pools={"prefill": whole.pools["prefill"]})

@@ -10,16 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import grpc.aio
 import pytest
 
 from baton.errors import UnavailableError
-from baton.v1 import control_pb2_grpc
 from cluster import agreed_dtype, rank
 from cluster.agreed_dtype import with_agreed_dtype
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
-from cluster.pool_settings import told_settings
+from cluster.pool_settings import added_settings
 from cluster.rank import Rank, build_rank, free_port
 from cluster.registration import worker_info
 from cluster.registry import Registry
@@ -36,14 +34,14 @@ POOLS = "pools: {p: {role: prefill}, d: {role: decode, engine: {device: cuda}}}\
 def config_of(folder: Path, control: str) -> WorkerConfig:
     """Of a worker whose model is named in float32: that is what it would compute in anywhere."""
     (folder / "config.json").write_text(json.dumps({"dtype": "float32"}))
-    cluster = told_settings("p", POOLS + f"model: {folder}", "new").config
+    cluster = added_settings("p", POOLS + f"model: {folder}").config
     return worker_config(cluster, "p", "p-0", control)
 
 
 def registry_of(*pools: str) -> Registry:
     registry = Registry(RegistryConfig(), time.monotonic)
     for pool in pools:
-        registry.pools.add(told_settings(pool, POOLS, "new"), 1)
+        registry.pools.add(added_settings(pool, POOLS), 1)
     return registry
 
 
@@ -55,7 +53,7 @@ async def agreed(config: WorkerConfig) -> str:
     return told.engine.dtype
 
 
-async def test_the_first_worker_of_a_cohort_computes_in_its_own_dtype(
+async def test_the_first_worker_computes_in_its_own_dtype(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve(registry := registry_of("p", "d"), Changes(), "127.0.0.1:0") as control:
@@ -65,14 +63,16 @@ async def test_the_first_worker_of_a_cohort_computes_in_its_own_dtype(
     assert registry.pools.settings("d").dtype == "float32"
 
 
-async def test_the_next_one_computes_in_what_its_cohort_does(
+async def test_the_next_one_computes_in_what_the_others_do(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve(registry := registry_of("p", "d"), Changes(), "127.0.0.1:0") as control:
         registry.pools.agree_dtype("d", "float16")
         with caplog.at_level("INFO", "cluster.agreed_dtype"):
             assert await agreed(config_of(tmp_path, control)) == "float16"
-    assert caplog.messages == ["p computes in float16: its cohort does; float32 by itself"]
+    assert caplog.messages == [
+        "p computes in float16: agreed with the other workers; float32 by itself"
+    ]
 
 
 async def test_a_registry_that_is_not_there_yet_is_asked_again(
@@ -85,7 +85,7 @@ async def test_a_registry_that_is_not_there_yet_is_asked_again(
     registry = registry_of()  # which has yet to be told of the pool, too
     async with serve(registry, Changes(), control):
         await asyncio.wait({asking}, timeout=0.05)
-        registry.pools.add(told_settings("p", POOLS, "new"), 1)
+        registry.pools.add(added_settings("p", POOLS), 1)
         registry.pools.agree_dtype("p", "bfloat16")
         assert await asyncio.wait_for(asking, 10) == "bfloat16"
 
@@ -96,17 +96,6 @@ async def test_a_worker_whom_no_registry_answers_does_not_start(
     monkeypatch.setattr(agreed_dtype, "_WITHIN_S", 0.0)
     with pytest.raises(UnavailableError, match=r"nothing listens at 127\.0\.0\.1:1"):
         await agreed(config_of(tmp_path, "127.0.0.1:1"))
-
-
-async def test_a_registry_of_a_former_release_leaves_it_to_the_worker(tmp_path: Path) -> None:
-    former = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-    control_pb2_grpc.add_ControlServiceServicer_to_server(
-        control_pb2_grpc.ControlServiceServicer(), former
-    )
-    port = former.add_insecure_port("127.0.0.1:0")
-    await former.start()
-    assert await agreed(config_of(tmp_path, f"127.0.0.1:{port}")) == "float32"
-    await former.stop(None)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ import dataclasses
 import random
 import time
 from collections.abc import AsyncIterator
+from typing import cast
 
 import grpc
 import grpc.aio
 import pytest
 
 from baton.control_client import ControlClient
-from baton.errors import DeadlineError, InvalidRequestError
+from baton.errors import DeadlineError, InvalidRequestError, OtherModelError
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.config import RegistryConfig
@@ -44,6 +45,7 @@ def worker_info(
     worker_id: str = "decode-0",
     role: common_pb2.WorkerRole.ValueType = common_pb2.WORKER_ROLE_DECODE,
     kv_fingerprint: bytes = b"",
+    model_fingerprint: bytes = b"",
 ) -> control_pb2.WorkerInfo:
     return control_pb2.WorkerInfo(
         ref=common_pb2.WorkerRef(worker_id=worker_id, incarnation=1),
@@ -51,6 +53,7 @@ def worker_info(
         role=role,
         address="127.0.0.1:1",
         kv_fingerprint=kv_fingerprint,
+        model_fingerprint=model_fingerprint,
     )
 
 
@@ -192,9 +195,36 @@ async def test_a_worker_that_no_partner_shares_a_fingerprint_with_is_live_and_to
             await live(stub, 3)
     told = [r.getMessage() for r in caplog.records if "pairs with none" in r.getMessage()]
     assert told == [
-        "decode-1 runs other weights or settings than every prefill worker (prefill-0): "
-        "it pairs with none"
+        "decode-1 has other KV than every prefill worker (prefill-0): it pairs with none; "
+        "engine.dtype and engine.block_size must be the same in all pools"
     ]
+
+
+async def test_a_worker_of_another_model_is_refused_by_name_and_gives_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    never = asyncio.Event()
+    async with (
+        serve(make_registry(), Changes(), "127.0.0.1:0") as address,
+        grpc.aio.insecure_channel(address) as channel,
+        registered(address, never, worker_info(model_fingerprint=b"one")),
+    ):
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        assert (await fleet_where(stub, LIVE)).model_fingerprint == b"one"
+        other = worker_info("decode-1", model_fingerprint=b"other")
+        refused = Registrar(address, other, beat, never.set, interval_s=0.05)
+        with pytest.raises(
+            OtherModelError, match=r"^worker decode-1 loaded .*models/demo"
+        ) as caught:
+            await asyncio.wait_for(refused.run(), 10)
+        fleet = await fleet_where(stub, LIVE)
+        assert [worker.info.ref.worker_id for worker in fleet.workers] == ["decode-0"]
+    code = cast(grpc.aio.AioRpcError, caught.value.__cause__).code()
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert caught.value.message.endswith(
+        "Pin `model_revision`, or start a new cluster for another model"
+    )
+    assert caught.value.message in caplog.messages  # the registry's own log
 
 
 async def test_a_call_that_never_says_who_registers_is_ended_by_a_typed_error() -> None:

@@ -68,14 +68,24 @@ def ground_over(replicas: WrittenDown, **settings: float) -> Iterator[Ground]:
     registry = Registry(RegistryConfig(), time.monotonic)
     registry.pools.add(settings_of(supervisor=SupervisorConfig(**settings)), 1)
     registry.pools.open_place("decode", "decode-1")
-    with ThreadPoolExecutor(1) as executor:
-        yield Ground(
-            registry,
-            Changes(),
-            cast(Replicas, replicas),
-            executor,
-            lambda name: cast(WorkerConfig, LogFile()),
-        )
+
+    async def look() -> None:
+        while True:
+            registry.refresh()
+            await asyncio.sleep(0.05)
+
+    looking = asyncio.create_task(look())
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            yield Ground(
+                registry,
+                Changes(),
+                cast(Replicas, replicas),
+                executor,
+                lambda name: cast(WorkerConfig, LogFile()),
+            )
+    finally:
+        looking.cancel()
 
 
 def registration(incarnation: int, process: ProcessIdentity) -> Registration:

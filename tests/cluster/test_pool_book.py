@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
+from pathlib import Path
 
 import pytest
 import yaml
 
-from baton.config import parse_config
+from baton.config import ClusterConfig, parse_config
 from baton.errors import (
     AlreadyExistsError,
     ConfigError,
@@ -15,15 +15,15 @@ from baton.errors import (
     InvalidRequestError,
     NotFoundError,
 )
-from cluster.config import RegistryConfig
-from cluster.fleet_wire import fleet_message
-from cluster.pool_book import FIRST_WEIGHTS, PoolBook
-from cluster.pool_settings import PoolSettings, num_gpus_wanted, num_ranks, told_settings
-from cluster.registry import Registry
+from cluster.pool_book import PoolBook
+from cluster.pool_settings import (
+    ModelSource,
+    PoolSettings,
+    added_settings,
+    num_gpus_wanted,
+    num_ranks,
+)
 from cluster.role_plan import Role
-from router.cohort_texts import TextSource
-from router.fleet_watch import read_pools
-from router.stopped_pools import StoppedPools
 from tests.cluster.pool_settings import TOLD, settings_of, told
 
 
@@ -36,7 +36,7 @@ def book_of(*pools: PoolSettings, replicas: int = 0) -> PoolBook:
 
 def coming_back(book: PoolBook, **live: int) -> list[str]:
     book.see_live(live)
-    return [pool.name for pool in book.shown(live) if pool.comes_back_for]
+    return [pool.name for pool in book.shown() if pool.comes_back_for]
 
 
 # --- pools that come back -------------------------------------------------------------------------
@@ -78,20 +78,13 @@ def test_a_role_is_away_only_when_all_pools_are_that_can_do_it() -> None:
 
 
 def test_a_mixed_pool_comes_back_for_the_roles_alone_that_were_away() -> None:
-    """And a router that has just started takes no other for away."""
-    registry = Registry(RegistryConfig(), time.monotonic)
-    book = registry.pools
-    book.add(settings_of("mixed", Role.MIXED), 0)
+    book = book_of(settings_of("mixed", Role.MIXED))
     book.add(settings_of("decode", Role.DECODE), 1)
     assert coming_back(book) == []
     book.set_replicas("mixed", 1)
     assert coming_back(book) == ["mixed"]
-    (mixed, decode) = book.shown({})
+    (mixed, decode) = book.shown()
     assert (mixed.comes_back_for, decode.comes_back_for) == ((Role.PREFILL,), ())
-    stopped = StoppedPools()
-    stopped.update(read_pools(fleet_message(registry.snapshot())))
-    assert stopped.holds("never")
-    assert not stopped.holds("auto")
 
 
 # --- settings that are told -----------------------------------------------------------------------
@@ -99,28 +92,34 @@ def test_a_mixed_pool_comes_back_for_the_roles_alone_that_were_away() -> None:
 
 def test_a_told_pool_is_made_of_its_own_file_and_known_by_its_text() -> None:
     settings = told()
-    assert (settings.role, settings.shape.max_replicas, settings.cohort) == (Role.MIXED, 4, "new")
-    assert settings.digest == told("other").digest
+    assert (settings.role, settings.shape.max_replicas) == (Role.MIXED, 4)
+    assert settings.digest == told().digest
     assert settings.digest != told(text=TOLD + "\n").digest
 
 
-@pytest.mark.parametrize(
-    ("added", "read"),
-    [
-        ("{}", ("models/demo", "", "")),
-        ("{model: org/m, model_revision: v2, tokenizer: org/t}", ("org/m", "v2", "org/t")),
-    ],
-)
-def test_routers_are_told_where_a_pools_own_file_has_its_models_text(
-    added: str, read: tuple[str, str, str]
+OTHER_MODELS = [
+    ("model: org/m", "model", r"must be .*models/demo, .* not org/m"),
+    ("model_revision: v2", "model_revision", "must be unset, .* not v2"),
+    ("tokenizer: org/t", "tokenizer", "must be unset, .* not org/t"),
+]
+
+
+@pytest.mark.parametrize(("line", "key", "message"), OTHER_MODELS)
+@pytest.mark.parametrize("named_by", ["the cluster's file", "the first pool"])
+def test_a_pool_of_another_model_is_refused_by_its_key(
+    line: str, key: str, message: str, named_by: str
 ) -> None:
-    text = yaml.safe_dump(yaml.safe_load(TOLD) | yaml.safe_load(added))
-    registry = Registry(RegistryConfig(), time.monotonic)
-    registry.pools.add(told(text=text), 0)
-    (shown,) = fleet_message(registry.snapshot()).pools
-    assert (shown.text.model, shown.text.model_revision, shown.text.tokenizer) == read
-    (heard,) = read_pools(fleet_message(registry.snapshot()))
-    assert heard.text == TextSource(*read)
+    book = PoolBook()
+    if named_by == "the cluster's file":  # which may hold no pool
+        book.bind_model(ModelSource.of(ClusterConfig()))
+    else:
+        book.add(settings_of(), 1)
+    before = book.shown()
+    with pytest.raises(ConfigError, match=f"^pool decode-1b2c3: {key}: {message}") as caught:
+        book.add(told(TOLD + line), 1)
+    assert (caught.value.field, caught.value.grpc_status) == (key, "INVALID_ARGUMENT")
+    assert book.shown() == before
+    book.add(told(TOLD + f"model: {Path('models/demo').resolve()}"), 1)  # the same folder
 
 
 @pytest.mark.parametrize(
@@ -158,10 +157,9 @@ def test_a_pool_that_is_told_again_stays_as_it_is_and_other_settings_are_refused
     version = book.version
     book.add(told(), 3)
     assert (book.desired_replicas(), book.version) == ({"decode-1b2c3": 2}, version)
-    for other in (told(text=TOLD + "log_level: debug"), told("another cohort")):
-        with pytest.raises(AlreadyExistsError) as caught:
-            book.add(other, 2)
-        assert caught.value.field == "pool"
+    with pytest.raises(AlreadyExistsError) as caught:
+        book.add(told(text=TOLD + "log_level: debug"), 2)
+    assert caught.value.field == "pool"
     own = book_of(settings_of("decode-1b2c3"))
     with pytest.raises(AlreadyExistsError):
         own.add(told(), 2)
@@ -190,21 +188,11 @@ def test_a_pool_is_removed_only_without_a_size_a_place_or_a_worker() -> None:
     book.failed(name, worker, "bad luck", served=False)
     version = book.version
     book.remove(name)
-    assert (book.shown({}), book.version) == ((), version + 1)
+    assert (book.shown(), book.version) == ((), version + 1)
     with pytest.raises(NotFoundError):
         book.remove(name)
     book.add(told(), 1)
-    assert [(pool.last_error, pool.places) for pool in book.shown({})] == [("", ())]
-
-
-def test_weights_of_cohorts_without_a_pool_are_kept_until_it_comes() -> None:
-    book = book_of(settings_of("decode"))
-    assert [pool.cohort_weight for pool in book.shown({})] == [FIRST_WEIGHTS[""]]
-    book.set_cohort_weights({"": 90, "new": 10})
-    book.add(told(), 0)
-    assert {pool.cohort: pool.cohort_weight for pool in book.shown({})} == {"": 90, "new": 10}
-    book.set_cohort_weights({"new": 1})
-    assert {pool.cohort: pool.cohort_weight for pool in book.shown({})} == {"": 0, "new": 1}
+    assert [(pool.last_error, pool.places) for pool in book.shown()] == [("", ())]
 
 
 def test_ranks_and_gpus_are_counted_by_every_pools_own_settings() -> None:
@@ -224,7 +212,7 @@ def test_a_place_is_told_from_its_opening_with_its_pod_as_soon_as_it_has_one() -
 
     def shown() -> list[tuple[str, str | None, bool]]:
         versions.append(book.version)
-        (pool,) = book.shown({})
+        (pool,) = book.shown()
         return [(each.worker_id, each.pod_name, each.is_pending) for each in pool.places]
 
     book.open_place("decode", "decode-0")
@@ -243,10 +231,8 @@ def test_a_place_is_told_from_its_opening_with_its_pod_as_soon_as_it_has_one() -
 # --- what they compute in -------------------------------------------------------------------------
 
 
-def torch_pool(name: str, cohort: str = "new", dtype: str = "auto") -> PoolSettings:
-    return told_settings(
-        name, f"pools: {{{name}: {{role: mixed, engine: {{dtype: {dtype}}}}}}}", cohort
-    )
+def torch_pool(name: str, dtype: str = "auto") -> PoolSettings:
+    return added_settings(name, f"pools: {{{name}: {{role: mixed, engine: {{dtype: {dtype}}}}}}}")
 
 
 def dtypes(book: PoolBook) -> dict[str, str]:
@@ -254,16 +240,15 @@ def dtypes(book: PoolBook) -> dict[str, str]:
     return {name: settings.config.pool_engine(name).dtype for name, settings in pools}
 
 
-def test_the_first_of_a_cohort_decides_what_all_of_it_compute_in() -> None:
-    book = book_of(torch_pool("p"), torch_pool("d"), torch_pool("other", "old"))
+def test_the_first_proposal_decides_for_all_pools() -> None:
+    book = book_of(torch_pool("p"), torch_pool("d"))
     assert book.agree_dtype("p", "bfloat16") == "bfloat16"
     assert book.agree_dtype("d", "float32") == "bfloat16"
-    assert book.agree_dtype("other", "float32") == "float32"
-    assert dtypes(book) == {"p": "bfloat16", "d": "bfloat16", "other": "float32"}
+    assert dtypes(book) == {"p": "bfloat16", "d": "bfloat16"}
     assert book.knows(torch_pool("p"))  # told again, it is the same pool
 
 
-def test_what_one_pool_of_a_cohort_says_goes_before_what_a_worker_would_compute_in() -> None:
+def test_a_pool_that_names_its_dtype_goes_before_a_proposal() -> None:
     book = book_of(torch_pool("p"), torch_pool("d", dtype="float16"))
     assert book.agree_dtype("p", "bfloat16") == "float16"
     assert book.agree_dtype("d", "bfloat16") == "float16"

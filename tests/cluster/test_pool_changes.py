@@ -23,7 +23,7 @@ from baton.v1 import control_pb2
 from cluster.config import RegistryConfig
 from cluster.control_service import Changes, serve
 from cluster.pool_changes import PoolChanges, Unbacked
-from cluster.pool_settings import PoolSettings, told_settings
+from cluster.pool_settings import PoolSettings, added_settings
 from cluster.registry import Registration, Registry
 from tests.cluster.pool_settings import settings_of
 
@@ -48,14 +48,13 @@ async def pools_told(control: ControlClient) -> dict[str, control_pb2.PoolStatus
     return {pool.name: pool for pool in (await asyncio.to_thread(control.fleet)).pools}
 
 
-async def test_a_pool_is_added_weighed_shrunk_and_removed_while_the_registry_serves() -> None:
+async def test_a_pool_is_added_shrunk_and_removed_while_the_registry_serves() -> None:
     async with served(registry_of()) as control:
-        await asyncio.to_thread(control.set_cohort_weights, {"": 99, "new": 1})
         for _ in range(2):  # the second changes nothing
-            await asyncio.to_thread(control.add_pool, "decode-2", TEXT, 2, "new")
+            await asyncio.to_thread(control.add_pool, "decode-2", TEXT, 2)
         told = (await pools_told(control))["decode-2"]
-        assert (told.desired_replicas, told.cohort, told.cohort_weight) == (2, "new", 1)
-        assert told.settings_digest == told_settings("decode-2", TEXT, "new").digest
+        assert told.desired_replicas == 2
+        assert told.settings_digest == added_settings("decode-2", TEXT).digest
         assert await asyncio.to_thread(control.set_replicas, "decode-2", 0) == 2
         await asyncio.to_thread(control.remove_pool, "decode-2")
         assert list(await pools_told(control)) == ["decode"]
@@ -68,6 +67,7 @@ async def test_a_pool_is_added_weighed_shrunk_and_removed_while_the_registry_ser
         (lambda c: c.add_pool("decode-2", "engine: {block_size: 0}", 1), ConfigError, None),
         (lambda c: c.add_pool("decode", TEXT.replace("-2", ""), 1), AlreadyExistsError, "pool"),
         (lambda c: c.add_pool("decode-2", TEXT, 5), InvalidRequestError, "replicas"),
+        (lambda c: c.add_pool("decode-2", TEXT + "\nmodel: org/m", 1), ConfigError, "model"),
         (lambda c: c.remove_pool("decode"), InUseError, "pool"),
         (lambda c: c.remove_pool("nobody"), NotFoundError, "pool"),
     ],
@@ -98,10 +98,10 @@ async def test_a_pool_whose_workers_have_not_gone_is_not_removed() -> None:
 TWO_POOLS = "pools: {p-2: {role: prefill}, d-2: {role: decode}}"
 
 
-async def test_workers_of_a_cohort_agree_on_one_dtype_before_they_load() -> None:
+async def test_workers_agree_on_one_dtype_before_they_load() -> None:
     async with served(registry := registry_of()) as control:
         for pool in ("p-2", "d-2"):
-            await asyncio.to_thread(control.add_pool, pool, TWO_POOLS, 1, "new")
+            await asyncio.to_thread(control.add_pool, pool, TWO_POOLS, 1)
         assert await asyncio.to_thread(control.agree_dtype, "d-2", "bfloat16") == "bfloat16"
         assert await asyncio.to_thread(control.agree_dtype, "p-2", "float32") == "bfloat16"
         with pytest.raises(InvalidRequestError) as caught:
@@ -112,12 +112,12 @@ async def test_workers_of_a_cohort_agree_on_one_dtype_before_they_load() -> None
 
 async def test_a_registry_that_lost_what_was_agreed_hears_it_of_the_workers_that_serve() -> None:
     registry = registry_of()
-    for n, (pool, dtype) in enumerate((("d-2", "float16"), ("p-2", ""), ("decode", "float32"))):
+    for n, (pool, dtype) in enumerate((("p-2", ""), ("d-2", "float16"))):
         info = control_pb2.WorkerInfo(dtype=dtype).SerializeToString()
         registry.register(Registration(f"{pool}-0", n, pool, info))
     changes = PoolChanges(registry, backing := Backing(registry))
     for pool in ("p-2", "d-2"):
-        await changes.add(pool, TWO_POOLS, "new", 1)
+        await changes.add(pool, TWO_POOLS, 1)
     assert changes.agree_dtype("p-2", "bfloat16") == "float16"
     assert backing.num_kept == 3
 
@@ -159,11 +159,11 @@ async def test_a_change_is_kept_when_it_is_made_and_what_is_refused_is_not() -> 
     backing = Backing(registry, room=3)
     changes = PoolChanges(registry, backing)
     with pytest.raises(NoCapacityError):
-        await changes.add("decode-2", TEXT, "new", 3)
+        await changes.add("decode-2", TEXT, 3)
     with pytest.raises(ConfigError):
-        await changes.add("decode-2", TEXT + "\nruns_on: pods", "new", 1)
-    await changes.add("decode-2", TEXT, "new", 2)
-    await changes.add("decode-2", TEXT, "new", 2)  # said again, and so kept already
+        await changes.add("decode-2", TEXT + "\nruns_on: pods", 1)
+    await changes.add("decode-2", TEXT, 2)
+    await changes.add("decode-2", TEXT, 2)  # said again, and so kept already
     with pytest.raises(NoCapacityError):
         await changes.set_replicas("decode", 2)
     await changes.set_replicas("decode-2", 1)
@@ -173,7 +173,7 @@ async def test_a_change_is_kept_when_it_is_made_and_what_is_refused_is_not() -> 
 async def test_of_two_calls_at_once_that_add_a_pool_one_adds_it() -> None:
     registry = registry_of()
     changes = PoolChanges(registry, backing := Backing(registry))
-    await asyncio.gather(*(changes.add("decode-2", TEXT, "new", 2) for _ in range(2)))
+    await asyncio.gather(*(changes.add("decode-2", TEXT, 2) for _ in range(2)))
     assert backing.kept == [{"decode": 1, "decode-2": 2}]
 
 
@@ -195,7 +195,7 @@ class SlowBacking(Backing):
 
 async def given_up(changes: PoolChanges, backing: SlowBacking, text: str = TEXT) -> None:
     """A call that adds `decode-2`, whose caller leaves while the pool is being settled."""
-    adding = asyncio.create_task(changes.add("decode-2", text, "new", 2))
+    adding = asyncio.create_task(changes.add("decode-2", text, 2))
     async with asyncio.timeout(5):
         await backing.begun.wait()
     adding.cancel()
@@ -207,7 +207,7 @@ async def test_a_call_whose_caller_gave_up_is_what_the_repeated_one_waits_for() 
     registry = registry_of()
     changes = PoolChanges(registry, backing := SlowBacking(registry))
     await given_up(changes, backing)
-    repeated = asyncio.create_task(changes.add("decode-2", TEXT, "new", 2))
+    repeated = asyncio.create_task(changes.add("decode-2", TEXT, 2))
     await asyncio.wait({repeated}, timeout=0.05)
     assert not repeated.done()
     backing.may_settle.set()
@@ -220,7 +220,7 @@ async def test_other_settings_of_a_pool_that_is_being_added_wait_and_are_refused
     registry = registry_of()
     changes = PoolChanges(registry, backing := SlowBacking(registry))
     await given_up(changes, backing)
-    others = asyncio.create_task(changes.add("decode-2", TEXT + "\n", "new", 2))
+    others = asyncio.create_task(changes.add("decode-2", TEXT + "\n", 2))
     await asyncio.wait({others}, timeout=0.05)
     assert not others.done()
     backing.may_settle.set()
@@ -236,7 +236,7 @@ async def test_what_refuses_a_pool_whose_caller_gave_up_is_logged_and_it_can_be_
     changes = PoolChanges(registry, backing := SlowBacking(registry))
     await given_up(changes, backing, TEXT + "\nruns_on: pods")
     backing.may_settle.set()
-    await changes.add("decode-2", TEXT, "new", 2)
+    await changes.add("decode-2", TEXT, 2)
     assert "pool decode-2 is not added: runs_on: must be machine" in caplog.text
     assert backing.kept == [{"decode": 1, "decode-2": 2}]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import InvalidRequestError, NotFoundError
+from baton.errors import InvalidRequestError, NotFoundError, OtherModelError
 from cluster.config import RegistryConfig, WorkerSettings
 from cluster.registry import Progress, Registration, Registry, Stream, WorkerState
 from decode_worker.config import DecodeConfig
@@ -261,6 +264,60 @@ def test_a_pool_grows_to_its_max_replicas_and_no_further() -> None:
         registry.pools.set_replicas("decode", 9)
     assert caught.value.field == "replicas"
     assert registry.pools.desired_replicas() == {"decode": 8}
+
+
+def test_a_snapshot_changes_nothing_however_late_it_is_taken() -> None:
+    registry, clock = make()
+    registry.pools.set_replicas("decode", 0)
+    beat(registry, register(registry))
+    registry.routers.report("router", b"report", registry.routers.opened())
+    registry.refresh()
+
+    def written() -> bytes:
+        return pickle.dumps(registry)
+
+    before = written()
+    for late_s in (0.0, 2.0, 5.0, 1000.0):
+        clock.now_s += late_s
+        first = registry.snapshot()
+        assert registry.snapshot() == first
+        assert first.workers[0].state is WorkerState.LIVE
+        clock.now_s -= late_s
+        assert written() == before
+    clock.pass_s(registry, 20.0)
+    assert state(registry) is WorkerState.GONE
+
+
+def of_model(model_fingerprint: bytes, worker_id: str = "decode-1") -> Registration:
+    return Registration(worker_id, 7, "decode", b"info", "llama", model_fingerprint)
+
+
+def test_the_first_worker_s_model_binds_the_registry_also_once_that_worker_is_gone() -> None:
+    registry, _ = make()
+    register(registry)  # it tells of no model
+    assert registry.snapshot().model_fingerprint == b""
+    assert registry.register(of_model(b"one")) is not None
+    assert registry.snapshot().model_fingerprint == b"one"
+    registry.gone("decode-1", 7)
+    with pytest.raises(OtherModelError) as caught:
+        registry.register(of_model(b"two", "decode-2"))
+    assert caught.value.message == (
+        f"worker decode-2 loaded {Path('models/demo').resolve()}: its weights or configuration "
+        f"differ from those that serve here: fingerprint {b'two'.hex()}, not {b'one'.hex()}. "
+        "Pin `model_revision`, or start a new cluster for another model"
+    )
+    assert registry.register(of_model(b"one", "decode-2")) is not None
+    assert registry.register(of_model(b"", "decode-3")) is not None
+    assert registry.model_fingerprint == b"one"
+
+
+def test_a_refused_worker_is_named_with_what_clients_call_its_model_where_its_pool_is_unknown() -> (
+    None
+):
+    registry = Registry(RegistryConfig(), FakeClock(), model_fingerprint=b"one")
+    with pytest.raises(OtherModelError, match="worker decode-1 loaded llama: "):
+        registry.register(of_model(b"two"))
+    assert registry.snapshot().workers == ()
 
 
 @given(st.lists(st.sampled_from(["register", "beat", "stuck", "drain", "gone", "wait"])))

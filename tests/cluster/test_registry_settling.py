@@ -115,7 +115,7 @@ async def test_a_pool_that_is_wanted_again_is_known_to_have_nothing_yet_to_regis
     changes, told = PoolChanges(registry, supervision), []
     registry.pools.set_replicas(POOL, 0)
     monkeypatch.setattr(supervision, "booked", lambda: told.append(settles(registry)))
-    await changes.add("all-2", ANOTHER, "", 1)
+    await changes.add("all-2", ANOTHER, 1)
     assert told == [False], "nothing was left of a new one either"
     supervision.stop()
     await asyncio.wait_for(running, 10)

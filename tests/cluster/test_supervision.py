@@ -18,18 +18,22 @@ import pytest
 
 from baton.config import ClusterConfig, parse_config
 from baton.control_client import ControlClient
-from baton.errors import ConfigError, InUseError
+from baton.errors import ConfigError, InUseError, OtherModelError
 from baton.v1 import common_pb2, control_pb2
 from cluster.places import Spot
+from cluster.pool_book import PoolBook
 from cluster.registry import Progress, Registration
 from cluster.replica import Replica, ReplicaName, Replicas
 from cluster.supervisor import Supervision
+from cluster.supervisor_state import SupervisorState
 from cluster.worker_config import WorkerConfig
+
+MODEL = "models/demo"
 
 
 def cluster_of(replicas: int = 1) -> ClusterConfig:
     pool = {"role": "mixed", "replicas": replicas, "max_replicas": 32}
-    return parse_config({"model": "models/demo", "pools": {"all": pool}, "control": {"port": 0}})
+    return parse_config({"model": MODEL, "pools": {"all": pool}, "control": {"port": 0}})
 
 
 def supervision_over(replicas: Any, cluster: ClusterConfig, run_dir: Path) -> Supervision:
@@ -165,7 +169,7 @@ async def test_workers_are_told_the_announced_host_of_the_registry_where_there_i
     await asyncio.wait_for(running, 10)
 
 
-async def test_a_told_pool_that_leaves_its_dtype_open_computes_in_its_cohorts(
+async def test_an_added_pool_that_leaves_its_dtype_open_computes_in_the_others_(
     tmp_path: Path,
 ) -> None:
     keeps, told = Keeps(), asyncio.get_running_loop().create_future()
@@ -174,7 +178,7 @@ async def test_a_told_pool_that_leaves_its_dtype_open_computes_in_its_cohorts(
     with ControlClient(await told) as control:
         for name, dtype in (("first", "float16"), ("second", "auto")):
             text = f"pools: {{{name}: {{role: mixed, engine: {{dtype: {dtype}}}}}}}"
-            await asyncio.to_thread(control.add_pool, name, text, 1, "new")
+            await asyncio.to_thread(control.add_pool, name, text, 1)
     await until(lambda: len(keeps.configs) == 3)
     dtypes = {config.pool: config.engine.dtype for config in keeps.configs}
     assert dtypes == {"all": "auto", "first": "float16", "second": "float16"}
@@ -195,7 +199,6 @@ class Adopts(Keeps):
 
 
 TOLD = """
-model: other
 supervisor: {fence_after_s: 4}
 pools: {more: {role: mixed, tensor_parallel: 2, engine: {num_blocks: 77, dtype: float32}}}
 """
@@ -213,7 +216,7 @@ async def test_a_pool_that_was_told_is_started_by_its_own_file_and_adopted_after
         await asyncio.to_thread(control.add_pool, "more", TOLD, 1)
         await until(lambda: len(keeps.configs) == 2)
         config = keeps.configs[1]
-        assert (config.worker_id, config.model_path, config.tp_size) == ("more-0", "other", 2)
+        assert (config.worker_id, config.model_path, config.tp_size) == ("more-0", MODEL, 2)
         assert (config.engine.num_blocks, keeps.configs[0].engine.num_blocks) != (77, 77)
         limits = [keeper._limits.fence_after_s for keeper in supervision._keepers.values()]
         assert limits == [10.0, 4.0]
@@ -302,6 +305,49 @@ async def test_a_pool_on_its_way_back_from_zero_is_still_after_a_restart_until_a
     await asyncio.wait_for(running, 10)
 
 
+def kept_fingerprint(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "supervisor.json").read_text())["model_fingerprint"])
+
+
+async def test_the_model_that_served_before_a_restart_is_the_only_one_after_it(
+    tmp_path: Path,
+) -> None:
+    supervision = supervision_over(Keeps(), cluster_of(), tmp_path)
+    running = asyncio.create_task(supervision.run(lambda address: None))
+    await until(lambda: supervision._keepers)
+    supervision._registry.register(Registration("all-0", 1, "all", b"", "demo", b"one"))
+    await until(lambda: kept_fingerprint(tmp_path) == b"one".hex())
+    running.cancel()
+    await asyncio.wait({running})
+
+    told = asyncio.get_running_loop().create_future()
+    supervision = supervision_over(Keeps(), cluster_of(), tmp_path)
+    running = asyncio.create_task(supervision.run(told.set_result))
+    with ControlClient(await told) as control:
+        assert (await asyncio.to_thread(control.fleet)).model_fingerprint == b"one"
+    with pytest.raises(OtherModelError, match=r"worker all-0 loaded .*models/demo: "):
+        supervision._registry.register(Registration("all-0", 2, "all", b"", "demo", b"two"))
+    supervision.stop()
+    await asyncio.wait_for(running, 10)
+
+
+async def test_an_added_pool_of_another_model_is_refused_before_anything_is_looked_for(
+    tmp_path: Path,
+) -> None:
+    adopts, told = Adopts(), asyncio.get_running_loop().create_future()
+    supervision = supervision_over(adopts, cluster_of(replicas=0), tmp_path)
+    running = asyncio.create_task(supervision.run(told.set_result))
+    with (
+        ControlClient(await told) as control,
+        pytest.raises(ConfigError, match=r"model: must be .*models/demo, .* not other") as caught,
+    ):
+        await asyncio.to_thread(control.add_pool, "more", TOLD + "model: other", 1)
+    assert caught.value.field == "model"
+    assert adopts.looked_for in ([], [{"all": 1}])
+    supervision.stop()
+    await asyncio.wait_for(running, 10)
+
+
 async def test_a_run_directory_that_takes_nothing_ends_no_supervisor_and_is_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +364,6 @@ async def test_a_run_directory_that_takes_nothing_ends_no_supervisor_and_is_trie
     await until(lambda: supervision._keepers)
     run_dir.rename(tmp_path / "gone")
     supervision._registry.pools.set_replicas("all", 0)
-    supervision._registry.snapshot()
     await until(lambda: "supervisor.new" in caplog.text)
     await until(lambda: len(attempts) > 3)
     assert caplog.text.count("supervisor.new") == 1, "told once"
@@ -344,8 +389,9 @@ def test_a_supervisor_without_its_port_tells_who_started_it_or_ends_for_ray_to_t
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         cluster = cluster_of()
         if restarted:
-            kept = {"listen": listen, "desired": {"all": 1}}
-            (tmp_path / "supervisor.json").write_text(json.dumps(kept))
+            state = SupervisorState(tmp_path, cluster)
+            state.restore(book := PoolBook())
+            state.keep(listen, book, b"")
         else:
             control = dataclasses.replace(cluster.control, port=taken.getsockname()[1])
             cluster = dataclasses.replace(cluster, control=control)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -168,6 +169,19 @@ async def test_a_drained_worker_finishes_what_runs_refuses_the_rest_and_leaves(
     assert link.of("last").in_order() == kit.oracle.tokens(spec)
     assert await asyncio.wait_for(fleet.processes["decode-0"].wait(), 15) == 0
     await link.close()
+
+
+async def test_a_worker_of_another_model_ends_and_says_why(fleet: Fleet, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(CONFIG.replace("vocab_size: 50000", "vocab_size: 40000"))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "cluster.worker_process", "--config", str(other), "--pool", "decode",
+        "--control", fleet.control, "--worker-id", "decode-9", stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, said = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1
+    assert "OtherModelError: worker decode-9 loaded fake: its weights or" in said.decode()
+    assert len(fleet.registry.snapshot().workers) == 4
 
 
 async def test_workers_serve_on_while_the_registry_is_gone_and_come_back_to_it(
