@@ -171,17 +171,8 @@ def explain(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     rows = [_candidate_row(candidate) for candidate in candidates]
     title = "Candidates, cheapest first"
-    if candidates[0].HasField("cohort"):
-        columns = ("cohort", *columns)
-        rows = [[_cohort(candidate), *row] for candidate, row in zip(candidates, rows)]
-        title = "Candidates, the cohort that such a request may draw first"
     render.print_table(title, columns, rows)
     return 0
-
-
-def _cohort(candidate: router_pb2.RouteCandidate) -> str:
-    """With its part of new requests."""
-    return f"{candidate.cohort or '(first)'}, {candidate.cohort_share:.0%}"
 
 
 def _candidate_row(candidate: router_pb2.RouteCandidate) -> list[str]:

@@ -29,8 +29,6 @@ class Routed:
     num_cached_tokens_prefill: int
     num_cached_tokens_decode: int
     attempt: int
-    cohort: str
-    """Of workers, which it never leaves once it has put out a token; may be ""."""
 
 
 @dataclass(frozen=True)

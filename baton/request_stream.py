@@ -19,7 +19,6 @@ from typing import Literal, TypedDict, Unpack
 
 from baton import status
 from baton.errors import (
-    AlreadyExistsError,
     BatonError,
     DeadlineError,
     HandshakeError,
@@ -150,7 +149,6 @@ class RequestStream:
         self._next_index = 0
         self._was_taken = False  # a router has, or may have, begun it
         self._has_seen_tail = False
-        self._leaves_out_models = False  # of the next try
         self._unreachable: set[str] = set()
         self._lost_at: float | None = None
         self._pauses = self._new_pauses()
@@ -184,8 +182,6 @@ class RequestStream:
         message.timeout_ms = max(1, int((self._deadline - time.monotonic()) * 1e3))
         if self._was_taken:
             message.resume_from_index = self._next_index
-        if self._leaves_out_models:
-            message.ClearField("model_fingerprints")
         return message
 
     def absorb(self, response: router_pb2.GenerateResponse) -> Event | None:
@@ -198,10 +194,6 @@ class RequestStream:
         match event:
             case Routed():
                 self._request.seed = event.seed
-                self._request.ClearField("cohort")
-                if response.routed.HasField("cohort"):
-                    self._request.cohort = event.cohort
-                self._request.model_fingerprints[:] = response.routed.model_fingerprints
             case Tokens():
                 return self._new_tokens(event)
             case Finished():
@@ -215,9 +207,6 @@ class RequestStream:
         """
         now = time.monotonic()
         problem = None if failure is None else status.from_rpc_error(failure, self.address)
-        if self._is_taken_for_another(problem):
-            self.was_sent_away = False
-            return 0.0
         if failure is not None and problem is not None and not self._may_retry(failure, problem):
             # Its router says so; but one that is too busy to look for it knows nothing of it.
             self.is_finished = not (self._was_taken and isinstance(problem, OverloadedError))
@@ -248,14 +237,6 @@ class RequestStream:
             )
         self._position = (self._position + 1) % len(self._addresses)
         return pause_s
-
-    def _is_taken_for_another(self, problem: BatonError | None) -> bool:
-        """Whether its router may be of a release to which fingerprints make another request of it:
-        then it is asked once more, without them."""
-        has_left_out, self._leaves_out_models = self._leaves_out_models, False
-        if isinstance(problem, AlreadyExistsError) and self._was_taken and not has_left_out:
-            self._leaves_out_models = bool(self._request.model_fingerprints)
-        return self._leaves_out_models
 
     def _may_retry(self, failure: status.RpcFailure, problem: BatonError) -> bool:
         if status.is_connection_lost(failure) or isinstance(problem, ShuttingDownError):

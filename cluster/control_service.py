@@ -176,7 +176,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def AddPool(  # noqa: N802
         self, request: control_pb2.AddPoolRequest, context: Context
     ) -> control_pb2.AddPoolResponse:
-        added = self._pools.add(request.pool, request.config, request.cohort, request.replicas)
+        added = self._pools.add(request.pool, request.config, "", request.replicas)
         await self._change(context, added)
         return control_pb2.AddPoolResponse()
 

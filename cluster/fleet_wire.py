@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from cluster.pool_book import Pool
-from cluster.pool_settings import TextSource
 from cluster.registry import FleetEntry, FleetSnapshot, WorkerState
 from cluster.role_plan import Role
 
@@ -57,8 +56,6 @@ def _pool_message(pool: Pool, standings: Mapping[str, int]) -> control_pb2.PoolS
         num_failed_starts=pool.num_failed_starts,
         pending_replicas=pool.pending_replicas,
         role_plan=_plan_message(pool),
-        cohort=pool.cohort,
-        cohort_weight=pool.cohort_weight,
         settings_digest=pool.settings_digest,
         places=[
             control_pb2.PoolPlace(
@@ -68,14 +65,7 @@ def _pool_message(pool: Pool, standings: Mapping[str, int]) -> control_pb2.PoolS
             )
             for place in pool.places
         ],
-        text=None if pool.text is None else _text_message(pool.text),
         comes_back_for=[ROLES[role] for role in pool.comes_back_for],
-    )
-
-
-def _text_message(text: TextSource) -> control_pb2.TextSource:
-    return control_pb2.TextSource(
-        model=text.model, model_revision=text.revision or "", tokenizer=text.tokenizer or ""
     )
 
 
