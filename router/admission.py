@@ -98,13 +98,9 @@ class Admission:
             raise self._full()
         ticket = Ticket(rank, prompt, max_new_tokens, max_new_tokens, tenant)
         ticket.deadline_s, ticket.uncached_tokens = deadline_s, len(prompt)
-        self._charge(ticket)
+        ticket.charged = len(prompt) + min(max_new_tokens, self._config.decode_growth_tokens)
+        self._shares.charge(tenant, ticket.charged)
         return ticket
-
-    def _charge(self, ticket: Ticket) -> None:
-        growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
-        ticket.charged = len(ticket.prompt) + growth
-        self._shares.charge(ticket.tenant, ticket.charged)
 
     def emitted(self, tenant: str, num_before: int, num_after: int) -> None:
         """A request of the tenant has put out more tokens: it pays for those that its ticket did
@@ -306,8 +302,8 @@ class Admission:
             assert ticket.placed is not None
             if ticket.placed.done():
                 continue
-            num_prompt = len(ticket.prompt)
-            if any(ticket.num_tokens <= r and num_prompt <= p for r, p in self._kinds):
+            total, num_tokens = ticket.num_tokens, len(ticket.prompt)
+            if any(total <= longest and num_tokens <= prompt for longest, prompt in self._kinds):
                 ticket.stranded_since_s = None
             elif error := too_large(ticket, self._fleet, self._config):  # who took it has left
                 ticket.placed.set_exception(error)
