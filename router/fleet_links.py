@@ -178,7 +178,7 @@ class FleetLinks:
             self._drop(link)
 
     def drop_all(self) -> None:
-        """None of these workers is to be used any more."""
+        """Drop every worker: another unit has taken their unit's place."""
         for link in list(self._links.values()):
             self._drop(link)
 

@@ -10,7 +10,7 @@ from router.ticket import Ticket
 
 
 def too_large(ticket: Ticket, fleet: Fleet, policy: RouterConfig) -> NoCapacityError | None:
-    """Of a request that no worker of the fleet takes, be it usable now or not."""
+    """Return why no worker of the fleet takes the request, usable now or not; None: one does."""
     num_tokens, least_new_tokens = len(ticket.prompt), ticket.least_new_tokens
     longest = fleet.longest_request
     if longest is not None and num_tokens + least_new_tokens > longest:
@@ -27,7 +27,7 @@ def too_large(ticket: Ticket, fleet: Fleet, policy: RouterConfig) -> NoCapacityE
 
 
 def stranded(ticket: Ticket, within_reach: Reach) -> UnavailableError:
-    """Of a request that no usable worker took for long enough."""
+    """Return why the request ends that no usable worker took for long enough."""
     total_tokens, num_tokens = ticket.num_tokens, len(ticket.prompt)
     longest = int(within_reach.request_tokens.max(initial=0.0))
     if not longest:

@@ -1,9 +1,9 @@
-"""What became of this router's requests in the last seconds: a rollout goes on, or back, by it.
+"""What became of this router's requests in the last seconds: rollouts go by it.
 
-A request counts once, where it ended after at least one attempt. One that its client ended, or gave
-no time in which anybody could have served it, says nothing of the workers and does not count. One
-that stood still for far too long before its client ended it counts apart: clients give up on what
-hangs. Pure but for the times that come in.
+A request counts once, when it ends after at least one attempt. Requests that their clients ended do
+not count, nor do those with a deadline that nobody could have met: they say nothing of the workers.
+A request that stood still for far too long before its client ended it counts apart: clients give up
+on what hangs. Pure but for the times that come in.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RequestFigures:
         self._ended = Spans(WINDOW_S, _Ended)
         self._gaps_s = Recent(WINDOW_S)
         self._first_waits_s = Recent(WINDOW_S)
-        self._usual_s = 0.0  # until a first token, when some came last
+        self._usual_s = 0.0  # median wait for a first token, when some came last
 
     def ended(self, failed: bool) -> None:
         ended = self._ended.at(self._clock())
@@ -57,12 +57,12 @@ class RequestFigures:
         self._gaps_s.add(gap_s, now_s)
 
     def too_long_s(self, least_s: float) -> float:
-        """For a request to stand still that the fastest worker could prefill in `least_s`."""
+        """How long a request may stand still that the fastest worker could prefill in `least_s`."""
         return max(_LEAST_STILL_S, _STILL_FACTOR * max(self._usual_s, least_s))
 
     def report(self) -> control_pb2.RequestFigures | None:
-        """None: nothing was seen. Rates are of the whole window, also of one that has only begun:
-        summed over time, as whoever judges does, each request then counts as one."""
+        """None: nothing was seen. Rates are over the whole window, also while it fills: summed over
+        time, they count each request once."""
         now = self._clock()
         if (wait_s := self._first_waits_s.quantile(0.5, now)) is not None:
             self._usual_s = wait_s

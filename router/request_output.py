@@ -65,7 +65,7 @@ class RequestOutput:
         self._on_taken_in: Callable[[], None] = lambda: None
         self._num_attempts, self._lease_id = 0, ""
         self.has_failed = False
-        """An attempt of it, by no fault of the client's."""
+        """An attempt failed, by no fault of the client's."""
         self._had_time = False
         self._attempt_at_s = 0.0
         self._still_s = 0.0  # in attempts that are over, since the last token
@@ -249,7 +249,7 @@ class RequestOutput:
         return Served.ABANDONED if is_still else Served.NOT_JUDGED
 
     def _count(self, served: Served) -> None:
-        """Of a request that a worker got at least once."""
+        """Count a request that a worker got at least once."""
         if self._booking is None:
             return
         if served is Served.ABANDONED:

@@ -110,7 +110,7 @@ class RequestRun:
             self._task.cancel()
 
     def lose_model(self) -> None:
-        """Another model is served from now on: end a stream that has begun."""
+        """End a stream that has begun: another model is served from now on."""
         has_begun = bool(self.log.ids or self.arrival.parsed.resume_from_index)
         if has_begun and self._task is not None and not self._task.done():
             self._has_lost_model = True

@@ -39,10 +39,10 @@ class Found:
 
 
 def check_resumable(parsed: ParsedRequest, model: ServedModel) -> None:
-    """Of a request that no decode worker keeps, and that is run again.
+    """Check that a request which no decode worker keeps can be run again.
 
-    Raises NotResumableError when its client has seen tokens, and it is not known what they were
-    drawn with (its seed), or they may come from another model than the one that is served now.
+    Raises NotResumableError when its client has seen tokens, and nobody knows the seed that they
+    were drawn with, or they may come from another model than the one that is served now.
     """
     if not parsed.resume_from_index:
         return

@@ -245,7 +245,7 @@ class Router:
 
     def _take_fleet(self, report: FleetReport) -> None:
         if self._parts.model.update(report.model_fingerprint):
-            log.warning("the registry tells of another model: no stream goes on with it")
+            log.warning("another model is served now: streams of the old one are not resumable")
             for run in list(self._runs.values()):
                 run.lose_model()
             self.links.drop_all()

@@ -1,10 +1,10 @@
 """Which model the unit behind the registry serves: a router never mixes two.
 
-A registry refuses workers of another model than its first worker's. Where it tells of another model
-than before, another unit has taken the place of the old one:
+A registry refuses workers of another model than its first worker's. If it reports another model
+than before, another unit has taken the old one's place:
 
-1. Tokens of the old model that clients have seen are not gone on with: NOT_RESUMABLE.
-2. The router drops the old workers and what the prefix index holds of them.
+1. Streams that have put out tokens end as NOT_RESUMABLE.
+2. The router drops the old workers, and with them what the prefix index holds of them.
 3. New requests, and those without a token, go to the new model.
 """
 
@@ -24,7 +24,7 @@ def not_resumable() -> NotResumableError:
 
 
 class ServedModel:
-    """Own the fingerprint that the registry told last."""
+    """Own the fingerprint that the registry reported last."""
 
     def __init__(self, clock: Callable[[], float], max_stream_s: float) -> None:
         """`max_stream_s`: no stream lives longer."""
@@ -33,8 +33,8 @@ class ServedModel:
         self._replaced_at_s = -math.inf
 
     def update(self, fingerprint: bytes) -> bool:
-        """Whether it takes the place of another model's. An empty one says nothing: no worker has
-        registered yet."""
+        """Take in a fingerprint; return whether it replaces another model's. An empty one replaces
+        nothing: no worker has registered yet."""
         if fingerprint in (b"", self._fingerprint):
             return False
         is_replaced = bool(self._fingerprint)
@@ -44,7 +44,7 @@ class ServedModel:
         return is_replaced
 
     def check_resumable(self) -> None:
-        """Of a stream that no worker keeps. Raises NotResumableError while its tokens may come from
-        the model that was replaced."""
+        """Raise NotResumableError while a stream that no worker keeps may be of the replaced
+        model."""
         if self._clock() - self._replaced_at_s <= self._max_stream_s:
             raise not_resumable()
