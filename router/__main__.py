@@ -15,7 +15,6 @@ from prometheus_client import start_http_server
 
 from baton.config import ClusterConfig, load_config
 from baton.errors import ConfigError
-from router.cohort_texts import TextSource
 from router.config import RouterConfig
 from router.listening import cannot_listen, split_address
 from router.metrics import RouterMetrics
@@ -44,13 +43,7 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     text_model = await asyncio.to_thread(
         TextModel.load, config.model, config.model_revision, config.tokenizer
     )
-    router = Router(
-        config.router,
-        control,
-        config.model_name,
-        text_model,
-        text_source=TextSource(config.model, config.model_revision or "", config.tokenizer or ""),
-    )
+    router = Router(config.router, control, config.model_name, text_model)
     metrics = serve_metrics(config.router, router.metrics)
     server = RouterServer(router, config.router, listen)
     signals: asyncio.Queue[int] = asyncio.Queue()

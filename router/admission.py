@@ -18,7 +18,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,16 +27,14 @@ from baton.errors import OverloadedError
 from router.config import RouterConfig
 from router.fair_share import FairShare
 from router.fleet import Fleet
-from router.placement import Bools, Placement, Reach, longest_open
-from router.placing import Kinds, Placing
+from router.placement import Bools, Placement, Reach, longest_open, reach
+from router.placing import Placing
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
-from router.refusals import hopeless, stranded
-from router.ticket import OtherTextError, Placed, Ticket
+from router.refusals import stranded, too_large
+from router.ticket import Placed, Ticket
 
-# Requests tried per round for each class of workers, of those that fit some open worker of their
-# cohort and can run at all.
-SCAN_AHEAD = 32
+SCAN_AHEAD = 32  # requests tried per round, of those that fit some open worker and can run at all
 POLL_S = 0.25  # longest time between rounds while requests wait
 ROUND_PAUSE = 4.0  # times what a round spent in vain: the event loop is left to the streams
 
@@ -53,32 +51,6 @@ class _Tally:
     @property
     def share_in_vain(self) -> float:
         return self.num_in_vain / self.num_tries if self.num_tries else 1.0
-
-
-class _Tries:
-    """Left of one round, for each class of workers: many who may use one alone keep nobody from
-    another's."""
-
-    def __init__(self, classes: Iterable[int]) -> None:
-        self._left = dict.fromkeys(classes, SCAN_AHEAD)
-
-    @property
-    def are_over(self) -> bool:
-        return not self._left
-
-    def take(self, classes: Iterable[int]) -> bool:
-        """Whether one is left for a request that may use these: it counts for each of them."""
-        open_ = [number for number in classes if number in self._left]
-        for number in open_:
-            self._left[number] -= 1
-        return bool(open_)
-
-    def close(self) -> Sequence[int]:
-        """The classes whose last one was taken since this was asked before."""
-        used_up = [number for number, left in self._left.items() if not left]
-        for number in used_up:
-            del self._left[number]
-        return used_up
 
 
 class Admission:
@@ -101,7 +73,7 @@ class Admission:
         self._waiting: list[Ticket] = []
         self._round: asyncio.TimerHandle | asyncio.Handle | None = None
         self._round_at_s = self._pause_until_s = 0.0
-        self._seen: tuple[Kinds, int, int] = ({}, 0, 0)  # workers' kinds, cohorts' weights, texts
+        self._kinds: set[tuple[float, float]] = set()  # of decode workers (`Reach.kinds`)
         self._looked_at_s = -math.inf  # at them, for who is stranded
 
     def __len__(self) -> int:
@@ -126,13 +98,9 @@ class Admission:
             raise self._full()
         ticket = Ticket(rank, prompt, max_new_tokens, max_new_tokens, tenant)
         ticket.deadline_s, ticket.uncached_tokens = deadline_s, len(prompt)
-        self._charge(ticket)
+        ticket.charged = len(prompt) + min(max_new_tokens, self._config.decode_growth_tokens)
+        self._shares.charge(tenant, ticket.charged)
         return ticket
-
-    def _charge(self, ticket: Ticket) -> None:
-        growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
-        ticket.charged = len(ticket.prompt) + growth
-        self._shares.charge(ticket.tenant, ticket.charged)
 
     def emitted(self, tenant: str, num_before: int, num_after: int) -> None:
         """A request of the tenant has put out more tokens: it pays for those that its ticket did
@@ -174,28 +142,18 @@ class Admission:
     async def place(self, ticket: Ticket) -> Placed:
         """Wait in line, then return a booked placement: the caller releases the booking.
 
-        Raises NoCapacityError when the request is too large for any worker, the refusal of a text
-        when nobody has another one, UnavailableError when no usable worker took it for
-        `fleet_wait_s`, OverloadedError when it would come too late, OtherTextError when it is to be
-        read anew first.
+        Raises NoCapacityError when the request is too large for any worker, UnavailableError when
+        no usable worker took it for `fleet_wait_s`, OverloadedError when it would come too late.
         """
-        if not (ticket.charged or ticket.was_placed):
-            self._charge(ticket)  # it was read anew
         try:
             return await self._wait_in_line(ticket)
         finally:
             if not ticket.was_placed:
                 self._shares.refund(ticket.tenant, ticket.charged)
-                ticket.charged = 0
 
     async def _wait_in_line(self, ticket: Ticket) -> Placed:
-        if error := hopeless(ticket, self._fleet, self._config):
+        if error := too_large(ticket, self._fleet, self._config):
             raise error
-        if not ticket.is_bound:
-            ticket.cohort = None
-            self._placing.draw_at_once(ticket)
-        if (text := self._placing.other_text(ticket)) is not None:
-            raise OtherTextError(text)
         if not ticket.was_placed and (self._waiting or ticket.deadline_s is not None):
             self._refuse_too_late(ticket)
         ticket.since_s, ticket.stranded_since_s = self._clock(), None
@@ -225,9 +183,7 @@ class Admission:
             self._schedule(0.0)
 
     def candidates(self, ticket: Ticket, limit: int) -> list[Placement]:
-        """Every placement of a request that is not in line, cheapest first; those of the cohort
-        that it draws come before all others. Books nothing."""
-        self._placing.draw_at_once(ticket)
+        """Every placement of a request that is not in line, cheapest first. Books nothing."""
         return self._placing.candidates(ticket, self._clock(), limit)
 
     # --- rounds --------------------------------------------------------------------------------
@@ -255,16 +211,13 @@ class Admission:
     def _run_round(self) -> None:
         self._round = None
         now = self._clock()
-        within_reach = self._placing.reach()
-        versions = self._fleet.cohorts.version, self._fleet.texts.version
-        seen = (self._placing.kinds(within_reach), *versions)
-        is_new = seen != self._seen
-        if is_new or now - self._looked_at_s >= POLL_S:
-            self._seen, self._looked_at_s = seen, now
-            self._refuse_stranded(within_reach, is_new, now)
+        within_reach = reach(self._fleet.arrays, self._config)
+        kinds = within_reach.kinds()
+        if kinds != self._kinds or now - self._looked_at_s >= POLL_S:
+            self._kinds, self._looked_at_s = kinds, now
+            self._refuse_stranded(within_reach, now)
         tally = _Tally(self._next_release_s(now))
-        for waiting, reserved, tries in self._by_cohort():
-            self._try_in_order(waiting, reserved, tries, within_reach, tally)
+        self._try_in_order(within_reach, tally)
         ended_s = self._clock()
         self._pause_until_s = ended_s + ROUND_PAUSE * (ended_s - now) * tally.share_in_vain
         self._waiting = [t for t in self._waiting if t.placed is not None and not t.placed.done()]
@@ -275,55 +228,30 @@ class Admission:
             self._shares.idle()
             self._unschedule()
 
-    def _by_cohort(self) -> Iterator[tuple[list[Ticket], Bools, _Tries]]:
-        """Who waits for each, the workers that they cannot have, and how many are tried: one
-        cohort's requests do not hold up another's."""
-        cohorts, classes = self._fleet.kinds.cohorts, self._fleet.kinds.classes
-        if len(cohorts) == 1:
-            none = np.zeros(self._fleet.num_slots, dtype=np.bool_)
-            yield self._waiting, none, _Tries(number for _, number in classes)
-            return
-        self._settle()
-        for cohort in cohorts:
-            waiting = [ticket for ticket in self._waiting if ticket.cohort == cohort]
-            if waiting:
-                own = [number for kv_class, number in classes if kv_class.cohort == cohort]
-                yield waiting, ~self._fleet.slots_in(cohort), _Tries(own)
-
-    def _try_in_order(
-        self,
-        waiting: Sequence[Ticket],
-        reserved: Bools,
-        tries: _Tries,
-        within_reach: Reach,
-        tally: _Tally,
-    ) -> None:
+    def _try_in_order(self, within_reach: Reach, tally: _Tally) -> None:
         """Place who can start, on decode workers that are not reserved."""
         config, arrays, now = self._config, self._fleet.arrays, self._clock()
-        class_numbers = self._placing.class_numbers()
+        reserved = np.zeros(self._fleet.num_slots, dtype=np.bool_)
         longest = longest_open(arrays, reserved, now)
         if longest:
             self._settle()
-        for ticket in waiting:
-            if not longest or tries.are_over:
+        for ticket in self._waiting:
+            if not longest or tally.num_tries >= SCAN_AHEAD:
                 break
             assert ticket.placed is not None
-            if not ticket.may_fit(longest) or not tries.take(class_numbers(ticket)):
+            if not ticket.may_fit(longest):
                 continue
             tally.num_tries += 1
-            best, used_up = self._placing.best(ticket, reserved, now), tries.close()
+            best = self._placing.best(ticket, reserved, now)
             if best is not None and best.queue_s <= config.lease_lead_s:
                 ticket.placed.set_result(self._book(ticket, best, now))
             else:
                 tally.num_in_vain += 1
                 if best is not None:
                     tally.next_s = min(tally.next_s, best.queue_s - config.lease_lead_s)
-                if now - ticket.since_s > config.max_bypass_s:
-                    self._reserve(reserved, ticket, best, within_reach)
-                elif not used_up:
+                if now - ticket.since_s <= config.max_bypass_s:
                     continue
-            if used_up:  # whoever got no try of a class is not to be overtaken there
-                reserved |= np.isin(arrays.kv_class, used_up)
+                self._reserve(reserved, ticket, best, within_reach)
             longest = longest_open(arrays, reserved, now)
 
     def _reserve(
@@ -334,8 +262,7 @@ class Admission:
         if best is not None:
             reserved[best.decode_slot] = True
         else:
-            takes = limits.takes(len(ticket.prompt), ticket.least_new_tokens)
-            reserved |= takes & self._placing.slots_for(ticket)
+            reserved |= limits.takes(len(ticket.prompt), ticket.least_new_tokens)
 
     def _next_release_s(self, now: float) -> float:
         """Until a held worker may be asked again; other changes come as kicks."""
@@ -352,18 +279,12 @@ class Admission:
     def _refuse_too_late(self, ticket: Ticket) -> None:
         now = self._clock()
         if ticket.deadline_s is None:
-            self._placing.queries(
-                ticket, now
-            )  # those behind it are told how much it has to compute
+            self._placing.queries(ticket, now)  # notes what it leaves to compute, for those behind
             return
-        class_numbers = self._placing.class_numbers()
-        own = frozenset(class_numbers(ticket))
         ahead = sum(
             other.uncached_tokens
             for other in self._waiting
-            if other.rank < ticket.rank
-            and other.stranded_since_s is None
-            and not own.isdisjoint(class_numbers(other))
+            if other.rank < ticket.rank and other.stranded_since_s is None
         )
         expected_s, left_s = self._placing.earliest_s(ticket, ahead, now), ticket.deadline_s - now
         if expected_s is not None and expected_s > left_s:
@@ -373,22 +294,20 @@ class Admission:
                 retry_after_s=max(self._config.overload_retry_s, expected_s - left_s),
             )
 
-    def _refuse_stranded(self, within_reach: Reach, draw_anew: bool, now: float) -> None:
+    def _refuse_stranded(self, within_reach: Reach, now: float) -> None:
         """What counts is for how long nobody took the request, not for how long it has waited: a
-        worker that is away for a moment costs nobody a place in line. One that is bound to its
-        cohort is not held: what a rollout stops does not come back."""
+        worker that is away for a moment costs nobody a place in line."""
         are_held = self._fleet.stopped.holds(self._config.local_prefill)
         for ticket in self._waiting:
             assert ticket.placed is not None
             if ticket.placed.done():
                 continue
-            if self._placing.draw(ticket, self._seen[0], draw_anew):
+            total, num_tokens = ticket.num_tokens, len(ticket.prompt)
+            if any(total <= longest and num_tokens <= prompt for longest, prompt in self._kinds):
                 ticket.stranded_since_s = None
-                if (text := self._placing.other_text(ticket)) is not None:
-                    ticket.placed.set_exception(OtherTextError(text))
-            elif error := hopeless(ticket, self._fleet, self._config):  # who could take it has left
+            elif error := too_large(ticket, self._fleet, self._config):  # who took it has left
                 ticket.placed.set_exception(error)
-            elif ticket.stranded_since_s is None or (are_held and not ticket.is_bound):
+            elif ticket.stranded_since_s is None or are_held:
                 ticket.stranded_since_s = now
             elif now - ticket.stranded_since_s >= self._config.fleet_wait_s:
-                ticket.placed.set_exception(stranded(ticket, within_reach, self._fleet))
+                ticket.placed.set_exception(stranded(ticket, within_reach))

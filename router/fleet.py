@@ -10,18 +10,16 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NewType
 
 import numpy as np
 
-from router.cohort_texts import CohortTexts
-from router.cohorts import Cohort, Cohorts
 from router.config import RouterConfig
-from router.placement import Bools, FleetArrays, Placement
+from router.placement import FleetArrays, Placement
 from router.recent_peak import RecentPeak
-from router.stopped_pools import PoolReport, StoppedPools
+from router.stopped_pools import StoppedPools
 from router.worker_facts import WorkerFacts
 from router.worker_kinds import WorkerKinds
 
@@ -108,11 +106,11 @@ class Fleet:
         self._on_change = on_change
         self._entries: dict[str, WorkerEntry] = {}
         self._by_slot: dict[Slot, WorkerEntry] = {}
-        self.kinds = WorkerKinds(clock, config.max_timeout_s)  # no stream lives for longer
+        self.kinds = WorkerKinds()
         self._booking_ids = itertools.count(1)
         self._bookings: dict[int, Booking] = {}
         self.arrays = FleetArrays.empty(8)
-        self.stopped, self.cohorts, self.texts = StoppedPools(), Cohorts(), CohortTexts()
+        self.stopped = StoppedPools()
 
     # --- membership ----------------------------------------------------------------------------
 
@@ -146,23 +144,6 @@ class Fleet:
     def longest_prompt(self) -> int | None:
         """Prompt tokens that some prefill worker accepts; None without one."""
         return self.kinds.longest_prompt
-
-    def known_cohorts(self) -> set[Cohort]:
-        """Of workers that are here, and of pools that may have some."""
-        return {*self.kinds.cohorts, *self.cohorts.told}
-
-    def slots_in(self, cohort: Cohort) -> Bools:
-        """[slots] Its workers."""
-        numbers = [number for kv_class, number in self.kinds.classes if kv_class.cohort == cohort]
-        return np.isin(self.arrays.kv_class, numbers)
-
-    def set_pools(self, pools: Sequence[PoolReport], settles: bool = False) -> None:
-        """Take in all pools as the registry sees them now; one that has just started, and knows of
-        none yet, changes no weights."""
-        self.stopped.update(pools, settles)
-        weights = {pool.cohort: pool.cohort_weight for pool in pools}
-        if weights and self.cohorts.update(weights):
-            self._on_change()
 
     def add(self, facts: WorkerFacts) -> WorkerEntry:
         """Give a new worker a row. The caller removes an older incarnation first."""
@@ -237,9 +218,7 @@ class Fleet:
         pool = [
             peer
             for peer in self._entries.values()
-            if peer.usable
-            and peer.facts.can_decode == entry.facts.can_decode
-            and peer.facts.cohort == entry.facts.cohort
+            if peer.usable and peer.facts.can_decode == entry.facts.can_decode
         ]
         others = [peer for peer in pool if peer is not entry]
         held = [peer for peer in others if holds[peer.slot] > now]

@@ -35,7 +35,18 @@ class WorkerReport:
     """Whether it is to get new prompts to prefill for others, if it can."""
     decodes: bool = True
     """Whether it is to get new requests to decode, if it can."""
-    is_cohort_known: bool = True
+
+
+@dataclass(frozen=True)
+class FleetReport:
+    """The whole fleet as the registry sees it now."""
+
+    workers: Sequence[WorkerReport]
+    pools: Sequence[PoolReport] = ()
+    settles: bool = False
+    """The registry has just started: workers may have yet to register with it again."""
+    model_fingerprint: bytes = b""
+    """Of the one model that is served; empty: no worker has registered."""
 
 
 class FleetLinks:
@@ -54,7 +65,7 @@ class FleetLinks:
         self._fleet, self._index, self._is_served = fleet, index, is_served
         self._links: dict[str, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._heard = asyncio.Event()
+        self._heard, self._settles = asyncio.Event(), False
         self._refused: set[str] = set()
 
     def __iter__(self) -> Iterator[WorkerLink]:
@@ -85,7 +96,7 @@ class FleetLinks:
     @property
     def are_all_known(self) -> bool:
         """The registry has told of a fleet, and not that workers of it may have yet to register."""
-        return self._heard.is_set() and not self._fleet.stopped.settles
+        return self._heard.is_set() and not self._settles
 
     async def wait_heard(self) -> None:
         """Until the registry has told of a fleet."""
@@ -103,18 +114,12 @@ class FleetLinks:
 
     # --- what the registry says ----------------------------------------------------------------
 
-    def update(
-        self,
-        reports: Sequence[WorkerReport],
-        pools: Sequence[PoolReport] = (),
-        settles: bool = False,
-    ) -> None:
-        """Take in the whole fleet as the registry sees it now. `settles`: workers may have yet to
-        register with it."""
-        self._fleet.set_pools(pools, settles)
+    def update(self, fleet: FleetReport) -> None:
+        self._fleet.stopped.update(fleet.pools)
+        self._settles = fleet.settles
         listed = set()
-        self._refused &= {report.facts.worker_id for report in reports}
-        for report in reports:
+        self._refused &= {report.facts.worker_id for report in fleet.workers}
+        for report in fleet.workers:
             if self._is_served(report.facts):
                 listed.add(report.facts.worker_id)
                 self._update_one(report)
@@ -145,8 +150,6 @@ class FleetLinks:
                 self._drop(link)
             return
         if link is None:
-            if not report.is_cohort_known:
-                return  # its pool is yet to be told of, by a registry that has just started
             link = self._connect(facts)
         if link.entry.state is not report.state:
             self._fleet.set_state(link.entry, report.state)
@@ -172,6 +175,11 @@ class FleetLinks:
             if link.entry.state is not WorkerState.UNLISTED:
                 self._fleet.set_state(link.entry, WorkerState.UNLISTED)
         else:
+            self._drop(link)
+
+    def drop_all(self) -> None:
+        """Drop every worker: another unit has taken their unit's place."""
+        for link in list(self._links.values()):
             self._drop(link)
 
     def _drop(self, link: WorkerLink) -> None:

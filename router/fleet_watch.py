@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import grpc.aio
 
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from router.backoff import Backoff
-from router.cohort_texts import TextSource
-from router.cohorts import Cohort
 from router.config import RouterConfig
 from router.fleet import ReportedLoad, WorkerState
-from router.fleet_links import WorkerReport
+from router.fleet_links import FleetReport, WorkerReport
 from router.stopped_pools import PoolReport
 from router.worker_facts import WorkerFacts
 from router.worker_link import channel_options
@@ -34,7 +32,7 @@ _PREFILLS = (common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_MIXED)
 _DECODES = (common_pb2.WORKER_ROLE_DECODE, common_pb2.WORKER_ROLE_MIXED)
 
 
-def read_facts(info: control_pb2.WorkerInfo, cohort: Cohort) -> WorkerFacts:
+def read_facts(info: control_pb2.WorkerInfo) -> WorkerFacts:
     return WorkerFacts(
         worker_id=info.ref.worker_id,
         incarnation=info.ref.incarnation,
@@ -52,9 +50,7 @@ def read_facts(info: control_pb2.WorkerInfo, cohort: Cohort) -> WorkerFacts:
         vocab_size=info.vocab_size,
         kv_bytes_per_token=info.kv_bytes_per_token,
         ref=info.ref,
-        cohort=cohort,
         pool=info.pool,
-        model_fingerprint=info.model_fingerprint,
     )
 
 
@@ -69,22 +65,23 @@ def read_load(load: worker_pb2.WorkerLoad) -> ReportedLoad:
     )
 
 
-def read_fleet(message: control_pb2.WatchFleetResponse) -> list[WorkerReport]:
-    """A worker's cohort is its pool's. A registry that keeps no pools has one cohort only; one that
-    was started again may have yet to be told of those that it keeps."""
-    cohorts = {pool.name: pool.cohort for pool in message.pools}
-    keeps_pools = message.keeps_pools or bool(cohorts)
-    return [
-        WorkerReport(
-            read_facts(worker.info, cohorts.get(worker.info.pool, "")),
-            _STATES.get(worker.state, WorkerState.STARTING),
-            read_load(worker.load),
-            prefills=worker.active_role in (_ANY, *_PREFILLS),
-            decodes=worker.active_role in (_ANY, *_DECODES),
-            is_cohort_known=worker.info.pool in cohorts or not keeps_pools,
-        )
-        for worker in message.workers
-    ]
+def read_fleet(message: control_pb2.WatchFleetResponse) -> FleetReport:
+    return FleetReport(
+        [_read_worker(worker) for worker in message.workers],
+        read_pools(message),
+        message.settles,
+        message.model_fingerprint,
+    )
+
+
+def _read_worker(worker: control_pb2.FleetWorker) -> WorkerReport:
+    return WorkerReport(
+        read_facts(worker.info),
+        _STATES.get(worker.state, WorkerState.STARTING),
+        read_load(worker.load),
+        prefills=worker.active_role in (_ANY, *_PREFILLS),
+        decodes=worker.active_role in (_ANY, *_DECODES),
+    )
 
 
 def read_pools(message: control_pb2.WatchFleetResponse) -> list[PoolReport]:
@@ -96,19 +93,11 @@ def read_pools(message: control_pb2.WatchFleetResponse) -> list[PoolReport]:
             desired_replicas=pool.desired_replicas,
             live_replicas=pool.live_replicas,
             num_failed_starts=pool.num_failed_starts,
-            cohort=pool.cohort,
-            cohort_weight=pool.cohort_weight,
-            text=read_text(pool),
             prefill_comes_back=common_pb2.WORKER_ROLE_PREFILL in pool.comes_back_for,
             decode_comes_back=common_pb2.WORKER_ROLE_DECODE in pool.comes_back_for,
         )
         for pool in message.pools
     ]
-
-
-def read_text(pool: control_pb2.PoolStatus) -> TextSource | None:
-    told = pool.text
-    return TextSource(told.model, told.model_revision, told.tokenizer) if told.model else None
 
 
 class FleetWatch:
@@ -118,10 +107,9 @@ class FleetWatch:
         self,
         address: str,
         config: RouterConfig,
-        on_fleet: Callable[[Sequence[WorkerReport], Sequence[PoolReport], bool], None],
+        on_fleet: Callable[[FleetReport], None],
         on_lost: Callable[[], None],
     ) -> None:
-        """`on_fleet` is told of the workers and the pools, and whether the registry settles."""
         self._address, self._config = address, config
         self._on_fleet, self._on_lost = on_fleet, on_lost
         self.last: control_pb2.WatchFleetResponse | None = None
@@ -176,7 +164,7 @@ class FleetWatch:
             self._told_lost = False
             log.info("registry %s: connected", self._address)
         self.is_connected, self.last = True, message
-        self._on_fleet(read_fleet(message), read_pools(message), message.settles)
+        self._on_fleet(read_fleet(message))
         async with self._news:
             self._news.notify_all()
 

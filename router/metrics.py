@@ -21,10 +21,8 @@ class RouterMetrics:
         counter, gauge = partial(Counter, registry=r), partial(Gauge, registry=r)
         seconds = partial(Histogram, registry=r, buckets=SECONDS)
         self.requests = counter("baton_requests", "Requests by how they ended", ["end"])
-        self.cohort_requests = counter(
-            "baton_cohort_requests",
-            "Requests by where they ran, and how they were served there",
-            ["cohort", "end"],
+        self.served = counter(
+            "baton_served_requests", "Requests that workers got, by how they served them", ["end"]
         )
         self.targets = counter(
             "baton_targets",

@@ -16,7 +16,6 @@ from baton.errors import BatonError
 from baton.grpc_options import WORKER_MESSAGE_BYTES
 from baton.session_wire import DEADLINE
 from baton.v1 import common_pb2, worker_pb2
-from router.cohorts import Cohort
 
 TokenLogprobs = common_pb2.Logprobs  # carried from worker to client unread
 
@@ -54,9 +53,6 @@ class Routed:
     num_cached_tokens_prefill: int
     num_cached_tokens_decode: int
     attempt: int
-    cohort: Cohort
-    model_fingerprints: tuple[bytes, ...]
-    """Ascending."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from router.cohorts import Cohort
 from router.config import RouterConfig
 
 Floats = npt.NDArray[np.float64]
@@ -126,8 +125,6 @@ class PlacementQuery:
     """[slots] Decode workers that are kept for a request before this one."""
     explores: bool = False
     """Old measures of a worker's speed do not count, so that it is measured again."""
-    cohort: Cohort = ""
-    """Of the workers of this class."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,6 @@ class Placement:
     num_tokens: int
     num_tokens_ahead: float
     """Of this prompt and those before it in line, what its worker has to compute."""
-    cohort: Cohort
 
     def first_token_s(self, tokens_per_s: float) -> float:
         """What to be patient for: queue and prefill as predicted here, or, if longer, at the rate
@@ -273,10 +269,6 @@ class Reach:
         fits: Bools = num_tokens + least_new_tokens <= self.request_tokens
         return fits & (num_tokens <= self.prompt_tokens)
 
-    def of(self, slots: Bools) -> Reach:
-        """Of some of the workers."""
-        return Reach(self.request_tokens[slots], self.prompt_tokens[slots])
-
     def kinds(self) -> set[tuple[float, float]]:
         """(request tokens, prompt tokens), each once: there are few, of however many workers."""
         return set(zip(self.request_tokens.tolist(), self.prompt_tokens.tolist()))
@@ -363,5 +355,4 @@ def _placement(
         num_cached_tokens_decode=int(cached[decode_slot]),
         num_tokens=query.num_tokens,
         num_tokens_ahead=float(queued + uncached),
-        cohort=query.cohort,
     )

@@ -37,8 +37,8 @@ def earliest_first_token_s(
 
 
 def least_prefill_s(num_tokens: int, fleet: FleetArrays) -> float:
-    """Seconds in which no worker that was measured, of whatever cohort, could prefill so many
-    tokens; 0 where none was."""
+    """Seconds in which no worker that was measured could prefill so many tokens; 0 where
+    none was."""
     learned = fleet.usable & np.isfinite(fleet.prefill_measured_s)
     if not learned.any():
         return 0.0

@@ -70,17 +70,12 @@ def waiting_requests(
     prefills = arrays.usable & arrays.can_prefill
     has_roles = decodes.any() and (config.local_prefill != "never" or prefills.any())
     open_ = decodes & (arrays.running < arrays.max_running)
-    rooms = {
-        cohort: arrays.free_tokens[open_ if cohort is None else open_ & fleet.slots_in(cohort)].max(
-            initial=0.0
-        )
-        for cohort in {ticket.cohort for ticket in tickets}
-    }
+    room = float(arrays.free_tokens[open_].max(initial=0.0))
     return [
         Waiting(
             num_uncached_tokens=ticket.uncached_tokens,
             wait_s=max(0.0, now_s - ticket.since_s),
-            for_decode=bool(rooms[ticket.cohort] < ticket.num_tokens),
+            for_decode=room < ticket.num_tokens,
             is_held=not has_roles,
         )
         for ticket in tickets

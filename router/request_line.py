@@ -28,7 +28,6 @@ class RequestLine:
     e2e_ms: float
     session_id: str = ""
     trace_id: str = ""
-    cohort: str = ""
     prefill_worker: str = ""
     """Of the newest attempt, as decode worker and lease; none where the decode worker prefills."""
     decode_worker: str = ""

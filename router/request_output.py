@@ -15,7 +15,6 @@ from baton.errors import (
     WorkerLostError,
 )
 from baton.v1 import worker_pb2
-from router.cohort_figures import CohortMeter
 from router.fleet import Booking
 from router.output import (
     Finished,
@@ -35,10 +34,10 @@ from router.text import Detokenizer
 _NOT_OF_CLIENT = (BatonError, KvTransferError, WorkerLostError, PoisonError, NotResumableError)
 
 
-class CohortEnd(enum.Enum):
-    """How a cohort served a request."""
+class Served(enum.Enum):
+    """How workers served a request."""
 
-    SERVED = "served"
+    WELL = "served"
     FAILED = "failed"
     ABANDONED = "abandoned"
     """It stood still for so long that its client ended it."""
@@ -52,36 +51,30 @@ class RequestOutput:
     def __init__(self, arrival: Arrival, parts: RunParts) -> None:
         self.log = OutputLog()
         self.queue_s = 0.0
-        self._parts = parts
-        self.speak(arrival)
+        self._arrival, self._parts = arrival, parts
+        parsed = arrival.parsed
+        self._ends = frozenset(parsed.stop_token_ids)
+        self._detokenizer = Detokenizer(
+            parts.text,
+            parsed.stop,
+            after_text=not parsed.is_chat,
+            min_tokens=parsed.sampling.min_tokens,
+        )
         self._booking: Booking | None = None
         self._routed: Routed | None = None
         self._on_taken_in: Callable[[], None] = lambda: None
         self._num_attempts, self._lease_id = 0, ""
-        self._meter: CohortMeter | None = None
         self.has_failed = False
-        """In its cohort, by no fault of the client's."""
+        """An attempt failed, by no fault of the client's."""
         self._had_time = False
         self._attempt_at_s = 0.0
-        self._still_s = 0.0  # in attempts of its cohort that are over, since the last token
+        self._still_s = 0.0  # in attempts that are over, since the last token
         self._first_at_s = self._last_at_s = 0.0  # of the tokens, once there are any
         self._gaps_s: list[float] = []  # one per token after those that came first
         self._second_token_s = 0.0
         self._reserve_s = self._prefill_queue_s = self._prefill_s = 0.0
         self._num_cached_tokens = 0
         self._reason, self._stop_found = FinishReason.ABORTED, ""  # until `emit` knows
-
-    def speak(self, arrival: Arrival) -> None:
-        """Put tokens out in the text that the request was read with; before any of them comes."""
-        assert not self.log.ids, "two texts in one answer"
-        parsed = arrival.parsed
-        self._arrival, self._ends = arrival, frozenset(parsed.stop_token_ids)
-        self._detokenizer = Detokenizer(
-            self._parts.texts[arrival.text],
-            parsed.stop,
-            after_text=not parsed.is_chat,
-            min_tokens=parsed.sampling.min_tokens,
-        )
 
     # --- what attempts call --------------------------------------------------------------------
 
@@ -98,13 +91,7 @@ class RequestOutput:
         self._booking, self._attempt_at_s = booking, self._parts.clock()
         self._routed, self._on_taken_in = routed, on_taken_in
         self._num_attempts, self._lease_id = self._num_attempts + 1, ""
-        meter = self._parts.cohort_figures.meter(booking.decode.facts.cohort)
-        if self.has_failed and self._meter not in (None, meter):
-            self._end_in_cohort(CohortEnd.FAILED)
-        is_same = self._meter is meter
-        self._had_time = has_time or (self._had_time and is_same)
-        self._still_s = self._still_s if is_same else 0.0
-        self._meter = meter
+        self._had_time |= has_time
 
     def attempt_over(self) -> None:
         """What follows in line is no worker's doing."""
@@ -132,8 +119,8 @@ class RequestOutput:
             self._parts.fleet.release_prefill(booking)
         if self.log.ids:
             return  # a later attempt: the client has had its first token
-        if self._meter is not None and prefilled:
-            self._meter.saw_first_token(now - self._attempt_at_s)
+        if prefilled:
+            self._parts.request_figures.saw_first_token(now - self._attempt_at_s)
         if first is None:
             self._prefill_s = now - self._attempt_at_s - self._reserve_s
         else:
@@ -210,8 +197,7 @@ class RequestOutput:
         self._last_at_s, self._still_s = now, 0.0
 
     def _tell_gap(self, gap_s: float, now_s: float) -> None:
-        if self._meter is not None:
-            self._meter.saw_gap(gap_s, now_s)
+        self._parts.request_figures.saw_gap(gap_s, now_s)
         if self._booking is not None:
             self._parts.pool_figures.saw_gap(self._booking.decode.facts.pool, gap_s)
 
@@ -240,42 +226,43 @@ class RequestOutput:
 
     def fail(self, error: BatonError) -> None:
         self._parts.metrics.requests.labels(error.reason).inc()
-        self._end_in_cohort(self._end_of(error))
+        self._count(self._judge(error))
         self._tell_end(error.reason, self._timings())
         self.log.close(error)
 
-    def _end_of(self, error: BatonError) -> CohortEnd:
+    def _judge(self, error: BatonError) -> Served:
         if self.has_failed or type(error) in _NOT_OF_CLIENT:
-            return CohortEnd.FAILED
+            return Served.FAILED
         if not isinstance(error, DeadlineError):
-            return CohortEnd.NOT_JUDGED
+            return Served.NOT_JUDGED
         if self.log.ids:
-            return CohortEnd.SERVED
+            return Served.WELL
         # One that hangs until its client's patience ends is served no better than one that fails.
-        return CohortEnd.FAILED if self._had_time else CohortEnd.NOT_JUDGED
+        return Served.FAILED if self._had_time else Served.NOT_JUDGED
 
-    def _end_by_client(self) -> CohortEnd:
+    def _judge_aborted(self) -> Served:
         if self._booking is None:
-            return CohortEnd.NOT_JUDGED
+            return Served.NOT_JUDGED
         parts = self._parts
         least_s = least_prefill_s(self._booking.prefill_tokens, parts.fleet.arrays)
-        is_still = self._still_s > parts.cohort_figures.too_long_s(least_s)
-        return CohortEnd.ABANDONED if is_still else CohortEnd.NOT_JUDGED
+        is_still = self._still_s > parts.request_figures.too_long_s(least_s)
+        return Served.ABANDONED if is_still else Served.NOT_JUDGED
 
-    def _end_in_cohort(self, end: CohortEnd) -> None:
-        if self._meter is not None:
-            if end is CohortEnd.ABANDONED:
-                self._meter.abandoned()
-            elif end is not CohortEnd.NOT_JUDGED:
-                self._meter.ended(failed=end is CohortEnd.FAILED)
-            self._parts.metrics.cohort_requests.labels(self._meter.cohort, end.value).inc()
-        self.has_failed = False
+    def _count(self, served: Served) -> None:
+        """Count a request that a worker got at least once."""
+        if self._booking is None:
+            return
+        if served is Served.ABANDONED:
+            self._parts.request_figures.abandoned()
+        elif served is not Served.NOT_JUDGED:
+            self._parts.request_figures.ended(failed=served is Served.FAILED)
+        self._parts.metrics.served.labels(served.value).inc()
 
     def _close(self, reason: FinishReason, stop: str) -> None:
         metrics, timings = self._parts.metrics, self._timings()
         metrics.requests.labels(reason.value).inc()
         is_aborted = reason is FinishReason.ABORTED
-        self._end_in_cohort(self._end_by_client() if is_aborted else CohortEnd.SERVED)
+        self._count(self._judge_aborted() if is_aborted else Served.WELL)
         metrics.e2e.observe(timings.e2e_s)
         metrics.queue_wait.observe(timings.queue_s)
         if timings.itl_s:
@@ -295,9 +282,9 @@ class RequestOutput:
     def _tell_end(self, outcome: str, timings: Timings) -> None:
         """To whoever operates this, in the log and by the counters of targets."""
         arrival, parsed, booking = self._arrival, self._arrival.parsed, self._booking
-        cohort = prefill = decode = ""
+        prefill = decode = ""
         if booking is not None:
-            cohort, decode = booking.decode.facts.cohort, booking.decode.facts.worker_id
+            decode = booking.decode.facts.worker_id
             prefill = "" if booking.prefill is booking.decode else booking.prefill.facts.worker_id
         ttft_target, itl_target = self._judged(timings)
         RequestLine(
@@ -307,7 +294,6 @@ class RequestOutput:
             e2e_ms=timings.e2e_s * 1e3,
             session_id=parsed.session_id,
             trace_id=trace_id(arrival.traceparent),
-            cohort=cohort,
             prefill_worker=prefill,
             decode_worker=decode,
             lease_id=self._lease_id,

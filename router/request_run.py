@@ -25,15 +25,10 @@ from baton.errors import (
     AlreadyExistsError,
     BatonError,
     DeadlineError,
-    InvalidRequestError,
-    NoCapacityError,
-    OverloadedError,
     ShuttingDownError,
 )
 from baton.v1 import common_pb2, worker_pb2
 from router.attempt import Attempt
-from router.cohort_texts import TextId
-from router.cohorts import Cohort
 from router.failure import AttemptError, Failure
 from router.fleet import Booking, WorkerEntry
 from router.output import OutputLog, Routed, sendable_logprobs
@@ -41,11 +36,11 @@ from router.placement import Placement
 from router.prediction import least_prefill_s
 from router.prompt import PromptBlocks
 from router.request_output import RequestOutput
-from router.resume import find_running, origin_of, text_of_stream
+from router.resume import check_resumable, find_running
 from router.retrying import OUT_OF_TIME, Retrying
 from router.run_parts import Arrival, RunParts
-from router.ticket import OtherTextError, Placed, Ticket
-from router.worker_facts import ModelIds
+from router.served_model import not_resumable
+from router.ticket import Placed, Ticket
 from router.worker_link import Workers
 
 log = logging.getLogger(__name__)
@@ -65,9 +60,7 @@ class RequestRun:
         self._prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
         self._deadline_s = arrival.arrived_s + config.timeout_s(parsed.timeout_s)
         self._retrying = Retrying(arrival, parts, self.log)
-        self._cohort: Cohort | None = None  # of the newest attempt, or as the client was told
-        self._model_ids: ModelIds = parsed.model_ids  # likewise
-        self._aborted = self._orphaned = False
+        self._aborted = self._orphaned = self._has_lost_model = False
         self._attempt: Attempt | None = None  # under way
         self._is_sought = parsed.resume_from_index is not None  # at the decode workers
         self._task: asyncio.Task[None] | None = None
@@ -88,7 +81,7 @@ class RequestRun:
     def _let_go(self) -> None:
         """Of what only its attempts needed: an ended request is asked for its output alone."""
         parsed = replace(self.arrival.parsed, token_ids=np.empty(0, np.uint32))
-        self.arrival = replace(self.arrival, parsed=parsed, read=None)
+        self.arrival = replace(self.arrival, parsed=parsed)
         del self._prompt, self._output
 
     def abort(self) -> None:
@@ -116,6 +109,13 @@ class RequestRun:
             self._orphaned = True
             self._task.cancel()
 
+    def lose_model(self) -> None:
+        """End a stream that has begun: another model is served from now on."""
+        has_begun = bool(self.log.ids or self.arrival.parsed.resume_from_index)
+        if has_begun and self._task is not None and not self._task.done():
+            self._has_lost_model = True
+            self._task.cancel()
+
     async def wait(self) -> None:
         """Return when nothing of the request is left here."""
         if self._task is not None:
@@ -130,6 +130,8 @@ class RequestRun:
         except asyncio.CancelledError:
             if self._aborted:
                 self._output.abort()
+            elif self._has_lost_model:
+                self._output.fail(not_resumable())
             else:
                 has_begun = self._retrying.attempt_number > 0
                 self._output.fail(ShuttingDownError(SHUTTING_DOWN, has_begun=has_begun))
@@ -147,12 +149,8 @@ class RequestRun:
             raise DeadlineError(OUT_OF_TIME) from None
 
     async def _drive(self) -> None:
-        if self.arrival.parsed.cohort is not None:  # first: what is attached is followed at once
-            await self._speak_as(self.arrival.parsed.cohort)
         if self.arrival.parsed.resume_from_index is not None and await self._resume():
             return
-        if self._cohort is not None and self._is_bound and not self.log.ids:
-            await self._speak_as(self._cohort)
         ticket = self._ticket()
         while True:
             queued_at_s = self._parts.clock()
@@ -162,27 +160,11 @@ class RequestRun:
                 return
 
     async def _place(self, ticket: Ticket) -> Placed:
-        """In line, as often as the request has to be read anew."""
-        while True:
-            parsed, num_out = self.arrival.parsed, len(self.log.ids)
-            self._prompt.extend_to(self.log.ids)
-            ticket.prompt, ticket.text = self._prompt, self.arrival.text
-            ticket.max_new_tokens = max(1, parsed.sampling.max_tokens - num_out)
-            ticket.least_new_tokens = max(1, parsed.least_tokens - num_out)
-            ticket.cohort, ticket.is_bound = self._cohort, self._is_bound
-            ticket.failed_cohorts = self._retrying.failed_cohorts
-            ticket.model_ids = self._model_ids if self._is_bound else frozenset()
-            try:
-                return await self._parts.admission.place(ticket)
-            except OtherTextError as other:
-                ticket.other_sizes[ticket.text] = ticket.size
-                try:
-                    await self._read_with(other.text)
-                except (InvalidRequestError, NoCapacityError) as error:
-                    log.info("request %s: %s", self.arrival.request_id, error.message)
-                    ticket.refusals[other.text] = error  # it goes to cohorts that take it
-                except OverloadedError as busy:  # many draw anew when weights change
-                    await asyncio.sleep(busy.retry_after_s or 1.0)
+        parsed, num_out = self.arrival.parsed, len(self.log.ids)
+        self._prompt.extend_to(self.log.ids)
+        ticket.max_new_tokens = max(1, parsed.sampling.max_tokens - num_out)
+        ticket.least_new_tokens = max(1, parsed.least_tokens - num_out)
+        return await self._parts.admission.place(ticket)
 
     def _ticket(self) -> Ticket:
         """A place in line, which a request that runs already does not need.
@@ -194,29 +176,8 @@ class RequestRun:
         ticket = self._parts.admission.ticket(
             self._prompt, parsed.sampling.max_tokens, parsed.priority, parsed.tenant, deadline_s
         )
-        ticket.failed, ticket.wire_id = self._retrying.failed, self.arrival.wire_id
-        ticket.is_of_ids = parsed.is_of_ids
+        ticket.failed = self._retrying.failed
         return ticket
-
-    async def _speak_as(self, cohort: Cohort) -> None:
-        """Of a stream that has begun. Raises UnavailableError where its text is not read here."""
-        await self._read_with(text_of_stream(cohort, self._parts.fleet.texts, self.arrival.text))
-
-    async def _read_with(self, text: TextId) -> None:
-        """Have the request read, and its tokens put out, with this text."""
-        if text == self.arrival.text:
-            return
-        assert self.arrival.read is not None, "an ended request is read no more"
-        parsed = await self.arrival.read(text)
-        self.arrival = replace(self.arrival, parsed=parsed, text=text)
-        self._prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
-        self._output.speak(self.arrival)
-
-    @property
-    def _is_bound(self) -> bool:
-        """To its cohort and model: its client has seen tokens of it, or is about to."""
-        has_begun = bool(self.log.ids or self.arrival.parsed.resume_from_index)
-        return has_begun and self._cohort is not None
 
     async def _ends_well(self, trying: Coroutine[None, None, None]) -> bool:
         """Whether an attempt finished the request; raises BatonError when no other may follow."""
@@ -265,9 +226,7 @@ class RequestRun:
         """See an attempt through to its end, and leave nothing of it behind on its workers."""
         taken_in = partial(self._retrying.taken_in, booking.decode)
         self._output.new_attempt(booking, routed, taken_in, self._has_time(booking))
-        facts = booking.decode.facts
-        self._attempt, self._cohort = attempt, facts.cohort
-        self._model_ids = self._parts.fleet.kinds.model_ids(facts)
+        self._attempt = attempt
         try:
             await running
         except AttemptError as error:
@@ -320,14 +279,12 @@ class RequestRun:
             )
         if found is None:
             self._is_sought = False
-            origin = origin_of(parsed, parts.fleet)
-            self._cohort, self._model_ids = origin.cohort, origin.model_ids
+            check_resumable(parsed, parts.model)
             return False
         spec = found.response.spec
         try:
             if parsed.seed is not None and parsed.seed != spec.seed:
                 raise AlreadyExistsError(f"the request runs with seed {spec.seed}", field="seed")
-            await self._speak_as(found.link.entry.facts.cohort)
         except BaseException:
             found.attempt.abandon()
             raise
@@ -392,9 +349,4 @@ class RequestRun:
             num_cached_tokens_prefill=placement.num_cached_tokens_prefill if placement else 0,
             num_cached_tokens_decode=placement.num_cached_tokens_decode if placement else 0,
             attempt=self._retrying.attempt_number,
-            cohort=decode.facts.cohort,
-            model_fingerprints=self._fingerprints(decode),
         )
-
-    def _fingerprints(self, worker: WorkerEntry) -> tuple[bytes, ...]:
-        return tuple(sorted(self._parts.fleet.kinds.model_ids(worker.facts)))

@@ -13,14 +13,11 @@ import grpc.aio
 from baton.errors import AlreadyExistsError, NotResumableError, UnavailableError
 from baton.v1 import worker_pb2
 from router.attempt import Attempt
-from router.cohort_texts import CohortTexts, TextId
-from router.cohorts import Cohort
-from router.fleet import Fleet
 from router.fleet_links import FleetLinks
 from router.run_parts import Arrival
+from router.served_model import ServedModel
 from router.session import SessionLostError
 from router.validate import ParsedRequest
-from router.worker_facts import ModelIds, WorkerFacts
 from router.worker_link import WorkerLink
 
 log = logging.getLogger(__name__)
@@ -41,56 +38,21 @@ class Found:
     response: worker_pb2.AttachResponse
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Of the tokens that a client has seen. None and empty: it has seen none."""
+def check_resumable(parsed: ParsedRequest, model: ServedModel) -> None:
+    """Check that a request which no decode worker keeps can be run again.
 
-    cohort: Cohort | None
-    model_ids: ModelIds
-
-
-def origin_of(parsed: ParsedRequest, fleet: Fleet) -> Origin:
-    """Of a request that no decode worker keeps, and that is run again.
-
-    Raises NotResumableError when its client has seen tokens, and it is not known what they were
-    drawn with (its seed), or which cohort or model they come from; UnavailableError while that may
-    yet be seen, for nobody of its cohort has been.
+    Raises NotResumableError when its client has seen tokens, and nobody knows the seed that they
+    were drawn with, or they may come from another model than the one that is served now.
     """
     if not parsed.resume_from_index:
-        return Origin(None, frozenset())
+        return
     if parsed.seed is None:
-        raise _not_known("seed")
-    known = fleet.known_cohorts() | fleet.kinds.seen_cohorts()
-    if parsed.cohort is None and len(known) > 1:
-        raise _not_known("cohort")
-    cohort = parsed.cohort if parsed.cohort is not None else next(iter(known), None)
-    if cohort is not None and parsed.model_ids:
-        return Origin(cohort, parsed.model_ids)
-    seen: ModelIds = frozenset() if cohort is None else fleet.kinds.seen_model_ids(cohort)
-    if not seen and fleet.stopped.lacks(cohort):
-        message = "no worker that may go on with the request is known yet"
-        raise UnavailableError(message, retry_after_s=1.0)
-    if cohort is None or not seen or fleet.kinds.num_models_seen(cohort) > 1:
-        raise _not_known("model_fingerprints")
-    return Origin(cohort, seen)
-
-
-def text_of_stream(cohort: Cohort, texts: CohortTexts, at_hand: TextId) -> TextId:
-    """What a cohort's tokens are read with: `at_hand` while that is not known. Raises
-    UnavailableError where it is not read here."""
-    text = texts.of(cohort) if texts.knows(cohort) else at_hand
-    if text is None:
-        message = f"this router has not read the text of cohort {cohort!r}"
-        raise UnavailableError(message, retry_after_s=1.0)
-    return text
-
-
-def _not_known(missing: str) -> NotResumableError:
-    return NotResumableError(
-        f"no decode worker keeps the request, and without its {missing} it cannot be run again;"
-        f" send the {missing} that Routed told",
-        field=missing,
-    )
+        raise NotResumableError(
+            "no decode worker keeps the request, and without its seed it cannot be run again;"
+            " send the seed that Routed told",
+            field="seed",
+        )
+    model.check_resumable()
 
 
 async def find_running(
@@ -99,8 +61,7 @@ async def find_running(
     make_attempt: Callable[[WorkerLink], Attempt],
     timeout_s: float,
 ) -> Found | None:
-    """Ask every decode worker of the cohort and model whose tokens the client has, or every one; of
-    several attempts the newest is taken, the others are cancelled.
+    """Ask every decode worker; of several attempts the newest is taken, the others are cancelled.
 
     Raises AlreadyExistsError when the id runs with another body or seed only: it is left where it
     is. Where the request itself runs too, that one is followed: asking has moved it here. Raises
@@ -111,7 +72,6 @@ async def find_running(
     asked = {
         link: asyncio.create_task(_ask(link, make_attempt(link), arrival, timeout_s))
         for link in links.with_open_session()
-        if _can_keep(link.entry.facts, arrival.parsed)
     }
     try:
         answers = await asyncio.gather(*asked.values(), return_exceptions=True)
@@ -131,7 +91,7 @@ async def find_running(
         if not isinstance(answer, _NoAnswerError)
     }
     if arrival.parsed.resume_from_index:
-        _check_all_heard(arrival, links, heard.keys())
+        _check_all_heard(links, heard.keys())
     errors = [answer for answer in heard.values() if isinstance(answer, BaseException)]
     if errors:
         raise errors[0]
@@ -146,27 +106,17 @@ def _abandon(asked: Iterable[asyncio.Task[Found | None]]) -> None:
                 one.attempt.abandon()
 
 
-def _check_all_heard(arrival: Arrival, links: FleetLinks, heard: Set[WorkerLink]) -> None:
+def _check_all_heard(links: FleetLinks, heard: Set[WorkerLink]) -> None:
     """Raises UnavailableError for a worker that may keep the request, and be heard in a moment, or
     be told of by a registry that has not been heard itself, or has just started."""
     if not links.are_all_known:
         message = "the registry has yet to tell which workers may keep the request"
         raise UnavailableError(message, retry_after_s=1.0)
     for link in links:
-        if link in heard or not link.may_be_heard_again:
-            continue
-        facts = link.entry.facts
-        if _can_keep(facts, arrival.parsed):
-            message = f"{facts.worker_id} has yet to tell whether it keeps the request"
+        if link not in heard and link.may_be_heard_again:
+            worker_id = link.entry.facts.worker_id
+            message = f"{worker_id} has yet to tell whether it keeps the request"
             raise UnavailableError(message, retry_after_s=1.0)
-
-
-def _can_keep(facts: WorkerFacts, parsed: ParsedRequest) -> bool:
-    """An attempt that another cohort or model keeps is one that was given up before its tokens."""
-    model_ids = parsed.model_ids
-    return parsed.cohort in (None, facts.cohort) and (
-        not model_ids or not model_ids.isdisjoint(facts.model_ids)
-    )
 
 
 class _NoAnswerError(Exception):

@@ -8,7 +8,6 @@ over with a BatonError.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 
 from baton.errors import (
     AlreadyExistsError,
@@ -20,7 +19,6 @@ from baton.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from router.cohorts import Cohort
 from router.failure import AttemptError, Failure
 from router.fleet import WorkerEntry, WorkerState
 from router.output import Migrated, OutputLog
@@ -30,7 +28,6 @@ log = logging.getLogger(__name__)
 
 MAX_STALE = 10  # attempt numbers are raised fourfold each time: no request had so many
 OUT_OF_TIME = "the request's deadline has passed"
-MAX_FAILURES_IN_COHORT = 2  # a worker may fail a request; another of the same cohort seldom does
 MIN_HOLD_S = 0.05  # a worker that has no room is not asked again sooner
 _OF_TRANSFER = (Failure.HANDOFF_FAILED, Failure.WRITER_UNKNOWN, Failure.PREFILL_FAILED)
 _NOT_BEGUN = (
@@ -55,13 +52,6 @@ class Retrying:
         self._lost: list[tuple[str, int]] = []  # the same, lost while it ran there
         self._rejected_by: set[tuple[str, int]] = set()
         self.num_failures = self._num_stale = 0
-        self._num_failures_in = Counter[Cohort]()
-
-    @property
-    def failed_cohorts(self) -> frozenset[Cohort]:
-        """Those that others come before while no token is out."""
-        counts = self._num_failures_in.items()
-        return frozenset(cohort for cohort, n in counts if n >= MAX_FAILURES_IN_COHORT)
 
     def begin_attempt(self) -> None:
         self.attempt_number += 1
@@ -101,7 +91,6 @@ class Retrying:
             self._outnumber(error)
             return 0.0
         self.num_failures += 1
-        self._num_failures_in[error.worker.facts.cohort] += 1
         self._give_up_if_hopeless(error)
         self._blame(error)
         return parts.config.retry_backoff_s if self.num_failures > 1 else 0.0

@@ -14,19 +14,16 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
 from baton.v1 import control_pb2
 from router.admission import Admission
-from router.cohort_figures import CohortFigures
-from router.cohort_texts import OWN, TextId, TextSource
-from router.cohorts import Cohort
 from router.config import RouterConfig
 from router.figures import Figures
 from router.fleet import Fleet
-from router.fleet_links import FleetLinks, WorkerReport
+from router.fleet_links import FleetLinks, FleetReport
 from router.fleet_watch import FleetWatch
 from router.metrics import RouterMetrics
 from router.output import Finished, FinishReason, OutputReader
@@ -34,17 +31,15 @@ from router.placement import Placement
 from router.pool_figures import PoolFigures
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks
-from router.refusals import cut_off
 from router.reporting import Reporting, waiting_requests
+from router.request_figures import RequestFigures
 from router.request_run import SHUTTING_DOWN, RequestRun
-from router.resume import text_of_stream
 from router.retry_budget import RetryBudget
 from router.run_parts import Arrival, RunParts, wire_id
 from router.searching import Searching
+from router.served_model import ServedModel
 from router.session import RouterIdentity
-from router.stopped_pools import PoolReport
 from router.text import TextModel
-from router.texts import Texts
 from router.ticket import Ticket
 from router.validate import ParsedRequest, RequestLimits
 from router.worker_facts import NO_BOUND, WorkerFacts
@@ -53,7 +48,6 @@ log = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
 HEARD_WITHIN_S = 2.0
-READ_WITHIN_S = 30.0
 
 
 class Router:
@@ -66,12 +60,10 @@ class Router:
         model_name: str,
         text_model: TextModel,
         *,
-        text_source: TextSource | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        """`text_model`, read from `text_source`, is the text of the model in the router's file."""
-        self.config, self.model_name = config, model_name
+        self.config, self.model_name, self.text = config, model_name, text_model
         self.clock = clock
         self._rng = rng or random.SystemRandom()
         self._control_address = control_address
@@ -83,13 +75,6 @@ class Router:
         self.links = FleetLinks(config, self.identity, self.fleet, self.index, self._is_served)
         self.admission = Admission(config, self.fleet, self.index, clock, random.Random())
         self.watch = FleetWatch(control_address, config, self._take_fleet, self.fleet.forget_others)
-        self.texts = Texts(
-            text_model,
-            text_source,
-            self.fleet.texts,
-            self._fleet_changed,
-            keep_s=2 * config.max_timeout_s,
-        )
         self._parts = self._make_parts()
         self._runs: dict[tuple[str, str], RequestRun] = {}
         self._timers: dict[RequestRun, asyncio.TimerHandle] = {}
@@ -104,14 +89,15 @@ class Router:
         """What requests share."""
         return RunParts(
             config=self.config,
-            texts=self.texts,
+            text=self.text,
+            model=ServedModel(self.clock, self.config.max_timeout_s),
             fleet=self.fleet,
             links=self.links,
             admission=self.admission,
             searching=Searching(self.config),
             retries=RetryBudget(self.config, self.clock),
             metrics=self.metrics,
-            cohort_figures=CohortFigures(self.clock),
+            request_figures=RequestFigures(self.clock),
             pool_figures=PoolFigures(self.clock),
             clock=self.clock,
             rng=self._rng,
@@ -127,19 +113,10 @@ class Router:
             self._stack.push_async_callback(_stop, task)
 
     async def can_serve(self) -> None:
-        """Return once requests can go where the weights send them: the text of each cohort that
-        gets some is read, or, where that takes long, one's: what cannot be read must not keep
-        requests from what can. A registry that says nothing is not waited for."""
+        """Return once the fleet is known. A registry that says nothing is not waited for."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEARD_WITHIN_S):
                 await self.links.wait_heard()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(READ_WITHIN_S):
-                return await self.texts.until_read(self._gets_requests)
-        await self.texts.until_one_is_read(self._gets_requests)
-
-    def _gets_requests(self, cohort: Cohort) -> bool:
-        return bool(self.fleet.cohorts.weights.get(cohort))
 
     def tell_fault(self, ended: asyncio.Task[None]) -> None:
         """Of a task that must not end while the router serves."""
@@ -164,7 +141,6 @@ class Router:
         self._runs.clear()
         self._remembered.clear()
         await self._stack.aclose()
-        await self.texts.close()
         await self.links.close()
 
     def leave_requests(self) -> None:
@@ -227,49 +203,11 @@ class Router:
         with contextlib.suppress(NotFoundError):
             self.abort(tenant, request_id)
 
-    async def text_for(
-        self,
-        wire_id: str,
-        cohort: Cohort | None,
-        *,
-        is_of_ids: bool,
-        refused_by: Collection[TextId] = (),
-    ) -> TextId:
-        """What a new request is read with; one of `refused_by` where there is no other. `cohort`:
-        of the tokens that its client has seen.
-
-        Raises UnavailableError where that cohort's text is not read, and NotResumableError too for
-        one that was refused and whose cohort is not told of: its own text took it.
-        """
-        await self.texts.settled(self._gets_requests)
-        texts, cohorts = self.fleet.texts, self.fleet.cohorts
-        if refused_by and cohort is not None and not texts.knows(cohort):
-            raise cut_off(cohort, self.fleet)
-        if texts.is_only(OWN):
-            return OWN
-        if cohort is not None:
-            return text_of_stream(cohort, texts, OWN)
-        if is_of_ids:
-            return texts.main(cohorts.weights)
-        none = (None, *refused_by)
-        read = [each for each in self.fleet.kinds.cohorts if texts.of(each) not in none]
-        text = texts.of(cohorts.draw(wire_id, read)) if read else None
-        return texts.main(cohorts.weights) if text is None else text
-
-    def candidates(self, parsed: ParsedRequest, text: TextId, limit: int) -> list[Placement]:
-        """Where a request could go, cheapest first; its own cohort comes before all others. Books
-        nothing."""
+    def candidates(self, parsed: ParsedRequest, limit: int) -> list[Placement]:
+        """Where a request could go, cheapest first. Books nothing."""
         prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
         ticket = Ticket((0, 0.0, 0), prompt, parsed.sampling.max_tokens, parsed.least_tokens)
-        ticket.wire_id = wire_id(parsed.tenant, parsed.request_id)
-        ticket.text, ticket.is_of_ids = text, parsed.is_of_ids
         return self.admission.candidates(ticket, limit)
-
-    def cohort_shares(self) -> dict[Cohort, float]:
-        """Of new requests, each cohort's part; empty where there is one cohort only."""
-        texts = self.fleet.texts
-        here = [each for each in self.fleet.kinds.cohorts if texts.of(each) is not None]
-        return self.fleet.cohorts.shares(here) if len(self.fleet.known_cohorts()) > 1 else {}
 
     def _ended(self, run: RequestRun) -> None:
         """A finished request that its client may ask for again is remembered for a while."""
@@ -305,12 +243,13 @@ class Router:
 
     # --- the fleet -----------------------------------------------------------------------------
 
-    def _take_fleet(
-        self, reports: Sequence[WorkerReport], pools: Sequence[PoolReport], settles: bool
-    ) -> None:
-        """Texts first: no worker is here before it is known which is its."""
-        self.texts.update(pools, self.fleet.kinds.cohorts)
-        self.links.update(reports, pools, settles)
+    def _take_fleet(self, report: FleetReport) -> None:
+        if self._parts.model.update(report.model_fingerprint):
+            log.warning("another model is served now: streams of the old one are not resumable")
+            for run in list(self._runs.values()):
+                run.lose_model()
+            self.links.drop_all()
+        self.links.update(report)
 
     def _is_served(self, facts: WorkerFacts) -> bool:
         return facts.model == self.model_name
@@ -321,30 +260,24 @@ class Router:
     def max_model_len(self) -> int | None:
         """The longest prompt plus output that some decode worker takes; None: not known yet."""
         longest = self.fleet.longest_request
-        return self.main_text.max_model_len if longest in (None, NO_BOUND) else longest
+        return self.text.max_model_len if longest in (None, NO_BOUND) else longest
 
-    @property
-    def main_text(self) -> TextModel:
-        """Of the model that most new requests go to: whoever asks for token ids gets its."""
-        return self.texts[self.fleet.texts.main(self.fleet.cohorts.weights)]
-
-    def request_limits(self, text: TextModel) -> RequestLimits:
+    def request_limits(self) -> RequestLimits:
         decodes = [entry.facts for entry in self.fleet if entry.facts.can_decode]
         longest = max(decodes, key=lambda facts: facts.longest_request, default=None)
         by_memory = longest is not None and longest.is_bound_by_memory
         return RequestLimits(
             max_model_len=self.max_model_len() or NO_BOUND,
-            model_context=text.max_model_len if by_memory else None,
+            model_context=self.text.max_model_len if by_memory else None,
             model_names=(self.model_name,),
         )
 
     def _report(self) -> control_pb2.ReportRouterRequest:
         waiting = waiting_requests(self.admission.waiting, self.fleet, self.config, self.clock())
         report = self._figures.report(self.metrics.counts(), waiting)
-        report.cohorts.extend(self._parts.cohort_figures.report())
+        if (requests := self._parts.request_figures.report()) is not None:
+            report.requests.CopyFrom(requests)
         report.pools.extend(self._parts.pool_figures.report())
-        told = self.fleet.cohorts.told
-        report.unread_cohorts.extend(each for each in self.fleet.texts.unread if each in told)
         return report
 
     async def _measure(self) -> None:

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import quote
 
 from router.admission import Admission
-from router.cohort_figures import CohortFigures
-from router.cohort_texts import OWN, TextId
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.fleet_links import FleetLinks
 from router.metrics import RouterMetrics
 from router.pool_figures import PoolFigures
+from router.request_figures import RequestFigures
 from router.retry_budget import RetryBudget
 from router.searching import Searching
-from router.texts import Texts
+from router.served_model import ServedModel
+from router.text import TextModel
 from router.validate import ParsedRequest
 
 
 @dataclass(frozen=True)
 class RunParts:
     config: RouterConfig
-    texts: Texts
+    text: TextModel
+    model: ServedModel
     fleet: Fleet
     links: FleetLinks
     admission: Admission
     searching: Searching
     retries: RetryBudget
     metrics: RouterMetrics
-    cohort_figures: CohortFigures
+    request_figures: RequestFigures
     pool_figures: PoolFigures
     clock: Callable[[], float]
     rng: random.Random
@@ -46,10 +47,6 @@ class Arrival:
     traceparent: str
     arrived_s: float
     tokenize_s: float
-    text: TextId = OWN
-    """What it was read with."""
-    read: Callable[[TextId], Awaitable[ParsedRequest]] | None = None
-    """Reads it with another text, after those in line; None: its message is not kept any more."""
 
     @property
     def key(self) -> tuple[str, str]:

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping
-from functools import partial
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import grpc.aio
 
-from baton.errors import BatonError, InvalidRequestError, NoCapacityError, NotFoundError
+from baton.errors import BatonError, NotFoundError
 from baton.status import abort
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.arriving import Arriving
-from router.cohort_texts import TextId
-from router.cohorts import Cohort
 from router.output import (
     Event,
     Finished,
@@ -38,8 +35,7 @@ from router.placement import Placement
 from router.request_line import of_refused
 from router.request_run import RequestRun
 from router.router import Router
-from router.run_parts import Arrival, wire_id
-from router.ticket import Refusal
+from router.run_parts import Arrival
 from router.tokenizing import Tokenizing
 from router.validate import (
     ParsedRequest,
@@ -52,8 +48,6 @@ from router.validate import (
 from router.worker_facts import NO_BOUND
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-_Read = tuple[TextId, ParsedRequest]
 
 MAX_CANDIDATES = 100
 READ_AT_ONCE_BYTES = 16_384  # of a request with token ids: a thread would cost more than it
@@ -120,46 +114,24 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """None: aborted before the router knew it. Only what its client named can be."""
         started_s = time.perf_counter()
         request_id = request.request_id or uuid.uuid4().hex
-        reading: Coroutine[Any, Any, _Read | None] = self._read(request, request_id)
+        reading: Coroutine[Any, Any, ParsedRequest | None] = self._read(request)
         if request.request_id:
             reading = self._arriving.run((request.tenant, request.request_id), reading)
-        read = await reading
-        if read is None:
+        parsed = await reading
+        if parsed is None:
             return None
-        text, parsed = read
         return Arrival(
             request_id=request_id,
             parsed=parsed,
             traceparent=request.traceparent,
             arrived_s=arrived_s,
             tokenize_s=time.perf_counter() - started_s,
-            text=text,
-            read=partial(self._read_with, request),
         )
 
-    async def _read(self, request: router_pb2.GenerateRequest, request_id: str) -> _Read:
-        """With the text of the cohort that it draws, or of another one where that refuses it."""
+    async def _read(self, request: router_pb2.GenerateRequest) -> ParsedRequest:
         check_names(request, self._of_names)  # the line before the tokenizer keeps the tenant's
-        refusals: dict[TextId, Refusal] = {}
-        while True:
-            text = await self._router.text_for(
-                wire_id(request.tenant, request_id),
-                request.cohort
-                if request.resume_from_index and request.HasField("cohort")
-                else None,
-                is_of_ids=request.HasField("token_ids"),
-                refused_by=refusals.keys(),
-            )
-            if text in refusals:
-                raise next(iter(refusals.values()))
-            try:
-                return text, await self._read_with(request, text)
-            except (InvalidRequestError, NoCapacityError) as error:
-                refusals[text] = error
-
-    async def _read_with(self, request: router_pb2.GenerateRequest, text: TextId) -> ParsedRequest:
-        router, model = self._router, self._router.texts[text]
-        limits = router.request_limits(model)
+        router, model = self._router, self._router.text
+        limits = router.request_limits()
         if request.HasField("token_ids") and request.ByteSize() <= READ_AT_ONCE_BYTES:
             return parse_generate(request, model, limits)
         named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
@@ -191,15 +163,14 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         model = router_pb2.Model(
             name=router.model_name,
             max_model_len=router.max_model_len() or 0,
-            vocab_size=router.main_text.vocab_size,
+            vocab_size=router.text.vocab_size,
         )
         return router_pb2.ListModelsResponse(models=[model])
 
     async def Tokenize(  # noqa: N802
         self, request: router_pb2.TokenizeRequest, context: Context
     ) -> router_pb2.TokenizeResponse:
-        model = self._router.main_text
-        limits = self._router.request_limits(model)
+        model, limits = self._router.text, self._router.request_limits()
         try:
             check_tokenize_names(request, limits)
             ids = await self.tokenizing.run(
@@ -216,12 +187,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.ExplainRouteRequest, context: Context
     ) -> router_pb2.ExplainRouteResponse:
         try:
-            text, parsed = await self._read(request.request, request.request.request_id)
+            parsed = await self._read(request.request)
         except BatonError as error:
             await abort(context, error)
-        found = self._router.candidates(parsed, text, MAX_CANDIDATES)
-        shares = self._router.cohort_shares()
-        candidates = [_candidate(one, shares) for one in found]
+        found = self._router.candidates(parsed, MAX_CANDIDATES)
+        candidates = [_candidate(one) for one in found]
         return router_pb2.ExplainRouteResponse(candidates=candidates)
 
     async def WatchFleet(  # noqa: N802
@@ -281,8 +251,8 @@ def _finished(event: Finished) -> router_pb2.Finished:
     )
 
 
-def _candidate(placement: Placement, shares: Mapping[Cohort, float]) -> router_pb2.RouteCandidate:
-    candidate = router_pb2.RouteCandidate(
+def _candidate(placement: Placement) -> router_pb2.RouteCandidate:
+    return router_pb2.RouteCandidate(
         prefill_worker=placement.prefill_worker,
         decode_worker=placement.decode_worker,
         cost_ms=placement.cost_s * 1e3,
@@ -293,6 +263,3 @@ def _candidate(placement: Placement, shares: Mapping[Cohort, float]) -> router_p
         num_cached_tokens_prefill=placement.num_cached_tokens_prefill,
         num_cached_tokens_decode=placement.num_cached_tokens_decode,
     )
-    if placement.cohort in shares:
-        candidate.cohort, candidate.cohort_share = placement.cohort, shares[placement.cohort]
-    return candidate

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.cohort_texts import TextSource
-from router.cohorts import Cohort
 from router.config import LocalPrefill
 
 
@@ -30,27 +28,19 @@ class PoolReport:
     desired_replicas: int
     live_replicas: int = 0
     num_failed_starts: int = 0
-    cohort: Cohort = ""
-    cohort_weight: int = 0
-    text: TextSource | None = None
-    """None: it is not told, as by registries of former releases."""
     prefill_comes_back: bool = False
     """It is to have workers again, and the role was away, as the registry remembers it."""
     decode_comes_back: bool = False
 
 
 class StoppedPools:
-    """Own the pools as the registry told them last, and which roles are away or coming back."""
+    """Own which roles are away or coming back."""
 
     def __init__(self) -> None:
-        self.settles = False
-        """The registry has just started: workers may have yet to register with it again."""
         self._prefill_is_away = self._decode_is_away = False
-        self._pools: Sequence[PoolReport] = ()
 
-    def update(self, pools: Sequence[PoolReport], settles: bool = False) -> None:
+    def update(self, pools: Sequence[PoolReport]) -> None:
         """Take in all pools as the registry sees them now."""
-        self._pools, self.settles = pools, settles
         prefills = [pool for pool in pools if pool.can_prefill]
         decodes = [pool for pool in pools if pool.can_decode]
         prefill_was_away = self._prefill_is_away or any(p.prefill_comes_back for p in pools)
@@ -62,13 +52,6 @@ class StoppedPools:
         """Whether a request is to wait, up to its own deadline: a role that it cannot do without
         is away."""
         return self._decode_is_away or (local_prefill == "never" and self._prefill_is_away)
-
-    def lacks(self, cohort: Cohort | None) -> bool:
-        """Whether workers of a cohort, or of any, are to come, or to come back. So it is, too,
-        while the registry settles or tells of no pool: it has just started."""
-        own = [pool for pool in self._pools if cohort in (None, pool.cohort)]
-        has_started = bool(self._pools) and not self.settles
-        return not has_started or any(p.live_replicas < p.desired_replicas for p in own)
 
 
 def _is_away(pools: Sequence[PoolReport], was_away: bool) -> bool:

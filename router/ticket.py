@@ -4,31 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from baton.errors import InvalidRequestError, NoCapacityError
-from router.cohort_texts import OWN, TextId
-from router.cohorts import Cohort
 from router.fleet import Booking
 from router.placement import Placement
 from router.prompt import PromptBlocks
-from router.worker_facts import ModelIds
-
-Refusal = InvalidRequestError | NoCapacityError
-
-
-class Size(NamedTuple):
-    num_tokens: int
-    """Of prompt and output, all that must fit where it runs."""
-    num_prompt_tokens: int
-
-
-class OtherTextError(Exception):
-    """The request has drawn a cohort of another text: it is to come again, read with that one."""
-
-    def __init__(self, text: TextId) -> None:
-        super().__init__(text)
-        self.text = text
 
 
 @dataclass(order=True)
@@ -57,35 +36,8 @@ class Ticket:
     stranded_since_s: float | None = field(compare=False, default=None)
     """Since when no usable worker takes it; None while one does."""
     placed: asyncio.Future[Placed] | None = field(compare=False, default=None)
-    wire_id: str = field(compare=False, default="")
-    cohort: Cohort | None = field(compare=False, default=None)
-    """Where it goes; None: not drawn, for there is one cohort only or none that takes it."""
-    failed_cohorts: frozenset[Cohort] = field(compare=False, default=frozenset())
-    """It failed there: others that can serve it come first."""
-    is_bound: bool = field(compare=False, default=False)
-    """To its cohort and model, whose tokens it has put out."""
-    model_ids: ModelIds = field(compare=False, default=frozenset())
-    """Of the tokens that it has put out; empty: of none, or of an unknown model."""
-    text: TextId = field(compare=False, default=OWN)
-    """What the prompt was read with: no worker of another one is asked."""
-    is_of_ids: bool = field(compare=False, default=False)
-    """The prompt came as token ids: another tokenizer makes nothing of them."""
-    other_sizes: dict[TextId, Size] = field(compare=False, default_factory=dict)
-    """Of the prompt read with other texts before."""
-    refusals: dict[TextId, Refusal] = field(compare=False, default_factory=dict)
-    """Of texts that it cannot be read with."""
     explores: bool = field(compare=False, default=False)
     """Its next placement does not trust old measures of the workers' speed."""
-
-    @property
-    def size(self) -> Size:
-        return Size(self.num_tokens, len(self.prompt))
-
-    @property
-    def keeps_text(self) -> bool:
-        """It has put out tokens here, of the text it was read with. A stream that another router
-        began is read as its cohort is, which may not be known at first."""
-        return self.is_bound and len(self.prompt) > self.prompt.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:

@@ -17,18 +17,12 @@ import numpy as np
 from baton.errors import InvalidRequestError, NoCapacityError, NotFoundError
 from baton.v1 import common_pb2, router_pb2
 from kv_transfer.block_hash import TokenIds
-from router.cohorts import Cohort
 from router.text import Message, SamplingDefaults
-from router.worker_facts import ModelIds
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
-_MAX_FINGERPRINTS, _MAX_FINGERPRINT_BYTES = 64, 64
 _ROLES = ("system", "user", "assistant")
-# What a client may change when it comes back for a request that runs. A field that a release adds
-# belongs here: routers of the release before, and of this one, are to know the request again.
+# What a client may change when it comes back for a request that runs.
 _NOT_IN_DIGEST = (
-    "cohort",
-    "model_fingerprints",
     "request_id",
     "resume_from_index",
     "seed",
@@ -99,13 +93,7 @@ class ParsedRequest:
     itl_target_s: float | None
     session_id: str
     resume_from_index: int | None
-    cohort: Cohort | None
-    """Of the tokens that the client has seen, as it was told; None: it was not, or saw none."""
-    model_ids: ModelIds
-    """Likewise; empty: unknown."""
     is_chat: bool
-    is_of_ids: bool
-    """The prompt came as token ids."""
     body_digest: bytes
     """Of all that makes two requests of one id the same, but the seed (see `is_same_as`)."""
 
@@ -155,10 +143,7 @@ def parse_generate(
         itl_target_s=_seconds(request, "itl_target_ms"),
         session_id=request.session_id,
         resume_from_index=index,
-        cohort=request.cohort if index and request.HasField("cohort") else None,
-        model_ids=frozenset(request.model_fingerprints if index else ()),
         is_chat=request.WhichOneof("prompt") == "chat",
-        is_of_ids=request.WhichOneof("prompt") == "token_ids",
         body_digest=body_digest(request),
     )
 
@@ -258,12 +243,11 @@ def check_names(request: router_pb2.GenerateRequest, limits: RequestLimits) -> N
             "request_id: 1 to 128 characters, letters, digits and . _ : @ / + = - only",
             field="request_id",
         )
-    for name in ("tenant", "session_id", "cache_salt", "traceparent", "cohort"):
+    for name in ("tenant", "session_id", "cache_salt", "traceparent"):
         _check_name(name, getattr(request, name), limits)
     for name in ("timeout_ms", "ttft_target_ms", "itl_target_ms"):
         if request.HasField(name) and getattr(request, name) == 0:  # type: ignore[arg-type]
             raise InvalidRequestError(f"{name}: must be at least 1", field=name)
-    _check_fingerprints(request.model_fingerprints)
     if request.HasField("resume_from_index") and not request.request_id:
         raise InvalidRequestError(
             "resume_from_index: only with the request_id to resume", field="request_id"
@@ -282,14 +266,6 @@ def _check_name(field: str, value: str, limits: RequestLimits) -> None:
         )
     if any(ord(char) < 0x20 for char in value):
         raise InvalidRequestError(f"{field}: control characters are not allowed", field=field)
-
-
-def _check_fingerprints(told: Sequence[bytes]) -> None:
-    if len(told) > _MAX_FINGERPRINTS or any(len(each) > _MAX_FINGERPRINT_BYTES for each in told):
-        raise InvalidRequestError(
-            f"model_fingerprints: at most {_MAX_FINGERPRINTS} of {_MAX_FINGERPRINT_BYTES} bytes",
-            field="model_fingerprints",
-        )
 
 
 def _check_stop(

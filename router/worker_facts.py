@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.v1 import common_pb2
-from router.cohorts import Cohort
-
-ModelIds = frozenset[bytes]
-"""Fingerprints that one model is known by; who shares one of them runs the same. Empty: unknown."""
 
 NO_BOUND = 1 << 30  # tokens; of a length that nothing has told of
 
@@ -19,7 +15,6 @@ class KvClass:
 
     kv_fingerprint: bytes
     block_size: int
-    cohort: Cohort
 
 
 @dataclass(frozen=True)
@@ -44,10 +39,7 @@ class WorkerFacts:
     kv_bytes_per_token: int
     ref: common_pb2.WorkerRef = field(compare=False)
     """Passed on unread: it names the writer of a lease."""
-    cohort: Cohort = ""
     pool: str = ""
-    model_fingerprint: bytes = b""
-    """Empty: it tells none."""
 
     @property
     def identity(self) -> tuple[str, int]:
@@ -78,10 +70,5 @@ class WorkerFacts:
         return min(num_tokens, self.max_held_tokens or num_tokens)
 
     @property
-    def model_ids(self) -> ModelIds:
-        """Workers that exchange KV run the same model, and so do some that do not."""
-        return frozenset({self.kv_fingerprint, self.model_fingerprint} - {b""})
-
-    @property
     def kv_class(self) -> KvClass:
-        return KvClass(self.kv_fingerprint, self.block_size, self.cohort)
+        return KvClass(self.kv_fingerprint, self.block_size)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +41,6 @@ class ModelFiles:
     vocab_size: int | None
     max_model_len: int | None
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-
-    @cached_property
-    def vocabulary(self) -> bytes:
-        """Of what a token id means."""
-        return hashlib.sha256(self.tokenizer_path.read_bytes()).digest()
-
-    @cached_property
-    def digest(self) -> bytes:
-        """Of all that is read here, wherever it lies: equal ones make the same of every text."""
-        special, ends = sorted(self.special_tokens.items()), sorted(self.eos_token_ids)
-        sizes = (self.vocab_size, self.max_model_len)
-        said = repr((self.chat_template, special, ends, sizes, self.defaults))
-        return hashlib.sha256(self.vocabulary + said.encode()).digest()
 
 
 def read_model_files(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -19,7 +19,6 @@ class TextModel:
     """Encodes prompts and decodes answers of one model. Immutable; safe to share among threads."""
 
     def __init__(self, tokenizer: Tokenizer, files: ModelFiles) -> None:
-        self.digest, self.vocabulary = files.digest, files.vocabulary
         self._tokenizer = tokenizer
         self._encoder = SegmentEncoder(tokenizer)
         self._template: ChatTemplate | None = None
@@ -38,21 +37,14 @@ class TextModel:
 
     @classmethod
     def load(
-        cls,
-        model: str | Path,
-        revision: str | None = None,
-        tokenizer: str | None = None,
-        known: Iterable[TextModel] = (),
+        cls, model: str | Path, revision: str | None = None, tokenizer: str | None = None
     ) -> TextModel:
         """Read a model's folder, or fetch what is text of a `revision` of one on the Hugging Face
-        hub; `tokenizer`: see `read_model_files`. One of `known` where the files say the same.
+        hub; `tokenizer`: see `read_model_files`.
 
         Raises ConfigError naming what is wrong with it.
         """
         files = read_model_files(model, revision, tokenizer)
-        for each in known:
-            if each.digest == files.digest:
-                return each
         try:
             read = Tokenizer.from_file(str(files.tokenizer_path))
         except Exception as error:  # the library raises no narrower class

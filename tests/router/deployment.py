@@ -52,10 +52,9 @@ QUICK = RouterConfig(
 )
 
 
-def byte_model(folder: Path, shift: int = 0) -> TextModel:
-    """A model whose tokens are the bytes of the text, id = byte + `shift`; 256 ends a text."""
-    alphabet = _byte_alphabet()
-    vocab = {character: (byte + shift) % 256 for byte, character in enumerate(alphabet)}
+def byte_model(folder: Path) -> TextModel:
+    """A model whose tokens are the bytes of the text; 256 ends a text."""
+    vocab = {character: byte for byte, character in enumerate(_byte_alphabet())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -88,6 +87,7 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
         self.workers: list[ScriptedWorker] = []
         self.pools: list[control_pb2.PoolStatus] = []
         self.settles = False
+        self.model_fingerprint = b""
         self._changed = asyncio.Condition()
         self._version = 0
         self._server: grpc.aio.Server | None = None
@@ -129,6 +129,7 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
                 workers=[worker.info() for worker in self.workers],
                 pools=self.pools,
                 settles=self.settles,
+                model_fingerprint=self.model_fingerprint,
             )
             async with self._changed:
                 try:

@@ -53,7 +53,7 @@ class ScriptedWorker(
         self.num_blocks = 1000
         self.max_model_len = 512
         self.max_request_tokens = self.max_held_tokens = 0
-        self.kv_fingerprint, self.model_fingerprint = FINGERPRINT, b""
+        self.kv_fingerprint = FINGERPRINT
         self.state = control_pb2.WORKER_STATE_LIVE
         self.load = worker_pb2.WorkerLoad()
         self.active_role = common_pb2.WORKER_ROLE_UNSPECIFIED
@@ -128,7 +128,6 @@ class ScriptedWorker(
             address=self.address,
             model=MODEL,
             kv_fingerprint=self.kv_fingerprint,
-            model_fingerprint=self.model_fingerprint,
             tp_size=1,
             block_size=BLOCK_SIZE,
             num_blocks=self.num_blocks,

@@ -9,7 +9,7 @@ import pytest
 
 from baton.v1 import worker_pb2
 from router.text import TextModel
-from tests.router.deployment import Deployment, ask_for, deployment
+from tests.router.deployment import DECODE, PREFILL, Deployment, ask_for, deployment
 from tests.router.test_requests import assert_whole
 
 
@@ -24,8 +24,8 @@ async def break_things(d: Deployment, rng: random.Random, incarnations: dict[str
     elif kind == "die":
         incarnations[worker.worker_id] = incarnations.get(worker.worker_id, 1) + 1
         await worker.die()
-        same = {"pool": worker.pool, "weights": worker.weights}
-        await d.add_worker(worker.worker_id, worker.role, incarnations[worker.worker_id], **same)
+        number, kv = incarnations[worker.worker_id], worker.kv_fingerprint
+        await d.add_worker(worker.worker_id, worker.role, number, kv_fingerprint=kv)
     else:
         setattr(worker.faults, kind, 1)
 
@@ -34,10 +34,19 @@ PATIENT = {"max_attempts": 50, "max_dead_decode_workers": 50}
 
 
 async def run_chaos(
-    text_model: TextModel, seed: int, num_requests: int, workers: tuple[int, int, int] = (3, 3, 0)
+    text_model: TextModel,
+    seed: int,
+    num_requests: int,
+    workers: tuple[int, int, int] = (3, 3, 0),
+    others: int = 0,
 ) -> None:
-    """`workers`: how many prefill, decode and mixed ones."""
+    """`workers`: how many prefill, decode and mixed ones; `others`: of each of the first two roles,
+    how many whose KV is of another kind."""
     async with deployment(text_model, *workers, **PATIENT, local_prefill="auto") as d:
+        for number in range(others):
+            for letter, role in (("p", PREFILL), ("d", DECODE)):
+                await d.add_worker(f"other-{letter}{number}", role, kv_fingerprint=b"other")
+        await d.connected(sum(workers) + 2 * others)
         rng = random.Random(seed)
         incarnations: dict[str, int] = {}
         over = asyncio.Event()
@@ -62,7 +71,7 @@ async def run_chaos(
             over.set()
             await breaking
         await d.check_empty()
-        assert len(d.fabric.workers) == sum(workers)
+        assert len(d.fabric.workers) == sum(workers) + 2 * others
 
 
 async def test_every_request_survives_a_fleet_that_keeps_breaking(text_model: TextModel) -> None:
@@ -73,6 +82,20 @@ async def test_three_workers_of_both_roles_that_keep_breaking_lose_nothing(
     text_model: TextModel,
 ) -> None:
     await run_chaos(text_model, seed=11, num_requests=80, workers=(0, 0, 3))
+
+
+async def test_streams_go_on_among_workers_of_two_kinds_of_kv_that_keep_breaking(
+    text_model: TextModel,
+) -> None:
+    await run_chaos(text_model, seed=5, num_requests=80, workers=(2, 2, 0), others=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6))
+async def test_every_request_survives_broken_fleets_of_two_kinds_of_kv(
+    text_model: TextModel, seed: int
+) -> None:
+    await run_chaos(text_model, seed, num_requests=300, workers=(2, 2, 0), others=2)
 
 
 @pytest.mark.full

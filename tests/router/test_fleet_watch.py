@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from baton.v1 import control_pb2
-from router.fleet_watch import FleetWatch, read_fleet
+from router.fleet_watch import FleetWatch
 from tests.router.deployment import QUICK, Context, Registry
 
 
@@ -63,14 +63,3 @@ async def test_a_registry_that_does_not_answer_is_told_of_once_and_again_when_it
         running.cancel()
         await asyncio.wait({running})
         await registry.stop()
-
-
-def test_a_workers_cohort_is_not_known_before_its_pool_is_where_pools_are_kept() -> None:
-    worker = control_pb2.FleetWorker(info=control_pb2.WorkerInfo(pool="decode"))
-    alone = control_pb2.WatchFleetResponse(workers=[worker])
-    assert [report.is_cohort_known for report in read_fleet(alone)] == [True]
-    started_again = control_pb2.WatchFleetResponse(workers=[worker], keeps_pools=True)
-    assert [report.is_cohort_known for report in read_fleet(started_again)] == [False]
-    started_again.pools.add(name="decode", cohort="old")
-    (known,) = read_fleet(started_again)
-    assert (known.is_cohort_known, known.facts.cohort) == (True, "old")

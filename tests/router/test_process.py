@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO
@@ -23,10 +23,9 @@ from baton.config import ClusterConfig
 from baton.errors import ConfigError
 from router.__main__ import serve, serve_metrics
 from router.config import RouterConfig
-from router.fleet_links import FleetLinks, WorkerReport
+from router.fleet_links import FleetLinks, FleetReport
 from router.metrics import RouterMetrics
 from router.server import RouterServer
-from router.stopped_pools import PoolReport
 from router.text import TextModel
 from tests.router.deployment import PROMPT, Answer, Client, ask_for, byte_model, deployment
 from tests.router.proxy import Proxy
@@ -143,15 +142,10 @@ async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_st
     told: list[FleetLinks] = []
     update = FleetLinks.update
 
-    def fail_when_told(
-        links: FleetLinks,
-        reports: Sequence[WorkerReport],
-        pools: Sequence[PoolReport] = (),
-        settles: bool = False,
-    ) -> None:
+    def fail_when_told(links: FleetLinks, report: FleetReport) -> None:
         if links in told:
             raise AssertionError("a fault of ours")
-        update(links, reports, pools, settles)
+        update(links, report)
 
     monkeypatch.setattr(FleetLinks, "update", fail_when_told)
     servers: list[RouterServer] = []

@@ -172,3 +172,28 @@ async def test_a_held_request_ends_at_its_own_deadline(text_model: TextModel) ->
             await d.client.ask(ask_for(PROMPT, timeout_ms=500))
         assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await d.check_empty()
+
+
+async def test_a_stream_whose_pools_are_stopped_goes_on_when_they_are_back(
+    text_model: TextModel,
+) -> None:
+    async with deployment(text_model, fleet_wait_s=0.1) as d:
+        worker, has_begun = d.worker("d0"), asyncio.Event()
+
+        def stop(_: object) -> None:
+            worker.may_decode.clear()
+            has_begun.set()
+
+        worker.on_token = stop
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await has_begun.wait()
+        await tell_pools(d, 0)
+        await worker.die()
+        await d.until(lambda: len(d.router.admission) == 1)
+        (ticket,) = d.router.admission.waiting
+        await d.until(lambda: d.router.clock() - ticket.since_s > 0.5)  # five times the patience
+        assert not asking.done()
+        await tell_pools(d, 1)
+        await d.add_worker("d0", DECODE, 2)
+        assert_whole(await asking, PROMPT)
+        await d.check_empty()

@@ -20,7 +20,6 @@ from router.text import TextModel
 from tests.cluster.conftest import nothing_held, running_worker
 from tests.router.deployment import PROMPT, Answer, Client, Deployment, ask_for, deployment
 from tests.router.proxy import Proxy
-from tests.router.scripted_worker import FINGERPRINT
 from tests.router.test_clients import left_behind
 from tests.router.test_real_workers import NUM_TOKENS, Listed, alone, router_over, until
 from tests.router.test_requests import expected
@@ -110,7 +109,6 @@ async def test_a_router_that_knows_of_no_fleet_yet_runs_nothing_again(
         await d.registry.stop()
         third = await d.add_router(fleet_wait_s=10.0)
         router = d.servers[-1].router
-        request.cohort, request.model_fingerprints[:] = "", [FINGERPRINT]
         asking = asyncio.create_task(refused(third, request))
         await asyncio.wait({asking}, timeout=1.0)
         await d.registry.start(port)
@@ -135,7 +133,6 @@ async def test_nothing_is_run_again_while_the_registry_settles(
         router = d.servers[-1].router
         await router.links.wait_heard()
         await d.connected(len(registered), router)
-        request.cohort, request.model_fingerprints[:] = "", [FINGERPRINT]
         await refused(third, request)
         if registered:
             assert (await third.ask(ask_for(PROMPT))).ids == expected(PROMPT, 12)

@@ -1,0 +1,194 @@
+"""What the router reports of its requests: served, failed, and those that clients gave up on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc.aio
+import numpy as np
+import pytest
+
+from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
+from router.request_figures import WINDOW_S, RequestFigures
+from router.text import TextModel
+from tests.router.deployment import PREFILL, PROMPT, Deployment, ask_for, deployment, error_reason
+from tests.router.test_placement import Clock
+from tests.router.test_requests import assert_whole
+
+
+def test_figures_are_those_of_the_last_seconds() -> None:
+    clock = Clock()
+    figures = RequestFigures(clock)
+    for second in range(30):
+        clock.now_s += 1.0
+        for gap_s in (0.01, 0.02, 0.03):
+            figures.saw_gap(gap_s, clock.now_s)
+        figures.ended(failed=second >= 25)
+    clock.now_s += 0.5
+    told = figures.report()
+    assert told is not None
+    assert told.requests_per_s == pytest.approx(1.0, rel=0.1)
+    assert told.failures_per_s == pytest.approx(told.requests_per_s / 2)
+    assert told.itl_s == pytest.approx(0.02)
+    clock.now_s += WINDOW_S
+    assert figures.report() is None
+
+
+def test_requests_without_a_gap_are_reported_without_one() -> None:
+    figures = RequestFigures(Clock())
+    figures.ended(failed=True)
+    told = figures.report()
+    assert told is not None
+    assert not told.HasField("itl_s")
+
+
+@pytest.mark.parametrize("pause_s", [0.3, 2.0, 12.0, 30.0])
+def test_summed_over_time_each_request_counts_as_one(pause_s: float) -> None:
+    clock, told_each_s, num_requests = Clock(), 0.5, 0.0
+    figures = RequestFigures(clock)
+    for tick in range(1200):
+        if tick * told_each_s % pause_s < told_each_s:
+            figures.ended(failed=True)
+        clock.now_s += told_each_s
+        if (told := figures.report()) is not None:
+            num_requests += told.failures_per_s * told_each_s
+    assert num_requests == pytest.approx(600 / max(pause_s, told_each_s), rel=0.1)
+
+
+def test_what_is_too_long_goes_by_first_tokens_and_is_remembered() -> None:
+    clock = Clock()
+    figures = RequestFigures(clock)
+    assert figures.too_long_s(least_s=0.1) == 5.0
+    assert figures.too_long_s(least_s=2.0) == 20.0
+    for wait_s in (0.1, 3.0, 9.0):
+        figures.saw_first_token(wait_s)
+    figures.report()
+    assert figures.too_long_s(least_s=0.1) == 30.0
+    clock.now_s += WINDOW_S + 1.0  # everything hangs
+    figures.report()
+    assert figures.too_long_s(least_s=0.1) == 30.0
+
+
+def test_what_clients_gave_up_on_is_reported_beside_what_ended() -> None:
+    figures = RequestFigures(Clock())
+    figures.abandoned()
+    told = figures.report()
+    assert told is not None
+    assert (told.requests_per_s, told.failures_per_s) == (0.0, 0.0)
+    assert told.abandoned_per_s * WINDOW_S == pytest.approx(1.0)
+
+
+# --- a whole router -------------------------------------------------------------------------------
+
+
+def reported(d: Deployment) -> control_pb2.RequestFigures | None:
+    report = d.router._report()
+    return report.requests if report.HasField("requests") else None
+
+
+def num_counted(d: Deployment) -> tuple[float, float]:
+    """(requests, failures)."""
+    told = reported(d)
+    assert told is not None
+    return round(told.requests_per_s * WINDOW_S, 3), round(told.failures_per_s * WINDOW_S, 3)
+
+
+async def test_a_request_that_is_served_after_a_retry_is_no_failure(text_model: TextModel) -> None:
+    async with deployment(text_model) as d:
+        assert reported(d) is None
+        d.worker("p0").faults.fail_prefills = 1
+        assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
+        assert num_counted(d) == (1, 0)
+        told = reported(d)
+        assert told is not None
+        assert told.itl_s > 0
+
+
+async def test_a_stream_whose_last_worker_dies_is_a_failure(text_model: TextModel) -> None:
+    async with deployment(text_model, fleet_wait_s=0.2) as d:
+        has_begun = asyncio.Event()
+        d.worker("d0").on_token = lambda _: (d.worker("d0").may_decode.clear(), has_begun.set())[1]
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await has_begun.wait()
+        await d.worker("d0").die()
+        with pytest.raises(grpc.aio.AioRpcError, match="no decode worker is live") as lost:
+            await asking
+        assert error_reason(lost.value) == "UNAVAILABLE"
+        assert num_counted(d) == (1, 1)
+        await d.check_empty()
+
+
+async def test_a_request_that_hangs_until_its_deadline_is_a_failure(text_model: TextModel) -> None:
+    async with deployment(text_model) as d:
+        d.worker("p0").may_prefill.clear()
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await d.client.ask(ask_for(PROMPT, timeout_ms=300))
+        assert error_reason(late.value) == "DEADLINE"
+        assert num_counted(d) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "is_judged"), [(20.0, False), (2000.0, True)], ids=["too short", "enough"]
+)
+async def test_a_deadline_in_which_nobody_could_have_served_a_request_is_no_failure(
+    text_model: TextModel, tokens_per_s: float, is_judged: bool
+) -> None:
+    """The prefill worker that hangs has yet to tell how fast it is: nothing is refused at once."""
+    async with deployment(text_model) as d:
+        await d.add_worker("p1", PREFILL)
+        await d.connected(3)
+        d.worker("p1").load = worker_pb2.WorkerLoad(prefill_tokens_per_s=tokens_per_s)
+        await d.registry.publish()
+        measured = d.router.fleet.arrays.prefill_measured_s
+        await d.until(lambda: bool(np.isfinite(measured).any()))
+        for name in ("p0", "p1"):
+            d.worker(name).may_prefill.clear()
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await d.client.ask(ask_for(PROMPT, timeout_ms=200))
+        assert error_reason(late.value) == "DEADLINE"
+        told = reported(d)
+        assert (told is not None and told.failures_per_s > 0) is is_judged
+
+
+async def test_a_request_that_its_client_cancels_says_nothing(text_model: TextModel) -> None:
+    async with deployment(text_model) as d:
+        d.worker("p0").may_prefill.clear()
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id="r")))
+        await d.until(lambda: d.worker("p0").num_prefilling == 1)
+        await d.client.stub.Abort(router_pb2.AbortRequest(request_id="r"))
+        answer = await asking
+        assert answer.finished is not None
+        assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
+        assert reported(d) is None
+        await d.check_empty()
+
+
+class AheadClock:
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.mark.parametrize("hangs_before", ["first token", "next token"])
+@pytest.mark.parametrize(("still_s", "is_counted"), [(3.0, False), (6.0, True)])
+async def test_a_request_that_stood_still_until_its_client_gave_up_is_reported(
+    text_model: TextModel, hangs_before: str, still_s: float, is_counted: bool
+) -> None:
+    clock = AheadClock()
+    async with deployment(text_model, clock=clock) as d:
+        hangs_at_prefill = hangs_before == "first token"
+        (d.worker("p0").may_prefill if hangs_at_prefill else d.worker("d0").may_decode).clear()
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id="r")))
+        if hangs_at_prefill:
+            await d.until(lambda: d.worker("p0").num_prefilling == 1)
+        else:
+            await d.until(lambda: any(run.log.ids for run in d.router._runs.values()))
+        clock.ahead_s = still_s
+        await d.client.stub.Abort(router_pb2.AbortRequest(request_id="r"))
+        assert (await asking).finished is not None
+        told = reported(d)
+        assert (told is not None and told.abandoned_per_s > 0) is is_counted
+        await d.check_empty()
