@@ -145,7 +145,7 @@ SERVING_CLUSTER = Kind(
         Column("Fault", _condition("Degraded", "reason"), priority=1),
         Column("Endpoint", ".status.endpoints.grpc", priority=1),
         Column("External", ".status.endpoints.external", priority=1),
-        Column("Revision", ".status.revision", priority=1),
+        Column("Unit", ".status.unit", priority=1),
         AGE,
     ),
 )
@@ -168,7 +168,6 @@ WORKER_POOL = Kind(
         Column("KV%", ".status.kvUsePercent", "integer"),
         Column("Scaling", ".spec.scaling.mode", priority=1),
         Column("Planned", ".status.desiredReplicas", "integer", priority=1),
-        Column("Updated", ".status.updatedReplicas", "integer", priority=1),
         Column("TTFT", ".status.ttftSeconds", "number", priority=1),
         Column("TTFT-Target", ".status.ttftTargetSeconds", "number", priority=1),
         Column("ITL", ".status.itlSeconds", "number", priority=1),

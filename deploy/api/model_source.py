@@ -11,8 +11,6 @@ CLAIMS_FOLDER = "/claims"
 """Where claims lie in every pod, each in a folder of its name."""
 SOURCE = 2048
 """Characters of a source at most: a model is called by the last part of its own."""
-FORMER_CLAIM_FOLDER = "/models"
-"""Where the one claim lay in pods of former releases; a tokenizer may still be named so."""
 
 
 @dataclass(frozen=True)

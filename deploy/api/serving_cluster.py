@@ -19,10 +19,9 @@ from kv_transfer.config import TransferConfig
 from router.config import RouterConfig
 
 ZONE = "topology.kubernetes.io/zone"
-# The names of its revisions, `<pool>-<code of 5>`, are pools' names of a cluster file.
 POOL_NAME = r"^[a-z0-9]([-a-z0-9]{0,32}[a-z0-9])?$"
-CLUSTER_NAME = "^[a-z]([-a-z0-9]{0,51}[a-z0-9])?$"
-"""As KubeRay takes names of RayClusters, and Kubernetes those of the Services that are made."""
+CLUSTER_NAME = "^[a-z]([-a-z0-9]{0,45}[a-z0-9])?$"
+"""With a unit's code, as KubeRay takes names of RayClusters."""
 RAY_VERSION = (
     "^(2[.](5[2-9]|[6-9][0-9]|[1-9][0-9]{2})|([3-9]|[1-9][0-9])[.][0-9]+)([.][-+.0-9A-Za-z]+)?$"
 )
@@ -206,32 +205,12 @@ class SpotNotices(Checked):
 
 
 @dataclass(frozen=True)
-class CohortRollout(Checked):
-    """How a change of weights, quantisation or block size goes over: prefill and decode together,
-    since old and new exchange no KV."""
+class UnitRollout(Checked):
+    """How another unit takes the place of the one that serves."""
 
-    weights: tuple[int, ...] = bounded((1, 10, 50, 100), max_size=16)
-    """Percent of new requests that go to the new version, step by step; the last must be 100."""
-    step: str = bounded("5m", pattern=DURATION, max_size=32)
-    """How long each step is watched."""
-    max_error_percent: float = bounded(1.0, minimum=0, maximum=100)
-    """So much more than the old version's percentage of failed requests, and not by chance, takes
-    everything back to it."""
-    max_itl_factor: float = bounded(1.5, minimum=1, maximum=100)
-    """So does an inter-token latency of more than this many times the old one's."""
-
-    rules = (
-        Rule(
-            "self.weights.size() > 0 && self.weights[self.weights.size() - 1] == 100",
-            "weights must end with 100",
-            lambda rollout: bool(rollout.weights) and rollout.weights[-1] == 100,
-        ),
-        Rule(
-            "self.weights.all(w, w >= 0 && w <= 100)",
-            "weights must be percentages, between 0 and 100",
-            lambda rollout: all(0 <= weight <= 100 for weight in rollout.weights),
-        ),
-    )
+    strategy: Literal["Recreate"] = "Recreate"
+    """Recreate: the unit that serves drains and goes, then the other one is made. Requests wait at
+    the routers meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -264,12 +243,12 @@ class ServingClusterSpec(Checked):
     fabric: Fabric = field(default_factory=Fabric)
     spot_notices: SpotNotices | None = None
     """None: nobody asks whether a machine is called back."""
-    rollout: CohortRollout = field(default_factory=CohortRollout)
+    rollout: UnitRollout = field(default_factory=UnitRollout)
 
     object_rules = (
         Rule(
             f"self.metadata.name.matches('{CLUSTER_NAME}')",
-            "metadata.name must be of 1 to 53 small letters, digits and -, begin with a letter and "
+            "metadata.name must be of 1 to 47 small letters, digits and -, begin with a letter and "
             "end with a letter or digit",
             lambda cluster: re.search(CLUSTER_NAME, cluster["metadata"]["name"]) is not None,
         ),

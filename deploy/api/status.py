@@ -39,57 +39,13 @@ class Draining(Checked):
 
 
 @dataclass(frozen=True)
-class PoolRevision(Checked):
-    """One version of a pool."""
+class RolloutStatus(Checked):
+    """How far the unit is that the spec asks for, by `spec.rollout.strategy`."""
 
-    name: str = bounded(max_size=63)
-    """As pods carry it in the label baton.dev/revision."""
-    cohort: str = bounded("", max_size=63)
-    """Versions of other weights, quantisation or block size are of another cohort."""
-    replicas: int = bounded(0, minimum=0)
-    ready_replicas: int = bounded(0, minimum=0)
-
-
-@dataclass(frozen=True)
-class PoolRollout(Checked):
-    """How long the newest version has kept others waiting; what an operator goes on from."""
-
-    revision: str = bounded(max_size=63)
-    ready_replicas: int = bounded(0, minimum=0)
-    """Most that were ready at once."""
-    waiting_since: str = bounded("", max_size=64)
-    """Since when workers that were asked for have been missing or, once it is late, since when none
-    has. Empty: neither, or the supervisor is silent."""
-    is_late: bool = False
-    """Workers of it that were asked for have been missing for `readyTimeout`: a rollout to it has
-    stopped."""
-    max_surge: int | None = None
-    """With which it waited: with another it is tried anew."""
-    max_unavailable: int | None = None
-    instead: str = bounded("", max_size=63)
-    """The version that served before, until this one alone does."""
-    has_served: bool = False
-    """It alone: it is what served before the next one."""
-
-
-@dataclass(frozen=True)
-class CohortStatus(Checked):
-    """How far a change of weights, quantisation or block size is; what an operator goes on from."""
-
-    serving: str = bounded(max_size=63)
-    """The cohort that has the requests which the next one has not."""
-    next: str = bounded("", max_size=63)
-    phase: Literal["Serving", "Growing", "Watching", "Returning", "Returned"] = "Serving"
-    weight: int = bounded(0, minimum=0, maximum=100)
-    """Percent of new requests that go to the next one."""
-    since: str = bounded("", max_size=64)
-    """When this share began to be watched."""
+    state: Literal["AsWanted", "Draining", "Ending", "Making"] = bounded()
+    """AsWanted: it is there. Draining: another one's workers finish what they run. Ending: another
+    one's pods go. Making: there is none yet."""
     reason: str = bounded("", max_size=4096)
-    """Why it is taken back."""
-    is_fault: bool = False
-    """The next one served worse than `spec.rollout` allows."""
-    tried: tuple[str, ...] = bounded((), max_size=64)
-    """The pools' versions with which it did: with others it is tried again."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +53,6 @@ class WorkerPoolStatus(Checked):
     replicas: int = bounded(0, minimum=0)
     """Workers that there are, those that start or drain included."""
     ready_replicas: int = bounded(0, minimum=0)
-    updated_replicas: int = bounded(0, minimum=0)
-    """Workers of the newest version that are ready."""
-    revisions: tuple[PoolRevision, ...] = bounded((), max_size=64)
-    rollout: PoolRollout | None = None
     draining: tuple[Draining, ...] = bounded((), max_size=1024)
     draining_replicas: int = bounded(0, minimum=0)
     """How many those are."""
@@ -137,10 +89,10 @@ class ServingClusterStatus(Checked):
     endpoints: Mapping[str, str] = field(default_factory=dict)
     """Where what is served: `grpc` (grpcs:// before it: by TLS alone), `control`, and `external`,
     the name of `spec.router.hostname`, at the port of the Gateway or Ingress."""
-    revision: str = bounded("", max_size=64)
-    """What the spec asks for of weights, quantisation and block size, which pools must share to
-    exchange KV: a cohort."""
-    cohort: CohortStatus | None = None
+    unit: str = bounded("", max_size=64)
+    """The code of the unit that there is: its RayCluster is called `<cluster>-<code>`, and pods of
+    it carry the label baton.dev/unit."""
+    rollout: RolloutStatus | None = None
     pools: Mapping[str, str] = field(default_factory=dict)
     """Ready and wanted replicas of each pool, as `2/3`."""
     observed_generation: int = bounded(0, minimum=0)

@@ -27,26 +27,6 @@ class Parallelism(Checked):
 
 
 @dataclass(frozen=True)
-class Rollout(Checked):
-    """How a change of the pool's pods is rolled out; no request is lost in any case."""
-
-    max_surge: int = bounded(1, minimum=0, maximum=MAX_REPLICAS)
-    """Replicas above the pool's size while it is rolled."""
-    max_unavailable: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
-    """Replicas that may be missing while it is rolled."""
-    ready_timeout: str = bounded("15m", pattern=DURATION, max_size=32)
-    """A new version that is not ready by then stops the rollout."""
-
-    rules = (
-        Rule(
-            "self.maxSurge + self.maxUnavailable > 0",
-            "maxSurge and maxUnavailable must not both be 0: nothing could ever be replaced",
-            lambda rollout: rollout.max_surge + rollout.max_unavailable > 0,
-        ),
-    )
-
-
-@dataclass(frozen=True)
 class Scaling(Checked):
     """Who writes `spec.replicas`: one at a time."""
 
@@ -85,7 +65,6 @@ class PoolShape(Checked):
     (baton.dev, app.kubernetes.io) stay the operator's."""
     drain_timeout: str = bounded("10m", pattern=DURATION, max_size=32)
     """How long a worker that leaves may finish what it runs."""
-    rollout: Rollout = field(default_factory=Rollout)
     scaling: Scaling = field(default_factory=Scaling)
     role_plan: RolePlan | None = None
 

@@ -3,13 +3,12 @@ any line, by another one goes on.
 
 1. Read the spec; one that cannot be read, or has a pool become what it cannot, is told in a
    condition, and nothing of it is touched. Neither is anything while KubeRay's kind is not served.
-2. WorkerPools (see `pools`), and what there is of their revisions (see `view`).
-3. How many workers each revision is to have, and which share of requests each cohort (see
-   `rolling`).
-4. Configuration, Ray's token and account, then the RayCluster, whose groups have those sizes.
-5. The supervisor is told of revisions, sizes and shares; it drains what is too much.
+2. WorkerPools (see `pools`), the unit that they ask for (see `units`), and what there is.
+3. What becomes of the unit that there is (see `rollout`).
+4. Ray's token and account, then the unit's RayCluster and configuration (see `kuberay`).
+5. The supervisor is told of pools and sizes; it drains what is too much.
 6. Routers, and what stands beside all of it (see `companions`).
-7. Statuses, in which also stands how far rollouts are.
+7. Statuses.
 
 A deleted ServingCluster keeps its finalizer until its pools have drained and its RayCluster is
 gone; a deleted WorkerPool until it has drained.
@@ -18,10 +17,11 @@ gone; a deleted WorkerPool until it has drained.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from baton import settings
@@ -36,9 +36,8 @@ from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches, cluster_keys
 from deploy.controller.cluster_events import ClusterEvents
 from deploy.controller.cluster_status import Refusals
-from deploy.controller.cohort_figures import CohortFigures
 from deploy.controller.companions import Companions
-from deploy.controller.conditions import Verdict
+from deploy.controller.conditions import Verdict, timestamp
 from deploy.controller.discovery import Discovery
 from deploy.controller.each import each
 from deploy.controller.errors import (
@@ -49,11 +48,20 @@ from deploy.controller.finalizers import Finalizers
 from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.kube import Kube
 from deploy.controller.kuberay import KubeRay, new_groups
-from deploy.controller.manifests.cluster_yaml import cluster_config, config_map, with_name
+from deploy.controller.manifests.cluster_yaml import (
+    cluster_config,
+    router_config_map,
+    with_name,
+)
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext
-from deploy.controller.manifests.routers import router_deployment, router_service
+from deploy.controller.manifests.ray_cluster import unit_in
+from deploy.controller.manifests.routers import (
+    control_service,
+    router_deployment,
+    router_service,
+)
 from deploy.controller.objects import Key, Object, Resource, key_of
 from deploy.controller.observed import Pod
 from deploy.controller.planning import Planning
@@ -66,12 +74,11 @@ from deploy.controller.resources import (
     SERVING_CLUSTERS,
     WORKER_POOLS,
 )
-from deploy.controller.revisions import head_code
-from deploy.controller.rolling import Rolling, decide
-from deploy.controller.rolling_status import progress_in, timestamp, watches_in
+from deploy.controller.rollout import State, UnitSeen, next_step
 from deploy.controller.statuses import Statuses
 from deploy.controller.supervision import Supervision
-from deploy.controller.view import ClusterView, groups_in, pool_view
+from deploy.controller.units import Unit, unit_of
+from deploy.controller.view import ClusterView, PoolView, groups_in
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +108,6 @@ class ClusterReconciler:
         self._kube, self._caches, self._fleets = kube, caches, fleets
         self._events, self._release, self._now = events, release, now
         self._planning = Planning()
-        self._figures = CohortFigures()
         self._applied = Applied(kube, caches.of_written)
         self._discovery = Discovery(kube)
         self._companions = Companions(self._applied, self._discovery, release)
@@ -126,10 +132,12 @@ class ClusterReconciler:
             self._finalizers.keep(SERVING_CLUSTERS, obj)
             self._fleets.follow(key, owner.control_address)
             pools, failed = self._pools.keep(obj, owner, spec)
-            view = self._view(obj, owner, spec, pools)
-            if view.is_going and not pools:
+            if "deletionTimestamp" in obj["metadata"] and not pools:
                 return self._let_go(obj)
-            context = self._context(view)
+            specs = self._pool_specs(pools)
+            wanted = unit_of(obj["spec"], _staying(pools, specs))
+            view = self._view(obj, owner, spec, pools, specs, wanted)
+            context = self._context(view, wanted)
             groups = new_groups(view, context)
         except StatusError as error:
             self._tell_refused(obj, error)
@@ -175,7 +183,6 @@ class ClusterReconciler:
     def _forget(self, key: Key) -> None:
         self._fleets.forget(key)
         self._planning.forget(key)
-        self._figures.forget(key)
         self._applied.forget(key)
         self._events.forget(key)
 
@@ -197,22 +204,38 @@ class ClusterReconciler:
     # --- what is seen -----------------------------------------------------------------------------
 
     def _view(
-        self, obj: Object, owner: Owner, spec: ServingClusterSpec, pools: Mapping[str, Object]
+        self,
+        obj: Object,
+        owner: Owner,
+        spec: ServingClusterSpec,
+        pools: Mapping[str, Object],
+        specs: Mapping[str, WorkerPoolSpec],
+        wanted: Unit,
     ) -> ClusterView:
-        """Raises ConfigError or ValueError for a pool that cannot be read."""
         key = key_of(obj)
-        specs = self._pool_specs(pools)
-        ray = self._kuberay.find(key)
-        groups = groups_in(ray)
         seen = self._caches.of_cluster(self._caches.pods, key)
         pods = [Pod.of(pod, self._now()) for pod in seen]
-        heard = self._fleets.heard(key)
+        found = {unit_in(ray).code: ray for ray in self._kuberay.find(obj)}
+        units = [_unit_seen(ray, pods) for ray in found.values()]
+        num_left = sum(_counts(pod) and pod.unit not in found for pod in pods)
+        is_going = "deletionTimestamp" in obj["metadata"]
+        step = next_step(None if is_going else wanted, units, num_left)
+        ray, heard = found.get(step.unit), self._fleets.heard(key)
+        groups, makes_way = groups_in(ray), step.state in (State.DRAINING, State.ENDING)
         views = {
-            name: pool_view(obj, pool, specs[name], groups, pods, heard)
+            name: PoolView(
+                pool,
+                specs[name],
+                [pod for pod in pods if pod.pool == name],
+                None if heard.fleet is None else heard.fleet.pools.get(name),
+                groups.get(name),
+                heard,
+                makes_way,
+            )
             for name, pool in pools.items()
         }
         poolless = [pod for pod in pods if not pod.pool]
-        return ClusterView(key, obj, owner, spec, views, heard, ray, poolless)
+        return ClusterView(key, obj, owner, spec, views, heard, step, ray, poolless)
 
     def _pool_specs(self, pools: Mapping[str, Object]) -> dict[str, WorkerPoolSpec]:
         """Each that cannot be read is told so, too. Raises ConfigError."""
@@ -228,25 +251,17 @@ class ClusterReconciler:
             raise ConfigError("; ".join(problems))
         return specs
 
-    def _context(self, view: ClusterView) -> PodContext:
+    def _context(self, view: ClusterView, wanted: Unit) -> PodContext:
+        """A unit that stays keeps its code, whichever pools have come since it was made."""
+        stays = view.step.state is State.AS_WANTED
         return PodContext(
             view.owner,
             view.spec,
             self._release,
-            head_code(view.obj["spec"]),
+            dataclasses.replace(wanted, code=view.step.unit) if stays else wanted,
             _routers_hash_of(cluster_config(view.owner, view.spec, {})),
             self._discovery.version >= _GRPC_PROBES_SINCE,
         )
-
-    def _decide(self, view: ClusterView) -> Rolling:
-        progress, told = progress_in(view.obj), view.heard.told
-        figures = (
-            self._figures.take(view.key, progress, told)
-            if progress is not None and told is not None
-            else None
-        )
-        watches = watches_in({name: pool.obj for name, pool in view.pools.items()})
-        return decide(view, progress, watches, figures, self._now())
 
     # --- what is done -----------------------------------------------------------------------------
 
@@ -257,19 +272,13 @@ class ClusterReconciler:
         groups: Mapping[str, Manifest],
         failed: list[KubeError],
     ) -> float | None:
-        rolling = self._decide(view)
-        self._statuses.keep(view, rolling.progress)
         refused: dict[str, str] = {}
         plans = self._plans(view)
         self._events.look(view, plans)
         parts: list[Callable[[], object]] = [
-            lambda: self._apply(
-                CONFIG_MAPS, config_map(view.owner, cluster_config(view.owner, view.spec, {}))
-            ),
-            lambda: self._kuberay.apply(view, context, rolling.pools, groups),
-            lambda: refused.update(self._tell_supervisor(view, rolling)),
-            lambda: self._apply(DEPLOYMENTS, router_deployment(context, view.groups.values())),
-            lambda: self._apply(SERVICES, router_service(view.owner, view.spec.router)),
+            lambda: self._kuberay.bring(view, context, groups),
+            lambda: refused.update(self._tell_supervisor(view)),
+            lambda: self._keep_routers(view, context),
             lambda: self._pools.release(view),
             lambda: self._pools.scale(view, plans),
         ]
@@ -277,23 +286,35 @@ class ClusterReconciler:
         kept = self._companions.keep(view)
         failed += kept.refused
         now = timestamp(self._now())
-        failed += self._statuses.tell_pools(view, rolling, plans, refused, now)
+        failed += self._statuses.tell_pools(view, plans, refused, now)
         refusals = Refusals([*map(str, failed)], refused, kept.unserved)
         routers = self._caches.deployments.get(Key(view.key.namespace, view.owner.router_name))
-        failed += each(
-            [partial(self._statuses.tell_cluster, view, rolling, routers, refusals, now)]
-        )
+        failed += each([partial(self._statuses.tell_cluster, view, routers, refusals, now)])
         if failed:
             raise failed[0]
+        if view.step.state is not State.AS_WANTED:
+            return _TOLD_EVERY_S
         return min(_LOOK_AGAIN_S, max(_TOLD_EVERY_S, view.spec.planner.panic_window_s))
 
-    def _tell_supervisor(self, view: ClusterView, rolling: Rolling) -> Mapping[str, str]:
+    def _keep_routers(self, view: ClusterView, context: PodContext) -> None:
+        """They read the text of the model that serves: so they are left as they are until the unit
+        that they were made for is gone."""
+        owner = view.owner
+        key = Key(owner.namespace, owner.router_name)
+        if view.has_wanted_unit or self._caches.deployments.get(key) is None:
+            config = cluster_config(owner, view.spec, {})
+            self._apply(CONFIG_MAPS, router_config_map(owner, config))
+            self._apply(DEPLOYMENTS, router_deployment(context))
+        self._apply(SERVICES, control_service(owner, view.step.unit or context.unit.code))
+        self._apply(SERVICES, router_service(owner, view.spec.router))
+
+    def _tell_supervisor(self, view: ClusterView) -> Mapping[str, str]:
         """What it refused, by pool."""
         client = self._fleets.client(view.key)
         if client is None:
             return {}
         supervision = Supervision(client, self._kube.check_may_write)
-        supervision.tell(view, rolling)
+        supervision.tell(view)
         for pool, problem in supervision.refused.items():
             log.warning("%s: pool %s: the supervisor: %s", view.key, pool, problem)
         return supervision.refused
@@ -303,10 +324,9 @@ class ClusterReconciler:
         told = view.heard.told
         if told is None or view.is_going:
             return {}
-        pool_of = {name: each.revision.pool for name, each in view.revisions.items()}
         try:
             specs, config = view.staying_specs, view.spec.planner
-            return self._planning.plan(view.key, told, specs, config, pool_of)
+            return self._planning.plan(view.key, told, specs, config)
         except ValueError as error:  # a figure that is none
             log.warning("%s: not planned: %s", view.key, error)
             return {}
@@ -314,6 +334,29 @@ class ClusterReconciler:
     def _apply(self, resource: Resource, obj: Manifest) -> Object:
         (cluster,) = cluster_keys(obj)
         return self._applied.apply(cluster, resource, obj)
+
+
+def _staying(
+    pools: Mapping[str, Object], specs: Mapping[str, WorkerPoolSpec]
+) -> dict[str, WorkerPoolSpec]:
+    """Without pools that are being deleted."""
+    return {
+        name: specs[name]
+        for name, pool in pools.items()
+        if "deletionTimestamp" not in pool["metadata"]
+    }
+
+
+def _unit_seen(ray: Object, pods: Sequence[Pod]) -> UnitSeen:
+    unit = unit_in(ray)
+    own = [pod for pod in pods if _counts(pod) and pod.unit == unit.code]
+    num_workers = sum(bool(pod.pool) for pod in own)
+    return UnitSeen(unit, num_workers, "deletionTimestamp" in ray["metadata"])
+
+
+def _counts(pod: Pod) -> bool:
+    """Whether it keeps its unit from being over."""
+    return bool(pod.unit) and not pod.is_lost
 
 
 def _routers_hash_of(config: ClusterConfig) -> str:

@@ -6,24 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deploy.api.serving_cluster import RouterSpec
-from deploy.controller.cohort_rollout import Phase, Progress
 from deploy.controller.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
 from deploy.controller.manifests.cluster_yaml import model_name
 from deploy.controller.manifests.common import ROUTER_PORT, Object
 from deploy.controller.objects import Object as Seen
 from deploy.controller.pool_size import size_problem
 from deploy.controller.pool_status import num_serving
-from deploy.controller.revisions import cohort_of
-from deploy.controller.rolling import Rolling
-from deploy.controller.rolling_status import progress_status
+from deploy.controller.rollout import State
 from deploy.controller.view import ClusterView, PoolView
 from deploy.controller.waiting import head_waits, pool_waits, router_waits, with_waits
 
-_DOES = {
-    Phase.GROWING: "gets workers for more",
-    Phase.WATCHING: "is watched",
-    Phase.RETURNING: "is taken back",
-}
 _SILENT = "the supervisor does not answer"
 
 
@@ -38,7 +30,7 @@ class Refusals:
     """Kinds that the API server does not know."""
 
 
-def cluster_status(view: ClusterView, progress: Progress, verdicts: Sequence[Verdict]) -> Object:
+def cluster_status(view: ClusterView, verdicts: Sequence[Verdict]) -> Object:
     """Without conditions, None for what was told and is no more. What clients call the model stays
     once they could."""
     is_available = any(each.type == AVAILABLE and each.is_true for each in verdicts)
@@ -54,8 +46,8 @@ def cluster_status(view: ClusterView, progress: Progress, verdicts: Sequence[Ver
             "external": _external(view.spec.router),
             "control": view.owner.control_address,
         },
-        "revision": cohort_of(view.obj["spec"]),
-        "cohort": progress_status(progress),
+        "unit": view.step.unit or None,
+        "rollout": {"state": view.step.state.value, "reason": view.step.reason},
         "pools": former
         | {name: f"{num_serving(pool)}/{pool.replicas}" for name, pool in view.pools.items()},
     }
@@ -69,9 +61,7 @@ def _external(router: RouterSpec) -> str | None:
     return f"grpcs://{router.hostname}"
 
 
-def cluster_verdicts(
-    view: ClusterView, rolling: Rolling, routers: Seen | None, refusals: Refusals
-) -> list[Verdict]:
+def cluster_verdicts(view: ClusterView, routers: Seen | None, refusals: Refusals) -> list[Verdict]:
     """Available: a prompt would be answered; Progressing: something is still to become as wanted;
     Degraded: something has failed. `routers`: their Deployment."""
     num_ready = 0 if routers is None else routers.get("status", {}).get("readyReplicas", 0)
@@ -85,8 +75,8 @@ def cluster_verdicts(
         late.append(_noted(f"routers {num_ready}/{view.spec.router.replicas}", routers_wait))
     return [
         availability(view, num_ready, routers_wait),
-        _progressing(view, rolling, late),
-        _degraded(view, rolling.progress, refusals, errors),
+        _progressing(view, late),
+        _degraded(view, refusals, errors),
     ]
 
 
@@ -101,51 +91,23 @@ def availability(view: ClusterView, num_routers_ready: int, routers_wait: str = 
     return Verdict(AVAILABLE, True, "Serving", "requests are served")
 
 
-def _progressing(view: ClusterView, rolling: Rolling, late: Sequence[str]) -> Verdict:
-    """What is rolled out comes first: it explains the rest. While the supervisor is silent nothing
-    is, whatever has begun."""
+def _progressing(view: ClusterView, late: Sequence[str]) -> Verdict:
+    """A unit that takes another one's place comes first: it explains the rest."""
+    if view.step.state is not State.AS_WANTED:
+        return Verdict(PROGRESSING, True, f"Unit{view.step.state.value}", view.step.reason)
     if view.fleet is None:
         silent = with_waits(_SILENT, head_waits(view))
         return Verdict(PROGRESSING, True, "SupervisorSilent", with_waits(silent, ", ".join(late)))
-    progress = rolling.progress
-    stopped = [name for name, pool in rolling.pools.items() if pool.is_stopped]
-    if stopped and progress.phase in (Phase.SERVING, Phase.GROWING):
-        names = ", ".join(_noted(name, pool_waits(view, view.pools[name])) for name in stopped)
-        told = f"{names}: the new version does not get ready, older workers serve on"
-        return Verdict(PROGRESSING, False, "RolloutStopped", told)
-    if progress.phase in _DOES:
-        told = (
-            f"{progress.weight}% of requests go to {progress.next}, which {_DOES[progress.phase]}"
-        )
-        if progress.next in view.fleet.unread_cohorts:
-            told += "; routers have yet to read its tokenizer: their logs say why"
-        return Verdict(PROGRESSING, True, f"Cohort{progress.phase.value}", told)
-    if progress.phase is Phase.RETURNED:
-        told = (
-            f"{progress.next} was taken back: "
-            "nothing is tried again until the spec asks for other workers"
-        )
-        return Verdict(PROGRESSING, False, "CohortReturned", told)
-    rolled = [
-        _noted(f"{name} {pool.updated.num_live} of {pool.replicas} updated", pool_waits(view, pool))
-        for name, pool in view.pools.items()
-        if pool.others and pool.updated.num_live != pool.replicas
-    ]
     if untold := [name for name, pool in view.pools.items() if pool.is_untold]:
         told = f"the supervisor has yet to find what runs of {', '.join(untold)}"
         return Verdict(PROGRESSING, True, "SupervisorStarts", with_waits(told, ", ".join(late)))
-    if rolled:
-        return Verdict(PROGRESSING, True, "RollingOut", ", ".join(rolled))
     if late:
         return Verdict(PROGRESSING, True, "Changing", ", ".join(late))
     return Verdict(PROGRESSING, False, "AsWanted", "all workers and routers are there")
 
 
-def _degraded(
-    view: ClusterView, progress: Progress, refusals: Refusals, errors: Sequence[str]
-) -> Verdict:
+def _degraded(view: ClusterView, refusals: Refusals, errors: Sequence[str]) -> Verdict:
     """The reason of what is worst; the message has all of it."""
-    taken_back = f"{progress.next} was taken back, {progress.serving} serves: {progress.reason}"
     problems = {name: size_problem(pool) for name, pool in view.pools.items()}
     faults = {
         "InvalidSpec": [f"{name}: {problem}" for name, problem in problems.items() if problem],
@@ -154,7 +116,6 @@ def _degraded(
             ": ".join(filter(None, ("the supervisor", *refusal)))
             for refusal in refusals.by_supervisor.items()
         ],
-        "CohortTakenBack": [taken_back] if progress.is_fault else [],
         "StartFailed": errors,
         "NotServed": refusals.unserved,
     }

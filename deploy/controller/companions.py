@@ -21,7 +21,6 @@ from deploy.controller.manifests.pod_disruption_budgets import (
     pool_budget,
     router_budget,
 )
-from deploy.controller.manifests.ray_cluster import listens_at_worker_port
 from deploy.controller.manifests.router_access import router_certificate
 from deploy.controller.manifests.routes import grpc_route, ingress
 from deploy.controller.objects import Key, Resource, key_of
@@ -61,10 +60,9 @@ def companions(
 ) -> list[Companion]:
     """`operator_namespace`: None where namespaces do not carry their names as a label."""
     owner = view.owner
-    has_worker_port = all(map(listens_at_worker_port, view.groups.values()))
     policies = (
         head_policy(owner, operator_namespace),
-        worker_policy(owner, has_worker_port=has_worker_port),
+        worker_policy(owner),
         router_policy(owner),
     )
     pools = [_pool_budget(owner, name, pool, budgets) for name, pool in view.pools.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,11 @@ def conditions(verdicts: Sequence[Verdict], seen: Seen, now: str) -> list[Object
         )
     judged = {verdict.type for verdict in verdicts}
     return told + [dict(each) for kind, each in before.items() if kind not in judged]
+
+
+def timestamp(moment: datetime.datetime) -> str:
+    """As Kubernetes writes one; whole seconds."""
+    return moment.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def shortened(text: str) -> str:

@@ -60,15 +60,9 @@ def fleet_of(told: control_pb2.WatchFleetResponse) -> Fleet:
             tuple(places.values()),
             pool.last_error,
             (pool.role_plan.prefill, pool.role_plan.decode),
-            pool.cohort,
-            pool.cohort_weight,
             seen.get(pool.name, NOTHING_SEEN),
         )
-    return Fleet(
-        pools,
-        any(router.num_held for router in told.routers),
-        frozenset(cohort for router in told.routers for cohort in router.unread_cohorts),
-    )
+    return Fleet(pools, any(router.num_held for router in told.routers))
 
 
 def _standings(pool: control_pb2.PoolStatus) -> dict[str, int]:
@@ -213,7 +207,6 @@ def _decisive(heard: Heard) -> object:
             pool.desired_replicas,
             pool.role_plan,
             pool.last_error,
-            (pool.cohort, pool.cohort_weight),
             [(place.worker_id, place.pod, place.state) for place in pool.places],
         )
         for name, pool in fleet.pools.items()

@@ -1,5 +1,5 @@
-"""What makes pods: KubeRay, told by one RayCluster for each ServingCluster. All that the reconciler
-asks of whatever makes them stands here; a second one would answer to the same calls.
+"""What makes pods: KubeRay, by one RayCluster for each unit. All that the reconciler asks of
+whatever makes them stands here; a second one would answer to the same calls.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches
 from deploy.controller.errors import NotFoundError, UnreachableError
 from deploy.controller.finalizers import Finalizers
-from deploy.controller.heads import remove_unfit
+from deploy.controller.group_size import group_size
 from deploy.controller.kube import Kube, Preconditions
+from deploy.controller.manifests.cluster_yaml import cluster_config, unit_config_map
+from deploy.controller.manifests.common import CLUSTER_LABEL
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.pods import PodContext
-from deploy.controller.manifests.ray_cluster import ray_cluster, revision_in, sized, worker_group
+from deploy.controller.manifests.ray_cluster import GroupSize, ray_cluster, sized, worker_group
 from deploy.controller.manifests.shared import pods_account, ray_token
-from deploy.controller.objects import Key, Object, is_owned, key_of
-from deploy.controller.resources import RAY_CLUSTERS, SECRETS, SERVICE_ACCOUNTS
-from deploy.controller.rolling import PoolRolling, group_size_of
+from deploy.controller.objects import Object, Selection, is_owned, key_of
+from deploy.controller.observed import FleetPool
+from deploy.controller.resources import CONFIG_MAPS, RAY_CLUSTERS, SECRETS, SERVICE_ACCOUNTS
+from deploy.controller.rollout import State
 from deploy.controller.view import ClusterView, PoolView
 
 _EMPTIES_REDIS = "ray.io/gcs-ft-redis-cleanup-finalizer"
@@ -40,82 +43,95 @@ class KubeRay:
         """Whether its kind is: without it nobody makes pods, nor keeps those that there are."""
         return self._caches.ray_clusters.is_served
 
-    def find(self, cluster: Key) -> Object | None:
-        """As it is, not as it was heard of last: revisions live in it, and one that was made a
-        moment ago must not be forgotten. One that nobody has seen go is not taken for gone: all
-        that serves would drain."""
+    def find(self, cluster: Object) -> list[Object]:
+        """The RayClusters of a ServingCluster, as they are and not as they were heard of last: one
+        that was made a moment ago must not be forgotten. One that nobody has seen go is not taken
+        for gone: another unit would be made beside it."""
+        key, uid = key_of(cluster), cluster["metadata"]["uid"]
+        selection = Selection(key.namespace, f"{CLUSTER_LABEL}={key.name}")
         try:
-            return self._kube.get(RAY_CLUSTERS, cluster)
-        except NotFoundError as error:
-            if self._caches.ray_clusters.get(cluster) is not None:
-                raise UnreachableError(f"{error}, and it was not seen to go") from error
-            return None
+            listed = self._kube.list(RAY_CLUSTERS, selection).items
+        except NotFoundError:  # nobody serves the kind
+            listed = []
+        found = [each for each in listed if is_owned(each, uid)]
+        seen = self._caches.of_cluster(self._caches.ray_clusters, key)
+        unseen = {key_of(each) for each in seen if is_owned(each, uid)} - set(map(key_of, found))
+        if unseen:
+            names = ", ".join(sorted(map(str, unseen)))
+            raise UnreachableError(f"{names}: not listed, and not seen to go")
+        return sorted(found, key=key_of)
 
-    def apply(
-        self,
-        view: ClusterView,
-        context: PodContext,
-        decided: Mapping[str, PoolRolling],
-        new: Mapping[str, Manifest],
-    ) -> None:
-        """One apply tells each group's size and which pods go. A head that what it was told before
-        keeps from starting goes, too. `decided`: by pool; `new`: of `new_groups`."""
+    def bring(self, view: ClusterView, context: PodContext, new: Mapping[str, Manifest]) -> None:
+        """The unit that the view's step is about to what the step says. `new`: groups that pools
+        have yet to get."""
         self._applied.apply(view.key, SERVICE_ACCOUNTS, pods_account(view.owner))
         if view.spec.ray.token_secret_name is None:
             # Once: another token would lock out the pods that run.
             self._applied.make(view.key, SECRETS, ray_token(view.owner, secrets.token_hex(32)))
-        groups = [*_unheard(view), *_groups(view, decided, new)]
+        if view.step.state is State.ENDING:
+            if view.ray_cluster is not None:
+                self._end(view.ray_cluster)
+            return
+        groups = [*_unheard(view), *_groups(view, new)]
         groups.sort(key=lambda group: str(group["groupName"]))
-        self._applied.apply(view.key, RAY_CLUSTERS, ray_cluster(context, groups, view.ray_cluster))
-        pods = self._caches.of_cluster(self._caches.pods, view.key)
-        remove_unfit(self._kube, pods, context.head_hash)
+        wanted = ray_cluster(context, view.step.unit, groups, view.ray_cluster)
+        made = self._applied.apply(view.key, RAY_CLUSTERS, wanted)
+        if view.has_wanted_unit:
+            config = cluster_config(view.owner, view.spec, {}, view.step.unit)
+            unit_map = unit_config_map(view.owner, view.step.unit, config, made)
+            self._applied.make(view.key, CONFIG_MAPS, unit_map)
 
     def end(self, cluster: Object) -> bool:
         """Delete what the ServingCluster has of it; whether there is anything left."""
-        ray = self.find(key_of(cluster))
-        if ray is None or not is_owned(ray, cluster["metadata"]["uid"]):
-            return False
+        found = self.find(cluster)
+        for each in found:
+            self._end(each)
+        return bool(found)
+
+    def _end(self, ray: Object) -> None:
         if "gcsFaultToleranceOptions" not in ray["spec"]:
             self._finalizers.drop(RAY_CLUSTERS, ray, _EMPTIES_REDIS)
         if "deletionTimestamp" not in ray["metadata"]:
             exactly = Preconditions(uid=ray["metadata"]["uid"])
             with contextlib.suppress(NotFoundError):
                 self._kube.delete(RAY_CLUSTERS, key_of(ray), preconditions=exactly)
-        return True
 
 
 def new_groups(view: ClusterView, context: PodContext) -> dict[str, Manifest]:
-    """Of revisions that have none yet, by name. Raises ConfigError or ValueError."""
+    """Of pools that have none yet in the unit that the spec asks for. Raises ConfigError or
+    ValueError, so that no unit drains for one that cannot be made."""
+    has_unit = view.step.state is State.AS_WANTED
     return {
-        name: worker_group(context, revision.revision, pool.spec)
-        for pool in view.pools.values()
-        for name, revision in pool.revisions.items()
-        if revision.group is None
+        name: worker_group(context, pool.spec)
+        for name, pool in view.pools.items()
+        if not pool.is_going and not (has_unit and pool.group is not None)
     }
 
 
-def _groups(
-    view: ClusterView, decided: Mapping[str, PoolRolling], new: Mapping[str, Manifest]
-) -> list[Object]:
+def _groups(view: ClusterView, new: Mapping[str, Manifest]) -> list[Object]:
     groups: list[Object] = []
-    for pool_name, pool in view.pools.items():
-        rolling = decided[pool_name]
-        for name, size in rolling.sizes.items():
-            group = pool.revisions[name].group or new[name]
-            if _has_group(view, pool, name, rolling):
-                size_of_group = group_size_of(view, pool, name, size)
-                groups.append(sized(group, size_of_group))
+    for name, pool in view.pools.items():
+        group = pool.group or (new.get(name) if view.has_wanted_unit else None)
+        # It goes when nothing is left of it, and nobody speaks of it any more.
+        is_gone = view.fleet is not None and pool.fleet is None and pool.is_over
+        if group is not None and not is_gone:
+            groups.append(sized(group, _size_of(view, pool)))
     return groups
 
 
-def _has_group(view: ClusterView, pool: PoolView, name: str, rolling: PoolRolling) -> bool:
-    """A revision's group goes when nothing is left of it, and nobody speaks of it any more."""
-    revision = pool.revisions[name]
-    is_over = view.fleet is not None and revision.fleet is None and revision.is_empty
-    return bool(rolling.sizes[name]) or name in rolling.kept or not is_over
+def _size_of(view: ClusterView, pool: PoolView) -> GroupSize:
+    """What is to go waits for no silent supervisor: its pods drain by themselves."""
+    if pool.group is None:
+        return GroupSize(pool.size)
+    if (pool.is_going or pool.makes_way) and pool.fleet is None:
+        return GroupSize(0, tuple(sorted(pod.name for pod in pool.pods)))
+    if not view.heard.is_settled:
+        return group_size(pool.size, pool.pods, None)
+    unknown = FleetPool(pool.size, ())  # it runs nothing that it does not know
+    return group_size(pool.size, pool.pods, pool.fleet or unknown)
 
 
 def _unheard(view: ClusterView) -> list[Object]:
     """Groups of pools whose WorkerPool the API server has just not told of: they stay."""
     wanted = view.obj["spec"]["pools"].keys() - view.pools.keys()
-    return [group for group in view.groups.values() if revision_in(group).pool in wanted]
+    return [group for name, group in view.groups.items() if name in wanted]

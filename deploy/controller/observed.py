@@ -9,8 +9,7 @@ from enum import Enum, auto
 
 from baton.seen_by_clients import NOTHING_SEEN, SeenByClients
 from baton.v1 import control_pb2
-from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
-from deploy.controller.manifests.pods import REVISION_LABEL
+from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL, UNIT_LABEL
 from deploy.controller.objects import Object
 from deploy.controller.pod_waits import waits_for
 
@@ -36,13 +35,13 @@ class Pod:
     is_ready: bool
     is_going: bool
     """Its deletion has begun."""
-    revision: str
-    """By its name; a pool of its own to the supervisor."""
     created_at: str
     waits_for: str = ""
     """Why it does not run; empty: it does, or tells of nothing."""
     component: str = ""
     """What it is of the cluster: head, worker or router."""
+    unit: str = ""
+    """The code of its unit; a router is of none."""
     is_lost: bool = False
     """It should have ended, and stays: nobody on its node ends it."""
 
@@ -57,10 +56,10 @@ class Pod:
             pool=labels.get(POOL_LABEL, ""),
             is_ready=conditions.get("Ready") == "True",
             is_going="deletionTimestamp" in metadata,
-            revision=labels.get(REVISION_LABEL, ""),
             created_at=metadata.get("creationTimestamp", ""),
             waits_for=_LOST if is_lost else waits_for(obj),
             component=labels.get(COMPONENT_LABEL, ""),
+            unit=labels.get(UNIT_LABEL, ""),
             is_lost=is_lost,
         )
 
@@ -97,16 +96,13 @@ class Place:
 
 @dataclass(frozen=True)
 class FleetPool:
-    """A pool in the supervisor's eyes: one revision of a WorkerPool."""
+    """A pool in the supervisor's eyes."""
 
     desired_replicas: int
     places: Sequence[Place]
     last_error: str = ""
     role_plan: tuple[int, int] = (0, 0)
     """Workers that act as prefill alone and as decode alone."""
-    cohort: str = ""
-    cohort_weight: int = 0
-    """Of new requests; the cohort's share is this by the sum over all."""
     seen: SeenByClients = NOTHING_SEEN
 
     def of_state(self, state: PlaceState) -> list[Place]:
@@ -115,13 +111,11 @@ class FleetPool:
 
 @dataclass(frozen=True)
 class Fleet:
-    """All pools that the supervisor knows, by the names of their revisions."""
+    """All pools that the supervisor knows, by name."""
 
     pools: Mapping[str, FleetPool]
     holds_requests: bool = False
     """Whether routers hold some for pools that are at zero."""
-    unread_cohorts: frozenset[str] = frozenset()
-    """To which some router sends nothing: it has not read their text."""
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,13 @@ class Planning:
         told: tuple[control_pb2.WatchFleetResponse, float],
         pools: Mapping[str, WorkerPoolSpec],
         config: PlannerConfig,
-        pool_of: Mapping[str, str],
     ) -> Mapping[str, PoolPlan]:
-        """By pool. `told`: the supervisor's answer, and when it came, in seconds of any one clock;
-        `pool_of`: the pool of each revision. A pool that somebody else scales is planned for, too,
-        and stays as it is."""
+        """By pool. `told`: the supervisor's answer, and when it came, in seconds of any one clock.
+        A pool that somebody else scales is planned for, too, and stays as it is."""
         memory = self._memories.setdefault(cluster, _Memory())
         bounds = {name: _bounds(pool) for name, pool in pools.items()}
         answer, heard_at_s = told
-        signals = memory.signals.take(by_pool(answer, pool_of), bounds, heard_at_s)
+        signals = memory.signals.take(answer, bounds, heard_at_s)
         # The one truth about sizes and roles is the WorkerPool: the supervisor may lag behind it.
         signals = replace(
             signals,
@@ -60,32 +58,6 @@ class Planning:
 
     def forget(self, cluster: Key) -> None:
         self._memories.pop(cluster, None)
-
-
-def by_pool(
-    answer: control_pb2.WatchFleetResponse, pool_of: Mapping[str, str]
-) -> control_pb2.WatchFleetResponse:
-    """With each pool's revisions as one: a load does not ask which of them it meets."""
-    told = control_pb2.WatchFleetResponse()
-    told.CopyFrom(answer)
-    for worker in told.workers:
-        worker.info.pool = pool_of.get(worker.info.pool, worker.info.pool)
-    for seen in (figures for router in told.routers for figures in router.pools):
-        seen.pool = pool_of.get(seen.pool, seen.pool)
-    del told.pools[:]
-    pools: dict[str, control_pb2.PoolStatus] = {}
-    for revision in answer.pools:
-        name = pool_of.get(revision.name, revision.name)
-        pool = pools.setdefault(name, control_pb2.PoolStatus(name=name, role=revision.role))
-        pool.desired_replicas += revision.desired_replicas
-        pool.live_replicas += revision.live_replicas
-        pool.pending_replicas += revision.pending_replicas
-        pool.num_failed_starts = max(pool.num_failed_starts, revision.num_failed_starts)
-        pool.last_error = pool.last_error or revision.last_error
-        pool.role_plan.prefill += revision.role_plan.prefill
-        pool.role_plan.decode += revision.role_plan.decode
-    told.pools.extend(pools.values())
-    return told
 
 
 def _roles(pool: WorkerPoolSpec) -> dict[str, int]:

@@ -11,26 +11,19 @@ from deploy.controller.drains import held_by, is_overdue
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, Object
 from deploy.controller.observed import Place
 from deploy.controller.pool_size import size_problem
-from deploy.controller.rolling import PoolRolling
-from deploy.controller.rolling_status import watch_status
 from deploy.controller.view import PoolView
 from deploy.controller.waiting import with_waits
 
 
-def pool_status(view: PoolView, rolling: PoolRolling, targets: PlannerConfig, now: str) -> Object:
+def pool_status(view: PoolView, targets: PlannerConfig, now: str) -> Object:
     """Without conditions, None for what is not known; no places while nobody tells of them, but for
-    those that drained before. What only it knows of versions stays as it was told then."""
-    spec, pool, before = view.spec, view.fleet, view.obj.get("status", {})
+    those that drained before."""
+    spec, pool = view.spec, view.fleet
     places = pool.places if pool is not None else ()
     draining = _draining(view, now)
     return {
         "replicas": len([pod for pod in view.pods if not pod.is_going]),
         "readyReplicas": num_serving(view),
-        "updatedReplicas": before.get("updatedReplicas", 0)
-        if view.is_untold
-        else view.updated.num_live,
-        "revisions": before.get("revisions", []) if view.is_untold else _revisions(view),
-        "rollout": watch_status(rolling.watch),
         "draining": draining,
         "drainingReplicas": len(draining),
         "selector": f"{CLUSTER_LABEL}={spec.cluster},{POOL_LABEL}={spec.pool}",
@@ -46,20 +39,6 @@ def pool_status(view: PoolView, rolling: PoolRolling, targets: PlannerConfig, no
 
 def _seconds(seen: float | None) -> float | None:
     return None if seen is None else round(seen, 4)
-
-
-def _revisions(view: PoolView) -> list[Object]:
-    """Those of which there is anything, and the one that is wanted."""
-    return [
-        {
-            "name": name,
-            "cohort": each.revision.cohort,
-            "replicas": each.size,
-            "readyReplicas": each.num_live,
-        }
-        for name, each in view.revisions.items()
-        if name == view.target or each.size or not each.is_empty
-    ]
 
 
 def _draining(view: PoolView, now: str) -> list[Object]:
@@ -91,9 +70,7 @@ def num_serving(view: PoolView) -> int:
     return len(view.live)
 
 
-def pool_verdicts(
-    view: PoolView, rolling: PoolRolling, refused: str, waits: str = ""
-) -> list[Verdict]:
+def pool_verdicts(view: PoolView, refused: str, waits: str = "") -> list[Verdict]:
     """Available, Progressing and Degraded, each with a reason. `refused`: what the supervisor did
     not take of the pool; `waits`: what its pods wait for; both empty: nothing."""
     spec, num_live, num_draining = view.spec, num_serving(view), len(view.draining)
@@ -115,7 +92,7 @@ def pool_verdicts(
         Verdict(
             AVAILABLE, has_enough, "Live" if has_enough else "TooFewLive", with_waits(told, late)
         ),
-        _rolled(view, rolling, waits) or _progressing(spec, num_live, num_draining, told, late),
+        _progressing(view, num_draining, told, late),
         _degraded(view, refused),
     ]
 
@@ -125,26 +102,6 @@ def _untold(view: PoolView) -> tuple[str, str]:
     if view.is_silent:
         return "SupervisorSilent", "the supervisor does not answer"
     return "SupervisorStarts", "the supervisor has yet to find what runs"
-
-
-def _rolled(view: PoolView, rolling: PoolRolling, waits: str) -> Verdict | None:
-    """None: every worker is of the newest version."""
-    num_updated, num_old = view.updated.num_live, sum(each.size for each in view.others)
-    if not num_old:
-        return None
-    told = f"{num_updated} of {view.replicas} updated to {view.target}"
-    if rolling.is_taken_back:
-        why = (
-            f"{told}, which was taken back: "
-            "nothing is tried again until the spec asks for other workers"
-        )
-        return Verdict(PROGRESSING, False, "CohortReturned", why)
-    if rolling.is_stopped:
-        why = f"{told}, and no more in {view.spec.rollout.ready_timeout}: older workers serve on"
-        error = view.updated.fleet.last_error if view.updated.fleet is not None else ""
-        why = with_waits(with_waits(why, error), waits)
-        return Verdict(PROGRESSING, False, "RolloutStopped", why)
-    return Verdict(PROGRESSING, True, "RollingOut", with_waits(told, waits))
 
 
 def _degraded(view: PoolView, refused: str) -> Verdict:
@@ -160,12 +117,13 @@ def _degraded(view: PoolView, refused: str) -> Verdict:
     return Verdict(DEGRADED, False, "Sound", "nothing has failed")
 
 
-def _progressing(
-    spec: WorkerPoolSpec, num_live: int, num_draining: int, told: str, waits: str
-) -> Verdict:
+def _progressing(view: PoolView, num_draining: int, told: str, waits: str) -> Verdict:
     if num_draining:
         drains = with_waits(f"{told}, {num_draining} drain", waits)
         return Verdict(PROGRESSING, True, "Draining", drains)
-    if num_live < spec.replicas:
+    if view.makes_way:
+        way = f"{told}: their unit makes way for another one"
+        return Verdict(PROGRESSING, True, "MakesWay", way)
+    if num_serving(view) < view.spec.replicas:
         return Verdict(PROGRESSING, True, "Starting", with_waits(told, waits))
     return Verdict(PROGRESSING, False, "AsWanted", told)

@@ -9,7 +9,6 @@ from typing import Any
 
 from cluster.planner.planner import PoolPlan
 from deploy.controller.cluster_status import Refusals, cluster_status, cluster_verdicts
-from deploy.controller.cohort_rollout import Progress
 from deploy.controller.conditions import Verdict, conditions
 from deploy.controller.each import each
 from deploy.controller.errors import KubeError, NotFoundError
@@ -18,8 +17,6 @@ from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.objects import Object, Resource, key_of
 from deploy.controller.pool_status import pool_status, pool_verdicts
 from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
-from deploy.controller.rolling import Rolling
-from deploy.controller.rolling_status import progress_in, progress_status
 from deploy.controller.view import ClusterView
 from deploy.controller.waiting import pool_waits
 
@@ -28,16 +25,9 @@ class Statuses:
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
 
-    def keep(self, view: ClusterView, progress: Progress) -> None:
-        """How far a change of cohorts is, before anything is done of it: whoever comes after this
-        operator goes on from there, and takes no share back. Raises KubeError."""
-        if view.heard.is_settled and progress != progress_in(view.obj):
-            self._patch(SERVING_CLUSTERS, view.obj, {"cohort": progress_status(progress)})
-
     def tell_pools(
         self,
         view: ClusterView,
-        rolling: Rolling,
         plans: Mapping[str, PoolPlan],
         refused: Mapping[str, str],
         now: str,
@@ -48,30 +38,24 @@ class Statuses:
             return []
 
         def tell(name: str) -> None:
-            pool, plan, decided = view.pools[name], plans.get(name), rolling.pools[name]
-            status = pool_status(pool, decided, view.spec.planner, now) | {
+            pool, plan = view.pools[name], plans.get(name)
+            status = pool_status(pool, view.spec.planner, now) | {
                 "desiredReplicas": None if plan is None else plan.desired_replicas,
                 "desiredReason": None if plan is None else plan.reason,
             }
-            waits = pool_waits(view, pool)
-            verdicts = pool_verdicts(pool, decided, refused.get(name, ""), waits)
+            verdicts = pool_verdicts(pool, refused.get(name, ""), pool_waits(view, pool))
             self._tell(WORKER_POOLS, pool.obj, status, verdicts, now)
 
         return each(partial(tell, name) for name in view.pools)
 
     def tell_cluster(
-        self,
-        view: ClusterView,
-        rolling: Rolling,
-        routers: Object | None,
-        refusals: Refusals,
-        now: str,
+        self, view: ClusterView, routers: Object | None, refusals: Refusals, now: str
     ) -> None:
         """`routers`: their Deployment. What is not known yet is not told."""
         if not view.heard.is_certain:
             return
-        verdicts = cluster_verdicts(view, rolling, routers, refusals)
-        status = cluster_status(view, rolling.progress, verdicts)
+        verdicts = cluster_verdicts(view, routers, refusals)
+        status = cluster_status(view, verdicts)
         self._tell(SERVING_CLUSTERS, view.obj, status, verdicts, now)
 
     def tell(self, resource: Resource, obj: Object, verdicts: list[Verdict], now: str) -> None:

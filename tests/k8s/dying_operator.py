@@ -31,13 +31,12 @@ FOLDER_VARIABLE = "STEPS"
 _TOLD = (
     "replicas",
     "readyReplicas",
-    "updatedReplicas",
     "lastError",
     "endpoints",
-    "revision",
+    "unit",
+    "rollout",
     "pools",
 )
-_TOLD_OF_COHORTS = ("serving", "next", "phase", "weight", "isFault")
 _SETTLED_AFTER_S = 2.0
 """Each life waits for so long before it rolls anything. The supervisor lives on, and its workers
 have registered long ago: the full time would only be waited for."""
@@ -87,10 +86,9 @@ def news(target: str, body: Any) -> Any:
     if not target.endswith("/status"):
         return body
     status = body["status"]
-    conditions, cohort = status.get("conditions", ()), status.get("cohort") or {}
+    conditions = status.get("conditions", ())
     return {
         **{name: status.get(name) for name in _TOLD},
-        "cohort": {name: cohort.get(name) for name in _TOLD_OF_COHORTS},
         "draining": sorted(each["worker"] for each in status.get("draining") or ()),
         "conditions": [[each["type"], each["status"], each["reason"]] for each in conditions],
     }
@@ -119,7 +117,7 @@ def main() -> None:
     def dying_ask(
         self: ControlClient, method: str, request: Any, timeout_s: float | None = None
     ) -> Any:
-        target = f"{method} {getattr(request, 'pool', 'cohorts')}"
+        target = f"{method} {request.pool}"
         return steps.take(target, str(request), True, lambda: ask(self, method, request, timeout_s))
 
     Connection.answer = dying_answer  # type: ignore[method-assign]

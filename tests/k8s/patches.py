@@ -13,7 +13,7 @@ _NO_GROUP = GroupChange(0, ())
 
 
 def check_patches(kuberay: KubeRay, cluster: str = "default") -> set[str]:
-    """No group of any revision has shrunk but by the pods that the same patch named, none went
+    """No group of any unit has shrunk but by the pods that the same patch named, none went
     before it was empty, all that was named is cleared, and KubeRay's own schema takes each spec
     where it is at hand. The pods that were named."""
     eventually(lambda: not _named(kuberay.specs(cluster)[-1]), "the last patch is cleared")

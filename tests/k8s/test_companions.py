@@ -14,6 +14,7 @@ from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.objects import evict
 from tests.k8s.operating import Operator, condition, eventually
 from tests.k8s.test_crds import BAD_FIELD, BAD_ROUTER, cluster
+from tests.k8s.units import unit_of
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("crds", "ray_clusters")]
 
@@ -130,7 +131,7 @@ def test_pods_of_a_pool_are_evicted_one_by_one(
     pools = {"decode": {"role": "decode", "initialReplicas": 2}}
     control_plane.apply(cluster(namespace, pools=pools))
     eventually(lambda: "main-decode-workers" in beside.names("pdb"), "a budget")
-    ray = control_plane.read("rayclusters.ray.io/main", "-n", namespace)
+    ray = eventually(lambda: unit_of(control_plane, namespace, "main"), "a unit")
     control_plane.apply(*(_pod(name, namespace, ray) for name in ("one", "two")))
     ready = {"status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}}
     for name in ("one", "two"):

@@ -17,8 +17,14 @@ from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import Operator, condition, eventually
 from tests.k8s.test_crds import BAD_ROUTER, cluster
 from tests.k8s.test_operator import Seen
+from tests.k8s.units import unit_of
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
+
+
+def name_of_unit(control_plane: ControlPlane, namespace: str) -> str:
+    found = eventually(lambda: unit_of(control_plane, namespace, "main"), "a unit")
+    return str(found["metadata"]["name"])
 
 
 class Told:
@@ -81,15 +87,14 @@ def test_a_fault_of_the_operators_own_is_told_logged_and_over_when_its_cause_is(
     told.soon("servingcluster/main", "Degraded", "Sound")
     before = told("servingcluster/main", "Available")
     broken = json.dumps({"spec": {"workerGroupSpecs": [{"groupName": "x"}]}})
-    control_plane.kubectl(
-        *("-n", namespace, "patch", "rayclusters.ray.io/main", "--type=merge", "-p", broken)
-    )
+    name = f"rayclusters.ray.io/{name_of_unit(control_plane, namespace)}"
+    control_plane.kubectl(*("-n", namespace, "patch", name, "--type=merge", "-p", broken))
     found = told.soon("servingcluster/main", "Degraded", "InternalError")
     assert "KeyError: 'template'" in found["message"]
     assert "Traceback" not in found["message"]
     assert "Traceback" in operator.log.read_text()
     assert told("servingcluster/main", "Available") == before
-    control_plane.kubectl("-n", namespace, "delete", "rayclusters.ray.io/main")
+    control_plane.kubectl("-n", namespace, "delete", name)
     told.soon("servingcluster/main", "Degraded", "Sound")
 
 
@@ -113,6 +118,7 @@ def test_what_pods_wait_for_is_told_of_their_pool_and_their_cluster(
     no_gpu = "pod stuck: Unschedulable: 0/8 nodes are available: 8 Insufficient nvidia.com/gpu."
     eventually(lambda: no_gpu in says("wp/main-decode"), "the scheduler's word")
     assert "Unschedulable" not in says("wp/main-prefill")
-    administrator.merge_patch(RAY_CLUSTERS, Key(namespace, "main"), REFUSED, "status")
+    unit = Key(namespace, name_of_unit(control_plane, namespace))
+    administrator.merge_patch(RAY_CLUSTERS, unit, REFUSED, "status")
     for what in ("wp/main-prefill", "servingcluster/main"):
         eventually(lambda what=what: "exceeded quota" in says(what), f"{what}: KubeRay's word")

@@ -94,7 +94,7 @@ def test_kubectl_get_shows_how_a_pool_is_and_how_fast_beside_what_it_is_to_be(
         Degraded=("False", "Sound"),
     )
     status = {
-        "replicas": 3, "readyReplicas": 2, "drainingReplicas": 1, "updatedReplicas": 2,
+        "replicas": 3, "readyReplicas": 2, "drainingReplicas": 1,
         "queue": 7, "kvUsePercent": 40, "desiredReplicas": 5, "conditions": conditions,
         "ttftSeconds": 0.25, "ttftTargetSeconds": 0.5, "itlSeconds": 0.02, "itlTargetSeconds": 0.04,
     }  # fmt: skip
@@ -107,7 +107,7 @@ def test_kubectl_get_shows_how_a_pool_is_and_how_fast_beside_what_it_is_to_be(
         "AVAILABLE": "True", "PROGRESS": "Draining", "QUEUE": "7", "KV%": "40",
     }  # fmt: skip
     more = {
-        "SCALING": "manual", "PLANNED": "5", "UPDATED": "2", "TTFT": "0.25", "TTFT-TARGET": "0.5",
+        "SCALING": "manual", "PLANNED": "5", "TTFT": "0.25", "TTFT-TARGET": "0.5",
         "ITL": "0.02", "ITL-TARGET": "0.04", "FAULT": "Sound", "CLUSTER": "main",
     }  # fmt: skip
     assert shown(control_plane, namespace, "wp", "-o", "wide").items() >= (usual | more).items()
@@ -123,7 +123,7 @@ def test_kubectl_get_shows_what_a_cluster_serves_or_why_it_does_not(
         Degraded=("True", "Refused"),
     )
     status = {
-        "model": "demo", "revision": "bcdfg", "conditions": conditions,
+        "model": "demo", "unit": "bcdfg", "conditions": conditions,
         "endpoints": {"grpc": "main-router.here.svc:7100", "external": "llm.example.com"},
     }  # fmt: skip
     key = Key(namespace, "main")
@@ -136,7 +136,7 @@ def test_kubectl_get_shows_what_a_cluster_serves_or_why_it_does_not(
     }  # fmt: skip
     more = {
         "PROGRESS": "Changing", "FAULT": "Refused", "ENDPOINT": "main-router.here.svc:7100",
-        "EXTERNAL": "llm.example.com", "REVISION": "bcdfg",
+        "EXTERNAL": "llm.example.com", "UNIT": "bcdfg",
     }  # fmt: skip
     wide = shown(control_plane, namespace, "serving", "-o", "wide")
     assert wide.items() >= (usual | more).items()
@@ -147,7 +147,7 @@ def test_kubectl_get_shows_what_a_cluster_serves_or_why_it_does_not(
     [
         {"template": {"spec": {"containers": [{"name": "ray-worker", "image": "a"}]}}},
         {"engine": {"fake": {"vocabSize": 300}}},
-        {"rollout": {"maxSurge": 2}},
+        {"parallelism": {"tensor": 2}},
         {"rolePlan": {"prefill": 1, "decode": 1}, "role": "mixed"},
     ],
     ids=lambda section: next(iter(section)),
@@ -195,7 +195,7 @@ def test_what_crosses_fields_is_refused_at_admission_where_the_server_has_cel(
         control_plane.apply(pool(namespace, replicas=65))
     named = cluster(namespace)
     named["metadata"]["name"] = "7b"
-    with pytest.raises(CommandError, match=r"metadata\.name must be of 1 to 53 small letters"):
+    with pytest.raises(CommandError, match=r"metadata\.name must be of 1 to 47 small letters"):
         control_plane.apply(named)
 
 

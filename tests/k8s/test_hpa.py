@@ -11,10 +11,10 @@ import pytest
 
 from deploy.api.naming import API_VERSION
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL
-from deploy.controller.manifests.ray_cluster import revision_in
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import Operator, condition, eventually, operator_of
 from tests.k8s.test_crds import cluster
+from tests.k8s.units import group_sizes_in, unit_of
 
 pytestmark = [
     pytest.mark.full,
@@ -73,8 +73,8 @@ class Pool:
 
     def asked_for(self) -> int:
         """Pods, of KubeRay."""
-        groups = self.read("rayclusters.ray.io/default")["spec"]["workerGroupSpecs"]
-        return sum(each["replicas"] for each in groups if revision_in(each).pool == "decode")
+        unit = unit_of(self._control_plane, self._namespace)
+        return 0 if unit is None else group_sizes_in(unit)["decode"]
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""The operator is killed right before and right after everything that it does to scale a pool, to
-roll one, and to have another cohort take over."""
+"""The operator is killed right before and right after everything that it does to scale a pool, and
+to have another unit take over."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from deploy.api.naming import API_VERSION
-from deploy.controller.manifests.ray_cluster import revision_in
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.dying_operator import FOLDER_VARIABLE
 from tests.k8s.kubelet.kubelet import Kubelet
@@ -20,8 +17,9 @@ from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.operating import eventually
 from tests.k8s.patches import check_patches
 from tests.k8s.streaming import streaming
-from tests.k8s.test_rolling import POOLS, change, is_whole, live_of, most_pods, revisions
+from tests.k8s.test_pools_change import change, is_whole, unit_named
 from tests.k8s.test_serving import FAKE, MODEL, Installed, workers_of
+from tests.k8s.units import unit_of, units_of
 
 pytestmark = [
     pytest.mark.cluster,
@@ -97,11 +95,9 @@ _OPERATOR = "app.kubernetes.io/component=operator"
 
 
 def has_settled(installed: Installed, operator: DyingOperator, **replicas: int) -> bool:
-    """Pools are as wanted, all of them of their newest version, and their operator lives on, with
-    nothing left to do."""
+    """Pools are as wanted, and their operator lives on, with nothing left to do."""
     for pool, wanted in replicas.items():
-        status = installed.read(f"wp/{pool}").get("status", {})
-        if not is_whole(installed, pool, wanted) or status.get("draining"):
+        if not is_whole(installed, pool, wanted):
             return False
     lives, ends_at = operator.num_lives, time.monotonic() + QUIET_S
     while time.monotonic() < ends_at:
@@ -127,6 +123,7 @@ def test_an_operator_that_is_killed_at_every_step_scales_out_and_in_and_no_strea
     installed.wait_available()
     first = workers_of(kubelet, "decode")
     operator = DyingOperator(control_plane, kubelet, namespace)
+    ray_cluster = _ray_cluster(control_plane, namespace)
     kills: list[tuple[str, str]] = []
     num_specs = len(kuberay.specs("default"))
     with streaming(kubelet, NUM_TOKENS) as streams:
@@ -142,15 +139,15 @@ def test_an_operator_that_is_killed_at_every_step_scales_out_and_in_and_no_strea
             new = operator.kills()[len(kills) :]
             kills += new
             _tell(f"to {replicas}", began_at, new)
-            for begin in ("SetReplicas decode-", f"PATCH {_ray_cluster(namespace)}"):
+            for begin in ("SetReplicas decode", f"PATCH {ray_cluster}"):
                 moments = {moment for moment, step in new if step.startswith(begin)}
                 assert moments == {"before", "after"}, begin
     assert streams.num_rounds > 2
     assert workers_of(kubelet, "decode") == first, "the one that serves stays"
-    check_killed_at_each_patch(kuberay, num_specs, namespace, kills)
+    check_killed_at_each_patch(kuberay, num_specs, ray_cluster, kills)
 
 
-def test_an_operator_that_is_killed_at_every_step_rolls_a_pool_and_no_stream_changes(
+def test_an_operator_that_is_killed_at_every_step_has_another_unit_take_over(
     control_plane: ControlPlane,
     namespace: str,
     kubelet: Kubelet,
@@ -161,119 +158,39 @@ def test_an_operator_that_is_killed_at_every_step_rolls_a_pool_and_no_stream_cha
     installed.install(
         model={"name": str(MODEL)},
         engine=FAKE,
-        pools=POOLS,
         router={"replicas": 1, "settings": {"localPrefill": "never"}},
     )
     installed.wait_available()
-    eventually(lambda: is_whole(installed, "decode", 2), "both decode workers are live", 150)
-    (before,) = revisions(installed, "decode")
-    operator = DyingOperator(control_plane, kubelet, namespace)
-    num_specs = len(kuberay.specs("default"))
-    running = streaming(kubelet, NUM_TOKENS)
-    with running as streams, live_of(kubelet, "decode") as live:
-        began_at = time.monotonic()
-        change(control_plane, namespace, decode={"engine": {"maxNumSeqs": 48}})
+    before, operator = unit_named(installed), DyingOperator(control_plane, kubelet, namespace)
+    began_at = time.monotonic()
+    change(control_plane, namespace, decode={"engine": {"maxNumSeqs": 48}})
 
-        def is_done() -> bool:
-            streams.check()
-            is_over = before not in revisions(installed, "decode")
-            return is_over and has_settled(installed, operator, decode=2)
+    def is_done() -> bool:
+        assert len(units_of(control_plane, namespace)) <= 1, "never two units"
+        is_over = unit_named(installed) not in (before, "None")
+        return is_over and has_settled(installed, operator, prefill=1, decode=1)
 
-        eventually(is_done, "both workers are of the new version", 1200)
+    eventually(is_done, "another unit serves", 1200)
     kills = operator.kills()
-    _tell("rolled", began_at, kills)
-    ray_cluster = f"PATCH {_ray_cluster(namespace)}"
-    for begin in ("AddPool decode-", "SetReplicas decode-", "RemovePool decode-", ray_cluster):
+    _tell("another unit", began_at, kills)
+    rays = f"/apis/ray.io/v1/namespaces/{namespace}/rayclusters/default-"
+    for begin in ("SetReplicas decode", f"PATCH {rays}", f"DELETE {rays}", "AddPool decode"):
         moments = {moment for moment, step in kills if step.startswith(begin)}
         assert moments == {"before", "after"}, begin
-    assert live.fewest == 2, "maxUnavailable is 0"
-    assert most_pods(kuberay, "decode") == 3, "maxSurge is 1"
-    check_killed_at_each_patch(kuberay, num_specs, namespace, kills)
-
-
-def test_an_operator_that_is_killed_at_every_step_has_a_cohort_take_over_and_no_stream_changes(
-    control_plane: ControlPlane,
-    namespace: str,
-    kubelet: Kubelet,
-    kuberay: KubeRay,
-    tmp_path: Path,
-) -> None:
-    installed = Installed(control_plane, namespace, tmp_path)
-    installed.install(
-        model={"name": str(MODEL)},
-        engine=FAKE,
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
-        # The machine is busy with operators that start: nobody's tokens come at their own pace.
-        rollout={"weights": [50, 100], "step": "1s", "maxItlFactor": 100},
-    )
-    installed.wait_available()
-    pools = ("prefill", "decode")
-    former = {revision for pool in pools for revision in revisions(installed, pool)}
-    operator, shares = DyingOperator(control_plane, kubelet, namespace), Shares(installed)
-    num_specs = len(kuberay.specs("default"))
-    with streaming(kubelet, NUM_TOKENS) as streams:
-        began_at, num_earlier = time.monotonic(), len(operator.kills())
-        block_size = json.dumps({"spec": {"engine": {"blockSize": 32}}})
-        control_plane.kubectl(
-            *("-n", namespace, "patch", "servingcluster/default", "--type=merge", "-p", block_size)
-        )
-
-        def is_done() -> bool:
-            streams.check()
-            is_over = shares.is_over() and former.isdisjoint(
-                revision for pool in pools for revision in revisions(installed, pool)
-            )
-            return is_over and has_settled(installed, operator, prefill=1, decode=1)
-
-        eventually(is_done, "both pools are of the new cohort", 1300)
-    kills = operator.kills()[num_earlier:]
-    _tell("taken over", began_at, kills)
-    assert shares.told == [0, 50, 100, 0], "the last is that of none that is to come"
-    of_pools = (f"{call} {pool}-" for call in ("AddPool", "RemovePool") for pool in pools)
-    status = f"/apis/{API_VERSION}/namespaces/{namespace}/servingclusters/default/status"
-    steps = ("SetCohortWeights ", f"PATCH {status}", f"PATCH {_ray_cluster(namespace)}")
-    for begin in (*of_pools, *steps):
-        moments = {moment for moment, step in kills if step.startswith(begin)}
-        assert moments == {"before", "after"}, begin
-    groups = kuberay.specs("default")[-1]["workerGroupSpecs"]
-    assert {revision_in(group).pool for group in groups} == set(pools)
-    assert former.isdisjoint(group["groupName"] for group in groups)
-    check_killed_at_each_patch(kuberay, num_specs, namespace, kills)
+    check_patches(kuberay)
 
 
 def check_killed_at_each_patch(
-    kuberay: KubeRay, num_specs: int, namespace: str, kills: list[tuple[str, str]]
+    kuberay: KubeRay, num_specs: int, ray_cluster: str, kills: list[tuple[str, str]]
 ) -> None:
     """Before and after each of them, and whatever was patched by whoever came next is sound.
     `num_specs`: those of the time before it was killed."""
     check_patches(kuberay)
-    patch = f"PATCH {_ray_cluster(namespace)}"
+    patch = f"PATCH {ray_cluster}"
     num_changes = len(kuberay.specs("default")) - num_specs
     num_before, num_after = (kills.count((moment, patch)) for moment in ("before", "after"))
     assert num_after == num_changes
     assert num_before >= num_changes, "a successor may see more, and patch something else"
-
-
-class Shares:
-    """Of new requests, in percent, that the status gave to the cohort that is to take over: each
-    once."""
-
-    def __init__(self, installed: Installed) -> None:
-        self._installed = installed
-        self._former = self._cohort()["serving"]
-        self.told: list[int] = []
-
-    def is_over(self) -> bool:
-        """Another one serves than at first."""
-        cohort = self._cohort()
-        assert not cohort.get("isFault"), cohort
-        if self.told[-1:] != [cohort["weight"]]:
-            self.told.append(cohort["weight"])
-        return bool(cohort["phase"] == "Serving" and cohort["serving"] != self._former)
-
-    def _cohort(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._installed.read("servingcluster/default")["status"]["cohort"]
-        return found
 
 
 def _tell(what: str, began_at: float, kills: list[tuple[str, str]]) -> None:
@@ -281,5 +198,7 @@ def _tell(what: str, began_at: float, kills: list[tuple[str, str]]) -> None:
     print("\n".join(f"  {moment} {step}" for moment, step in kills))
 
 
-def _ray_cluster(namespace: str) -> str:
-    return f"/apis/ray.io/v1/namespaces/{namespace}/rayclusters/default"
+def _ray_cluster(control_plane: ControlPlane, namespace: str) -> str:
+    unit = unit_of(control_plane, namespace)
+    assert unit
+    return f"/apis/ray.io/v1/namespaces/{namespace}/rayclusters/{unit['metadata']['name']}"

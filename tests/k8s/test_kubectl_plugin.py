@@ -63,10 +63,10 @@ class Plugin:
         )  # fmt: skip
 
     def tell_endpoints(self, name: str) -> None:
-        endpoints = {"control": f"{name}-head-svc.{self.namespace}.svc:7101"}
+        endpoints = {"control": f"{name}-control.{self.namespace}.svc:7101"}
         told: dict[str, Any] = {"status": {"endpoints": endpoints}}
         self._kube.merge_patch(SERVING_CLUSTERS, Key(self.namespace, name), told, "status")
-        metadata = {"name": f"{name}-head-svc", "namespace": self.namespace}
+        metadata = {"name": f"{name}-control", "namespace": self.namespace}
         ports = [{"name": "control", "port": 7101}]
         service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata,
                    "spec": {"ports": ports, "selector": {"head": name}}}  # fmt: skip
@@ -98,7 +98,7 @@ def test_a_service_without_pods_is_told_in_kubectls_own_words(plugin: Plugin) ->
     plugin.make_cluster("green")
     plugin.tell_endpoints("green")
     said = told(plugin("drain", "decode-0", "--cluster", "green"))
-    assert "service/green-head-svc: " in said
+    assert "service/green-control: " in said
     assert "forwards nothing" not in said
     assert "get pods,service" in said
 

@@ -12,16 +12,15 @@ import pytest
 
 from baton.config import load_config, read_config
 from deploy.controller.finalizers import FINALIZER
-from deploy.controller.manifests.pods import CONFIG_HASH
-from deploy.controller.manifests.ray_cluster import revision_in
+from deploy.controller.manifests.common import UNIT_LABEL
 from deploy.controller.objects import Key
 from deploy.controller.resources import SERVING_CLUSTERS
 from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import Operator, condition, eventually, operator_of
-from tests.k8s.stuck_head import stuck_head
 from tests.k8s.test_crds import BAD_FIELD, BAD_ROUTER, cluster
+from tests.k8s.units import group_sizes_in, unit_of
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
 
@@ -52,6 +51,14 @@ class Seen:
             raise
         return found
 
+    def unit(self) -> dict[str, Any] | None:
+        """The RayCluster of `main`."""
+        return unit_of(self._control_plane, self._namespace, "main")
+
+    def unit_soon(self) -> dict[str, Any]:
+        found: dict[str, Any] = eventually(self.unit, "a unit")
+        return found
+
     def soon(self, what: str) -> dict[str, Any]:
         found: dict[str, Any] = eventually(lambda: self(what), what)
         return found
@@ -64,14 +71,7 @@ def seen(control_plane: ControlPlane, namespace: str) -> Seen:
 
 def group_sizes(seen: Seen) -> dict[str, int]:
     """Of the RayCluster's worker groups, by pool."""
-    groups = seen.soon("rayclusters.ray.io/main")["spec"]["workerGroupSpecs"]
-    return {revision_in(group).pool: group["replicas"] for group in groups}
-
-
-def template_of_head(seen: Seen) -> dict[str, Any]:
-    ray = seen.soon("rayclusters.ray.io/main")
-    template: dict[str, Any] = ray["spec"]["headGroupSpec"]["template"]
-    return template
+    return group_sizes_in(seen.unit_soon())
 
 
 def test_a_cluster_gets_its_pools_its_ray_cluster_and_its_routers(
@@ -93,6 +93,12 @@ def test_a_cluster_gets_its_pools_its_ray_cluster_and_its_routers(
     )
     silent = "the supervisor does not answer; Ray's head has no pod"
     assert (told["status"], told["message"]) == ("False", silent)
+    code = seen.unit_soon()["metadata"]["labels"][UNIT_LABEL]
+    assert seen.unit_soon()["metadata"]["name"] == f"main-{code}"
+    assert seen.soon(f"configmap/main-{code}")["metadata"]["labels"][UNIT_LABEL] == code
+    assert seen.soon("service/main-control")["spec"]["selector"][UNIT_LABEL] == code
+    unit = lambda: seen.soon("servingcluster/main")["status"].get("unit")  # noqa: E731
+    eventually(lambda: unit() == code, "the unit is told")
 
 
 @pytest.mark.full
@@ -103,10 +109,9 @@ def test_a_pools_size_is_whoever_scales_its_and_never_the_operators(
     seen.soon("wp/main-decode")
     control_plane.kubectl("-n", namespace, "scale", "wp/main-decode", "--replicas=4")
     eventually(lambda: group_sizes(seen)["decode"] == 4, "four decode pods are asked for")
-    changed = cluster(namespace, logLevel="debug")
-    control_plane.apply(changed)
+    control_plane.apply(cluster(namespace, router={"settings": {"maxQueue": 7}}))
     config = lambda: seen.soon("configmap/main-config")["data"]["cluster.yaml"]  # noqa: E731
-    eventually(lambda: "log_level: debug" in config(), "the change is taken over")
+    eventually(lambda: "max_queue: 7" in config(), "the change is taken over")
     pool = seen.soon("wp/main-decode")
     assert pool["spec"]["replicas"] == 4
     managers = [m for m in pool["metadata"]["managedFields"] if m["operation"] == "Apply"]
@@ -159,20 +164,27 @@ def test_a_bad_cluster_is_told_so_and_another_one_is_served_all_the_same(
     )
     assert told["reason"] == "InvalidSpec"
     assert f"{BAD_FIELD}: must be a mapping" in told["message"]
-    assert seen.soon("rayclusters.ray.io/main")
-    assert seen("rayclusters.ray.io/bad") is None
+    assert seen.unit_soon()
+    assert unit_of(control_plane, namespace, "bad") is None
 
 
-def test_a_head_that_cannot_start_is_made_anew_when_its_spec_is_corrected(
+def test_another_image_of_the_workers_has_another_unit_take_the_place_of_the_first(
     control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen
 ) -> None:
     control_plane.apply(cluster(namespace, images={"worker": "baton:nowhere"}))
-    made = template_of_head(seen)
-    stuck_head(kube_of(control_plane), namespace, made["metadata"]["annotations"][CONFIG_HASH])
+    first = seen.unit_soon()["metadata"]
     control_plane.apply(cluster(namespace, images={"worker": "baton:here"}))
-    eventually(lambda: seen("pod/main-head-x") is None, "the head that cannot start is gone")
-    (container,) = template_of_head(seen)["spec"]["containers"]
-    assert container["image"] == "baton:here", "what KubeRay makes the next one of"
+
+    def other() -> dict[str, Any] | None:
+        found = seen.unit()
+        return found if found and found["metadata"]["name"] != first["name"] else None
+
+    made = eventually(other, "another unit", 60)
+    (container,) = made["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert container["image"] == "baton:here"
+    code = made["metadata"]["labels"][UNIT_LABEL]
+    service = lambda: seen.soon("service/main-control")["spec"]["selector"]  # noqa: E731
+    eventually(lambda: service()[UNIT_LABEL] == code, "routers are led to its head")
 
 
 @pytest.mark.full

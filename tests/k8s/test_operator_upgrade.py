@@ -52,7 +52,8 @@ class Running:
         return {name_of(pod): (pod["metadata"]["uid"], restarts_of(pod)) for pod in pods}
 
     def ray(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._installed.read("rayclusters.ray.io/default")
+        found: dict[str, Any]
+        (found,) = self._installed.read("rayclusters.ray.io")["items"]
         return found
 
     def generation(self) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from deploy.controller.connection import Connection
-from deploy.controller.manifests.ray_cluster import revision_in
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.cut_proxy import CutProxy, cut_proxy
 from tests.k8s.kubelet.kubelet import Kubelet, running_kubelet
@@ -19,6 +18,7 @@ from tests.k8s.kubelet.place import place
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import streaming
 from tests.k8s.test_serving import FAKE, MODEL, Installed
+from tests.k8s.units import group_sizes_in
 
 pytestmark = [
     pytest.mark.cluster,
@@ -63,8 +63,8 @@ class Sizes:
         """When it has done what was asked for: seconds since an outage began."""
 
         def is_told() -> bool:
-            groups = self._installed.read("rayclusters.ray.io/default")["spec"]["workerGroupSpecs"]
-            return {revision_in(g).pool: g["replicas"] for g in groups}["decode"] == replicas
+            (unit,) = self._installed.read("rayclusters.ray.io")["items"]
+            return group_sizes_in(unit)["decode"] == replicas
 
         left_s = since + WITHIN_S - time.monotonic()
         eventually(is_told, f"{replicas} pods are asked for after {why}", left_s)

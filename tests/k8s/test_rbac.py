@@ -30,6 +30,7 @@ from deploy.controller.resources import (
     INGRESSES,
     POD_MONITORS,
     PODS,
+    RAY_CLUSTERS,
     SECRETS,
     SERVING_CLUSTERS,
     WORKER_POOLS,
@@ -40,7 +41,6 @@ from tests.k8s.api_clients import fresh_namespace, kube_of
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.open_crd import open_crd, served
 from tests.k8s.operating import eventually
-from tests.k8s.stuck_head import stuck_head
 from tests.k8s.test_crds import BAD_ROUTER, cluster
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
@@ -173,14 +173,15 @@ class Life:
         self._until(INGRESSES, {"main-router"})
         self._until(CERTIFICATES, {"main-router"})
         self._until(POD_MONITORS, {"main"})
-        stuck = stuck_head(self.administrator, self.namespace)
-        eventually(lambda: stuck.name not in self._names(PODS), "a head that cannot start is gone")
         eventually(self._conditions, "conditions")
         for count in (1, 2):  # what happens again raises its event's count
             self._change({"router": BAD_ROUTER})
             eventually(lambda: ("InvalidSpec", count) in self._events(), "refused")  # noqa: B023
             self._change({"router": {"template": None}})
             eventually(lambda: ("Recovered", count) in self._events(), "taken back")  # noqa: B023
+        (unit,) = self._names(RAY_CLUSTERS)
+        self._change({"logLevel": "debug"})
+        eventually(lambda: self._names(RAY_CLUSTERS) not in ({unit}, set()), "another unit")
         self._change({"router": {"gateway": "edge"}})
         self._until(GRPC_ROUTES, {"main-router"})
         self._until(INGRESSES, set())

@@ -13,6 +13,7 @@ from baton.control_client import ControlClient
 from baton.events import Finished, HandedOff, Tokens
 from baton.v1 import control_pb2
 from deploy.api.chart import CHART
+from deploy.controller.manifests.common import CLUSTER_LABEL
 from deploy.kubectl.clusters import target
 from tests.k8s.addresses import control_address, router_address
 from tests.k8s.api_clients import kube_of
@@ -187,8 +188,7 @@ def workers_of(kubelet: Kubelet, pool: str) -> dict[str, str]:
     return {
         worker.info.ref.worker_id: worker.info.pod_name
         for worker in workers
-        if worker.state == control_pb2.WORKER_STATE_LIVE
-        and worker.info.pool.rpartition("-")[0] == pool
+        if worker.state == control_pb2.WORKER_STATE_LIVE and worker.info.pool == pool
     }
 
 
@@ -213,7 +213,8 @@ class BadCluster:
         """Nothing was made of it, and nothing of the other one was touched for it."""
         assert self._fault("bad") == ("True", "InvalidSpec")
         assert self._fault("default") == ("False", "Sound")
-        assert self._names("rayclusters.ray.io") == {"default"}
+        rays = self._installed.read("rayclusters.ray.io")["items"]
+        assert [each["metadata"]["labels"][CLUSTER_LABEL] for each in rays] == ["default"]
         assert self._names("wp") == {"prefill", "decode"}
 
     def _fault(self, name: str) -> tuple[str, str]:

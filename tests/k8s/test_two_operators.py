@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.manifests.ray_cluster import revision_in
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.hosts import is_ready
 from tests.k8s.kubelet.kubelet import Kubelet
@@ -22,6 +21,7 @@ from tests.k8s.patches import check_patches
 from tests.k8s.streaming import streaming
 from tests.k8s.telling_operator import MARK
 from tests.k8s.test_serving import FAKE, MODEL, Installed
+from tests.k8s.units import group_sizes_in
 
 pytestmark = [
     pytest.mark.cluster,
@@ -86,8 +86,8 @@ def writes_in(said: str) -> list[str]:
 
 def decode_pods(installed: Installed) -> int:
     """That KubeRay is asked for."""
-    groups = installed.read("rayclusters.ray.io/default")["spec"]["workerGroupSpecs"]
-    return sum(each["replicas"] for each in groups if revision_in(each).pool == "decode")
+    (unit,) = installed.read("rayclusters.ray.io")["items"]
+    return group_sizes_in(unit)["decode"]
 
 
 def test_who_stood_still_in_a_scale_in_does_not_act_and_the_other_one_ends_it(

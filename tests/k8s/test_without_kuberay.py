@@ -13,6 +13,7 @@ from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import condition, eventually, operator_of
 from tests.k8s.ray_cluster_crd import serve_ray_clusters
 from tests.k8s.test_crds import cluster
+from tests.k8s.units import unit_of
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
 
@@ -57,7 +58,7 @@ def test_without_kuberay_it_is_ready_says_so_and_goes_on_once_it_is_there(
         eventually(
             lambda: seen().get("Degraded") == ("False", "Sound"), "it goes on", BACK_WITHIN_S
         )
-        assert control_plane.read("rayclusters.ray.io/main", "-n", namespace)
+        assert unit_of(control_plane, namespace, "main")
         control_plane.kubectl("delete", RAY, "--timeout=30s")
         for what in ("servingcluster/main", "wp/main-decode"):
             eventually(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from baton.config import ClusterConfig, ControlConfig, PoolConfig
-from deploy.api.model_source import FORMER_CLAIM_FOLDER, ModelSource
+from deploy.api.model_source import ModelSource
 from deploy.api.naming import snake_keys
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import MAX_REPLICAS, PoolShape, WorkerPoolSpec
@@ -43,15 +43,6 @@ def model_path(model: ModelSource) -> str:
     return model.name
 
 
-def tokenizer_path(spec: ServingClusterSpec) -> str | None:
-    """What routers read the tokenizer from, where it is not with the model: as `model_path`."""
-    claim, named = spec.model.claim, spec.tokenizer
-    if claim is None or named is None:
-        return named
-    is_within = f"{named}/".startswith(f"{FORMER_CLAIM_FOLDER}/")
-    return claim.folder + named.removeprefix(FORMER_CLAIM_FOLDER) if is_within else named
-
-
 def model_name(spec: ServingClusterSpec) -> str:
     """What clients call the model where nobody says: the last part of its source."""
     model = spec.model
@@ -70,19 +61,23 @@ def with_name(spec: ServingClusterSpec, cluster: Seen) -> ServingClusterSpec:
 
 
 def cluster_config(
-    owner: Owner, spec: ServingClusterSpec, pools: Mapping[str, WorkerPoolSpec]
+    owner: Owner,
+    spec: ServingClusterSpec,
+    pools: Mapping[str, WorkerPoolSpec],
+    unit: str | None = None,
 ) -> ClusterConfig:
-    """The configuration of a cluster's processes. `pools`: those whose workers read it, by the
-    names of their revisions; head and routers read one without any, since pools come and go.
+    """The configuration of a unit's processes; without a unit, the routers'. `pools`: those whose
+    workers read it; head and routers read one without any, since pools come and go.
 
     Raises ValueError or ConfigError where one section does not suit another.
     """
     drains_s = [seconds(pool.drain_timeout) for pool in pools.values()]
     longest_s = max([spec.worker.drain_timeout_s, *drains_s])
+    host = owner.control_host if unit is None else owner.head_host(unit)
     config = ClusterConfig(
         model=model_path(spec.model),
         model_revision=spec.model.revision,
-        tokenizer=tokenizer_path(spec),
+        tokenizer=spec.tokenizer,
         served_model_name=model_name(spec),
         log_level=spec.log_level,
         runs_on="pods",
@@ -90,7 +85,7 @@ def cluster_config(
         engine=spec.engine,
         transfer=spec.transfer,
         router=router_settings(spec.router),
-        control=ControlConfig(host="0.0.0.0", port=CONTROL_PORT, announced_host=owner.head_service),
+        control=ControlConfig(host="0.0.0.0", port=CONTROL_PORT, announced_host=host),
         worker=dataclasses.replace(spec.worker, metrics_port=METRICS_PORT),
         decode=spec.decode,
         registry=spec.registry,
@@ -127,10 +122,29 @@ def _pool_config(spec: ServingClusterSpec, pool: PoolShape) -> PoolConfig:
     )
 
 
-def config_map(owner: Owner, config: ClusterConfig) -> Object:
+def router_config_map(owner: Owner, config: ClusterConfig) -> Object:
+    return _config_map(owner.metadata(owner.config_name, "config"), config)
+
+
+def unit_config_map(owner: Owner, unit: str, config: ClusterConfig, ray_cluster: Seen) -> Object:
+    """It goes with the RayCluster."""
+    metadata = owner.metadata(owner.unit_name(unit), "config")
+    metadata["labels"] = owner.unit_labels("config", unit)
+    metadata["ownerReferences"] = [
+        {
+            "apiVersion": ray_cluster["apiVersion"],
+            "kind": ray_cluster["kind"],
+            "name": ray_cluster["metadata"]["name"],
+            "uid": ray_cluster["metadata"]["uid"],
+        }
+    ]
+    return _config_map(metadata, config)
+
+
+def _config_map(metadata: Object, config: ClusterConfig) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": owner.metadata(owner.config_name, "config"),
+        "metadata": metadata,
         "data": {"cluster.yaml": config.to_yaml()},
     }

@@ -25,6 +25,8 @@ WEIGHTS_FOLDER = "/var/cache/baton/weights"
 CLUSTER_LABEL = f"{GROUP}/cluster"
 POOL_LABEL = f"{GROUP}/pool"
 ROLE_LABEL = f"{GROUP}/role"
+UNIT_LABEL = f"{GROUP}/unit"
+"""The code of the unit that something is of."""
 COMPONENT_LABEL = "app.kubernetes.io/component"
 OPERATOR_LABEL = f"{GROUP}/operator"
 """The operator's own pods carry it."""
@@ -94,14 +96,29 @@ class Owner:
             "ownerReferences": [self.reference()],
         }
 
+    def unit_labels(self, component: str, unit: str) -> dict[str, str]:
+        return self.labels(component) | {UNIT_LABEL: unit}
+
+    def unit_name(self, unit: str) -> str:
+        """Of a unit's RayCluster and ConfigMap."""
+        return f"{self.name}-{unit}"
+
+    def head_host(self, unit: str) -> str:
+        """KubeRay's Service of a unit's head pod, as pods of any namespace reach it."""
+        return f"{self.unit_name(unit)}-head-svc.{self.namespace}.svc"
+
     @property
-    def head_service(self) -> str:
-        """KubeRay's Service of the head pod, as pods of any namespace reach it."""
-        return f"{self.name}-head-svc.{self.namespace}.svc"
+    def control_name(self) -> str:
+        """Of the Service that leads to the head of the unit that serves."""
+        return f"{self.name}-control"
+
+    @property
+    def control_host(self) -> str:
+        return f"{self.control_name}.{self.namespace}.svc"
 
     @property
     def control_address(self) -> str:
-        return f"{self.head_service}:{CONTROL_PORT}"
+        return f"{self.control_host}:{CONTROL_PORT}"
 
     @property
     def router_name(self) -> str:
@@ -109,6 +126,7 @@ class Owner:
 
     @property
     def config_name(self) -> str:
+        """Of the routers' ConfigMap."""
         return f"{self.name}-config"
 
     def pool_name(self, pool: str) -> str:
@@ -147,5 +165,5 @@ CONFIG_MOUNT: Mapping[str, Any] = {
 }
 
 
-def config_volume(owner: Owner) -> Object:
-    return {"name": CONFIG_VOLUME, "configMap": {"name": owner.config_name}}
+def config_volume(config_map: str) -> Object:
+    return {"name": CONFIG_VOLUME, "configMap": {"name": config_map}}

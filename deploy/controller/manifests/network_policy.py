@@ -54,12 +54,8 @@ def head_policy(owner: Owner, operator_namespace: str | None) -> Object:
     return _policy(owner, "head", rules)
 
 
-def worker_policy(owner: Owner, *, has_worker_port: bool) -> Object:
-    """`has_worker_port`: whether all workers listen at it; those of a release before this one may
-    listen at any, and routers may go on with them until they have been rolled."""
-    routers: Object = {"from": [_own_pods(owner, "router")]}
-    if has_worker_port:
-        routers["ports"] = [_tcp(WORKER_PORT)]
+def worker_policy(owner: Owner) -> Object:
+    routers = {"from": [_own_pods(owner, "router")], "ports": [_tcp(WORKER_PORT)]}
     peers = {"from": [_own_pods(owner, "head", "worker")]}
     return _policy(owner, "worker", [peers, routers, {"ports": [_tcp(METRICS_PORT)]}])
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from cluster.config import POD_LABEL, PORT_VARIABLE, pod_resource
 from deploy.api.model_source import ModelSource
-from deploy.api.naming import GROUP
 from deploy.api.serving_cluster import Images, ServingClusterSpec, SpotNotices
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import pool_device, seconds
@@ -38,6 +37,7 @@ from deploy.controller.manifests.model_files import (
     model_mounts,
     model_volumes,
 )
+from deploy.controller.units import Unit
 
 OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
 """KubeRay leaves our command as it is, and gives it its own in KUBERAY_GEN_RAY_START_CMD."""
@@ -47,10 +47,7 @@ _OUTLIVED_S = 120
 """After its announced end: a cloud ends a machine later than it says, but not by so much. One that
 is there still, as after hibernation, keeps a pod whose node has left Ray until its container starts
 anew."""
-CONFIG_HASH = "baton.dev/config-hash"
 HEAD_CONTAINER = "ray-head"
-REVISION_LABEL = f"{GROUP}/revision"
-"""Which version of its pool a pod is of."""
 
 _OWN_LABEL = f"--labels={POD_LABEL}=$POD_NAME"
 """KubeRay writes one command for all pods of a group; each tells Ray its own name."""
@@ -63,9 +60,10 @@ class PodContext:
     owner: Owner
     spec: ServingClusterSpec
     release: Release
-    head_hash: str
-    """Of all that the head must be made anew for."""
+    unit: Unit
+    """That the spec asks for."""
     routers_hash: str
+    """Of all that a router must be restarted for."""
     has_grpc_probes: bool = True
     """Whether the API server knows them: since 1.24."""
 
@@ -98,13 +96,13 @@ def head_template(context: PodContext) -> Object:
         "resources": {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "8Gi"}},
     }
     own = _template(context, "head", container, grace_s=GRACE_MARGIN_S, text_only=True)
-    own["metadata"]["annotations"] = {CONFIG_HASH: context.head_hash}
     own["spec"]["containers"][0]["volumeMounts"].insert(0, CONFIG_MOUNT)
-    own["spec"]["volumes"].insert(0, config_volume(context.owner))
+    config = config_volume(context.owner.unit_name(context.unit.code))
+    own["spec"]["volumes"].insert(0, config)
     return merged_template(own, context.spec.ray.head_template)
 
 
-def worker_template(context: PodContext, revision: str, pool: WorkerPoolSpec) -> Object:
+def worker_template(context: PodContext, pool: WorkerPoolSpec) -> Object:
     """One replica's pod: all of its ranks, each with its GPU. What they are to do the supervisor
     tells them; no file of the pod does."""
     drain_s = int(seconds(pool.drain_timeout))
@@ -122,9 +120,7 @@ def worker_template(context: PodContext, revision: str, pool: WorkerPoolSpec) ->
     is_fake = pool.engine.get("backend", context.spec.engine.backend) == "fake"
     grace_s = drain_s + GRACE_MARGIN_S
     own = _template(context, "worker", container, grace_s=grace_s, text_only=is_fake)
-    mine = {POOL_LABEL: pool.pool, REVISION_LABEL: revision, ROLE_LABEL: pool.role}
-    own["metadata"]["labels"] |= mine
-    # Not in the cluster file: heads of a release before this port go on with what they know of.
+    own["metadata"]["labels"] |= {POOL_LABEL: pool.pool, ROLE_LABEL: pool.role}
     own["spec"]["containers"][0]["env"].append(env(PORT_VARIABLE, str(WORKER_PORT)))
     own["spec"]["affinity"] = _same_fabric(context)
     return merged_template(own, pool.template)
@@ -151,9 +147,9 @@ def _spot_watch(notices: SpotNotices | None, timeout_s: int) -> str:
     return f"python -m cluster.spot_watch {asked} {limits} & "
 
 
-def ray_resources(revision: str, pool: WorkerPoolSpec) -> str:
+def ray_resources(pool: WorkerPoolSpec) -> str:
     """What a pool's node tells Ray it has, as KubeRay writes it into a shell's command line."""
-    return json.dumps(json.dumps({pod_resource(revision): pool.parallelism.tensor}))
+    return json.dumps(json.dumps({pod_resource(pool.pool): pool.parallelism.tensor}))
 
 
 def _template(
@@ -168,7 +164,7 @@ def _template(
         "securityContext": dict(CONTAINER_SECURITY),
     }
     return {
-        "metadata": {"labels": context.owner.labels(component)},
+        "metadata": {"labels": context.owner.unit_labels(component, context.unit.code)},
         "spec": {
             "serviceAccountName": f"{context.owner.name}-pods",
             "automountServiceAccountToken": False,

@@ -1,4 +1,4 @@
-"""KubeRay's RayCluster: a head, and one worker group for each revision of each pool."""
+"""KubeRay's RayCluster of a unit: a head, and a worker group for each pool, called as the pool."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from deploy.api.naming import GROUP
 from deploy.api.serving_cluster import GcsFaultTolerance
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import cluster_config
-from deploy.controller.manifests.common import POOL_LABEL, WORKER_PORT, Object
+from deploy.controller.manifests.common import UNIT_LABEL, Object
 from deploy.controller.manifests.pods import (
-    CONFIG_HASH,
     OWN_COMMAND,
     PodContext,
     head_template,
@@ -20,9 +19,10 @@ from deploy.controller.manifests.pods import (
     worker_template,
 )
 from deploy.controller.objects import Object as Seen
-from deploy.controller.revisions import Revision
+from deploy.controller.units import Unit
 
-_COHORT = f"{GROUP}/cohort"
+_SHARED_HASH = f"{GROUP}/shared-hash"
+_POOL_HASH = f"{GROUP}/pool-hash"
 _SETTINGS = f"{GROUP}/cluster-yaml"
 
 
@@ -35,13 +35,15 @@ class GroupSize:
     to_delete: tuple[str, ...] = ()
 
 
-def ray_cluster(context: PodContext, groups: Sequence[Seen], seen: Seen | None = None) -> Object:
-    """`groups`: of every revision; `seen`: how the RayCluster is, None where there is none yet. The
-    head stays as it was made until the spec says something else of it: an operator of another
-    release would start another Ray under workers that run."""
+def ray_cluster(
+    context: PodContext, unit: str, groups: Sequence[Seen], seen: Seen | None = None
+) -> Object:
+    """`unit`: its code; `seen`: how the RayCluster is, None where there is none yet. All but the
+    groups stays as it was made: an operator of another release would start another Ray under
+    workers that run."""
     owner, ray = context.owner, context.spec.ray
-    metadata = owner.metadata(owner.name, "ray")
-    metadata["annotations"] = dict(OWN_COMMAND)
+    metadata = owner.metadata(owner.unit_name(unit), "ray")
+    metadata["labels"] = owner.unit_labels("ray", unit)
     secret = ray.token_secret_name or f"{owner.name}-ray-token"
     spec: Object = {
         "rayVersion": ray.version or context.release.ray_version,
@@ -54,35 +56,33 @@ def ray_cluster(context: PodContext, groups: Sequence[Seen], seen: Seen | None =
     }
     if ray.gcs_fault_tolerance is not None:
         spec["gcsFaultToleranceOptions"] = _fault_tolerance(ray.gcs_fault_tolerance)
-    if seen is not None and _head_hash(seen["spec"]) == context.head_hash:
-        spec = {name: value for name, value in seen["spec"].items() if name in spec}
+    shared = context.unit.shared
+    if seen is not None:
+        kept = (*spec, "gcsFaultToleranceOptions")
+        spec = {name: value for name, value in seen["spec"].items() if name in kept}
+        shared = unit_in(seen).shared
+    metadata["annotations"] = {**OWN_COMMAND, _SHARED_HASH: shared}
     spec["workerGroupSpecs"] = list(groups)
     return {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata, "spec": spec}
 
 
-def _head_hash(spec: Seen) -> str | None:
-    metadata = spec["headGroupSpec"]["template"].get("metadata", {})
-    found: str | None = metadata.get("annotations", {}).get(CONFIG_HASH)
-    return found
-
-
-def worker_group(context: PodContext, revision: Revision, pool: WorkerPoolSpec) -> Object:
-    """A revision's pods, none of them yet. It says all that there is to know of the revision, and
-    never changes but for its size."""
+def worker_group(context: PodContext, pool: WorkerPoolSpec) -> Object:
+    """A pool's pods, none of them yet. It says all that there is to know of the pool in this unit,
+    and never changes but for its size."""
     start = {
         "num-cpus": "1",
         "num-gpus": str(num_gpus(context.spec, pool)),  # a template may take shared ones instead
-        "resources": ray_resources(revision.name, pool),
+        "resources": ray_resources(pool),
     }
-    template = worker_template(context, revision.name, pool)
-    config = cluster_config(context.owner, context.spec, {revision.name: pool})
-    said = {_COHORT: revision.cohort, _SETTINGS: config.to_yaml()}
+    template, unit = worker_template(context, pool), context.unit
+    config = cluster_config(context.owner, context.spec, {pool.pool: pool}, unit.code)
+    said = {_POOL_HASH: unit.pools[pool.pool], _SETTINGS: config.to_yaml()}
     template["metadata"]["annotations"] = template["metadata"].get("annotations", {}) | said
     return {
-        "groupName": revision.name,
+        "groupName": pool.pool,
         "replicas": 0,
         "minReplicas": 0,
-        "maxReplicas": pool.max_replicas + pool.rollout.max_surge,
+        "maxReplicas": pool.max_replicas,
         "numOfHosts": 1,
         "rayStartParams": start,
         "scaleStrategy": {"workersToDelete": []},
@@ -99,24 +99,21 @@ def sized(group: Seen, size: GroupSize) -> Object:
     }
 
 
-def revision_in(group: Seen) -> Revision:
-    """What `worker_group` made the group of."""
-    metadata = group["template"]["metadata"]
-    cohort = metadata["annotations"][_COHORT]
-    return Revision(group["groupName"], metadata["labels"][POOL_LABEL], cohort)
+def unit_in(ray_cluster: Seen) -> Unit:
+    """What `ray_cluster` made it of."""
+    metadata, groups = ray_cluster["metadata"], ray_cluster["spec"]["workerGroupSpecs"]
+    hashes = {each["groupName"]: _annotations_of(each)[_POOL_HASH] for each in groups}
+    return Unit(metadata["labels"][UNIT_LABEL], metadata["annotations"][_SHARED_HASH], hashes)
 
 
 def settings_in(group: Seen) -> str:
-    """The cluster file that the supervisor makes the revision's workers from."""
-    settings: str = group["template"]["metadata"]["annotations"][_SETTINGS]
-    return settings
+    """The cluster file that the supervisor makes the pool's workers from."""
+    return _annotations_of(group)[_SETTINGS]
 
 
-def listens_at_worker_port(group: Seen) -> bool:
-    """Where all of its workers do; those that an older operator made listen at any port."""
-    containers = group["template"]["spec"]["containers"]
-    ports = [port for container in containers for port in container.get("ports", ())]
-    return any(port["containerPort"] == WORKER_PORT for port in ports)
+def _annotations_of(group: Seen) -> dict[str, str]:
+    annotations: dict[str, str] = group["template"]["metadata"]["annotations"]
+    return annotations
 
 
 def _fault_tolerance(wanted: GcsFaultTolerance) -> Object:

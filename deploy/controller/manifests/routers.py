@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from deploy.api.naming import GROUP
 from deploy.api.serving_cluster import RouterSpec
 from deploy.controller.manifests.common import (
     CONFIG_FILE,
     CONFIG_MOUNT,
     CONTAINER_SECURITY,
+    CONTROL_PORT,
     METRICS_PORT,
     POD_ENV,
     ROUTER_PORT,
@@ -23,27 +23,21 @@ from deploy.controller.manifests.model_files import (
     model_mounts,
     model_volumes,
 )
-from deploy.controller.manifests.pods import (
-    CONFIG_HASH,
-    PodContext,
-    pull_secrets,
-)
+from deploy.controller.manifests.pods import PodContext, pull_secrets
 from deploy.controller.manifests.router_access import HEALTH_PORT, access_mounts, access_volumes
-from deploy.controller.manifests.router_texts import add_texts
-from deploy.controller.objects import Object as Seen
 
 _DRAIN_MARGIN_S = 15
+_CONFIG_HASH = f"{GROUP}/config-hash"
 
 
-def router_deployment(context: PodContext, groups: Iterable[Seen] = ()) -> Object:
+def router_deployment(context: PodContext) -> Object:
     """Rolled one by one: a router that leaves lets its streams finish, and requests whose router is
-    gone are found again by the next. `groups`: of every revision that there is anything of."""
+    gone are found again by the next."""
     owner, router = context.owner, context.spec.router
-    pod = add_texts(_router_pod(context), context.spec, context.router_image, groups)
     labels = owner.labels("router")
     own = {
-        "metadata": {"labels": labels, "annotations": {CONFIG_HASH: context.routers_hash}},
-        "spec": pod,
+        "metadata": {"labels": labels, "annotations": {_CONFIG_HASH: context.routers_hash}},
+        "spec": _router_pod(context),
     }
     return {
         "apiVersion": "apps/v1",
@@ -97,11 +91,22 @@ def _router_pod(context: PodContext) -> Object:
         **fetching(spec, context.router_image, text_only=True),
         "containers": [container],
         "volumes": [
-            config_volume(owner),
+            config_volume(owner.config_name),
             *model_volumes(spec.model),
             *access_volumes(owner, spec.router),
         ],
         **pull_secrets(spec.images),
+    }
+
+
+def control_service(owner: Owner, unit: str) -> Object:
+    """Leads to the head of the unit that serves: its address stays whichever that is."""
+    port = {"name": "control", "port": CONTROL_PORT, "targetPort": "control", "protocol": "TCP"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": owner.metadata(owner.control_name, "head"),
+        "spec": {"selector": owner.unit_labels("head", unit), "ports": [port]},
     }
 
 

@@ -59,4 +59,4 @@ def test_defaults_bounds_and_rules_are_told() -> None:
     assert "| `replicas` | integer, 1 to 64 | `2` |" in cluster
     assert "| `blockSize` | integer | (`16`) | Tokens of one KV block. |" in cluster
     assert "| `gcsFaultTolerance.redisAddress` | string | required |" in cluster
-    assert "- weights must end with 100" in cluster
+    assert "- pools must have names of 1 to 34" in cluster

@@ -144,10 +144,10 @@ def test_what_stays_as_it_is_is_no_news(looks: Looks) -> None:
         ("Progressing", [(True, "SupervisorSilent"), (False, "AsWanted")], []),  # it was just made
         ("Progressing", [(False, "AsWanted"), (True, "SupervisorSilent")],
          [(WARNING, "SupervisorSilent")]),
-        ("Progressing", [(True, "RollingOut"), (True, "SupervisorStarts"), (False, "AsWanted")],
-         [(NORMAL, "RollingOut")]),
-        ("Progressing", [(True, "RollingOut"), (False, "RolloutStopped")],
-         [(NORMAL, "RollingOut"), (WARNING, "RolloutStopped")]),
+        ("Progressing", [(True, "UnitDraining"), (True, "SupervisorStarts"), (False, "AsWanted")],
+         [(NORMAL, "UnitDraining")]),
+        ("Progressing", [(True, "UnitDraining"), (True, "UnitMaking")],
+         [(NORMAL, "UnitDraining"), (NORMAL, "UnitMaking")]),
     ],
 )  # fmt: skip
 def test_a_condition_is_news_when_it_changes(

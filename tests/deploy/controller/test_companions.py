@@ -22,15 +22,16 @@ from deploy.controller.manifests.common import (
     Release,
 )
 from deploy.controller.manifests.pod_disruption_budgets import BudgetKind
-from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.routers import router_deployment, router_service
 from deploy.controller.objects import Key
 from deploy.controller.observed import NOTHING_HEARD, Pod
 from deploy.controller.resources import BUDGETS
+from deploy.controller.rollout import State, Step
 from deploy.controller.view import ClusterView, PoolView
 from tests.deploy.controller.test_manifests import (
     OWNER,
     RELEASE,
+    context_of,
     group_of,
     pools_of,
     ray_of,
@@ -38,6 +39,7 @@ from tests.deploy.controller.test_manifests import (
 )
 
 KUBERNETES = "1.37.0"
+AS_WANTED = Step(State.AS_WANTED, "2x4bz", "")
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 
 
@@ -54,7 +56,7 @@ def view_of(pods: Sequence[Pod] = (), **spec: Any) -> ClusterView:
         for name, pool in pools_of(parsed, replicas=2).items()
     }
     key = Key(OWNER.namespace, OWNER.name)
-    return ClusterView(key, {"metadata": {}}, OWNER, parsed, pools, NOTHING_HEARD)
+    return ClusterView(key, {"metadata": {}}, OWNER, parsed, pools, NOTHING_HEARD, AS_WANTED)
 
 
 def made(
@@ -122,7 +124,7 @@ def test_the_only_pod_of_a_pool_may_be_evicted_or_its_node_could_never_be_draine
     view = view_of()
     pools = pools_of(view.spec, replicas=1)
     one = PoolView({"metadata": {"uid": "u"}}, pools["decode"], [pod("a")], None)
-    small = ClusterView(view.key, view.obj, OWNER, view.spec, {"decode": one}, NOTHING_HEARD)
+    small = dataclasses.replace(view, pools={"decode": one})
     budget = made(small)["PodDisruptionBudget", "main-decode-workers"]
     assert budget["spec"]["minAvailable"] == 0
 
@@ -138,7 +140,7 @@ def test_a_pod_that_never_gets_ready_holds_up_no_drain_where_a_budget_can_say_so
 
 def test_a_budget_selects_the_pods_that_it_is_of() -> None:
     view = view_of()
-    routers = router_deployment(PodContext(OWNER, view.spec, RELEASE, "v1", "r1"))
+    routers = router_deployment(context_of(view.spec))
     pods = {
         "main-router": routers["spec"]["template"],
         "main-decode-workers": group_of(ray_of(view.spec), "decode")["template"],
@@ -235,15 +237,6 @@ def test_a_port_is_open_to_whom_it_is_meant_for(
     assert _may(view_of(), pod, namespace, to, port) is may
 
 
-def test_workers_of_a_release_whose_ports_were_any_are_still_reached_by_routers() -> None:
-    ray = ray_of(spec_of())
-    view = dataclasses.replace(view_of(), ray_cluster=ray)
-    assert not _may(view, ROUTER, MODELS, WORKER, UCX_PORT)
-    del group_of(ray, "decode")["template"]["spec"]["containers"][0]["ports"][0]
-    assert _may(view, ROUTER, MODELS, WORKER, UCX_PORT)
-    assert not _may(view, LABELLED, MODELS, WORKER, UCX_PORT)
-
-
 def test_where_namespaces_do_not_carry_their_names_the_operator_is_still_let_in() -> None:
     policy = made(view_of(), namespace=None)["NetworkPolicy", "main-head-ports"]
     _, peer = policy["spec"]["ingress"][1]["from"]
@@ -253,7 +246,7 @@ def test_where_namespaces_do_not_carry_their_names_the_operator_is_still_let_in(
 
 def test_the_policies_select_the_pods_that_are_made() -> None:
     view = view_of()
-    routers = router_deployment(PodContext(OWNER, view.spec, RELEASE, "v1", "r1"))
+    routers = router_deployment(context_of(view.spec))
     ray = ray_of(view.spec)
     pods = {
         "main-router-ports": routers["spec"]["template"],
@@ -348,7 +341,7 @@ def test_a_monitor_scrapes_routers_and_workers_by_a_port_that_they_have() -> Non
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert endpoint["interval"] == "30s"
-    routers = router_deployment(PodContext(OWNER, view.spec, RELEASE, "v1", "r1"))
+    routers = router_deployment(context_of(view.spec))
     for template in (
         routers["spec"]["template"],
         group_of(ray_of(view.spec), "decode")["template"],

@@ -18,9 +18,10 @@ from deploy.api.status import ServingClusterStatus
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import (
     cluster_config,
-    config_map,
     model_name,
+    router_config_map,
     seconds,
+    unit_config_map,
     with_name,
 )
 from deploy.controller.manifests.common import Owner, Release
@@ -29,14 +30,18 @@ from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import (
     GroupSize,
     ray_cluster,
-    revision_in,
     settings_in,
     sized,
+    unit_in,
     worker_group,
 )
-from deploy.controller.manifests.routers import router_deployment, router_service
+from deploy.controller.manifests.routers import (
+    control_service,
+    router_deployment,
+    router_service,
+)
 from deploy.controller.manifests.worker_pool import worker_pool
-from deploy.controller.revisions import Revision
+from deploy.controller.units import Unit
 from tests.deploy.ray_schema import NOT_AT_HAND, REAL_CRD, check_ray_cluster
 
 OWNER = Owner("main", "models", "0b5e1d0e-0000-4000-8000-000000000000")
@@ -69,20 +74,22 @@ def pools_of(spec: ServingClusterSpec, **changes: Any) -> dict[str, WorkerPoolSp
     }
 
 
+def context_of(spec: ServingClusterSpec, release: Release = RELEASE, **changes: Any) -> PodContext:
+    unit = Unit("2x4bz", "shared", {name: f"of-{name}" for name in spec.pools})
+    return PodContext(OWNER, spec, release, unit, "r1", **changes)
+
+
 def ray_of(spec: ServingClusterSpec, **sizes: GroupSize) -> dict[str, Any]:
-    context = PodContext(OWNER, spec, RELEASE, "v1", "r1")
+    context = context_of(spec)
     groups = [
-        sized(
-            worker_group(context, Revision(f"{name}-2x4bz", name, "c1"), pool),
-            sizes.get(name, GroupSize(1)),
-        )
+        sized(worker_group(context, pool), sizes.get(name, GroupSize(1)))
         for name, pool in pools_of(spec).items()
     ]
-    return ray_cluster(context, groups)
+    return ray_cluster(context, "2x4bz", groups)
 
 
 def group_of(ray: dict[str, Any], pool: str) -> dict[str, Any]:
-    (group,) = [g for g in ray["spec"]["workerGroupSpecs"] if revision_in(g).pool == pool]
+    (group,) = [g for g in ray["spec"]["workerGroupSpecs"] if g["groupName"] == pool]
     return group
 
 
@@ -92,7 +99,7 @@ def group_of(ray: dict[str, Any], pool: str) -> dict[str, Any]:
 def test_a_pools_pods_tell_ray_room_for_one_replica_of_that_pool() -> None:
     params = group_of(ray_of(spec_of()), "decode")["rayStartParams"]
     (told,) = shlex.split(params["resources"])
-    assert json.loads(told) == {"baton-pool/decode-2x4bz": 2}
+    assert json.loads(told) == {"baton-pool/decode": 2}
 
 
 def test_the_size_and_the_pods_that_go_stand_in_one_object() -> None:
@@ -120,9 +127,8 @@ def test_kubernetes_waits_for_a_drain_for_longer_than_the_drain_may_take() -> No
 def test_a_pod_is_ready_while_its_worker_serves_whatever_ray_and_its_head_do(
     known: bool, asked: str
 ) -> None:
-    context = PodContext(OWNER, spec_of(), RELEASE, "v1", "r1", has_grpc_probes=known)
-    pool = pools_of(context.spec)["decode"]
-    group = worker_group(context, Revision("decode-2x4bz", "decode", "c1"), pool)
+    context = context_of(spec_of(), has_grpc_probes=known)
+    group = worker_group(context, pools_of(context.spec)["decode"])
     (container,) = group["template"]["spec"]["containers"]
     (port,) = (each for each in container["ports"] if each["name"] == "grpc")
     assert container["readinessProbe"][asked] == {"port": port["containerPort"]}
@@ -204,16 +210,52 @@ def test_kuberays_own_schema_takes_what_the_operator_writes() -> None:
     check_ray_cluster(made)
 
 
-def test_a_group_says_what_its_revision_is_and_what_the_supervisor_makes_workers_from() -> None:
-    group = group_of(ray_of(spec_of(engine={"maxNumSeqs": 8})), "decode")
-    assert revision_in(group) == Revision("decode-2x4bz", "decode", "c1")
-    labels = group["template"]["metadata"]["labels"]
-    assert (labels["baton.dev/pool"], labels["baton.dev/revision"]) == ("decode", "decode-2x4bz")
+def test_a_ray_cluster_says_which_unit_it_is_and_a_group_what_its_workers_are_made_from() -> None:
+    ray = ray_of(spec_of(engine={"maxNumSeqs": 8}))
+    assert unit_in(ray) == Unit("2x4bz", "shared", {"prefill": "of-prefill", "decode": "of-decode"})
+    assert ray["metadata"]["name"] == "main-2x4bz"
+    group, head = group_of(ray, "decode"), ray["spec"]["headGroupSpec"]
+    assert group["template"]["metadata"]["labels"]["baton.dev/pool"] == "decode"
+    for part in (group["template"], head["template"], ray):
+        assert part["metadata"]["labels"]["baton.dev/unit"] == "2x4bz"
     config = parse_config(yaml.safe_load(settings_in(group)))
-    assert set(config.pools) == {"decode-2x4bz"}
-    assert config.pool_engine("decode-2x4bz").max_num_seqs == 8
-    assert config.pools["decode-2x4bz"].drain_timeout_s == 90.0
+    assert set(config.pools) == {"decode"}
+    assert config.pool_engine("decode").max_num_seqs == 8
+    assert config.pools["decode"].drain_timeout_s == 90.0
     assert config.supervisor.drain_timeout_s > 90.0
+    assert config.control.announced_host == "main-2x4bz-head-svc.models.svc"
+
+
+def test_a_units_configuration_goes_with_its_ray_cluster_and_is_what_its_head_reads() -> None:
+    spec = spec_of()
+    ray = ray_of(spec)
+    ray["metadata"]["uid"] = "uid-of-ray"
+    made = unit_config_map(OWNER, "2x4bz", cluster_config(OWNER, spec, {}, "2x4bz"), ray)
+    (owner,) = made["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"], owner["uid"]) == (
+        "RayCluster",
+        "main-2x4bz",
+        "uid-of-ray",
+    )
+    assert made["metadata"]["labels"]["baton.dev/unit"] == "2x4bz"
+    volumes = ray["spec"]["headGroupSpec"]["template"]["spec"]["volumes"]
+    mounted = [each["configMap"]["name"] for each in volumes if "configMap" in each]
+    assert mounted == [made["metadata"]["name"]]
+    read = parse_config(yaml.safe_load(made["data"]["cluster.yaml"]))
+    assert read.control.announced_host == "main-2x4bz-head-svc.models.svc"
+
+
+def test_the_control_service_leads_to_the_head_of_one_unit_and_routers_ask_it() -> None:
+    spec = spec_of()
+    service, ray = control_service(OWNER, "2x4bz"), ray_of(spec)
+    selector = service["spec"]["selector"]
+    labels = ray["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
+    assert selector.items() <= labels.items()
+    assert not control_service(OWNER, "other")["spec"]["selector"].items() <= labels.items()
+    (container,) = router_deployment(context_of(spec))["spec"]["template"]["spec"]["containers"]
+    address = container["args"][container["args"].index("--control") + 1]
+    (port,) = service["spec"]["ports"]
+    assert address == f"{service['metadata']['name']}.models.svc:{port['port']}"
 
 
 def test_a_group_has_room_for_what_it_is_to_have() -> None:
@@ -224,12 +266,9 @@ def test_a_group_has_room_for_what_it_is_to_have() -> None:
 def test_another_release_of_the_operator_leaves_head_and_groups_as_they_are() -> None:
     spec = spec_of()
     before = ray_of(spec)
-    later = PodContext(OWNER, spec, Release("baton-worker:2", "r:2", "2.99.0"), "v1", "r2")
+    later = context_of(spec, Release("baton-worker:2", "r:2", "2.99.0"))
     groups = before["spec"]["workerGroupSpecs"]
-    assert ray_cluster(later, groups, before) == before
-    changed = PodContext(OWNER, spec, later.release, "v2", "r2")
-    head = ray_cluster(changed, groups, before)["spec"]["headGroupSpec"]["template"]["spec"]
-    assert head["containers"][0]["image"] == "baton-worker:2"
+    assert ray_cluster(later, "2x4bz", groups, before) == before
 
 
 # --- configuration --------------------------------------------------------------------------------
@@ -242,14 +281,14 @@ def test_the_processes_read_the_configuration_that_the_spec_means() -> None:
     config = cluster_config(OWNER, spec, pools_of(spec))
     assert parse_config(yaml.safe_load(config.to_yaml())) == config
     without = cluster_config(OWNER, spec, {})
-    read = parse_config(yaml.safe_load(config_map(OWNER, without)["data"]["cluster.yaml"]))
+    read = parse_config(yaml.safe_load(router_config_map(OWNER, without)["data"]["cluster.yaml"]))
     assert read == without
     assert not read.pools, "they come and go, the file is read once"
     read = config
     assert read.engine.max_num_seqs == 8
     assert read.router.max_queue == 9
     assert read.pools["decode"].tensor_parallel == 2
-    assert read.control.announced_host == "main-head-svc.models.svc"
+    assert read.control.announced_host == "main-control.models.svc"
     assert read.pools["prefill"].drain_timeout_s == 600.0
     assert read.pools["decode"].drain_timeout_s == 90.0
     assert read.supervisor.drain_timeout_s > 600.0
@@ -289,7 +328,7 @@ def test_the_pools_of_the_default_cluster_have_bare_names() -> None:
 
 def test_the_service_leads_to_the_routers() -> None:
     spec = spec_of()
-    deployment = router_deployment(PodContext(OWNER, spec, RELEASE, "v1", "r1"))
+    deployment = router_deployment(context_of(spec))
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert deployment["spec"]["selector"]["matchLabels"] == labels
     assert router_service(OWNER, spec.router)["spec"]["selector"].items() <= labels.items()
@@ -297,7 +336,7 @@ def test_the_service_leads_to_the_routers() -> None:
 
 def test_routers_read_the_tokenizer_where_workers_read_the_model() -> None:
     spec = spec_of(model={"claim": {"claimName": "weights", "path": "qwen"}})
-    context = PodContext(OWNER, spec, RELEASE, "v1", "r1")
+    context = context_of(spec)
     router = router_deployment(context)["spec"]["template"]["spec"]
     worker = group_of(ray_of(spec), "decode")["template"]["spec"]
     for pod in (router, worker):
@@ -367,7 +406,7 @@ def test_what_finds_a_pod_finds_it_whatever_its_template_says_of_those_labels(
     template = {"metadata": {"labels": labels}}
     pools = {"decode": {"role": "decode", "template": template}}
     spec = spec_of(pools=pools, router={"template": template}, ray={"headTemplate": template})
-    ray, router = ray_of(spec), router_deployment(PodContext(OWNER, spec, RELEASE, "v1", "r1"))
+    ray, router = ray_of(spec), router_deployment(context_of(spec))
     for component, made in (
         ("head", ray["spec"]["headGroupSpec"]),
         ("worker", group_of(ray, "decode")),
@@ -375,6 +414,7 @@ def test_what_finds_a_pod_finds_it_whatever_its_template_says_of_those_labels(
     ):
         found = made["template"]["metadata"]["labels"]
         assert found | OWNER.labels(component) | {"team": "red"} == found
+        assert found.get("baton.dev/unit") == (None if component == "router" else "2x4bz")
 
 
 def test_a_variable_that_is_given_twice_has_its_last_value() -> None:
@@ -393,10 +433,7 @@ def test_a_variable_has_one_source_that_of_who_names_it_last() -> None:
             assert merged({"env": [own]}, {"env": [over]}) == {"env": [over]}
 
 
-def test_no_file_names_the_workers_port_which_heads_of_a_former_release_could_not_read() -> None:
-    spec = spec_of()
-    file = yaml.safe_load(cluster_config(OWNER, spec, pools_of(spec)).to_yaml())
-    assert "port" not in file["worker"]
-    pod = group_of(ray_of(spec), "decode")["template"]["spec"]
+def test_a_worker_is_told_its_port() -> None:
+    pod = group_of(ray_of(spec_of()), "decode")["template"]["spec"]
     variables = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
     assert variables["BATON_WORKER_PORT"] == "7104"

@@ -9,20 +9,20 @@ import pytest
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import cluster_config
 from deploy.controller.manifests.common import WEIGHTS_FOLDER
-from deploy.controller.manifests.pods import PodContext, head_template, worker_template
+from deploy.controller.manifests.pods import head_template, worker_template
 from deploy.controller.manifests.routers import router_deployment
-from tests.deploy.controller.test_manifests import OWNER, RELEASE, pools_of, spec_of
+from tests.deploy.controller.test_manifests import OWNER, context_of, pools_of, spec_of
 
 URI = "s3://bucket/models/qwen"
 
 
 def pods(engine: dict[str, Any] | None = None, **spec: Any) -> dict[str, dict[str, Any]]:
     """Each kind's pod spec. `engine`: the pool's own settings."""
-    context = PodContext(OWNER, spec_of(**spec), RELEASE, "v1", "r1")
+    context = context_of(spec_of(**spec))
     pool = WorkerPoolSpec(role="decode", cluster="main", pool="decode", engine=engine or {})
     return {
         "head": head_template(context)["spec"],
-        "worker": worker_template(context, "decode", pool)["spec"],
+        "worker": worker_template(context, pool)["spec"],
         "router": router_deployment(context)["spec"]["template"]["spec"],
     }
 

@@ -21,7 +21,7 @@ CLUSTER: dict[str, Any] = {
 }
 POOL: dict[str, Any] = {
     "status": {
-        "conditions": [{"type": "Progressing", "status": "False", "reason": "RolloutStopped"}],
+        "conditions": [{"type": "Progressing", "status": "False", "reason": "InvalidSpec"}],
         "draining": [{"worker": "decode-0"}, {"worker": "decode-1", "heldBy": "requests"}],
     }
 }
@@ -57,16 +57,16 @@ def test_who_leads_tells_each_condition_with_its_reason() -> None:
     assert world.told("baton_operator_queue_depth") == 3
     assert world.condition("ServingCluster", "main", "Available", "Serving") == 1
     assert world.condition("ServingCluster", "main", "Degraded", "Sound") == 0
-    assert world.condition("WorkerPool", "decode", "Progressing", "RolloutStopped") == 0
+    assert world.condition("WorkerPool", "decode", "Progressing", "InvalidSpec") == 0
     assert world.overdue() == 1
 
 
 def test_what_is_so_no_more_is_told_no_more() -> None:
     world = World()
-    conditions = [{"type": "Progressing", "status": "True", "reason": "RollingOut"}]
+    conditions = [{"type": "Progressing", "status": "True", "reason": "Starting"}]
     world.pools = {Key("ns", "decode"): {"status": {"conditions": conditions, "draining": []}}}
-    assert world.condition("WorkerPool", "decode", "Progressing", "RolloutStopped") is None
-    assert world.condition("WorkerPool", "decode", "Progressing", "RollingOut") == 1
+    assert world.condition("WorkerPool", "decode", "Progressing", "InvalidSpec") is None
+    assert world.condition("WorkerPool", "decode", "Progressing", "Starting") == 1
     assert world.overdue() == 0
     world.pools = {Key("ns", "new"): {}}
     assert world.overdue() is None

@@ -14,11 +14,11 @@ from deploy.api.worker_pool import RolePlan, Scaling, ScalingMode, WorkerPoolSpe
 from deploy.controller.manifests.common import Owner
 from deploy.controller.objects import Key
 from deploy.controller.observed import NOTHING_HEARD
-from deploy.controller.planning import Planning, by_pool
+from deploy.controller.planning import Planning
+from deploy.controller.rollout import State, Step
 from deploy.controller.view import ClusterView, PoolView
 
 MAIN = Key("models", "main")
-POOL_OF = {"prefill-old": "prefill", "prefill-new": "prefill"}
 CONFIG = PlannerConfig(panic_window_s=10.0, stable_window_s=20.0, warm_up_s=0.0, role_hold_s=10.0)
 NUM_MIXED = 4
 
@@ -35,13 +35,13 @@ def told(replicas: int) -> control_pb2.WatchFleetResponse:
             control_pb2.PoolStatus(
                 name=name, role=common_pb2.WORKER_ROLE_PREFILL, desired_replicas=size
             )
-            for name, size in (("prefill-old", replicas), ("prefill-new", 0))
+            for name, size in (("prefill", replicas), ("new", 0))
         ],
     )
     worker = answer.workers.add(state=control_pb2.WORKER_STATE_LIVE)
     worker.info.ref.worker_id, worker.info.pool, worker.info.max_num_seqs = (
-        "prefill-old-0",
-        "prefill-old",
+        "prefill-0",
+        "prefill",
         8,
     )
     worker.load.num_blocks = worker.load.num_free_blocks = 100
@@ -62,7 +62,7 @@ def planned(mode: ScalingMode, *, has: int = 1, supervisor_has: int = 1) -> Pool
     plans = {}
     for second in range(0, 12, 2):
         heard = told(supervisor_has), float(second)
-        plans = planning.plan(MAIN, heard, {"prefill": pool}, CONFIG, POOL_OF)
+        plans = planning.plan(MAIN, heard, {"prefill": pool}, CONFIG)
     return plans["prefill"]
 
 
@@ -95,7 +95,7 @@ def test_a_pool_that_is_being_deleted_has_no_part_in_the_load_of_what_replaces_i
     going = {"metadata": {"deletionTimestamp": "2026-11-23T05:00:00Z"}}
     pools = {
         "new": PoolView({"metadata": {}}, spec, [], None),
-        "old": PoolView(going, replace(spec, pool="old", replicas=4), [], None),
+        "prefill": PoolView(going, replace(spec, pool="prefill", replicas=4), [], None),
     }
     cluster = {
         "kind": "ServingCluster",
@@ -103,9 +103,9 @@ def test_a_pool_that_is_being_deleted_has_no_part_in_the_load_of_what_replaces_i
         "spec": {"model": {"name": "models/demo"}, "pools": {"decode": {"role": "decode"}}},
     }
     parsed = read_spec(ServingClusterSpec, cluster)
-    view = ClusterView(MAIN, cluster, Owner("main", "models", "uid"), parsed, pools, NOTHING_HEARD)
-    pool_of = {"prefill-new": "new", "prefill-old": "old"}
-    plans = Planning().plan(MAIN, (answer_of_both(), 0.0), view.staying_specs, CONFIG, pool_of)
+    owner, step = Owner("main", "models", "uid"), Step(State.AS_WANTED, "2x4bz", "")
+    view = ClusterView(MAIN, cluster, owner, parsed, pools, NOTHING_HEARD, step)
+    plans = Planning().plan(MAIN, (answer_of_both(), 0.0), view.staying_specs, CONFIG)
     assert plans.keys() == {"new"}
     assert "2,400 uncached tokens/s" in plans["new"].reason
 
@@ -115,21 +115,9 @@ def answer_of_both() -> control_pb2.WatchFleetResponse:
     answer = told(4)
     answer.pools[1].desired_replicas = 1
     answer.workers.add().CopyFrom(answer.workers[0])
-    answer.workers[1].info.ref.worker_id = "prefill-new-0"
-    answer.workers[1].info.pool = "prefill-new"
+    answer.workers[1].info.ref.worker_id = "new-0"
+    answer.workers[1].info.pool = "new"
     return answer
-
-
-def test_the_revisions_of_a_pool_are_one_pool_to_the_planner() -> None:
-    answer = told(3)
-    answer.pools[1].desired_replicas = 1
-    answer.routers[0].pools.add(pool="prefill-old", num_recent_gaps=300)
-    seen = by_pool(answer, POOL_OF)
-    assert seen.routers[0].pools[0].pool == "prefill"
-    ((name, size),) = [(pool.name, pool.desired_replicas) for pool in seen.pools]
-    assert (name, size) == ("prefill", 4)
-    assert [worker.info.pool for worker in seen.workers] == ["prefill"]
-    assert answer.pools[0].name == "prefill-old", "the answer itself stays as it was"
 
 
 # --- a mixed pool ---------------------------------------------------------------------------------
@@ -142,11 +130,11 @@ def mixed_told(tokens_per_s: float, kv_fill: float) -> control_pb2.WatchFleetRes
         router_id="router-1", requests_per_s=4.0, uncached_tokens_per_s=tokens_per_s
     )
     role = common_pb2.WORKER_ROLE_MIXED
-    pool = control_pb2.PoolStatus(name="mixed-2x4bz", role=role, desired_replicas=NUM_MIXED)
+    pool = control_pb2.PoolStatus(name="mixed", role=role, desired_replicas=NUM_MIXED)
     answer = control_pb2.WatchFleetResponse(routers=[router], pools=[pool])
     for number in range(NUM_MIXED):
         worker = answer.workers.add(state=control_pb2.WORKER_STATE_LIVE)
-        worker.info.ref.worker_id, worker.info.pool = f"mixed-2x4bz-{number}", pool.name
+        worker.info.ref.worker_id, worker.info.pool = f"mixed-{number}", pool.name
         worker.info.max_num_seqs, worker.load.num_running = 64, 10
         worker.load.num_blocks = 1000
         worker.load.num_free_blocks = round(1000 * (1 - kv_fill / NUM_MIXED))
@@ -173,7 +161,7 @@ def test_the_roles_of_a_mixed_pool_follow_the_load() -> None:
         for _ in range(20):
             told = mixed_told(tokens_per_s, kv_fill), second
             pools = {"mixed": mixed_pool(roles)}
-            plan = planning.plan(MAIN, told, pools, CONFIG, {"mixed-2x4bz": "mixed"})["mixed"]
+            plan = planning.plan(MAIN, told, pools, CONFIG)["mixed"]
             assert plan.desired_replicas == NUM_MIXED
             assert plan.role_plan is not None
             second += 2.0
@@ -187,5 +175,5 @@ def test_the_roles_in_force_are_those_of_the_worker_pool_whatever_the_supervisor
     """Either split does for this load, and so either stays."""
     for prefill in (1, 2):
         told, pools = (mixed_told(1480.0, 1.0), 0.0), {"mixed": mixed_pool(RolePlan(prefill, 1))}
-        plans = Planning().plan(MAIN, told, pools, CONFIG, {"mixed-2x4bz": "mixed"})
+        plans = Planning().plan(MAIN, told, pools, CONFIG)
         assert plans["mixed"].role_plan == Split(prefill, 1)

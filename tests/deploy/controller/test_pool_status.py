@@ -7,7 +7,7 @@ from cluster.planner.config import PlannerConfig
 from deploy.api.status import MESSAGE, WorkerPoolStatus
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.fleet_watch import fleet_of
-from deploy.controller.manifests.common import POOL_LABEL, Object
+from deploy.controller.manifests.common import Object
 from deploy.controller.observed import (
     NOTHING_HEARD,
     Fleet,
@@ -18,16 +18,11 @@ from deploy.controller.observed import (
     Pod,
 )
 from deploy.controller.pool_status import pool_status, pool_verdicts
-from deploy.controller.revisions import Revision
-from deploy.controller.rolling import PoolRolling
-from deploy.controller.rollout import ReadyWatch
-from deploy.controller.view import PoolView, RevisionView, pool_view
+from deploy.controller.view import PoolView
 
 SPEC = WorkerPoolSpec(role="decode", cluster="main", pool="decode", drain_timeout="2m")
-NAME = "decode-bcdfg"
+NAME = "decode"
 BEGUN = "2026-01-01T10:00:00Z"
-COHORT = {"baton.dev/cohort": "bcdfg"}
-ROLLING = PoolRolling({}, frozenset(), ReadyWatch(NAME))
 
 
 def draining(
@@ -41,10 +36,9 @@ def draining(
     if num_running is not None:
         place = Place(worker, "pod-b", state, num_running=num_running)
     fleet = None if place is None else FleetPool(1, (place,))
-    revision = RevisionView(Revision(NAME, "decode", ""), fleet=fleet)
     obj = {"metadata": {}, "status": {"draining": told}}
-    view = PoolView(obj, SPEC, [], fleet, {NAME: revision}, NAME)
-    found: list[Object] = pool_status(view, ROLLING, PlannerConfig(), now)["draining"]
+    view = PoolView(obj, SPEC, [], fleet)
+    found: list[Object] = pool_status(view, PlannerConfig(), now)["draining"]
     return found
 
 
@@ -78,23 +72,18 @@ def test_a_silent_supervisor_ends_no_drain() -> None:
 
 def test_an_error_that_is_too_long_for_a_status_is_told_as_far_as_it_goes() -> None:
     fleet = FleetPool(1, (), last_error="no memory: " + "x" * MESSAGE)
-    revision = RevisionView(Revision(NAME, "decode", ""), fleet=fleet)
-    view = PoolView({"metadata": {}}, SPEC, [], fleet, {NAME: revision}, NAME)
-    error = pool_status(view, ROLLING, PlannerConfig(), BEGUN)["lastError"]
+    view = PoolView({"metadata": {}}, SPEC, [], fleet)
+    error = pool_status(view, PlannerConfig(), BEGUN)["lastError"]
     assert WorkerPoolStatus(last_error=error).last_error.startswith("no memory: xxx")
 
 
 def test_what_clients_see_stands_beside_what_they_are_to_see() -> None:
-    """Two routers, and two revisions while a pool is rolled: none is to see worse."""
-    older = f"{SPEC.pool}-xyzbc"
+    """At the router where they see worst."""
     told = control_pb2.WatchFleetResponse(
-        pools=[control_pb2.PoolStatus(name=name, desired_replicas=1) for name in (NAME, older)],
+        pools=[control_pb2.PoolStatus(name=name, desired_replicas=1) for name in (NAME,)],
         routers=[
             control_pb2.ReportRouterRequest(
-                pools=[
-                    control_pb2.PoolFigures(pool=NAME, itl_p95_s=0.02),
-                    control_pb2.PoolFigures(pool=older, ttft_p95_s=0.25, itl_p95_s=0.04),
-                ]
+                pools=[control_pb2.PoolFigures(pool=NAME, ttft_p95_s=0.25, itl_p95_s=0.04)]
             ),
             control_pb2.ReportRouterRequest(
                 pools=[control_pb2.PoolFigures(pool=NAME, itl_p95_s=0.03)]
@@ -102,58 +91,61 @@ def test_what_clients_see_stands_beside_what_they_are_to_see() -> None:
         ],
     )
     fleet = fleet_of(told)
-    obj = {"metadata": {"name": "main"}, "spec": {"pools": {"decode": {"role": "decode"}}}}
-    groups = {
-        name: {
-            "groupName": name,
-            "replicas": 1,
-            "template": {"metadata": {"labels": {POOL_LABEL: "decode"}, "annotations": COHORT}},
-        }
-        for name in (NAME, older)
-    }
-    view = pool_view(obj, {"metadata": {}}, SPEC, groups, [], Heard(fleet, is_settled=True))
-    status = pool_status(view, ROLLING, PlannerConfig(itl_target_s=0.035), BEGUN)
+    heard = Heard(fleet, is_settled=True)
+    view = PoolView({"metadata": {}}, SPEC, [], fleet.pools[NAME], None, heard)
+    status = pool_status(view, PlannerConfig(itl_target_s=0.035), BEGUN)
     assert (status["itlSeconds"], status["itlTargetSeconds"]) == (0.04, 0.035)
     assert (status["ttftSeconds"], status["ttftTargetSeconds"]) == (0.25, None)
-    silent = pool_view(obj, {"metadata": {}}, SPEC, groups, [], NOTHING_HEARD)
-    assert pool_status(silent, ROLLING, PlannerConfig(), BEGUN)["itlSeconds"] is None
+    silent = PoolView({"metadata": {}}, SPEC, [], None)
+    assert pool_status(silent, PlannerConfig(), BEGUN)["itlSeconds"] is None
 
 
 def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_refused() -> None:
     """Other pools' supervisor answers, and nothing else tells of this one's workers."""
-    obj = {"metadata": {"name": "main"}, "spec": {"pools": {"decode": {"role": "decode"}}}}
-    before = {"updatedReplicas": 1, "draining": [{"worker": "w", "since": BEGUN}]}
-    pod = Pod("a", "decode", True, False, NAME, BEGUN)
+    before = {"draining": [{"worker": "w", "since": BEGUN}]}
+    pod = Pod("a", "decode", True, False, BEGUN)
 
     def seen(heard: Heard) -> PoolView:
-        return pool_view(obj, {"metadata": {}, "status": before}, SPEC, {}, [pod], heard)
+        fleet = None if heard.fleet is None else heard.fleet.pools.get(NAME)
+        return PoolView({"metadata": {}, "status": before}, SPEC, [pod], fleet, None, heard)
 
-    others = Fleet({"prefill-bcdfg": FleetPool(0, ())})
+    others = Fleet({"prefill": FleetPool(0, ())})
     other = seen(Heard(others, is_settled=True))
-    told = pool_verdicts(other, ROLLING, "blockSize: must divide", "pod a waits")
+    told = pool_verdicts(other, "blockSize: must divide", "pod a waits")
     assert [(each.is_true, each.reason, each.message) for each in told] == [
         (False, "TooFewLive", "0 of 1 workers live; pod a waits"),
         (True, "Starting", "0 of 1 workers live; pod a waits"),
         (True, "SupervisorRefused", "the supervisor: blockSize: must divide"),
     ]
-    assert pool_verdicts(other, ROLLING, "")[-1].reason == "Sound"
-    status = pool_status(other, ROLLING, PlannerConfig(), BEGUN)
-    assert (status["readyReplicas"], status["updatedReplicas"], status["draining"]) == (0, 0, [])
+    assert pool_verdicts(other, "")[-1].reason == "Sound"
+    status = pool_status(other, PlannerConfig(), BEGUN)
+    assert (status["readyReplicas"], status["draining"]) == (0, [])
     settles = (control_pb2.WatchFleetResponse(settles=True), 0.0)
     found, waits, heard = (
-        Fleet({other.target: FleetPool(1, [Place("w-0", "a", state)])})
+        Fleet({NAME: FleetPool(1, [Place("w-0", "a", state)])})
         for state in (PlaceState.STARTING, PlaceState.PENDING, PlaceState.LIVE)
     )
-    assert pool_verdicts(seen(Heard(heard, settles)), ROLLING, "")[1].reason == "AsWanted"
+    assert pool_verdicts(seen(Heard(heard, settles)), "")[1].reason == "AsWanted"
     for begins in (
         Heard(others),
         Heard(found, settles),
         Heard(waits, settles),
     ):  # it has yet to find what another left
-        told = pool_verdicts(seen(begins), ROLLING, "")
+        told = pool_verdicts(seen(begins), "")
         assert [each.reason for each in told] == ["Live", "SupervisorStarts", "Sound"]
-        status = pool_status(seen(begins), ROLLING, PlannerConfig(), BEGUN)
-        assert (status["readyReplicas"], status["updatedReplicas"]) == (1, 1)
+        status = pool_status(seen(begins), PlannerConfig(), BEGUN)
+        assert status["readyReplicas"] == 1
         assert status["draining"] == before["draining"]
-    told = pool_verdicts(seen(NOTHING_HEARD), ROLLING, "")
+    told = pool_verdicts(seen(NOTHING_HEARD), "")
     assert [each.reason for each in told] == ["Live", "SupervisorSilent", "SupervisorSilent"]
+
+
+def test_a_pool_whose_unit_drains_says_that_it_makes_way() -> None:
+    fleet = FleetPool(0, (Place("decode-0", "a", PlaceState.DRAINING),))
+    pods = [Pod("a", "decode", True, False, BEGUN)]
+    heard = Heard(is_settled=True)
+    for there, reason in ((fleet, "Draining"), (FleetPool(0, ()), "MakesWay")):
+        view = PoolView({"metadata": {}}, SPEC, pods, there, None, heard, makes_way=True)
+        assert view.size == 0
+        progressing = pool_verdicts(view, "")[1]
+        assert (progressing.is_true, progressing.reason) == (True, reason)

@@ -23,6 +23,7 @@ from deploy.controller.errors import (
 from deploy.controller.finalizers import FINALIZER
 from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.manifests.common import CLUSTER_LABEL
+from deploy.controller.manifests.ray_cluster import unit_in
 from deploy.controller.manifests.worker_pool import worker_pool
 from deploy.controller.objects import Key
 from tests.deploy.controller.following import FAST, TIMEOUT_S
@@ -68,7 +69,9 @@ class Server:
 
     objects: dict[str, list[dict[str, Any]]]
     refuses: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
-    """By verb and the path's last part: a status and its reason."""
+    """By verb and what `_named` calls it: a status and its reason."""
+    forgets: frozenset[str] = frozenset()
+    """What lists lack, by what `_named` calls them."""
     writes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
 
     def __call__(self, exchange: Exchange) -> None:
@@ -77,33 +80,33 @@ class Server:
         if exchange.is_watch:
             exchange.begin_stream()
             exchange.hang()
-        elif refusal := self.refuses.get((exchange.command, last)):
+        elif refusal := self.refuses.get((exchange.command, _named(path))):
             code, reason = refusal
             exchange.answer({"kind": "Status", "code": code, "reason": reason}, code)
         elif exchange.command == "GET" and path == "/version":
             exchange.answer({"major": "1", "minor": "31"})
-        elif exchange.command == "GET" and before in {**self.objects, "rayclusters": ()}:
-            self._answer_one(exchange, before, last)
         elif exchange.command == "GET":
             told = {"kind": "List", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}}
-            exchange.answer(told | {"items": self.objects.get(last, []), "resources": []})
+            items = [] if _named(path) in self.forgets else self.objects.get(last, [])
+            exchange.answer(told | {"items": items, "resources": []})
         else:
             body = json.loads(exchange.body)
             self.writes.append((exchange.command, path, body))
             named = (obj for obj in self.objects.get(before, ()) if name_of(obj) == last)
-            found = next(named, {"metadata": {"namespace": OWNER.namespace}})
+            found = next(named, {"metadata": {"namespace": OWNER.namespace, "uid": "uid-3"}})
             merged = {
                 part: found.get(part, {}) | body.get(part, {}) for part in ("metadata", "spec")
             }
             exchange.answer(found | body | merged)
 
-    def _answer_one(self, exchange: Exchange, plural: str, name: str) -> None:
-        found = [obj for obj in self.objects.get(plural, ()) if name_of(obj) == name]
-        missing = {"kind": "Status", "code": 404, "reason": "NotFound"}
-        exchange.answer(*((found[0],) if found else (missing, 404)))
-
     def written(self, plural: str) -> list[dict[str, Any]]:
         return [body for _, path, body in self.writes if plural in path.split("/")]
+
+
+def _named(path: str) -> str:
+    """The path's last part; `listed` before it where it is the list of one namespace."""
+    *_, before, namespace, last = ("", "", *path.split("/"))
+    return f"listed {last}" if before == "namespaces" and namespace == OWNER.namespace else last
 
 
 @contextlib.contextmanager
@@ -123,16 +126,16 @@ def looking(server: Server) -> Iterator[ClusterReconciler]:
 
 
 def test_a_ray_cluster_that_is_not_found_and_was_not_seen_to_go_is_not_taken_for_gone() -> None:
-    """Its revisions would be forgotten, and what serves would drain."""
+    """Another unit would be made beside it."""
     server = Server(
         {
             "servingclusters": [CLUSTER],
             "workerpools": [decode_pool()],
             "rayclusters": [ray_cluster()],
         },
-        {("GET", OWNER.name): (404, "NotFound")},
+        forgets=frozenset({"listed rayclusters"}),
     )
-    is_doubted = pytest.raises(UnreachableError, match="was not seen to go")
+    is_doubted = pytest.raises(UnreachableError, match="not seen to go")
     with looking(server) as reconciler, is_doubted:
         reconciler.reconcile(KEY)
     assert not server.written("rayclusters")
@@ -141,20 +144,20 @@ def test_a_ray_cluster_that_is_not_found_and_was_not_seen_to_go_is_not_taken_for
 def test_what_is_refused_before_anything_is_done_is_told() -> None:
     server = Server(
         {"servingclusters": [CLUSTER], "workerpools": [decode_pool()]},
-        {("GET", OWNER.name): (403, "Forbidden")},
+        {("GET", "listed rayclusters"): (403, "Forbidden")},
     )
     with looking(server) as reconciler, pytest.raises(ForbiddenError):
         reconciler.reconcile(KEY)
     (told,) = server.written("servingclusters")
     (condition,) = told["status"]["conditions"]
     assert (condition["type"], condition["reason"]) == ("Degraded", "Refused")
-    assert "rayclusters/main" in condition["message"]
+    assert "rayclusters" in condition["message"]
 
 
 def test_a_bad_moment_of_the_servers_is_told_to_nobody() -> None:
     server = Server(
         {"servingclusters": [CLUSTER], "workerpools": [decode_pool()]},
-        {("GET", OWNER.name): (503, "ServiceUnavailable")},
+        {("GET", "listed rayclusters"): (503, "ServiceUnavailable")},
     )
     with looking(server) as reconciler, pytest.raises(StatusError):
         reconciler.reconcile(KEY)
@@ -177,16 +180,130 @@ def test_a_size_that_its_bounds_leave_out_keeps_nothing_of_the_cluster_from_bein
     server = Server({"servingclusters": [CLUSTER], "workerpools": [decode_pool(asked)]})
     with looking(server) as reconciler:
         assert reconciler.reconcile(KEY)
-    (made,) = server.written("rayclusters")
-    assert made["spec"]["workerGroupSpecs"][0]["replicas"] == kept
+    assert made_in(server)["spec"]["workerGroupSpecs"][0]["replicas"] == kept
 
 
 def test_a_ray_cluster_that_was_deleted_is_made_anew() -> None:
     server = Server({"servingclusters": [CLUSTER], "workerpools": [decode_pool()]})
     with looking(server) as reconciler:
         assert reconciler.reconcile(KEY)
-    (made,) = server.written("rayclusters")
+    made = made_in(server)
     assert made["spec"]["workerGroupSpecs"][0]["replicas"] == 1
+    assert made["metadata"]["name"] == f"main-{unit_in(made).code}"
+    maps = {name_of(each): each for each in server.written("configmaps")}
+    (owner,) = maps[name_of(made)]["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["uid"]) == ("RayCluster", "uid-3")
+    services = {name_of(each): each for each in server.written("services")}
+    assert services["main-control"]["spec"]["selector"]["baton.dev/unit"] == unit_in(made).code
+
+
+def made_in(server: Server) -> dict[str, Any]:
+    """The one RayCluster that was written."""
+    (made,) = server.written("rayclusters")
+    return made
+
+
+def existing(spec: dict[str, Any], *, pods: tuple[str, ...] = ("a", "b")) -> dict[str, list[Any]]:
+    """What there is once a ServingCluster of this spec has been looked at, by plural: its unit has
+    these worker pods, which are ready."""
+    server = Server({"servingclusters": [CLUSTER | {"spec": spec}], "workerpools": [decode_pool()]})
+    with looking(server) as reconciler:
+        reconciler.reconcile(KEY)
+    made = with_metadata(made_in(server), uid="uid-3", resourceVersion="1")
+    (group,) = made["spec"]["workerGroupSpecs"]
+    labels = group["template"]["metadata"]["labels"]
+    metadata = {"namespace": OWNER.namespace, "labels": labels, "resourceVersion": "1"}
+    there = [{"metadata": metadata | {"name": name}, "spec": {}} for name in pods]
+    (routers,) = server.written("deployments")
+    routers = with_metadata(routers, uid="uid-4", resourceVersion="1")
+    return {"rayclusters": [made], "pods": there, "deployments": [routers]}
+
+
+OTHER = CLUSTER["spec"] | {"model": {"name": "models/other"}}
+
+
+def server_with(there: dict[str, list[Any]], spec: dict[str, Any]) -> Server:
+    cluster = CLUSTER | {"spec": spec}
+    return Server({"servingclusters": [cluster], "workerpools": [decode_pool()], **there})
+
+
+def told_of(server: Server) -> dict[str, Any]:
+    """The cluster's condition that says how far it is."""
+    (told,) = [body for body in server.written("servingclusters") if "status" in body]
+    found = {each["type"]: each for each in told["status"]["conditions"]}
+    progressing: dict[str, Any] = found["Progressing"]
+    return progressing
+
+
+def test_another_model_has_the_unit_drain_and_leaves_its_routers_and_settings_as_they_are() -> None:
+    there = existing(CLUSTER["spec"])
+    server = server_with(there, OTHER)
+    with looking(server) as reconciler:
+        assert reconciler.reconcile(KEY) == 1.0
+    (before,), drained = there["rayclusters"], made_in(server)
+    assert name_of(drained) == name_of(before)
+    assert unit_in(drained) == unit_in(before)
+    (group,) = drained["spec"]["workerGroupSpecs"]
+    assert group["replicas"] == 0
+    assert group["scaleStrategy"]["workersToDelete"] == ["a", "b"], "each drains by itself"
+    assert group["template"] == before["spec"]["workerGroupSpecs"][0]["template"]
+    assert not server.written("deployments"), "they read what the old workers' tokens mean"
+    assert not server.written("configmaps")
+
+
+def test_what_has_drained_is_deleted_and_the_next_unit_is_made_when_its_last_pod_is_gone() -> None:
+    there = existing(CLUSTER["spec"], pods=())
+    (before,) = there["rayclusters"]
+    server = server_with(there, OTHER)
+    with looking(server) as reconciler:
+        assert reconciler.reconcile(KEY)
+    assert made_in(server)["preconditions"] == {"uid": "uid-3"}
+    head = before["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
+    metadata = {"name": "head", "namespace": OWNER.namespace, "labels": head}
+    left = {"pods": [{"metadata": metadata | {"resourceVersion": "1"}, "spec": {}}]}
+    server = server_with({"deployments": there["deployments"]} | left, OTHER)
+    with looking(server) as reconciler:
+        assert reconciler.reconcile(KEY)
+    assert not server.written("rayclusters")
+    server = server_with({"deployments": there["deployments"]}, OTHER)
+    with looking(server) as reconciler:
+        assert reconciler.reconcile(KEY)
+    made = made_in(server)
+    assert unit_in(made).code != unit_in(before).code
+    (routers,) = server.written("deployments")
+    hashes = {
+        each["spec"]["template"]["metadata"]["annotations"]["baton.dev/config-hash"]
+        for each in (routers, *there["deployments"])
+    }
+    assert len(hashes) == 2, "they read the text of the next model"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"router": {"replicas": 3}},
+        {"planner": {"panicWindowS": 5}},
+        {"aFieldOfALaterRelease": None},
+    ],
+)
+def test_a_unit_stays_where_the_spec_asks_for_the_same(changed: dict[str, Any]) -> None:
+    there = existing(CLUSTER["spec"])
+    spec = {name: value for name, value in (CLUSTER["spec"] | changed).items() if value is not None}
+    server = server_with(there, spec)
+    with looking(server) as reconciler:
+        assert reconciler.reconcile(KEY)
+    (group,) = made_in(server)["spec"]["workerGroupSpecs"]
+    assert (group["replicas"], group["scaleStrategy"]["workersToDelete"]) == (2, [])
+    assert name_of(made_in(server)) == name_of(there["rayclusters"][0])
+
+
+def test_a_spec_that_no_unit_could_be_made_of_ends_none() -> None:
+    there = existing(CLUSTER["spec"])
+    server = server_with(there, OTHER | {"engine": {"maxNumSeqs": 0}})
+    with looking(server) as reconciler:
+        reconciler.reconcile(KEY)
+    assert not server.written("rayclusters")
 
 
 @pytest.mark.parametrize(("panic_window_s", "again_s"), [(0.5, 1.0), (2.0, 2.0), (15.0, 5.0)])
@@ -195,7 +312,7 @@ def test_a_quiet_cluster_is_looked_at_as_often_as_its_planner_asks_for(
 ) -> None:
     """What was not looked at for longer counts as unknown, and nothing would ever shrink."""
     spec = CLUSTER["spec"] | {"planner": {"panicWindowS": panic_window_s}}
-    server = Server({"servingclusters": [CLUSTER | {"spec": spec}], "workerpools": [decode_pool()]})
+    server = server_with(existing(spec), spec)
     with looking(server) as reconciler:
         assert reconciler.reconcile(KEY) == again_s
 

@@ -11,11 +11,10 @@ import pytest
 from baton.config import parse_config
 from baton.errors import ConfigError
 from deploy.api.serving_cluster import ServingClusterSpec
-from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.router_access import router_certificate, router_settings
 from deploy.controller.manifests.routers import router_deployment, router_service
 from tests.deploy.chart.test_rendering import KUBERNETES
-from tests.deploy.controller.test_manifests import OWNER, RELEASE, spec_of
+from tests.deploy.controller.test_manifests import OWNER, context_of, spec_of
 
 GIVEN = {"secretName": "front-door", "requireClientCertificate": True}
 ISSUED = {"issuerRef": {"name": "internal"}}
@@ -23,7 +22,7 @@ TOKENS = {"tokenSecretName": "tenants"}
 
 
 def pod_of(spec: ServingClusterSpec, has_grpc_probes: bool = True) -> dict[str, Any]:
-    context = PodContext(OWNER, spec, RELEASE, "v1", "r1", has_grpc_probes)
+    context = context_of(spec, has_grpc_probes=has_grpc_probes)
     pod: dict[str, Any] = router_deployment(context)["spec"]["template"]["spec"]
     return pod
 
@@ -51,7 +50,7 @@ def test_what_routers_are_told_to_read_lies_in_the_secrets_that_they_mount() -> 
 
 def test_kubernetes_knows_every_field() -> None:
     spec = spec_of(router={"tls": GIVEN, "auth": TOKENS})
-    context = PodContext(OWNER, spec, RELEASE, "v1", "r1")
+    context = context_of(spec)
     for made in (router_deployment(context), router_service(OWNER, spec.router)):
         kubernetes_validate.validate(made, KUBERNETES, strict=True)
 

@@ -17,15 +17,12 @@ from deploy.controller.cluster_status import (
     cluster_status,
     cluster_verdicts,
 )
-from deploy.controller.cohort_rollout import Phase, Progress
 from deploy.controller.conditions import Verdict
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
 from deploy.controller.observed import FleetPool, Heard, Place, PlaceState, Pod
 from deploy.controller.pool_status import pool_status, pool_verdicts
-from deploy.controller.revisions import Revision
-from deploy.controller.rolling import PoolRolling, Rolling
-from deploy.controller.rollout import ReadyWatch
-from deploy.controller.view import ClusterView, RevisionView
+from deploy.controller.rollout import State, Step
+from deploy.controller.view import ClusterView
 from deploy.controller.waiting import pool_waits, router_waits
 from router.config import RouterConfig
 from tests.deploy.controller.test_cluster_status import at
@@ -74,10 +71,7 @@ def seen(live: set[str], replicas: int = 1, *pods: Pod, **changes: Any) -> Clust
         places = [Place(f"{name}-{n}", "", PlaceState.LIVE) for n in range(replicas)]
         fleet = FleetPool(replicas, places if name in live else ())
         own = [each for each in pods if each.pool == name]
-        revisions = {"r": RevisionView(Revision("r", name, "c"), fleet=fleet)}
-        pools[name] = dataclasses.replace(
-            pool, fleet=fleet, pods=own, revisions=revisions, target="r"
-        )
+        pools[name] = dataclasses.replace(pool, fleet=fleet, pods=own)
     others = [each for each in pods if not each.pool]
     return dataclasses.replace(view, pools=pools, poolless_pods=others, **changes)
 
@@ -129,23 +123,19 @@ def test_while_a_supervisor_is_silent_what_serves_is_available() -> None:
     assert told(verdicts["Available"]) == (True, "Serving", "requests are served")
     message = "the supervisor does not answer"
     assert told(verdicts["Progressing"]) == (True, "SupervisorSilent", message)
-    rolling = PoolRolling({}, frozenset(), ReadyWatch("decode"))
-    found, progressing, degraded = pool_verdicts(view.pools["decode"], rolling, "")
+    found, progressing, degraded = pool_verdicts(view.pools["decode"], "")
     assert told(found) == (True, "Live", "1 of 1 workers are ready, as their pods say")
     assert (progressing.reason, degraded.is_true) == ("SupervisorSilent", False)
-    before = {"updatedReplicas": 1, "revisions": [{"name": "r", "readyReplicas": 1}]}
-    pool = dataclasses.replace(view.pools["decode"], obj={"metadata": {}, "status": before})
-    status = pool_status(pool, rolling, PlannerConfig(), "2026-01-01T00:00:00Z")
-    assert status.items() >= (before | {"readyReplicas": 1}).items()
-    obj = {"metadata": {}, "spec": {"model": {"name": "a/model"}, "pools": {}}}
-    view = dataclasses.replace(view, obj=obj)
-    assert cluster_status(view, Progress("c"), [])["pools"] == {"prefill": "1/1", "decode": "1/1"}
+    status = pool_status(view.pools["decode"], PlannerConfig(), "2026-01-01T00:00:00Z")
+    assert status["readyReplicas"] == 1
+    assert cluster_status(view, [])["pools"] == {"prefill": "1/1", "decode": "1/1"}
 
 
-@pytest.mark.parametrize("phase", [Phase.SERVING, Phase.WATCHING, Phase.RETURNED])
-def test_while_a_supervisor_is_silent_nothing_is_rolled_whatever_has_begun(phase: Phase) -> None:
-    progress = Progress("c", "d", phase, 50)
-    assert verdicts_of(silent("decode"), progress)["Progressing"].reason == "SupervisorSilent"
+@pytest.mark.parametrize("state", [State.DRAINING, State.ENDING, State.MAKING])
+def test_what_a_unit_waits_for_explains_more_than_a_silent_supervisor(state: State) -> None:
+    view = dataclasses.replace(silent(), step=Step(state, "2x4bz", "two pods are left"))
+    progressing = verdicts_of(view)["Progressing"]
+    assert told(progressing) == (True, f"Unit{state.value}", "two pods are left")
 
 
 @pytest.mark.parametrize(
@@ -203,14 +193,13 @@ def test_what_somebody_has_scaled_to_zero_is_not_missing() -> None:
 
 def test_a_pool_says_what_its_pods_wait_for_until_all_are_live() -> None:
     view = seen({"prefill"}, 1, pod("worker", **UNSCHEDULABLE))
-    rolling = PoolRolling({}, frozenset(), ReadyWatch("decode"))
     pool = view.pools["decode"]
-    verdicts = pool_verdicts(pool, rolling, "", pool_waits(view, pool))
+    verdicts = pool_verdicts(pool, "", pool_waits(view, pool))
     message = f"0 of 1 workers live; pod a-worker: {NO_GPU}"
     assert told(verdicts[0]) == (False, "TooFewLive", message)
     assert told(verdicts[1]) == (True, "Starting", message)
     live = seen({"prefill", "decode"}, 1, pod("worker", **UNSCHEDULABLE)).pools["decode"]
-    for verdict in pool_verdicts(live, rolling, "", "a surplus pod")[:2]:
+    for verdict in pool_verdicts(live, "", "a surplus pod")[:2]:
         assert verdict.message == "1 of 1 workers live"
 
 
@@ -225,16 +214,11 @@ def test_a_pool_whose_pods_could_not_be_made_says_why() -> None:
 
 NONE = Refusals()
 NO_MODEL = {"decode": "no model"}
-SERVING = Progress("bcdfg")
-TAKEN_BACK = Progress("bcdfg", "next", Phase.RETURNED, reason="it was slow", is_fault=True)
 
 
-def verdicts_of(
-    view: ClusterView, progress: Progress = SERVING, refusals: Refusals = NONE
-) -> dict[str, Verdict]:
-    pools = {name: PoolRolling({}, frozenset(), ReadyWatch(name)) for name in view.pools}
+def verdicts_of(view: ClusterView, refusals: Refusals = NONE) -> dict[str, Verdict]:
     ready = {"status": {"readyReplicas": 2}}
-    found = cluster_verdicts(view, Rolling(pools, progress), ready, refusals)
+    found = cluster_verdicts(view, ready, refusals)
     return {each.type: each for each in found}
 
 
@@ -245,27 +229,21 @@ def test_a_cluster_says_what_the_pods_wait_for_that_are_still_to_come() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refusals", "progress", "reason", "message"),
+    ("refusals", "reason", "message"),
     [
-        (NONE, SERVING, "Sound", "nothing has failed"),
-        (Refusals(["no right"], NO_MODEL, ["routes are not served"]), SERVING, "Refused",
+        (NONE, "Sound", "nothing has failed"),
+        (Refusals(["no right"], NO_MODEL, ["routes are not served"]), "Refused",
          "no right; the supervisor: decode: no model; routes are not served"),
-        (Refusals([], NO_MODEL, ["routes are not served"]), TAKEN_BACK, "SupervisorRefused",
-         "the supervisor: decode: no model; next was taken back, bcdfg serves: it was slow; "
-         "routes are not served"),
-        (Refusals([], {}, ["routes are not served"]), TAKEN_BACK, "CohortTakenBack",
-         "next was taken back, bcdfg serves: it was slow; routes are not served"),
-        (Refusals([], {"": "no room"} | NO_MODEL), SERVING, "SupervisorRefused",
+        (Refusals([], {"": "no room"} | NO_MODEL), "SupervisorRefused",
          "the supervisor: no room; the supervisor: decode: no model"),
-        (Refusals([], {}, ["routes are not served"]), SERVING, "NotServed",
-         "routes are not served"),
+        (Refusals([], {}, ["routes are not served"]), "NotServed", "routes are not served"),
     ],
 )  # fmt: skip
 def test_a_fault_has_the_reason_of_what_is_worst_and_says_all_of_it(
-    refusals: Refusals, progress: Progress, reason: str, message: str
+    refusals: Refusals, reason: str, message: str
 ) -> None:
     view = seen({"prefill", "decode"})
-    degraded = verdicts_of(view, progress, refusals)["Degraded"]
+    degraded = verdicts_of(view, refusals)["Degraded"]
     assert told(degraded) == (reason != "Sound", reason, message)
 
 
@@ -281,8 +259,7 @@ def test_a_size_that_its_bounds_leave_out_is_told_of_its_pool_and_the_cluster(
     view = dataclasses.replace(view, pools={**view.pools, "decode": asked_for})
     message = f"spec.replicas: must not be {bound}, and is {asked}: {kept} are kept"
     assert told(verdicts_of(view)["Degraded"]) == (True, "InvalidSpec", f"decode: {message}")
-    rolling = PoolRolling({}, frozenset(), ReadyWatch("decode"))
-    *others, degraded = pool_verdicts(asked_for, rolling, "")
+    *others, degraded = pool_verdicts(asked_for, "")
     assert told(degraded) == (True, "InvalidSpec", message)
     assert [verdict.reason for verdict in others] == ["Live", "AsWanted"]
 
@@ -306,5 +283,4 @@ def test_the_way_in_from_outside_is_among_the_endpoints(
 ) -> None:
     view = seen({"decode"})
     view = dataclasses.replace(view, spec=dataclasses.replace(view.spec, router=router))
-    view.obj["spec"] = {"model": {"name": "a/model"}, "pools": {}}
-    assert cluster_status(view, SERVING, [])["endpoints"]["external"] == external
+    assert cluster_status(view, [])["endpoints"]["external"] == external

@@ -22,7 +22,7 @@ from deploy.controller.manifests.ray_cluster import (
     worker_group,
 )
 from deploy.controller.manifests.worker_pool import worker_pool
-from deploy.controller.revisions import head_code, revision_of
+from deploy.controller.units import unit_of
 
 FOLDER = Path(__file__).parent
 MACHINES = ("h100_infiniband", "a100_roce", "one_gpu", "cpu")
@@ -43,14 +43,17 @@ def ray_cluster_of(cluster: Object) -> Object:
     metadata = cluster["metadata"]
     owner = Owner(metadata["name"], metadata["namespace"], "0b5e1d0e-0000-4000-8000-000000000000")
     spec = read_spec(ServingClusterSpec, cluster)
-    context = PodContext(owner, spec, RELEASE, head_code(cluster["spec"]), "routers")
-    groups = []
-    for name, template in sorted(cluster["spec"]["pools"].items()):
-        made = worker_pool(owner, name, template, "baton.dev/drain")
-        pool = read_spec(WorkerPoolSpec, made)
-        group = worker_group(context, revision_of(cluster["spec"], name, pool), pool)
-        groups.append(sized(group, GroupSize(spec.pools[name].initial_replicas)))
-    return ray_cluster(context, groups)
+    pools = {
+        name: read_spec(WorkerPoolSpec, worker_pool(owner, name, template, "baton.dev/drain"))
+        for name, template in sorted(cluster["spec"]["pools"].items())
+    }
+    unit = unit_of(cluster["spec"], pools)
+    context = PodContext(owner, spec, RELEASE, unit, "routers")
+    groups = [
+        sized(worker_group(context, pool), GroupSize(spec.pools[name].initial_replicas))
+        for name, pool in pools.items()
+    ]
+    return ray_cluster(context, unit.code, groups)
 
 
 def text_of(ray: Object) -> str:

@@ -10,7 +10,6 @@ import kubernetes_validate
 import pytest
 
 from deploy.controller.manifests.common import Object
-from deploy.controller.manifests.ray_cluster import revision_in
 from tests.deploy.chart.test_rendering import KUBERNETES
 from tests.deploy.golden.machines import (
     MACHINES,
@@ -34,7 +33,7 @@ with_gpus = pytest.mark.parametrize(
 
 def groups(machine: str) -> dict[str, Object]:
     made = ray_cluster_of(serving_cluster(machine))
-    return {revision_in(group).pool: group for group in made["spec"]["workerGroupSpecs"]}
+    return {group["groupName"]: group for group in made["spec"]["workerGroupSpecs"]}
 
 
 def pods(machine: str) -> dict[str, Object]:

@@ -28,7 +28,7 @@ from deploy.controller.connection import Connection
 from deploy.controller.errors import AlreadyExistsError, NotFoundError
 from deploy.controller.informer import Informer, InformerSettings
 from deploy.controller.kube import Kube
-from deploy.controller.manifests.common import POOL_LABEL
+from deploy.controller.manifests.common import CLUSTER_LABEL as SERVING_LABEL
 from deploy.controller.objects import Key, Object, Selection, key_of
 from deploy.controller.resources import PODS, RAY_CLUSTERS, SERVICE_ACCOUNTS, SERVICES
 from deploy.controller.workers import Workers
@@ -103,7 +103,8 @@ class KubeRay:
         self._workers.stop(_END_S)
 
     def specs(self, cluster: str) -> list[Object]:
-        """All that the RayCluster of this name has had, oldest first."""
+        """All that the RayClusters of this ServingCluster have had, or the one of this name; oldest
+        first."""
         with self._specs_lock:
             return list(self._specs.get(cluster, ()))
 
@@ -113,8 +114,7 @@ class KubeRay:
         for spec in self.specs(cluster):
             for each in spec.get("workerGroupSpecs") or ():
                 change = GroupChange.of(each)
-                labels = each["template"].get("metadata", {}).get("labels", {})
-                if labels.get(POOL_LABEL, each["groupName"]) == pool and changes[-1:] != [change]:
+                if each["groupName"] == pool and changes[-1:] != [change]:
                     changes.append(change)
         return changes
 
@@ -123,7 +123,8 @@ class KubeRay:
         cluster = self._clusters.get(key)
         if cluster is not None:
             with self._specs_lock:
-                specs = self._specs.setdefault(key.name, [])
+                labels = cluster["metadata"].get("labels") or {}
+                specs = self._specs.setdefault(labels.get(SERVING_LABEL, key.name), [])
                 if specs[-1:] != [cluster["spec"]]:
                     specs.append(cluster["spec"])
 

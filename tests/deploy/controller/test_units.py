@@ -1,0 +1,125 @@
+"""Which change of a spec makes another unit, and which does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.units import Unit, difference, unit_of
+
+CLUSTER: dict[str, Any] = {
+    "model": {"name": "Qwen/Qwen3-8B"},
+    "engine": {"device": "cuda", "maxNumSeqs": 128},
+    "images": {"worker": "registry/worker:7", "pullPolicy": "IfNotPresent"},
+}
+PREFILL = WorkerPoolSpec(role="prefill", cluster="main", pool="prefill")
+
+
+def decode(**changes: Any) -> WorkerPoolSpec:
+    return WorkerPoolSpec(role="decode", cluster="main", pool="decode", **changes)
+
+
+def unit(cluster: dict[str, Any] | None = None, **changes: Any) -> Unit:
+    """`changes`: of the decode pool."""
+    pools = {"prefill": PREFILL, "decode": decode(**changes)}
+    return unit_of(CLUSTER | (cluster or {}), pools)
+
+
+def test_a_fixed_spec_has_this_code_for_good() -> None:
+    """Were it another one after an upgrade of the operator, every cluster would start anew."""
+    template = {"spec": {"nodeSelector": {"gpu": "h100"}}}
+    found = unit(engine={"numBlocks": 4096}, template=template)
+    assert found == Unit(
+        "5xjxr",
+        "448ba8dc7abcd654",
+        {"decode": "fab689afedb7adf5", "prefill": "7242a934113742ab"},
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"router": {"replicas": 7, "settings": {"maxQueue": 9}, "auth": {"tokenSecretName": "t"}}},
+        {"planner": {"panicWindowS": 5}},
+        {"rollout": {"strategy": "Recreate"}},
+        {"images": CLUSTER["images"] | {"router": "registry/router:8", "pullPolicy": "Always"}},
+        {"transfer": {}},
+        {"hub": {"offline": False}},
+        {"aFieldOfALaterRelease": {"itsDefault": True}},
+    ],
+)
+def test_what_workers_and_head_are_not_told_makes_no_other_unit(changed: dict[str, Any]) -> None:
+    assert unit(changed) == unit()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"replicas": 5},
+        {"min_replicas": 1},
+        {"max_replicas": 99},
+    ],
+)
+def test_a_pools_size_makes_no_other_unit(changed: dict[str, Any]) -> None:
+    assert unit(None, **changed) == unit()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": {"name": "Qwen/Qwen3-8B-FP8"}},
+        {"model": {"name": "Qwen/Qwen3-8B", "revision": "v2"}},
+        {"model": {"claim": {"claimName": "weights", "path": "v2"}}},
+        {"tokenizer": "Qwen/Qwen3-8B"},
+        {"servedModelName": "chat"},
+        {"hub": {"offline": True}},
+        {"engine": CLUSTER["engine"] | {"dtype": "float16"}},
+        {"engine": CLUSTER["engine"] | {"blockSize": 32}},
+        {"engine": {"device": "cuda", "maxNumSeqs": 64}},
+        {"transfer": {"ucxLibrary": "system"}},
+        {"worker": {"heartbeatS": 0.5}},
+        {"registry": {"goneAfterS": 60}},
+        {"supervisor": {"fenceAfterS": 60}},
+        {"logLevel": "debug"},
+        {"images": {"worker": "registry/worker:8"}},
+        {"fabric": {"required": True}},
+        {"spotNotices": {"cloud": "aws"}},
+        {"ray": {"version": "2.60.0"}},
+        {"ray": {"gcsFaultTolerance": {"redisAddress": "redis:6379"}}},
+        {"ray": {"headTemplate": {"metadata": {"labels": {"a": "b"}}}}},
+    ],
+)
+def test_what_workers_or_the_head_are_told_makes_another_unit(changed: dict[str, Any]) -> None:
+    found = unit(changed)
+    assert found.code != unit().code
+    assert difference(unit(), found) == "the spec changes what all workers share"
+    assert difference(found, unit({**changed})) == ""
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"engine": {"maxNumSeqs": 32}},
+        {"template": {"metadata": {"labels": {"a": "b"}}}},
+        {"drain_timeout": "1h"},
+    ],
+)
+def test_a_pools_own_settings_and_template_make_another_unit(changed: dict[str, Any]) -> None:
+    found = unit(None, **changed)
+    assert found.code != unit().code
+    assert difference(unit(), found) == "the spec changes decode"
+
+
+def test_pools_come_and_go_within_a_unit() -> None:
+    both, one = unit(), unit_of(CLUSTER, {"decode": decode()})
+    other = unit_of(CLUSTER, {"prefill": PREFILL})
+    assert difference(both, one) == difference(one, both) == difference(one, other) == ""
+    again = unit_of(CLUSTER, {"decode": decode(engine={"maxNumSeqs": 32}), "prefill": PREFILL})
+    assert difference(one, again) == "the spec changes decode"
+
+
+def test_the_old_spec_is_the_old_unit_again() -> None:
+    assert unit({"logLevel": "debug"}) != unit()
+    assert unit({}) == unit()
