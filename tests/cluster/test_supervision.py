@@ -200,7 +200,8 @@ class Adopts(Keeps):
 
 TOLD = """
 supervisor: {fence_after_s: 4}
-pools: {more: {role: mixed, tensor_parallel: 2, engine: {num_blocks: 77, dtype: float32}}}
+engine: {device: cpu, dtype: float32, num_blocks: 77}
+pools: {more: {role: mixed, tensor_parallel: 2}}
 """
 
 
