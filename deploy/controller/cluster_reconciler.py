@@ -320,9 +320,10 @@ class ClusterReconciler:
         return supervision.refused
 
     def _plans(self, view: ClusterView) -> Mapping[str, PoolPlan]:
-        """What the planner would have of pools that stay; nothing while none are told of."""
+        """What the planner would have of pools that stay; nothing while none are told of, or their
+        unit makes way for another one."""
         told = view.heard.told
-        if told is None or view.is_going:
+        if told is None or not view.has_wanted_unit:
             return {}
         try:
             specs, config = view.staying_specs, view.spec.planner

@@ -52,7 +52,7 @@ class KubeRay:
         try:
             listed = self._kube.list(RAY_CLUSTERS, selection).items
         except NotFoundError:  # nobody serves the kind
-            listed = []
+            listed = ()
         found = [each for each in listed if is_owned(each, uid)]
         seen = self._caches.of_cluster(self._caches.ray_clusters, key)
         unseen = {key_of(each) for each in seen if is_owned(each, uid)} - set(map(key_of, found))

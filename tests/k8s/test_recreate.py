@@ -1,11 +1,12 @@
-"""Another model takes over, on real engines and random checkpoints: what runs ends whole with the
-first, what is asked meanwhile waits, and is answered by the second. There are never two units."""
+"""Another model takes over while requests come all the time: what runs ends whole with the first,
+what is asked meanwhile waits and is answered by the second. There are never two units."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
+import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -14,65 +15,55 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-import transformers
 
 from baton.client import AsyncClient
+from baton.config import parse_config
 from baton.errors import UnavailableError
+from baton.events import Tokens
+from deploy.api.naming import snake_keys
 from deploy.controller.manifests.common import UNIT_LABEL
-from tests.engine import checkpoints
-from tests.engine.checkpoints import VOCAB
-from tests.engine.driving import random_prompt
+from engine.request import RequestId, RequestSpec, SamplingParams
+from tests.cluster.whole_cluster import engine_tokens
 from tests.k8s.addresses import router_addresses
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.operating import eventually
-from tests.k8s.test_serving import Installed
+from tests.k8s.streaming import prompt_of
+from tests.k8s.test_serving import MODEL, Installed
 from tests.k8s.units import units_of
-from tests.path.oracles import Overrides, greedy_tokens, oracle_model
-from tests.path.whole_path import Answer, ask
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.full,
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(1500),
     pytest.mark.usefixtures("crds", "kuberay"),
 ]
 
-MODELS: dict[str, tuple[str, Overrides]] = {"first": ("llama", ()), "second": ("qwen2", ())}
-"""By the names of their claims."""
-ENGINE = {
-    "dtype": "float32",
-    "numThreads": 1,
-    "numBlocks": 512,
-    "maxNumSeqs": 16,
-    "maxNumBatchedTokens": 64,
+ENGINES: dict[str, dict[str, Any]] = {
+    "first": {"backend": "fake", "fake": {"decodeStepS": 0.05}, "maxNumSeqs": 64},
+    "second": {"backend": "fake", "fake": {"decodeStepS": 0.05, "window": 8}, "maxNumSeqs": 64},
 }
-NUM_AT_ONCE = 3
-NUM_PROMPTS = 6
-NUM_TOKENS = 48
-OVER_WITHIN_S = 400.0
-REQUEST_S = 300.0
+"""By the models' names. A fake engine that looks back less says something else."""
+NUM_AT_ONCE = 4
+NUM_PROMPTS = 4
+NUM_TOKENS = 100
+OVER_WITHIN_S = 600.0
+REQUEST_S = 600.0
 
 
-def model_in(name: str) -> dict[str, Any]:
-    return {"claim": {"claimName": f"models-{name}", "path": "model"}}
-
-
-def prompt_of(number: int) -> list[int]:
-    return random_prompt(40 + 17 * number, VOCAB, seed=number)
+def spec_of(model: str) -> dict[str, Any]:
+    claim = {"claimName": f"models-{model}", "path": "model"}
+    return {"model": {"claim": claim}, "engine": ENGINES[model]}
 
 
 @pytest.fixture
 def models(kubelet: Kubelet) -> None:
-    """Checkpoints, each on a claim of its own."""
-    torch.set_num_threads(1)
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    for name, (family, overrides) in MODELS.items():
+    """Each on a claim of its own."""
+    for name in ENGINES:
         folder = kubelet.claim(f"models-{name}") / "model"
-        oracle_model(family, overrides).save_pretrained(folder)
-        checkpoints.save_tokenizer(folder)
+        shutil.copytree(MODEL, folder)
         for file in folder.iterdir():
             file.chmod(0o644)
 
@@ -83,7 +74,7 @@ class Asked:
 
     number: int
     began_at: float
-    answer: Answer
+    token_ids: list[int]
 
 
 class Asking:
@@ -96,8 +87,13 @@ class Asking:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="asking")
         self._running = self._thread.submit(asyncio.run, self._ask_all())
 
+    def since(self, moment: float) -> list[Asked]:
+        """What was asked after it, once there is enough; raises what has failed until now."""
+        self.check()
+        found = [asked for asked in self.answered if asked.began_at > moment]
+        return found if len(found) >= NUM_AT_ONCE else []
+
     def check(self) -> None:
-        """Raises what has failed until now."""
         if self._running.done():
             self._running.result()
 
@@ -117,63 +113,72 @@ class Asking:
             if self._is_enough.is_set():
                 return
             began_at = time.monotonic()
-            answer = await self._ask(number, prompt_of(number % NUM_PROMPTS))
-            self.answered.append(Asked(number % NUM_PROMPTS, began_at, answer))
+            token_ids = await self._ask(number % NUM_PROMPTS)
+            self.answered.append(Asked(number % NUM_PROMPTS, began_at, token_ids))
 
-    async def _ask(self, number: int, prompt: list[int]) -> Answer:
+    async def _ask(self, number: int) -> list[int]:
         """As whoever asks a Service: a router that leaves takes nothing new, the next one does."""
         while True:
-            found, streams = await self._routers(), asyncio.Event()
-            assert found, "no router is ready"
-            address = found[number % len(found)]
-            options: dict[str, Any] = {"max_tokens": NUM_TOKENS, "timeout_s": REQUEST_S}
+            (address, *_) = await asyncio.to_thread(router_addresses, self._kubelet)
+            token_ids: list[int] = []
             try:
                 async with AsyncClient(address) as client:
-                    return await ask(client, prompt, tries=None, streams=streams, **options)
+                    async for event in client.generate(
+                        token_ids=prompt_of(number),
+                        max_tokens=NUM_TOKENS,
+                        ignore_eos=True,
+                        temperature=0.0,
+                        timeout_s=REQUEST_S,
+                    ):
+                        if isinstance(event, Tokens):
+                            assert event.index == len(token_ids), "no token twice, none missing"
+                            token_ids += event.ids
+                return token_ids
             except UnavailableError:
-                if streams.is_set() or address in await self._routers():
+                stays = address in await asyncio.to_thread(router_addresses, self._kubelet)
+                if token_ids or stays:
                     raise
 
-    async def _routers(self) -> list[str]:
-        return await asyncio.to_thread(router_addresses, self._kubelet)
+
+def said_by(model: str) -> dict[int, list[int]]:
+    """To each prompt, by one engine alone."""
+    engine = snake_keys(ENGINES[model])
+    config = parse_config(
+        {"model": str(MODEL), "engine": engine, "pools": {"mixed": {"role": "mixed"}}}
+    )
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_TOKENS)
+    prompts = [np.array(prompt_of(number), np.uint32) for number in range(NUM_PROMPTS)]
+    specs = [
+        RequestSpec(RequestId(str(number)), prompt, len(prompt), sampling)
+        for number, prompt in enumerate(prompts)
+    ]
+    return dict(enumerate(engine_tokens(config, specs)))
 
 
-def said_by() -> Mapping[tuple[str, int], list[int]]:
-    """To each prompt, by each model alone."""
-    return {
-        (name, number): greedy_tokens(family, overrides, prompt_of(number), NUM_TOKENS)
-        for name, (family, overrides) in MODELS.items()
-        for number in range(NUM_PROMPTS)
-    }
+def model_of(asked: Asked, said: Mapping[str, Mapping[int, list[int]]]) -> str:
+    """Whose every token it is."""
+    (model,) = [name for name in said if said[name][asked.number] == asked.token_ids]
+    return model
 
 
 def test_streams_end_whole_and_what_is_asked_meanwhile_is_answered_by_the_next_unit(
     control_plane: ControlPlane, namespace: str, kubelet: Kubelet, models: None, tmp_path: Path
 ) -> None:
+    said = {name: said_by(name) for name in ENGINES}
+    assert all(said["first"][number] != said["second"][number] for number in range(NUM_PROMPTS))
     installed = Installed(control_plane, namespace, tmp_path)
     installed.install(
-        model=model_in("first"),
         servedModelName="both",
-        engine=ENGINE,
         router={"replicas": 1, "settings": {"localPrefill": "never", "fleetWaitS": REQUEST_S}},
+        **spec_of("first"),
     )
-    installed.wait_available()
-    said, states, requests = said_by(), list[str](), Asking(kubelet)
-
-    def model_of(asked: Asked) -> str:
-        """Whose every token it is."""
-        (model,) = [name for name in MODELS if said[name, asked.number] == asked.answer.ids]
-        return model
-
-    def answered_since(moment: float, count: int = 2 * NUM_AT_ONCE) -> list[Asked]:
-        requests.check()
-        found = [asked for asked in requests.answered if asked.began_at > moment]
-        return found if len(found) >= count else []
+    installed.wait_available(OVER_WITHIN_S)
+    states, requests = list[str](), Asking(kubelet)
 
     def look() -> dict[str, Any]:
         requests.check()
         assert len(units_of(control_plane, namespace)) <= 1, "never two units"
-        labels = (pod["metadata"]["labels"] for pod in kubelet.pods(UNIT_LABEL))
+        labels = [pod["metadata"]["labels"] for pod in kubelet.pods(UNIT_LABEL)]
         assert len({each[UNIT_LABEL] for each in labels}) <= 1, "nor pods of two"
         status: dict[str, Any] = installed.read("servingcluster/default")["status"]
         state = status["rollout"]["state"]
@@ -182,10 +187,9 @@ def test_streams_end_whole_and_what_is_asked_meanwhile_is_answered_by_the_next_u
         return status
 
     try:
-        eventually(lambda: answered_since(0.0), "the first model answers", REQUEST_S)
-        before = look()["unit"]
-        changed_at = time.monotonic()
-        patch = json.dumps({"spec": {"model": model_in("second")}})
+        eventually(lambda: requests.since(0.0), "the first model answers", REQUEST_S)
+        before, changed_at = look()["unit"], time.monotonic()
+        patch = json.dumps({"spec": spec_of("second")})
         control_plane.kubectl(
             *("-n", namespace, "patch", "servingcluster/default", "--type=merge", "-p", patch)
         )
@@ -197,15 +201,17 @@ def test_streams_end_whole_and_what_is_asked_meanwhile_is_answered_by_the_next_u
 
         eventually(is_over, "the second model serves", OVER_WITHIN_S)
         over_at = time.monotonic()
-        eventually(lambda: answered_since(over_at), "it answers", REQUEST_S)
+        eventually(lambda: requests.since(over_at), "it answers", REQUEST_S)
     finally:
         requests.end()
     assert states[0] == states[-1] == "AsWanted"
     assert "Draining" in states
-    models = [(asked.began_at, model_of(asked)) for asked in requests.answered]
-    assert {model for began_at, model in models if began_at < changed_at - 60} <= {"first"}
-    assert {model for began_at, model in models if began_at > over_at} == {"second"}
-    waited = [asked for asked in requests.answered
-              if changed_at < asked.began_at < over_at and model_of(asked) == "second"]  # fmt: skip
+    models_of = [(asked.began_at, model_of(asked, said)) for asked in requests.answered]
+    waited = [began_at for began_at, model in models_of
+              if changed_at < began_at < over_at and model == "second"]  # fmt: skip
+    print(
+        f"{len(models_of)} requests, {len(waited)} waited; {over_at - changed_at:.0f} s; {states}"
+    )
     assert waited, "what was asked meanwhile was answered by the second"
-    print(f"{len(models)} requests, {len(waited)} waited; {over_at - changed_at:.0f} s; {states}")
+    assert {model for began_at, model in models_of if began_at > over_at} == {"second"}
+    assert {model for began_at, model in models_of if began_at < changed_at} == {"first"}

@@ -83,12 +83,12 @@ class Installed:
             "-n", self.namespace, "scale", f"wp/{pool}", f"--replicas={replicas}"
         )
 
-    def wait_available(self) -> None:
+    def wait_available(self, within_s: float = AVAILABLE_WITHIN_S) -> None:
         def told() -> dict[str, Any] | None:
             found = condition(self.read("servingcluster/default"), "Available")
             return found if found.get("status") == "True" else None
 
-        eventually(told, "the ServingCluster is available", AVAILABLE_WITHIN_S)
+        eventually(told, "the ServingCluster is available", within_s)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.baton.terminal import default_signals
 
 Capture = pytest.CaptureFixture[str]
 ENDPOINTS = {"grpc": "default-router.serving.svc:7100",
-             "control": "default-head-svc.serving.svc:7101"}  # fmt: skip
+             "control": "default-control.serving.svc:7101"}  # fmt: skip
 NEEDED = "list servingclusters.baton.dev, get services, get and list pods, create pods/portforward"
 
 
@@ -60,7 +60,7 @@ def test_what_cannot_be_chosen_is_told_with_what_to_do(
 
 def test_an_endpoint_is_a_port_of_a_service() -> None:
     told = cluster("default", ENDPOINTS)
-    assert target(told, "control") == Target("serving", "default-head-svc", 7101)
+    assert target(told, "control") == Target("serving", "default-control", 7101)
     assert target(told, "grpc") == Target("serving", "default-router", 7100)
     by_tls = cluster("default", {"grpc": f"grpcs://{ENDPOINTS['grpc']}"})
     name = "default-router.serving.svc"
@@ -128,7 +128,7 @@ def test_a_command_asks_through_a_port_that_is_forwarded_and_nothing_is_left(
     assert (folder / "asked").read_text().splitlines() == [
         "--context=there --namespace=serving get servingclusters.baton.dev --output json",
         "--context=there --namespace=serving --namespace serving port-forward "
-        "--pod-running-timeout 10s --address 127.0.0.1 service/default-head-svc :7101",
+        "--pod-running-timeout 10s --address 127.0.0.1 service/default-control :7101",
     ]
     assert has_ended(folder)
 
@@ -140,7 +140,7 @@ def test_a_port_that_cannot_be_forwarded_is_told_in_kubectls_words(
     assert main(["status"]) == 3
     first, second = capsys.readouterr().err.splitlines()
     assert first == (
-        "kubectl baton: service/default-head-svc: unable to forward port because pod is not running"
+        "kubectl baton: service/default-control: unable to forward port because pod is not running"
     )
     assert "get pods,service" in second
     assert has_ended(folder)
