@@ -131,10 +131,10 @@ def up(
         auto = stack.enter_context(AutoSettings(config, reaper.variables))
         on_progress("starting Ray")
         ray_processes = start_ray(stack, reaper)
+        _check_gpus(config)  # of pools that say cuda; `auto` takes no more than there are
         config, choices = auto.result()
         for choice in choices:
             on_progress(choice)
-        _check_gpus(config)
         _build_kernels(config, on_progress)
         (run_dir / _CONFIG_FILE).write_text(config.to_yaml())
         on_progress("starting the supervisor")
