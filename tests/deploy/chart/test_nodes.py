@@ -14,6 +14,7 @@ from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext, head_template, worker_template
 from deploy.controller.manifests.routers import router_deployment
 from deploy.controller.manifests.worker_pool import worker_pool
+from deploy.controller.units import unit_of
 from tests.deploy.chart.chart import NAMESPACE, Helm, Object, first_cluster, of_kind, one
 from tests.deploy.chart.golden import COMBINATIONS
 from tests.deploy.chart.test_rendering import KUBERNETES
@@ -27,14 +28,16 @@ def pods_of(helm: Helm, values: dict[str, Any]) -> dict[str, Object]:
     as Kubernetes takes it."""
     cluster = one(helm.template(values), "ServingCluster")
     spec = read_spec(ServingClusterSpec, cluster)
-    context = PodContext(OWNER, spec, RELEASE, "0", "routers")
+    pools = {
+        name: read_spec(WorkerPoolSpec, worker_pool(OWNER, name, template, "baton.dev/drain"))
+        for name, template in cluster["spec"]["pools"].items()
+    }
+    context = PodContext(OWNER, spec, RELEASE, unit_of(cluster["spec"], pools), "routers")
     pods = {
         "head": head_template(context),
         "router": router_deployment(context)["spec"]["template"],
     }
-    for name, template in cluster["spec"]["pools"].items():
-        pool = read_spec(WorkerPoolSpec, worker_pool(OWNER, name, template, "baton.dev/drain"))
-        pods[name] = worker_template(context, name, pool)
+    pods |= {name: worker_template(context, pool) for name, pool in pools.items()}
     for name, pod in pods.items():
         obj = {"apiVersion": "v1", "kind": "Pod", **pod}
         obj["metadata"] = {"name": name, **pod["metadata"]}

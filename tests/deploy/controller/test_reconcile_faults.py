@@ -31,7 +31,7 @@ from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
 from tests.deploy.controller.test_manifests import OWNER, RELEASE, ray_of, spec_of
 
 KEY = Key(OWNER.namespace, OWNER.name)
-CLUSTER = {
+CLUSTER: dict[str, Any] = {
     "apiVersion": API_VERSION,
     "kind": "ServingCluster",
     "metadata": {
