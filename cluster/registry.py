@@ -167,7 +167,7 @@ class Registry:
     def register(self, registration: Registration) -> Stream | None:
         """Take in a worker, to be heard on a stream; None: a newer incarnation of it is there.
 
-        Raises OtherModelError for a worker of another model than the first worker's.
+        Raises OtherModelError for a worker of another model than those that are here.
         """
         self._check_model(registration)
         worker_id, now = registration.worker_id, self._clock()
@@ -352,6 +352,8 @@ class Registry:
     def _changed(self) -> None:
         """A worker has come, has gone or is in another state."""
         self._num_changes += 1
+        if self._workers and all(w.state is WorkerState.GONE for w in self._workers.values()):
+            self._model_fingerprint = b""  # nobody is left that another model could clash with
         self._count_live()
 
     def _count_live(self) -> None:

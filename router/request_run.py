@@ -349,4 +349,5 @@ class RequestRun:
             num_cached_tokens_prefill=placement.num_cached_tokens_prefill if placement else 0,
             num_cached_tokens_decode=placement.num_cached_tokens_decode if placement else 0,
             attempt=self._retrying.attempt_number,
+            model_fingerprint=self._parts.model.fingerprint,
         )

@@ -52,7 +52,7 @@ def check_resumable(parsed: ParsedRequest, model: ServedModel) -> None:
             " send the seed that Routed told",
             field="seed",
         )
-    model.check_resumable()
+    model.check_same(parsed.model_fingerprint)
 
 
 async def find_running(

@@ -90,7 +90,7 @@ class Router:
         return RunParts(
             config=self.config,
             text=self.text,
-            model=ServedModel(self.clock, self.config.max_timeout_s),
+            model=ServedModel(),
             fleet=self.fleet,
             links=self.links,
             admission=self.admission,
@@ -244,12 +244,15 @@ class Router:
     # --- the fleet -----------------------------------------------------------------------------
 
     def _take_fleet(self, report: FleetReport) -> None:
-        if self._parts.model.update(report.model_fingerprint):
-            log.warning("another model is served now: streams of the old one are not resumable")
-            for run in list(self._runs.values()):
-                run.lose_model()
-            self.links.drop_all()
-        self.links.update(report)
+        if not self._parts.model.is_replaced_by(report.model_fingerprint):
+            self.links.update(report)
+            return
+        for run in list(self._runs.values()):
+            run.lose_model()
+        self.links.drop_all()
+        if not self.fault.done():
+            log.critical("another model is served now: this router ends, to read its tokenizer")
+            self.fault.set_result(None)
 
     def _is_served(self, facts: WorkerFacts) -> bool:
         return facts.model == self.model_name

@@ -1,17 +1,16 @@
-"""Which model the unit behind the registry serves: a router never mixes two.
+"""Which model this router serves: one for its life, since its tokenizer is that model's.
 
 A registry refuses workers of another model than its first worker's. If it reports another model
 than before, another unit has taken the old one's place:
 
 1. Streams that have put out tokens end as NOT_RESUMABLE.
-2. The router drops the old workers, and with them what the prefix index holds of them.
-3. New requests, and those without a token, go to the new model.
+2. The router drops its workers and takes no others. It drains and ends; whoever starts it again has
+   it read the new model's tokenizer.
+3. A client names the model that its tokens come from when it comes back (`Routed`), so that no
+   router goes on with them on another model.
 """
 
 from __future__ import annotations
-
-import math
-from collections.abc import Callable
 
 from baton.errors import NotResumableError
 
@@ -24,27 +23,19 @@ def not_resumable() -> NotResumableError:
 
 
 class ServedModel:
-    """Own the fingerprint that the registry reported last."""
+    """Own the fingerprint of the model that this router serves."""
 
-    def __init__(self, clock: Callable[[], float], max_stream_s: float) -> None:
-        """`max_stream_s`: no stream lives longer."""
-        self._clock, self._max_stream_s = clock, max_stream_s
-        self._fingerprint = b""
-        self._replaced_at_s = -math.inf
+    def __init__(self) -> None:
+        self.fingerprint = b""
+        """Empty: no worker has registered yet."""
 
-    def update(self, fingerprint: bytes) -> bool:
-        """Take in a fingerprint; return whether it replaces another model's. An empty one replaces
-        nothing: no worker has registered yet."""
-        if fingerprint in (b"", self._fingerprint):
-            return False
-        is_replaced = bool(self._fingerprint)
-        self._fingerprint = fingerprint
-        if is_replaced:
-            self._replaced_at_s = self._clock()
-        return is_replaced
+    def is_replaced_by(self, fingerprint: bytes) -> bool:
+        """Whether the registry reports another model. The first one that it reports is served."""
+        self.fingerprint = self.fingerprint or fingerprint
+        return fingerprint not in (b"", self.fingerprint)
 
-    def check_resumable(self) -> None:
-        """Raise NotResumableError while a stream that no worker keeps may be of the replaced
-        model."""
-        if self._clock() - self._replaced_at_s <= self._max_stream_s:
+    def check_same(self, fingerprint: bytes) -> None:
+        """Raise NotResumableError for tokens of another model. `fingerprint`: as the client brings
+        it; empty: it brings none."""
+        if fingerprint and self.fingerprint and fingerprint != self.fingerprint:
             raise not_resumable()
