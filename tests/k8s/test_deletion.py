@@ -133,13 +133,13 @@ def test_the_account_that_empties_the_redis_of_rays_head_goes_after_it(
     deletion = Deletion(control_plane, namespace)
     with operator_of(control_plane, namespace, tmp_path):
         control_plane.apply(made)
-        eventually(lambda: _num_of("Pod/default-head-", deletion), "the head has a pod", 60)
+        eventually(lambda: _num_of_heads(deletion), "the head has a pod", 60)
         deletion.begin()
         deletion.wait_over()
 
 
-def _num_of(prefix: str, deletion: Deletion) -> int:
-    return sum(name.startswith(prefix) for name in deletion.left())
+def _num_of_heads(deletion: Deletion) -> int:
+    return sum(name.startswith("Pod/default-") and "-head-" in name for name in deletion.left())
 
 
 def _draining(installed: Installed) -> list[object]:
