@@ -292,7 +292,7 @@ def of_model(model_fingerprint: bytes, worker_id: str = "decode-1") -> Registrat
     return Registration(worker_id, 7, "decode", b"info", "llama", model_fingerprint)
 
 
-def test_the_first_worker_s_model_binds_the_registry_also_once_that_worker_is_gone() -> None:
+def test_the_first_worker_s_model_binds_the_registry_while_any_worker_is_left() -> None:
     registry, _ = make()
     register(registry)  # it tells of no model
     assert registry.snapshot().model_fingerprint == b""
@@ -309,6 +309,15 @@ def test_the_first_worker_s_model_binds_the_registry_also_once_that_worker_is_go
     assert registry.register(of_model(b"one", "decode-2")) is not None
     assert registry.register(of_model(b"", "decode-3")) is not None
     assert registry.model_fingerprint == b"one"
+
+
+def test_a_fleet_that_has_gone_binds_no_model() -> None:
+    registry, _ = make()
+    assert registry.register(of_model(b"one")) is not None
+    registry.gone("decode-1", 7)
+    assert registry.snapshot().model_fingerprint == b""
+    assert registry.register(of_model(b"two", "decode-2")) is not None
+    assert registry.model_fingerprint == b"two"
 
 
 def test_a_refused_worker_is_named_with_what_clients_call_its_model_where_its_pool_is_unknown() -> (
