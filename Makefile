@@ -4,7 +4,7 @@ PYTHON := python3
 VENV := .venv
 PY := $(VENV)/bin/python
 BUF := node_modules/.bin/buf
-CODE := baton router prefill_worker decode_worker kv_transfer engine cluster deploy bench tests models
+CODE := baton router prefill_worker decode_worker kv_transfer engine cluster deploy cli bench tests models
 ENGINES := docker podman buildah
 IMAGES := baton
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from baton import render
-from baton.config import ClusterConfig
+from baton.config.cluster import ClusterConfig
 from baton.errors import ConfigError
 
 Tell = Callable[[str], None]

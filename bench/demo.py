@@ -80,7 +80,7 @@ class _Watch:
 def run_once() -> Run:
     """Run the command to its end. Raises RuntimeError when it fails or takes too long."""
     with tempfile.TemporaryDirectory(prefix="bd") as folder:  # short: Ray's sockets lie below it
-        command = [sys.executable, "-m", "baton.cli", "demo"]
+        command = [sys.executable, "-m", "cli.main", "demo"]
         watch = _Watch()
         with subprocess.Popen(
             command,

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from baton.config.engine import EngineConfig
 from bench import checkpoints
 from engine.api import Engine
 from engine.build import load_lone_engine
-from engine.config import EngineConfig
 from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
 
 PREFILL_LENGTHS = (512, 2048)

@@ -30,9 +30,9 @@ from typing import Protocol
 import numpy as np
 import uvloop
 
+from baton.config.transfer import TransferConfig
 from bench.table import markdown
 from cluster.preflight.lone_rank import LoneRank, MemoryShape
-from kv_transfer.config import TransferConfig
 from kv_transfer.layout import BlockId
 from kv_transfer.lease import Lease, WorkerIdentity
 from kv_transfer.routes import Route

@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from baton.client import Client
-from baton.config import ClusterConfig, ControlConfig, PoolConfig
-from baton.events import Finished, HandedOff, Tokens
-from cluster import local
-from engine.config import EngineConfig
-from router.config import RouterConfig
+from baton.client.events import Finished, HandedOff, Tokens
+from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
+from baton.config.engine import EngineConfig
+from baton.config.router import RouterConfig
+from cluster.local import bring_up as local
 
 PROMPT_LENGTHS = (128, 512, 1024, 2000)  # the last one is prefilled in two chunks
 NUM_TOKENS = 32

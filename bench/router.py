@@ -29,11 +29,11 @@ import numpy as np
 import psutil
 import uvloop
 
+from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from bench.table import markdown
 from kv_transfer.block_hash import BlockHash
 from router.admission import Admission
-from router.config import RouterConfig
 from router.fleet import Fleet, WorkerState
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks

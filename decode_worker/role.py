@@ -22,9 +22,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
-from baton.session_wire import ANY_ATTEMPT
-from baton.worker_wire import finish_reason_from_proto
-from decode_worker.config import DecodeConfig
+from baton.config.decode import DecodeConfig
+from baton.wire import ANY_ATTEMPT
 from decode_worker.errors import NoSessionError, OtherBodyError, StaleAttemptError
 from decode_worker.request_log import Record, RequestLog, Submission
 from decode_worker.role_tasks import RoleTasks
@@ -41,6 +40,7 @@ from engine.request import (
     ReservedEvent,
     TokenEvent,
 )
+from engine.wire import finish_reason_from_proto
 from kv_transfer.clock import Clock
 from kv_transfer.errors import LeaseError
 from kv_transfer.lease import FirstToken, WorkerIdentity

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton.session_wire import DEADLINE, ORPHANED
+from baton.wire import DEADLINE, ORPHANED
 from decode_worker.request_log import Record, Submission
 from decode_worker.session import Moved, Notice, Reserved, RouterSession
 from engine.request import RequestId, SampledToken, TokenLogprobs

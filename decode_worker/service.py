@@ -13,12 +13,13 @@ import grpc.aio
 from baton.errors import InvalidRequestError
 from baton.status import first_message
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from baton.worker_wire import ReadSpec, field_on_wire, finish_reason_to_proto
+from baton.wire import field_on_wire
 from decode_worker.errors import NoSessionError, NotHereError, OtherBodyError
 from decode_worker.request_log import Submission, TokenRun
 from decode_worker.role import DecodeRole
 from decode_worker.session import Refusal, Rejected, RouterSession, Update
 from engine.request import TokenLogprobs
+from engine.wire import finish_reason_to_proto, read_spec
 from kv_transfer.lease import WorkerIdentity, logprobs_from_proto, logprobs_to_proto
 
 log = logging.getLogger(__name__)
@@ -38,9 +39,8 @@ _REFUSALS = {
 
 
 class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
-    def __init__(self, role: DecodeRole, read_spec: ReadSpec, open_timeout_s: float) -> None:
+    def __init__(self, role: DecodeRole, open_timeout_s: float) -> None:
         self._role = role
-        self._read_spec = read_spec
         self._open_timeout_s = open_timeout_s
 
     async def Session(  # noqa: N802
@@ -91,7 +91,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         ValueError for what is no fault of the client's: a writer that is none, log-probabilities
         that are not as many as the tokens that were emitted."""
         wire = message.spec
-        spec, writer = self._read_spec(wire), None
+        spec, writer = read_spec(wire), None
         if message.HasField("writer"):
             writer = WorkerIdentity.from_proto(message.writer)
         known = message.emitted_logprobs

@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 
-from engine.config import AUTO
+from baton.config.engine import AUTO
 from engine.device import choose_device
 from engine.dtype import choose_dtype
 from engine.models.errors import ModelError

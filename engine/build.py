@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from baton.config.engine import AUTO, EngineConfig
 from engine import compute_threads
 from engine.api import KvMemory, KvSink, ModelSpec, Runner
-from engine.config import AUTO, EngineConfig
 from engine.core import EngineCore
 from engine.local_memory import LocalDeviceMemory, LocalKvMemory, LocalSink
 from kv_transfer.layout import RegionLayout

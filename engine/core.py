@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from baton.config.engine import EngineConfig
 from engine.admission import Limits
 from engine.api import EngineCapacity, EngineLoad, KvSink, ModelSpec, Runner
-from engine.config import EngineConfig
 from engine.kv_cache import KvCache
 from engine.learned_rates import LearnedRates
 from engine.request import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.config import AUTO, EngineConfig
+from baton.config.engine import AUTO, EngineConfig
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from baton.config.engine import EngineConfig
 from engine.api import KvMemory, KvSink, ModelSpec
-from engine.config import EngineConfig
 from engine.mixing import U64, mix, mix_all
 from engine.request import (
     RequestId,

@@ -13,10 +13,10 @@ import logging
 import numpy as np
 import torch
 
+from baton.config.engine import EngineConfig
 from engine.api import ModelSpec
 from engine.attention.decode_rows import MOST_BLOCKS
 from engine.attention.paged_kv import PagedKv
-from engine.config import EngineConfig
 from engine.device import device_of
 from engine.local_memory import LocalDeviceMemory
 from engine.models.decoder import Decoder

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from baton.config.engine import EngineConfig
 from engine import compute_threads
 from engine.api import KvMemory, KvSink, ModelSpec
 from engine.attention.choice import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES, PagedKv
-from engine.config import EngineConfig
 from engine.device import device_of
 from engine.layer_pushes import LayerPushes
 from engine.models.decoder import Decoder

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from baton.config.engine import EngineConfig
 from engine.api import KvSink, Runner
-from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import RequestId, RequestSpec, SamplingParams
 

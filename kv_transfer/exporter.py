@@ -26,9 +26,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
 from kv_transfer.clock import Clock, LoopClock, Timer
-from kv_transfer.config import TransferConfig
 from kv_transfer.errors import (
     CancelledHandoffError,
     FencedError,

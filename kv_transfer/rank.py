@@ -28,8 +28,8 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
+from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
-from kv_transfer.config import TransferConfig
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import HandoffId, RegionLayout
 from kv_transfer.lease import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kv_transfer.config import TransferConfig
+from baton.config.transfer import TransferConfig
 from kv_transfer.transport import Transport
 
 

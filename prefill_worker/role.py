@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from baton.worker_wire import finish_reason_to_proto
 from engine.errors import EngineStoppedError, InvalidRequestError
 from engine.loop import EngineThread
 from engine.request import (
@@ -32,6 +31,7 @@ from engine.request import (
     RequestSpec,
     SampledToken,
 )
+from engine.wire import finish_reason_to_proto
 from kv_transfer.errors import HandoffError
 from kv_transfer.exporter import Exporter
 from kv_transfer.lease import FirstToken, FirstTokenLogprobs, Lease, Receipt

@@ -11,7 +11,8 @@ import grpc.aio
 from baton.errors import InvalidRequestError
 from baton.status import abort
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from baton.worker_wire import ReadSpec, field_on_wire, finish_reason_to_proto
+from baton.wire import field_on_wire
+from engine.wire import finish_reason_to_proto, read_spec
 from kv_transfer.errors import (
     FingerprintError,
     LeaseError,
@@ -43,10 +44,9 @@ _NOT_FOR_US: dict[type[Exception], str] = {
 
 
 class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
-    def __init__(self, role: PrefillRole, kv_fingerprint: bytes, read_spec: ReadSpec) -> None:
+    def __init__(self, role: PrefillRole, kv_fingerprint: bytes) -> None:
         self._role = role
         self._kv_fingerprint = kv_fingerprint
-        self._read_spec = read_spec
         self._asked_again: dict[tuple[str, int], bool] = {}
         """By the lease and epoch of every call under way: whether another call has asked for it
         since. Then the lease's owner ends the prefill, and not the end of the first call."""
@@ -92,7 +92,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         if wire.kv_fingerprint != self._kv_fingerprint:
             raise FingerprintError("this worker's KV is of another kind")
         timeout_s = wire.timeout_ms / 1000 if wire.HasField("timeout_ms") else None
-        spec = self._read_spec(wire)
+        spec = read_spec(wire)
         try:
             lease = Lease.from_proto(request.lease)
         except ValueError as error:

@@ -13,9 +13,9 @@ from wsgiref.simple_server import WSGIServer
 import uvloop
 from prometheus_client import start_http_server
 
-from baton.config import ClusterConfig, load_config
+from baton.config.cluster import ClusterConfig, load_config
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from router.config import RouterConfig
 from router.listening import cannot_listen, split_address
 from router.metrics import RouterMetrics
 from router.router import Router

@@ -6,8 +6,8 @@ import asyncio
 
 import grpc.aio
 
+from baton.config.router import RouterConfig
 from router.callers import Callers
-from router.config import RouterConfig
 from router.tls import ServerTls
 
 _LOOK_S = 1.0

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from baton.config.router import RouterConfig
 from baton.errors import OverloadedError
-from router.config import RouterConfig
 from router.fair_share import FairShare
 from router.fleet import Fleet
 from router.placement import Bools, Placement, Reach, longest_open, reach

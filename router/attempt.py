@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from baton.session_wire import DEADLINE, ORPHANED
+from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, worker_pb2
-from router.config import RouterConfig
+from baton.wire import DEADLINE, ORPHANED
 from router.early_tokens import EarlyTokens
 from router.failure import AttemptError, Failure, failure_of, loss_of
 from router.fleet import WorkerEntry

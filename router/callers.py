@@ -11,9 +11,9 @@ from pathlib import Path
 
 import yaml
 
-from baton import yaml_file
+from baton.config import yaml_file
+from baton.config.router import AuthConfig
 from baton.errors import ConfigError, UnauthenticatedError
-from router.config import AuthConfig
 from router.rereading import Reread
 
 Metadata = Iterable[tuple[str, str | bytes]]

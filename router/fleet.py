@@ -16,7 +16,7 @@ from typing import NewType
 
 import numpy as np
 
-from router.config import RouterConfig
+from baton.config.router import RouterConfig
 from router.placement import FleetArrays, Placement
 from router.recent_peak import RecentPeak
 from router.stopped_pools import StoppedPools

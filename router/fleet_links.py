@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from router.config import RouterConfig
+from baton.config.router import RouterConfig
 from router.fleet import Fleet, ReportedLoad, WorkerEntry, WorkerState
 from router.kv_follower import IndexState
 from router.prefix_index import PrefixIndex

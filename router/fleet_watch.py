@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import grpc.aio
 
+from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from router.backoff import Backoff
-from router.config import RouterConfig
 from router.fleet import ReportedLoad, WorkerState
 from router.fleet_links import FleetReport, WorkerReport
 from router.stopped_pools import PoolReport

@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 
+from baton.config.router import RouterConfig
 from baton.grpc_options import accepts_pings
-from router.config import RouterConfig
 from router.listening import cannot_listen, check_can_listen
 
 

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from baton.errors import BatonError
 from baton.grpc_options import WORKER_MESSAGE_BYTES
-from baton.session_wire import DEADLINE
 from baton.v1 import common_pb2, worker_pb2
+from baton.wire import DEADLINE
 
 TokenLogprobs = common_pb2.Logprobs  # carried from worker to client unread
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from router.config import RouterConfig
+from baton.config.router import RouterConfig
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

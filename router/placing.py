@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router.config import RouterConfig
+from baton.config.router import RouterConfig
 from router.fleet import Fleet
 from router.placement import Bools, Placement, PlacementQuery, choose, ranked
 from router.prediction import earliest_first_token_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from router.config import RouterConfig
+from baton.config.router import RouterConfig
 from router.placement import FleetArrays, PlacementQuery
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from baton.config.router import RouterConfig
 from baton.errors import NoCapacityError, UnavailableError
-from router.config import RouterConfig
 from router.fleet import Fleet
 from router.placement import Reach
 from router.ticket import Ticket

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc.aio
 
+from baton.config.router import RouterConfig
 from baton.v1 import control_pb2, control_pb2_grpc
 from router.backoff import Backoff
-from router.config import RouterConfig
 from router.figures import Waiting
 from router.fleet import Fleet
 from router.ticket import Ticket

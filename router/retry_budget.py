@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from router.config import RouterConfig
+from baton.config.router import RouterConfig
 
 MAX_TENANTS = 4096  # the longest unused is forgotten, and with it starts from a full bucket
 

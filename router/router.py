@@ -17,10 +17,10 @@ import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
+from baton.config.router import RouterConfig
 from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
 from baton.v1 import control_pb2
 from router.admission import Admission
-from router.config import RouterConfig
 from router.figures import Figures
 from router.fleet import Fleet
 from router.fleet_links import FleetLinks, FleetReport

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import quote
 
+from baton.config.router import RouterConfig
 from router.admission import Admission
-from router.config import RouterConfig
 from router.fleet import Fleet
 from router.fleet_links import FleetLinks
 from router.metrics import RouterMetrics

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from baton.config.router import RouterConfig
 from baton.errors import OverloadedError
-from router.config import RouterConfig
 from router.fair_share import FairShare
 
 AT_ONCE = 256

@@ -10,10 +10,10 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from baton.config.router import RouterConfig
 from baton.grpc_options import accepts_pings, sends_pings
 from baton.v1 import router_pb2, router_pb2_grpc
 from router.access import Access
-from router.config import RouterConfig
 from router.gate import Gate
 from router.health_port import HealthPort
 from router.listening import cannot_listen, check_can_listen

@@ -23,8 +23,8 @@ from typing import Protocol, TypeVar
 
 import grpc.aio
 
-from baton.session_wire import ANY_ATTEMPT
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.wire import ANY_ATTEMPT
 
 log = logging.getLogger(__name__)
 

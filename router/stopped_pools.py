@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.config import LocalPrefill
+from baton.config.router import LocalPrefill
 
 
 @dataclass(frozen=True)

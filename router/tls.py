@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 
+from baton.config.router import TlsConfig
 from baton.errors import ConfigError
-from router.config import TlsConfig
 from router.rereading import Reread
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from baton.config.router import RouterConfig
 from baton.errors import DeadlineError, OverloadedError
-from router.config import RouterConfig
 from router.fair_share import FairShare
 
 T = TypeVar("T")

@@ -20,10 +20,10 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from baton.config.router import RouterConfig
 from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from router.backoff import Backoff
-from router.config import RouterConfig
 from router.contact import SETTLED_S, Contact
 from router.fleet import WorkerEntry, WorkerState
 from router.kv_follower import IndexState, KvFollower

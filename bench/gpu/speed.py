@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch._C._autograd import DeviceType
 
+from baton.config.engine import EngineConfig
 from bench.gpu.report import Report
 from bench.gpu.timing import CACHE_BYTES, device_s, host_s, wait_for
 from bench.random_model import SHAPES, Shape, random_model
 from engine.attention.choice import pick_kernels
 from engine.attention.paged_kv import PagedKv
 from engine.build import lone_engine
-from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.local_memory import LocalDeviceMemory
 from engine.models.config import model_config

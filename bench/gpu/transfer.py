@@ -79,8 +79,8 @@ def run(device: torch.device, report: Report) -> None:
 def _measure(device: torch.device, num_runs: int, block_bytes: int, rounds: int) -> Result:
     import uvloop
 
+    from baton.config.transfer import TransferConfig
     from bench import handoff
-    from kv_transfer.config import TransferConfig
 
     def copy_of(worker: LoneRank) -> handoff.LocalCopy:
         if device.type == "cpu":

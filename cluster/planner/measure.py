@@ -8,7 +8,7 @@ import statistics
 from dataclasses import dataclass
 from math import fsum
 
-from cluster.planner.config import PlannerConfig
+from baton.config.planner import PlannerConfig
 from cluster.planner.signals import (
     PoolSignals,
     QueueSignals,
@@ -17,7 +17,7 @@ from cluster.planner.signals import (
     WorkerPhase,
     WorkerSignals,
 )
-from cluster.role_plan import Role
+from cluster.pools.role_plan import Role
 
 _FEWEST_GAPS = 100  # of which five are above the 95th percentile
 

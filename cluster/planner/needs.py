@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cluster.planner.config import PlannerConfig
+from baton.config.planner import PlannerConfig
 from cluster.planner.itl_curve import ItlCurve
 from cluster.planner.measure import Demand, PoolMeasure
-from cluster.role_plan import Role
+from cluster.pools.role_plan import Role
 
 _WORTH_TELLING = 0.1  # share of the ITL target
 _LEAST_WAIT = 0.1  # share of the TTFT target that a wait may always take, however long a prompt

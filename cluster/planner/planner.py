@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 
-from cluster.planner.config import PlannerConfig
+from baton.config.planner import PlannerConfig
 from cluster.planner.measure import Demand, PoolMeasure, measure_demand, measure_pool
 from cluster.planner.needs import PoolLoad, need_of
 from cluster.planner.ratio import keep_ratio
@@ -25,7 +25,7 @@ from cluster.planner.roles import roles_of
 from cluster.planner.signals import PoolSignals, Signals
 from cluster.planner.sizing import Pool, Size, size_of
 from cluster.planner.state import PlannerState, PoolMemory
-from cluster.role_plan import Role, RolePlan
+from cluster.pools.role_plan import Role, RolePlan
 
 _COMES_UP_WITHIN_S = 1800.0  # a machine with GPUs that has to be ordered first takes minutes
 

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.planner.config import PlannerConfig
+from baton.config.planner import PlannerConfig
 from cluster.planner.sizing import Pool, Size
-from cluster.role_plan import Role
+from cluster.pools.role_plan import Role
 
 _ROUNDING = 1e-9
 

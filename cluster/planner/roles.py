@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cluster.planner.config import PlannerConfig
+from baton.config.planner import PlannerConfig
 from cluster.planner.needs import Need
 from cluster.planner.sizing import Pool
-from cluster.role_plan import RolePlan
+from cluster.pools.role_plan import RolePlan
 
 _ROUNDING = 1e-9
 

@@ -12,7 +12,7 @@ import enum
 import math
 from dataclasses import dataclass, field, fields
 
-from cluster.role_plan import Role, RolePlan
+from cluster.pools.role_plan import Role, RolePlan
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cluster.planner.config import PlannerConfig
+from baton.config.planner import PlannerConfig
 from cluster.planner.measure import PoolMeasure
 from cluster.planner.signals import PoolSignals
 from cluster.planner.state import PoolMemory

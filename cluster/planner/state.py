@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from cluster.planner.config import PlannerConfig
+from baton.config.planner import PlannerConfig
 from cluster.planner.itl_curve import ItlCurve
 from cluster.planner.measure import PoolMeasure
 from cluster.planner.needs import Need, NeedRange
 from cluster.planner.signals import PoolSignals
-from cluster.role_plan import Role, RolePlan
+from cluster.pools.role_plan import Role, RolePlan
 
 _EXTRA_OVER_S = 60.0  # time constant of what is beside decode steps: moments of it say little
 _HELD_UP_S = 6.0  # a caller that was refused something else, by an answer of the second before

@@ -21,9 +21,9 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
+from baton.config.transfer import TransferConfig
 from cluster.preflight.check import Check, Wanted, failure, ok, warning
 from cluster.preflight.lone_rank import LoneRank, MemoryShape
-from kv_transfer.config import TransferConfig
 from kv_transfer.errors import TransferError
 from kv_transfer.layout import BlockId
 from kv_transfer.lease import Lease, WorkerIdentity

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from baton.config.transfer import TransferConfig
 from engine.local_memory import LocalDeviceMemory
-from kv_transfer.config import TransferConfig
 from kv_transfer.exporter import Exporter
 from kv_transfer.layout import BlockId, HandoffId, KvLayout, LayerGroup, RegionLayout, TensorSpec
 from kv_transfer.lease import FirstToken, WorkerIdentity

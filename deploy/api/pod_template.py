@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from baton.settings import unknown_key
+from baton.config.settings import unknown_key
 from deploy.api.naming import GROUP
 
 MERGE_KEYS: Mapping[str, tuple[str, ...]] = {

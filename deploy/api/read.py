@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from baton import settings
+from baton.config import settings
 from baton.errors import ConfigError
 from deploy.api.checked import Checked
 from deploy.api.naming import camel

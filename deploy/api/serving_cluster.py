@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cluster.config import RegistryConfig, SupervisorConfig, WorkerSettings
-from cluster.planner.config import PlannerConfig
-from decode_worker.config import DecodeConfig
+from baton.config.decode import DecodeConfig
+from baton.config.engine import EngineConfig
+from baton.config.planner import PlannerConfig
+from baton.config.router import RouterConfig
+from baton.config.transfer import TransferConfig
+from baton.config.workers import RegistryConfig, SupervisorConfig, WorkerSettings
 from deploy.api.checked import Checked, Rule, bounded
 from deploy.api.model_source import SOURCE, HubSettings, ModelSource
 from deploy.api.naming import HOSTNAME, LABEL_KEY, NAMESPACED_NAME, OBJECT_NAME
 from deploy.api.worker_pool import DURATION, PoolTemplate
-from engine.config import EngineConfig
-from kv_transfer.config import TransferConfig
-from router.config import RouterConfig
 
 ZONE = "topology.kubernetes.io/zone"
 POOL_NAME = r"^[a-z0-9]([-a-z0-9]{0,32}[a-z0-9])?$"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from baton.config import Role
+from baton.config.cluster import Role
+from baton.config.engine import EngineConfig
 from deploy.api.checked import Checked, Rule, bounded
-from engine.config import EngineConfig
 
 MAX_REPLICAS = 1024
 DURATION = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"

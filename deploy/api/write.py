@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton import settings
-from baton.config import ClusterConfig, PoolConfig
+from baton.config import settings
+from baton.config.cluster import ClusterConfig, PoolConfig
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from deploy.api.naming import API_VERSION, camel
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
-from router.config import RouterConfig
 
 _SHARED = ("engine", "transfer", "worker", "decode", "registry", "supervisor", "planner")
 _MACHINES_OWN = ("host", "port", "metrics_port", "health_port", "reuse_port", "tls", "auth")

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from deploy.controller.informer import Informer, InformerSettings
-from deploy.controller.kube import Kube
+from deploy.controller.kit.informer import Informer, InformerSettings
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key, Object, Resource, Selection, key_of
 from deploy.controller.manifests.common import CLUSTER_LABEL, Owner
-from deploy.controller.objects import Key, Object, Resource, Selection, key_of
 from deploy.controller.resources import (
     DEPLOYMENTS,
     PODS,

@@ -24,29 +24,26 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from baton import settings
-from baton.config import ClusterConfig
+from baton.config import settings
+from baton.config.cluster import ClusterConfig
 from baton.errors import ConfigError
 from cluster.planner.planner import PoolPlan
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller import hindrances
-from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches, cluster_keys
-from deploy.controller.cluster_events import ClusterEvents
-from deploy.controller.cluster_status import Refusals
 from deploy.controller.companions import Companions
-from deploy.controller.conditions import Verdict, timestamp
-from deploy.controller.discovery import Discovery
-from deploy.controller.each import each
-from deploy.controller.errors import (
+from deploy.controller.fleet_watch import FleetWatch
+from deploy.controller.kit.applied import Applied
+from deploy.controller.kit.discovery import Discovery
+from deploy.controller.kit.each import each
+from deploy.controller.kit.errors import (
     KubeError,
     StatusError,
 )
-from deploy.controller.finalizers import Finalizers
-from deploy.controller.fleet_watch import FleetWatch
-from deploy.controller.kube import Kube
+from deploy.controller.kit.finalizers import Finalizers
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key, Object, Resource, key_of
 from deploy.controller.kuberay import KubeRay, new_groups
 from deploy.controller.manifests.cluster_yaml import (
     cluster_config,
@@ -62,7 +59,6 @@ from deploy.controller.manifests.routers import (
     router_deployment,
     router_service,
 )
-from deploy.controller.objects import Key, Object, Resource, key_of
 from deploy.controller.observed import Pod
 from deploy.controller.planning import Planning
 from deploy.controller.pool_size import within_bounds
@@ -75,7 +71,11 @@ from deploy.controller.resources import (
     WORKER_POOLS,
 )
 from deploy.controller.rollout import State, UnitSeen, next_step
-from deploy.controller.statuses import Statuses
+from deploy.controller.status import hindrances
+from deploy.controller.status.cluster_events import ClusterEvents
+from deploy.controller.status.cluster_status import Refusals
+from deploy.controller.status.conditions import Verdict, timestamp
+from deploy.controller.status.statuses import Statuses
 from deploy.controller.supervision import Supervision
 from deploy.controller.units import Unit, unit_of
 from deploy.controller.view import ClusterView, PoolView, groups_in

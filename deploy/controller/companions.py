@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy.api.serving_cluster import RouterSpec
-from deploy.controller.applied import Applied
-from deploy.controller.discovery import Discovery
-from deploy.controller.errors import KubeError
+from deploy.controller.kit.applied import Applied
+from deploy.controller.kit.discovery import Discovery
+from deploy.controller.kit.errors import KubeError
+from deploy.controller.kit.objects import Key, Resource, key_of
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.monitors import pod_monitor
@@ -23,7 +24,6 @@ from deploy.controller.manifests.pod_disruption_budgets import (
 )
 from deploy.controller.manifests.router_access import router_certificate
 from deploy.controller.manifests.routes import grpc_route, ingress
-from deploy.controller.objects import Key, Resource, key_of
 from deploy.controller.resources import (
     BUDGETS,
     CERTIFICATES,

@@ -14,19 +14,19 @@ import threading
 from dataclasses import dataclass, field
 
 from deploy.controller.caches import Caches
-from deploy.controller.cluster_events import ClusterEvents
 from deploy.controller.cluster_reconciler import ClusterReconciler
-from deploy.controller.election import Elector
-from deploy.controller.errors import UnreachableError
-from deploy.controller.events import EventRecorder
 from deploy.controller.fleet_watch import FleetWatch
-from deploy.controller.informer import InformerSettings
-from deploy.controller.kube import Kube
+from deploy.controller.kit.election import Elector
+from deploy.controller.kit.errors import UnreachableError
+from deploy.controller.kit.events import EventRecorder
+from deploy.controller.kit.informer import InformerSettings
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key
+from deploy.controller.kit.workers import Workers
+from deploy.controller.kit.workqueue import WorkQueue
 from deploy.controller.manifests.common import Release
-from deploy.controller.objects import Key
 from deploy.controller.operator_metrics import OperatorMetrics, Seen
-from deploy.controller.workers import Workers
-from deploy.controller.workqueue import WorkQueue
+from deploy.controller.status.cluster_events import ClusterEvents
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from baton.control_client import ControlClient
 from baton.errors import BatonError, DeadlineError
 from baton.seen_by_clients import NOTHING_SEEN, seen_by_clients
 from baton.v1 import control_pb2
-from deploy.controller.objects import Key
+from deploy.controller.kit.objects import Key
 from deploy.controller.observed import (
     NOTHING_HEARD,
     Fleet,

@@ -8,19 +8,19 @@ import contextlib
 import secrets
 from collections.abc import Mapping
 
-from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches
-from deploy.controller.errors import NotFoundError, UnreachableError
-from deploy.controller.finalizers import Finalizers
 from deploy.controller.group_size import group_size
-from deploy.controller.kube import Kube, Preconditions
+from deploy.controller.kit.applied import Applied
+from deploy.controller.kit.errors import NotFoundError, UnreachableError
+from deploy.controller.kit.finalizers import Finalizers
+from deploy.controller.kit.kube import Kube, Preconditions
+from deploy.controller.kit.objects import Object, Selection, is_owned, key_of
 from deploy.controller.manifests.cluster_yaml import cluster_config, unit_config_map
 from deploy.controller.manifests.common import CLUSTER_LABEL
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import GroupSize, ray_cluster, sized, worker_group
 from deploy.controller.manifests.shared import pods_account, ray_token
-from deploy.controller.objects import Object, Selection, is_owned, key_of
 from deploy.controller.observed import FleetPool
 from deploy.controller.resources import CONFIG_MAPS, RAY_CLUSTERS, SECRETS, SERVICE_ACCOUNTS
 from deploy.controller.rollout import State

@@ -9,9 +9,9 @@ from enum import Enum, auto
 
 from baton.seen_by_clients import NOTHING_SEEN, SeenByClients
 from baton.v1 import control_pb2
+from deploy.controller.kit.objects import Object
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL, UNIT_LABEL
-from deploy.controller.objects import Object
-from deploy.controller.pod_waits import waits_for
+from deploy.controller.status.pod_waits import waits_for
 
 _ENDS_WITHIN = datetime.timedelta(seconds=60)
 """A kubelet that runs has ended a pod so soon after its time is over."""

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from deploy.controller.errors import KubeError
-from deploy.controller.objects import Key, Object
+from deploy.controller.kit.errors import KubeError
+from deploy.controller.kit.objects import Key, Object
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _OF_RESOURCE = ("kind", "resource_namespace", "resource")

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from baton.fleet_signals import FleetSignals, PoolBounds
+from baton.config.planner import PlannerConfig
 from baton.v1 import control_pb2
-from cluster.planner.config import PlannerConfig
+from cluster.planner.fleet_signals import FleetSignals, PoolBounds
 from cluster.planner.planner import PoolPlan, decide
 from cluster.planner.state import PlannerState
 from deploy.api.worker_pool import RolePlan, WorkerPoolSpec
-from deploy.controller.objects import Key
+from deploy.controller.kit.objects import Key
 
 
 @dataclass

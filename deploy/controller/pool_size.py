@@ -5,7 +5,7 @@ one without has, the nearest that they allow is kept, and that is told. Pure.
 from __future__ import annotations
 
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.objects import Object
+from deploy.controller.kit.objects import Object
 from deploy.controller.view import PoolView
 
 

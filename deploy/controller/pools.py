@@ -14,16 +14,16 @@ from cluster.planner.planner import PoolPlan
 from deploy.api.checked import broken_by
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import PoolTemplate, WorkerPoolSpec
-from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches
-from deploy.controller.each import each
-from deploy.controller.errors import AlreadyExistsError, KubeError, NotFoundError, UnfitError
-from deploy.controller.finalizers import FINALIZER, Finalizers
-from deploy.controller.kube import Kube
+from deploy.controller.kit.applied import Applied
+from deploy.controller.kit.each import each
+from deploy.controller.kit.errors import AlreadyExistsError, KubeError, NotFoundError, UnfitError
+from deploy.controller.kit.finalizers import FINALIZER, Finalizers
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key, Object, key_of
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner
 from deploy.controller.manifests.worker_pool import kept, worker_pool
-from deploy.controller.objects import Key, Object, key_of
 from deploy.controller.resources import WORKER_POOLS
 from deploy.controller.view import ClusterView
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.api.naming import GROUP, VERSION
-from deploy.controller.objects import Resource
+from deploy.controller.kit.objects import Resource
 
 SERVING_CLUSTERS = Resource(GROUP, VERSION, "servingclusters")
 WORKER_POOLS = Resource(GROUP, VERSION, "workerpools")

@@ -10,9 +10,9 @@ import argparse
 from pathlib import Path
 
 from deploy.api.crd import KINDS
-from deploy.controller.command_connection import command_connection
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key, Resource
+from deploy.controller.kit.command_connection import command_connection
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key, Resource
 
 CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", namespaced=False)
 _FIELD_MANAGER = "baton-crds"

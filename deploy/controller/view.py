@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.kit.objects import Key, Object
 from deploy.controller.manifests.common import Owner
-from deploy.controller.objects import Key, Object
 from deploy.controller.observed import (
     NOTHING_HEARD,
     Fleet,

@@ -65,4 +65,4 @@ ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 1000:1000
 HEALTHCHECK NONE
-CMD ["python", "-m", "cluster.head"]
+CMD ["python", "-m", "cluster.supervisor.head"]

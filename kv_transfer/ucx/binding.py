@@ -11,7 +11,7 @@ import os
 from ctypes import POINTER, byref, c_int, c_int8, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
-from kv_transfer.config import TransferConfig
+from baton.config.transfer import TransferConfig
 from kv_transfer.errors import TransportError
 
 API_MAJOR, API_MINOR = 1, 21

@@ -22,7 +22,7 @@ from ctypes import byref, c_size_t, c_void_p
 from dataclasses import replace
 from functools import partial
 
-from kv_transfer.config import TransferConfig
+from baton.config.transfer import TransferConfig
 from kv_transfer.errors import TransportError
 from kv_transfer.lease import Region
 from kv_transfer.transport import (

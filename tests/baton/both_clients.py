@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from baton.client import AsyncClient, Client
-from baton.events import Event, Tokens
-from baton.request_stream import build_request
+from baton.client.events import Event, Tokens
+from baton.client.request_stream import build_request
 from tests.baton.small_router import SmallRouter
 
 

@@ -10,21 +10,21 @@ from itertools import pairwise
 
 import pytest
 
-from baton.autoscale import Autoscaler
+from baton.config.planner import PlannerConfig
+from baton.config.workers import RegistryConfig
 from baton.errors import NoCapacityError
-from baton.fleet_signals import FleetSignals, PoolBounds
 from baton.v1 import common_pb2, control_pb2, worker_pb2
-from cluster.config import RegistryConfig
-from cluster.control_service import Changes, serve
-from cluster.planner.config import PlannerConfig
+from cli.autoscale import Autoscaler
+from cluster.planner.fleet_signals import FleetSignals, PoolBounds
 from cluster.planner.measure import measure_demand
 from cluster.planner.planner import decide
 from cluster.planner.signals import PoolGaps, Signals, WorkerPhase, WorkerSignals
 from cluster.planner.state import PlannerState
-from cluster.pool_changes import PoolBacking, Unbacked
-from cluster.pool_settings import PoolSettings
-from cluster.registry import Progress, Registration, Registry
-from cluster.role_plan import Role
+from cluster.pools.pool_settings import PoolSettings
+from cluster.pools.role_plan import Role
+from cluster.registry.control_service import Changes, serve
+from cluster.registry.pool_changes import PoolBacking, Unbacked
+from cluster.registry.registry import Progress, Registration, Registry
 from tests.cluster.pool_settings import settings_of
 
 BOUNDS = {"prefill": PoolBounds(1, 4), "decode": PoolBounds(1, 4)}

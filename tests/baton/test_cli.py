@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.answer_meter import AnswerMeter
-from baton.cli import main
+from baton.client.events import Finished, FinishReason, Timings, Tokens, Usage
 from baton.control_client import ControlClient
 from baton.errors import InvalidRequestError, UnavailableError
-from baton.events import Finished, FinishReason, Timings, Tokens, Usage
+from cli.answer_meter import AnswerMeter
+from cli.main import main
 from tests.baton.small_router import Book, SmallControl, SmallRouter, answer, silent_address
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,7 +256,8 @@ def test_the_installed_command_tells_the_version_of_the_project() -> None:
 def test_the_version_of_what_is_not_installed_is_an_error_in_words() -> None:
     script = """
 import sys
-from baton import cli, render
+from cli import main as cli
+from baton import render
 sys.path = [path for path in sys.path if "site-packages" not in path]
 sys.exit(cli.main(["--version"]))
 """
@@ -307,7 +308,7 @@ def test_wrong_usage_is_told_by_the_parser(capsys: Capture) -> None:
 def test_interrupting_an_answer_aborts_it_and_exits_quietly(book: Book) -> None:
     hold = threading.Event()
     served = SmallRouter(book, hold=hold)
-    command = [sys.executable, "-m", "baton.cli", "generate", "hi", "--router", served.address]
+    command = [sys.executable, "-m", "cli.main", "generate", "hi", "--router", served.address]
     try:
         with subprocess.Popen(
             command,
@@ -331,7 +332,7 @@ def test_interrupting_an_answer_aborts_it_and_exits_quietly(book: Book) -> None:
 
 def test_asking_imports_neither_torch_nor_ray_nor_the_tokenizer(router: str) -> None:
     script = (
-        "import sys; from baton.cli import main; "
+        "import sys; from cli.main import main; "
         f"main(['generate', 'hi', '--router', {router!r}]); "
         "print([m for m in ('torch', 'ray', 'tokenizers', 'numpy', 'engine') if m in sys.modules])"
     )
@@ -361,7 +362,7 @@ class NoRay:
         if name.partition(".")[0] == "ray":
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, NoRay())
-from baton.cli import main
+from cli.main import main
 sys.exit(main(["up"]))
 """
     ended = subprocess.run(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from baton.client.events import Event, Tokens
 from baton.errors import BatonError, NotFoundError, OverloadedError, UnavailableError
-from baton.events import Event, Tokens
 from baton.v1 import router_pb2
 from tests.baton.both_clients import Connect, routers
 from tests.baton.small_router import Book, SmallRouter

@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-import baton.client as client_module
+import baton.client.client as client_module
+from baton.client.events import Event, Tokens
+from baton.client.request_stream import build_request
 from baton.errors import DeadlineError, UnavailableError
-from baton.events import Event, Tokens
-from baton.request_stream import build_request
 from tests.baton.both_clients import (
     SHORT_CALLS,
     Connect,

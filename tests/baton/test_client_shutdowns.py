@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
+from baton.client.events import Tokens
 from baton.errors import ShuttingDownError, UnavailableError
-from baton.events import Tokens
 from tests.baton.both_clients import Connect, indices_of, routers
 from tests.baton.proxied import proxied
 from tests.baton.small_router import Book, SmallRouter

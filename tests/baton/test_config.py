@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from baton import settings
-from baton.config import ClusterConfig, PoolConfig, load_config, parse_config
+from baton.config import settings
+from baton.config.cluster import ClusterConfig, PoolConfig, load_config, parse_config
+from baton.config.engine import EngineConfig
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from cluster.supervisor import Supervision
-from cluster.worker_config import worker_config
-from engine.config import EngineConfig
-from router.config import RouterConfig
+from cluster.supervisor.supervisor import Supervision
+from cluster.worker.config import worker_config
 
 
 def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model() -> None:

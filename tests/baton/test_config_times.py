@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.config import parse_config
+from baton.config.cluster import parse_config
 from baton.errors import ConfigError
-from cluster.worker_config import worker_config
+from cluster.worker.config import worker_config
 
 
 def test_a_drain_is_not_cut_short_by_the_supervisor() -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.demo_prompts import FOR_ANY_MODEL, read_prompts
 from baton.errors import ConfigError
-from baton.process_tree import Process, descendants, still_alive
+from cli.demo_prompts import FOR_ANY_MODEL, read_prompts
+from cluster.local.process_tree import Process, descendants, still_alive
 from tests.router.text_fixtures import byte_level_tokenizer, write_model
 
 SHIPPED = Path(__file__).resolve().parents[2] / "models" / "demo"
-BATON = [sys.executable, "-m", "baton.cli"]
+BATON = [sys.executable, "-m", "cli.main"]
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.events import Logprobs, Tokens, from_response
+from baton.client.events import Logprobs, Tokens, from_response
 from baton.v1 import common_pb2, router_pb2
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from baton.bring_up import Startup, read_config
-from baton.config import ClusterConfig, parse_config
+from baton.config.cluster import ClusterConfig, parse_config
 from baton.errors import ConfigError
 from baton.model_folder import with_model_folder
-from baton.process_tree import descendants
-from baton.progress import Steps
-from cluster.auto_settings import AutoSettings
-from cluster.worker_config import worker_config
+from cli.bring_up import Startup, read_config
+from cli.progress import Steps
+from cluster.local.process_tree import descendants
+from cluster.pools.auto_settings import AutoSettings
+from cluster.worker.config import worker_config
 from engine.build import find_model
 from tests.baton.small_hub import SmallHub, fill_cache
 

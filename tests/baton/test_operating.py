@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from baton.control_client import ControlClient
-from baton.process_tree import descendants, still_alive
 from baton.v1 import control_pb2
+from cluster.local.process_tree import descendants, still_alive
 from tests.baton.terminal import CTRL_C, CTRL_D, Terminal, default_signals
 
-BATON = [sys.executable, "-m", "baton.cli"]
+BATON = [sys.executable, "-m", "cli.main"]
 BAKER = ("Who is the baker in Willowmere?", "The baker of Willowmere is Mira.\n")
 # At this temperature the answer is noise, the same for the same seed, and does not end by itself.
 ENDLESS = ["--temperature", "100", "--seed", "1", "--max-tokens", "1500"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.operate import print_fleet
-from baton.pairing import unpaired
 from baton.v1 import common_pb2, control_pb2
+from cli.operate import print_fleet
+from cluster.registry.pairing import unpaired
 
 ROLES = {
     "prefill": common_pb2.WORKER_ROLE_PREFILL,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.cli import main
-from baton.process_tree import descendants
+from cli.main import main
+from cluster.local.process_tree import descendants
 
 Capture = pytest.CaptureFixture[str]
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from baton.process_tree import descendants, still_alive, wait_until_gone
+from cluster.local.process_tree import descendants, still_alive, wait_until_gone
 
 PARENT = (
     "import subprocess, sys; "

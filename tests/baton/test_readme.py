@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.cli import _parser
-from baton.config import parse_config
+from baton.config.cluster import parse_config
+from cli.main import _parser
 from tests.baton.small_router import Book, SmallRouter
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,14 +6,14 @@ import grpc
 import pytest
 
 from baton import status
+from baton.client.events import Tokens
+from baton.client.request_stream import RequestStream, build_request
 from baton.errors import (
     AlreadyExistsError,
     BatonError,
     InvalidRequestError,
     OverloadedError,
 )
-from baton.events import Tokens
-from baton.request_stream import RequestStream, build_request
 from baton.v1.router_pb2 import GenerateResponse, Routed
 from baton.v1.router_pb2 import Tokens as TokensMessage
 

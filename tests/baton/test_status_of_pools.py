@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.operate import print_fleet
 from baton.v1 import common_pb2, control_pb2
+from cli.operate import print_fleet
 
 Capture = pytest.CaptureFixture[str]
 

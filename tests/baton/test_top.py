@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.cli import main
-from baton.operate import Fleet, print_fleet
 from baton.render import out
-from baton.top import busy_of, screen
 from baton.v1 import common_pb2, control_pb2, worker_pb2
+from cli.main import main
+from cli.operate import Fleet, print_fleet
+from cli.top import busy_of, screen
 from tests.baton.small_router import SmallControl
 from tests.baton.terminal import CTRL_C, Terminal
 
@@ -177,7 +177,7 @@ def test_a_watch_goes_on_until_its_service_ends(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.full
 def test_on_a_terminal_a_watch_draws_anew_and_ctrl_c_ends_it(control: str) -> None:
-    command = [sys.executable, "-m", "baton.cli", "top", "--watch", "--control", control]
+    command = [sys.executable, "-m", "cli.main", "top", "--watch", "--control", control]
     with Terminal(command, os.environ) as terminal:
         for _ in range(3):
             terminal.wait_for(r"decode-0 +decode +live +50%")

@@ -12,23 +12,23 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from baton.config.decode import DecodeConfig
+from baton.config.engine import EngineConfig, FakeEngineConfig
+from baton.config.transfer import TransferConfig
+from baton.config.workers import RegistryConfig, WorkerSettings
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from cluster.config import RegistryConfig, WorkerSettings
-from cluster.rank import build_rank
-from cluster.request_wire import read_spec
-from cluster.role_plan import Role
-from cluster.worker import Worker
-from cluster.worker_config import RankPlace, WorkerConfig
-from decode_worker.config import DecodeConfig
+from cluster.pools.role_plan import Role
+from cluster.worker.config import RankPlace, WorkerConfig
+from cluster.worker.rank import build_rank
+from cluster.worker.worker import Worker
 from engine.api import EngineLoad
 from engine.build import (
     load_lone_engine,
     load_model_spec,
 )
-from engine.config import EngineConfig, FakeEngineConfig
 from engine.fake_runner import FakeRunner
 from engine.request import RequestSpec, TokenEvent
-from kv_transfer.config import TransferConfig
+from engine.wire import read_spec
 
 ENGINE = EngineConfig(
     backend="fake",

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.config import load_config
+from baton.config.cluster import load_config
+from baton.config.workers import RegistryConfig
 from baton.v1 import common_pb2, control_pb2
-from cluster.config import RegistryConfig
-from cluster.control_service import Changes, serve
-from cluster.fleet_wire import fleet_message
-from cluster.pool_settings import own_settings
-from cluster.registry import Registry
+from cluster.pools.pool_settings import own_settings
+from cluster.registry.control_service import Changes, serve
+from cluster.registry.fleet_wire import fleet_message
+from cluster.registry.registry import Registry
 
 Happened = Callable[[control_pb2.WatchFleetResponse], bool]
 
@@ -32,7 +32,7 @@ class Fleet:
     async def start(self, pool: str, index: int) -> None:
         worker_id = f"{pool}-{index}"
         self.processes[worker_id] = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "cluster.worker_process", "--config", str(self.config),
+            sys.executable, "-m", "cluster.worker.process", "--config", str(self.config),
             "--pool", pool, "--control", self.control, "--worker-id", worker_id,
         )  # fmt: skip
 

@@ -11,8 +11,8 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from baton.process_tree import Process, still_alive, wait_until_gone
-from cluster.supervisor_state import state_file
+from cluster.local.process_tree import Process, still_alive, wait_until_gone
+from cluster.supervisor.state import state_file
 from tests.cluster.pods import PodCluster
 from tests.cluster.ray_nodes import NodeProcess
 

@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.config import ClusterConfig
-from baton.process_tree import Process
-from cluster.config import pod_resource
-from cluster.pod import Pod
-from cluster.rank import free_port
-from cluster.reaper import Reaper, watched_over
-from cluster.router_process import RouterProcess
+from baton.config.cluster import ClusterConfig
+from baton.config.workers import pod_resource
+from cluster.local.process_tree import Process
+from cluster.local.reaper import Reaper, watched_over
+from cluster.local.router_process import RouterProcess
+from cluster.node.pod import Pod
+from cluster.worker.rank import free_port
 from tests.cluster.ray_nodes import NodeProcess, start_head, start_worker
 from tests.cluster.redis_server import WAITS_FOR_THE_GCS, Redis
 from tests.cluster.whole_cluster import Fleet, live_workers
@@ -45,7 +45,7 @@ class PodProcess:
     def drain(self, timeout_s: float) -> subprocess.Popen[str]:
         """What its `preStop` runs."""
         return subprocess.Popen(
-            [sys.executable, "-m", "cluster.pod_drain", f"--timeout={timeout_s}"],
+            [sys.executable, "-m", "cluster.node.pod_drain", f"--timeout={timeout_s}"],
             env=os.environ | self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -101,13 +101,13 @@ class PodCluster:
         return serving
 
     def head_command(self) -> list[str]:
-        command = [sys.executable, "-m", "cluster.head", f"--config={self.config_path}"]
+        command = [sys.executable, "-m", "cluster.supervisor.head", f"--config={self.config_path}"]
         return [*command, f"--run-dir={self.run_dir}"]
 
     def end_all(self) -> subprocess.CompletedProcess[str]:
         """What ends supervisor and replicas."""
         return subprocess.run(
-            [sys.executable, "-m", "cluster.head", "--end"],
+            [sys.executable, "-m", "cluster.supervisor.head", "--end"],
             env=os.environ | self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

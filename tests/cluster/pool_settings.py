@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from baton.config import ClusterConfig, PoolConfig
-from cluster.config import SupervisorConfig
-from cluster.pool_settings import PoolSettings, added_settings
-from cluster.role_plan import Role
+from baton.config.cluster import ClusterConfig, PoolConfig
+from baton.config.workers import SupervisorConfig
+from cluster.pools.pool_settings import PoolSettings, added_settings
+from cluster.pools.role_plan import Role
 
 TOLD = """
 pools:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from baton.process_tree import Process, descendants, still_alive, wait_until_gone
-from cluster.config import POD_LABEL
-from cluster.rank import free_port
+from baton.config.workers import POD_LABEL
+from cluster.local.process_tree import Process, descendants, still_alive, wait_until_gone
+from cluster.worker.rank import free_port
 
 _UP_WITHIN_S = 60.0
 _LEAVE_S = 5.0

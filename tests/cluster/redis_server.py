@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.rank import free_port
+from cluster.worker.rank import free_port
 
 _UP_WITHIN_S = 10.0
 WAITS_FOR_THE_GCS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}

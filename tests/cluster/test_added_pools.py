@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import pytest
 
-from baton.config import ClusterConfig, ControlConfig, PoolConfig
+from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.control_client import ControlClient
 from baton.errors import AlreadyExistsError, ConfigError, InUseError
-from cluster.rank import free_port
-from cluster.supervisor_state import state_file
+from cluster.supervisor.state import state_file
+from cluster.worker.rank import free_port
 from tests.cluster.pods import PodCluster, running_head
 from tests.cluster.whole_cluster import Fleet, Site, fake_cluster, live_workers, running_site
 

@@ -12,18 +12,18 @@ from typing import Any, cast
 
 import pytest
 
+from baton.config.engine import EngineConfig
+from baton.config.workers import RegistryConfig
 from baton.errors import UnavailableError
-from cluster import agreed_dtype, rank
-from cluster.agreed_dtype import with_agreed_dtype
-from cluster.config import RegistryConfig
-from cluster.control_service import Changes, serve
-from cluster.pool_settings import added_settings
-from cluster.rank import Rank, build_rank, free_port
-from cluster.registration import worker_info
-from cluster.registry import Registry
-from cluster.worker_config import RankPlace, WorkerConfig, worker_config
+from cluster.pools.pool_settings import added_settings
+from cluster.registry.control_service import Changes, serve
+from cluster.registry.registry import Registry
+from cluster.worker import agreed_dtype, rank
+from cluster.worker.agreed_dtype import with_agreed_dtype
+from cluster.worker.config import RankPlace, WorkerConfig, worker_config
+from cluster.worker.rank import Rank, build_rank, free_port
+from cluster.worker.registration import worker_info
 from engine.api import EngineCapacity, ModelSpec
-from engine.config import EngineConfig
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 from kv_transfer.lease import RankAddress, WorkerIdentity
 from kv_transfer.process import own_identity
@@ -57,7 +57,7 @@ async def test_the_first_worker_computes_in_its_own_dtype(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve(registry := registry_of("p", "d"), Changes(), "127.0.0.1:0") as control:
-        with caplog.at_level("INFO", "cluster.agreed_dtype"):
+        with caplog.at_level("INFO", "cluster.worker.agreed_dtype"):
             assert await agreed(config_of(tmp_path, control)) == "float32"
     assert caplog.messages == ["p computes in float32: the checkpoint's own dtype"]
     assert registry.pools.settings("d").dtype == "float32"
@@ -68,7 +68,7 @@ async def test_the_next_one_computes_in_what_the_others_do(
 ) -> None:
     async with serve(registry := registry_of("p", "d"), Changes(), "127.0.0.1:0") as control:
         registry.pools.agree_dtype("d", "float16")
-        with caplog.at_level("INFO", "cluster.agreed_dtype"):
+        with caplog.at_level("INFO", "cluster.worker.agreed_dtype"):
             assert await agreed(config_of(tmp_path, control)) == "float16"
     assert caplog.messages == [
         "p computes in float16: agreed with the other workers; float32 by itself"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from baton.config import ClusterConfig, parse_config
+from baton.config.cluster import ClusterConfig, parse_config
 from baton.errors import ConfigError
-from cluster.auto_settings import AutoSettings, decided
+from cluster.pools.auto_settings import AutoSettings, decided
 
 
 def cluster(model: Path, engine: dict[str, Any], prefill: dict[str, Any]) -> ClusterConfig:

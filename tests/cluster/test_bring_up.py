@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import ClusterConfig
+from baton.config.cluster import ClusterConfig
+from baton.config.workers import RegistryConfig
 from baton.errors import ConfigError, UnavailableError
-from baton.process_tree import descendants, wait_until_gone
-from cluster.config import RegistryConfig
-from cluster.control_service import Changes, serve
-from cluster.local import _wait_for_pools, up
-from cluster.reaper import watched_over
-from cluster.registry import Registry
+from cluster.local.bring_up import _wait_for_pools, up
+from cluster.local.process_tree import descendants, wait_until_gone
+from cluster.local.reaper import watched_over
+from cluster.registry.control_service import Changes, serve
+from cluster.registry.registry import Registry
 from tests.cluster.pool_settings import settings_of
 from tests.cluster.whole_cluster import fake_cluster
 from tests.engine import checkpoints
@@ -173,7 +173,7 @@ def test_kill_9_of_baton_up_leaves_no_process_behind(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(fake_cluster(model, replicas=1).to_yaml())
     process = subprocess.Popen(
-        [sys.executable, "-m", "baton.cli", "up", "-f", str(file)],
+        [sys.executable, "-m", "cli.main", "up", "-f", str(file)],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -199,9 +199,9 @@ def test_the_reaper_ends_what_a_killed_process_leaves_even_if_it_does_not_listen
     )
     script = f"""
 import json, os, pathlib, subprocess, sys, time
-from cluster.reaper import watched_over
-from cluster.registry import Registry
-from cluster.role_plan import Role
+from cluster.local.reaper import watched_over
+from cluster.registry.registry import Registry
+from cluster.pools.role_plan import Role
 with watched_over() as reaper:
     child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], stdout=subprocess.PIPE,
                              start_new_session=True, env=os.environ | reaper.variables)

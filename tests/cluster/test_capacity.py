@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from baton.config.engine import FakeEngineConfig
 from baton.v1 import common_pb2, router_pb2
-from cluster.role_plan import Role
-from engine.config import FakeEngineConfig
+from cluster.pools.role_plan import Role
 from router.text import TextModel
 from tests.router.deployment import byte_model
 from tests.router.test_real_workers import Listed, router_over

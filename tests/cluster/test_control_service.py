@@ -14,14 +14,14 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.config.workers import RegistryConfig
 from baton.control_client import ControlClient
 from baton.errors import DeadlineError, InvalidRequestError, OtherModelError
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
-from cluster.config import RegistryConfig
-from cluster.control_service import Changes, serve
-from cluster.registration import Beat, Registrar
-from cluster.registry import Registry
+from cluster.registry.control_service import Changes, serve
+from cluster.registry.registry import Registry
+from cluster.worker.registration import Beat, Registrar
 from tests.cluster.pool_settings import settings_of
 from tests.router.proxy import Proxy
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import ClusterConfig, PoolConfig, parse_config
+from baton.config.cluster import ClusterConfig, PoolConfig, parse_config
 from baton.control_client import ControlClient
-from cluster.pool_settings import num_ranks, own_settings
-from cluster.worker_config import num_threads_of
+from cluster.pools.pool_settings import num_ranks, own_settings
+from cluster.worker.config import num_threads_of
 from tests.cluster.whole_cluster import PROMPT, Site, live_workers, run, running_site
 from tests.engine import checkpoints
 

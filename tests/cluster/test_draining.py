@@ -10,12 +10,12 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.config.workers import WorkerSettings
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from cluster.config import WorkerSettings
-from cluster.request_wire import read_spec
-from cluster.role_plan import Role
+from cluster.pools.role_plan import Role
 from decode_worker.request_log import Submission
 from decode_worker.session import Refusal
+from engine.wire import read_spec
 from kv_transfer.errors import LeaseServedError
 from kv_transfer.lease import Lease, LeaseId, WorkerIdentity
 from prefill_worker.role import DrainingError
@@ -107,7 +107,7 @@ async def test_a_worker_that_drained_leaves_once_its_routers_have_taken_the_last
 async def test_a_worker_that_drained_gives_a_router_up_that_takes_nothing(
     kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.worker._TAKEN_WITHIN_S", 0.3)
+    monkeypatch.setattr("cluster.worker.worker._TAKEN_WITHIN_S", 0.3)
     async with kit.running_worker("decode-9", Role.DECODE) as worker:
         session = worker.decode.open_session("router-a/1")
         worker.decode.submit(session, submission_of(kit.make_spec("last", 60)), None)

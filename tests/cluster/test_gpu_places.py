@@ -16,20 +16,20 @@ import psutil
 import pytest
 import ray
 
-from baton.cli import main
-from baton.config import ClusterConfig
+from baton.config.cluster import ClusterConfig
+from baton.config.engine import EngineConfig
+from baton.config.transfer import TransferConfig
 from baton.control_client import ControlClient
 from baton.errors import ConfigError
+from cli.main import main
 from cluster.errors import ReplicaError
-from cluster.local import start_ray
-from cluster.places import rank_resources
-from cluster.rank_gpus import VISIBLE, rank_environments
-from cluster.reaper import watched_over
-from cluster.replica import ReplicaName, Replicas
-from cluster.supervisor_handle import SupervisorHandle
-from cluster.worker_config import WorkerConfig, worker_config
-from engine.config import EngineConfig
-from kv_transfer.config import TransferConfig
+from cluster.local.bring_up import start_ray
+from cluster.local.reaper import watched_over
+from cluster.supervisor.bundles import rank_resources
+from cluster.supervisor.handle import SupervisorHandle
+from cluster.supervisor.replica import ReplicaName, Replicas
+from cluster.worker.config import WorkerConfig, worker_config
+from cluster.worker.rank_gpus import VISIBLE, rank_environments
 from tests.cluster.whole_cluster import fake_cluster
 
 NUM_GPUS = 2
@@ -166,7 +166,7 @@ def test_a_worker_process_starts_its_other_ranks_with_gpus_of_their_own(tmp_path
     (file := tmp_path / "cluster.yaml").write_text(
         dataclasses.replace(config, pools=pools).to_yaml()
     )
-    command = [sys.executable, "-m", "cluster.worker_process", "--config", str(file)]
+    command = [sys.executable, "-m", "cluster.worker.process", "--config", str(file)]
     command += ["--pool", "decode", "--control", "127.0.0.1:1"]
     loads_for_ever(tmp_path)
     with subprocess.Popen(command, env=os.environ | {VISIBLE: "4,6"}) as process:

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import pytest
 
-from baton.config import ControlConfig
-from cluster import head
-from cluster.rank import free_port
+from baton.config.cluster import ControlConfig
+from cluster.supervisor import head
+from cluster.worker.rank import free_port
 from kv_transfer.process import ProcessIdentity, is_gone
 from tests.cluster.pods import running_head
 from tests.cluster.whole_cluster import Site, fake_cluster, live_workers

@@ -13,14 +13,14 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from baton.config.transfer import TransferConfig
+from baton.config.workers import WorkerSettings
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from cluster.config import WorkerSettings
 from cluster.loop_door import LoopDoor
-from cluster.role_plan import Role
-from cluster.worker import EngineStuckError, Worker, WorkerFailedError
-from cluster.worker_config import RankPlace, WorkerConfig
-from cluster.worker_process import serve_worker
-from kv_transfer.config import TransferConfig
+from cluster.pools.role_plan import Role
+from cluster.worker.config import RankPlace, WorkerConfig
+from cluster.worker.process import serve_worker
+from cluster.worker.worker import EngineStuckError, Worker, WorkerFailedError
 from kv_transfer.transport import FlushResult
 from kv_transfer.transports import make_transport
 
@@ -176,9 +176,9 @@ async def test_a_worker_whose_sweep_fails_ends_with_the_error_named(kit: Any) ->
 
 PROCESS = """
 import time
-from baton.config import parse_config
-from cluster.worker_config import RankPlace, worker_config
-from cluster.worker_process import WorkerThread
+from baton.config.cluster import parse_config
+from cluster.worker.config import RankPlace, worker_config
+from cluster.worker.process import WorkerThread
 from decode_worker.role import DecodeRole
 
 def fails(role):

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.cli import EXIT_UNAVAILABLE
 from baton.client import Client
-from baton.config import ClusterConfig
+from baton.client.events import Tokens
+from baton.config.cluster import ClusterConfig
 from baton.errors import UnavailableError
-from baton.events import Tokens
-from baton.process_tree import Process, descendants, wait_until_gone
+from cli.main import EXIT_UNAVAILABLE
+from cluster.local.process_tree import Process, descendants, wait_until_gone
 from engine.request import RequestId, RequestSpec, SamplingParams
 from tests.cluster.whole_cluster import PROMPT, Answer, engine_tokens, fake_cluster
 
@@ -46,7 +46,7 @@ class Up:
         file = folder / "cluster.yaml"
         file.write_text(config.to_yaml())
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "baton.cli", "up", "-f", str(file)],
+            [sys.executable, "-m", "cli.main", "up", "-f", str(file)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -13,16 +13,16 @@ from typing import cast
 
 import pytest
 
+from baton.config.workers import RegistryConfig, SupervisorConfig
 from baton.v1 import common_pb2, control_pb2
-from cluster.config import RegistryConfig, SupervisorConfig
-from cluster.control_service import Changes
 from cluster.errors import PodLostError
-from cluster.keeper import LOOK_S, Ground, Keeper
-from cluster.places import Spot
-from cluster.rank_ends import RankEnd
-from cluster.registry import Pool, Progress, Registration, Registry, Stream
-from cluster.replica import Replica, ReplicaName, Replicas
-from cluster.worker_config import WorkerConfig
+from cluster.registry.control_service import Changes
+from cluster.registry.registry import Pool, Progress, Registration, Registry, Stream
+from cluster.supervisor.bundles import Spot
+from cluster.supervisor.rank_ends import RankEnd
+from cluster.supervisor.replica import Replica, ReplicaName, Replicas
+from cluster.supervisor.slot_supervisor import LOOK_S, Ground, Keeper
+from cluster.worker.config import WorkerConfig
 from kv_transfer.process import ProcessIdentity
 from tests.cluster.pool_settings import settings_of
 

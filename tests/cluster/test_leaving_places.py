@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
+from baton.config.workers import RegistryConfig, SupervisorConfig
 from baton.control_client import ControlClient
 from baton.v1 import common_pb2, control_pb2
-from cluster.config import RegistryConfig, SupervisorConfig
-from cluster.fleet_wire import fleet_message
-from cluster.registry import Progress, Registration, Registry, Stream
-from cluster.replica import Replica, ReplicaName
-from cluster.supervisor import Supervision
+from cluster.registry.fleet_wire import fleet_message
+from cluster.registry.registry import Progress, Registration, Registry, Stream
+from cluster.supervisor.replica import Replica, ReplicaName
+from cluster.supervisor.supervisor import Supervision
 from kv_transfer.process import ProcessIdentity
 from tests.cluster.pool_settings import settings_of
 from tests.cluster.test_supervision import Keeps, cluster_of, supervision_over, until

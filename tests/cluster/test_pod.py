@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import ClusterConfig, parse_config
+from baton.config.cluster import ClusterConfig, parse_config
+from baton.config.workers import pod_resource
 from baton.v1 import common_pb2, control_pb2
-from cluster.config import pod_resource
-from cluster.places import rank_resources
-from cluster.pod import Pod, PodWorkers
-from cluster.pool_settings import own_settings
-from cluster.room import check_room
-from cluster.worker_config import WorkerConfig, settled, worker_config
+from cluster.node.pod import Pod, PodWorkers
+from cluster.pools.pool_settings import own_settings
+from cluster.supervisor.bundles import rank_resources
+from cluster.supervisor.room import check_room
+from cluster.worker.config import WorkerConfig, settled, worker_config
 from kv_transfer.process import ProcessIdentity, identity_of, own_identity
 
 POD = Pod("decode-x1", "10.0.0.7", "node-3")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cluster import pod_drain
+from cluster.node import pod_drain
 from tests.cluster.fleet_processes import Fleet, started
 
 CONFIG = """
@@ -45,7 +45,7 @@ class OnePod:
     async def drain(self, timeout_s: float) -> tuple[int | None, str]:
         """Its status, and what it says."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "cluster.pod_drain", f"--timeout={timeout_s}",
+            sys.executable, "-m", "cluster.node.pod_drain", f"--timeout={timeout_s}",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
         said, _ = await asyncio.wait_for(process.communicate(), timeout_s + 30)

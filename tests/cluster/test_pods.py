@@ -19,9 +19,9 @@ from typing import Any, cast
 
 import pytest
 
+from baton.config.workers import SupervisorConfig
 from baton.control_client import ControlClient
 from baton.v1 import control_pb2
-from cluster.config import SupervisorConfig
 from tests.cluster.pods import PodCluster, running_head
 from tests.cluster.whole_cluster import (
     CLUSTERS,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.config import ClusterConfig, parse_config
+from baton.config.cluster import ClusterConfig, parse_config
 from baton.errors import (
     AlreadyExistsError,
     ConfigError,
@@ -15,15 +15,15 @@ from baton.errors import (
     InvalidRequestError,
     NotFoundError,
 )
-from cluster.pool_book import PoolBook
-from cluster.pool_settings import (
+from cluster.pools.pool_settings import (
     ModelSource,
     PoolSettings,
     added_settings,
     num_gpus_wanted,
     num_ranks,
 )
-from cluster.role_plan import Role
+from cluster.pools.pool_table import PoolBook
+from cluster.pools.role_plan import Role
 from tests.cluster.pool_settings import TOLD, settings_of, told
 
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from baton.config.workers import RegistryConfig
 from baton.control_client import ControlClient
 from baton.errors import (
     AlreadyExistsError,
@@ -20,11 +21,10 @@ from baton.errors import (
     NotFoundError,
 )
 from baton.v1 import control_pb2
-from cluster.config import RegistryConfig
-from cluster.control_service import Changes, serve
-from cluster.pool_changes import PoolChanges, Unbacked
-from cluster.pool_settings import PoolSettings, added_settings
-from cluster.registry import Registration, Registry
+from cluster.pools.pool_settings import PoolSettings, added_settings
+from cluster.registry.control_service import Changes, serve
+from cluster.registry.pool_changes import PoolChanges, Unbacked
+from cluster.registry.registry import Registration, Registry
 from tests.cluster.pool_settings import settings_of
 
 TEXT = "pools: {decode-2: {role: mixed, max_replicas: 4}}"

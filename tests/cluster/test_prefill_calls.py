@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from baton.v1 import worker_pb2
-from cluster.role_plan import Role
+from cluster.pools.role_plan import Role
 
 
 async def refusal(pair: Any, spec: worker_pb2.RequestSpec, lease: worker_pb2.Lease) -> Any:

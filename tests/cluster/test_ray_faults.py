@@ -24,10 +24,10 @@ from typing import Any, cast
 
 import pytest
 
-from baton.config import ClusterConfig, ControlConfig, PoolConfig
+from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.control_client import ControlClient
 from baton.errors import BatonError
-from cluster.rank import free_port
+from cluster.worker.rank import free_port
 from tests.cluster.kubelet import Kubelet
 from tests.cluster.pods import PodCluster, running_head
 from tests.cluster.redis_server import running_redis

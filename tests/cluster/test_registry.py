@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.config.decode import DecodeConfig
+from baton.config.workers import RegistryConfig, WorkerSettings
 from baton.errors import InvalidRequestError, NotFoundError, OtherModelError
-from cluster.config import RegistryConfig, WorkerSettings
-from cluster.registry import Progress, Registration, Registry, Stream, WorkerState
-from decode_worker.config import DecodeConfig
+from cluster.registry.registry import Progress, Registration, Registry, Stream, WorkerState
 from tests.cluster.pool_settings import settings_of
 
 

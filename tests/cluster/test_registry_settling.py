@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import RegistryConfig
-from cluster.fleet_wire import fleet_message
-from cluster.pool_changes import PoolChanges
-from cluster.registry import Progress, Registry
-from cluster.replica import Replica
+from baton.config.workers import RegistryConfig
+from cluster.registry.fleet_wire import fleet_message
+from cluster.registry.pool_changes import PoolChanges
+from cluster.registry.registry import Progress, Registry
+from cluster.supervisor.replica import Replica
 from tests.cluster.pool_settings import settings_of
 from tests.cluster.test_leaving_places import POOL, Finds, register, serve
 from tests.cluster.test_registry import FakeClock

@@ -17,15 +17,15 @@ import ray
 from ray._raylet import GcsErrorSubscriber
 from ray.util.placement_group import PlacementGroup
 
+from baton.config.transfer import TransferConfig
 from cluster.errors import ReplicaError
-from cluster.local import start_ray
-from cluster.process_book import Entry
-from cluster.rank_actor import MAX_CALLS
-from cluster.rank_ends import EndWatch, RankEnd
-from cluster.reaper import watched_over
-from cluster.replica import Replica, ReplicaName, Replicas
-from cluster.worker_config import WorkerConfig, worker_config
-from kv_transfer.config import TransferConfig
+from cluster.local.bring_up import start_ray
+from cluster.local.reaper import watched_over
+from cluster.supervisor.process_table import Entry
+from cluster.supervisor.rank_ends import EndWatch, RankEnd
+from cluster.supervisor.replica import Replica, ReplicaName, Replicas
+from cluster.worker.config import WorkerConfig, worker_config
+from cluster.worker.rank_actor import MAX_CALLS
 from kv_transfer.process import ProcessIdentity, is_gone, own_identity
 from tests.cluster.whole_cluster import fake_cluster
 
@@ -115,7 +115,9 @@ def test_of_a_rank_that_is_ended_while_it_starts_ray_tells_nobody_that_it_died(
 
     processes: list[ProcessIdentity] = []
     monkeypatch.setattr(replicas, "_launch", not_launched)
-    monkeypatch.setattr("cluster.replica._KILLED_WITHIN_S", 30.0)  # on a machine that is busy
+    monkeypatch.setattr(
+        "cluster.supervisor.replica._KILLED_WITHIN_S", 30.0
+    )  # on a machine that is busy
     errors = GcsErrorSubscriber(address=ray.get_runtime_context().gcs_address)
     errors.subscribe()
     assert replicas.destroy(start(replicas, config))
@@ -154,10 +156,10 @@ def test_a_rank_that_even_the_kernel_cannot_end_in_time_keeps_no_other_one_alive
 ) -> None:
     ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     first, second = (identity_of(rank.pid) for rank in ranks)
-    monkeypatch.setattr("cluster.process_ends._GONE_WITHIN_S", 0.2)
+    monkeypatch.setattr("cluster.supervisor.process_ends._GONE_WITHIN_S", 0.2)
     # In an uninterruptible call, say: no test can have the kernel hold a process on request.
     monkeypatch.setattr(
-        "cluster.process_ends.is_gone", lambda p: False if p == first else is_gone(p)
+        "cluster.supervisor.process_ends.is_gone", lambda p: False if p == first else is_gone(p)
     )
     try:
         assert not replicas.destroy(Replica(ReplicaName.new("decode", 0), {}, (first, second)))

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from baton.config.engine import FakeEngineConfig
 from baton.v1 import worker_pb2
-from cluster.role_plan import Role
-from engine.config import FakeEngineConfig
+from cluster.pools.role_plan import Role
 from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler
 from tests.cluster.conftest import (
     ENGINE,

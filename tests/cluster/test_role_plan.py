@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.config.workers import RegistryConfig
 from baton.errors import InvalidRequestError, NotFoundError
-from cluster.config import RegistryConfig
-from cluster.registry import Progress, Registration, Registry
-from cluster.role_plan import Role, RolePlan, active_roles
+from cluster.pools.role_plan import Role, RolePlan, active_roles
+from cluster.registry.registry import Progress, Registration, Registry
 from tests.cluster.pool_settings import settings_of
 
 WORKERS = ("main-0", "main-1", "main-2", "main-10")

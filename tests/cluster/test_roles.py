@@ -10,9 +10,9 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from baton.config.decode import DecodeConfig
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from cluster.role_plan import Role
-from decode_worker.config import DecodeConfig
+from cluster.pools.role_plan import Role
 
 
 async def test_a_handed_off_request_gives_the_oracles_tokens(pair: Any, kit: Any) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.config.router import TlsConfig
 from baton.errors import ConfigError
-from baton.process_tree import descendants, wait_until_gone
-from cluster.router_process import RouterError, RouterProcess, with_health_port
-from router.config import TlsConfig
+from cluster.local.process_tree import descendants, wait_until_gone
+from cluster.local.router_process import RouterError, RouterProcess, with_health_port
 from tests.certificates import Authority
 from tests.cluster.whole_cluster import fake_cluster
 

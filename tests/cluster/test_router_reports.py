@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import grpc.aio
 import pytest
 
+from baton.config.router import RouterConfig
+from baton.config.workers import RegistryConfig
 from baton.v1 import control_pb2, control_pb2_grpc
-from cluster.config import RegistryConfig
-from cluster.control_service import Changes, serve
-from cluster.registry import Registry
-from cluster.router_book import FORGOTTEN_AFTER_S, SILENT_AFTER_S, RouterBook
-from router.config import RouterConfig
+from cluster.registry.control_service import Changes, serve
+from cluster.registry.registry import Registry
+from cluster.registry.router_reports import FORGOTTEN_AFTER_S, SILENT_AFTER_S, RouterBook
 from router.reporting import Reporting
 
 Watch = control_pb2.WatchFleetResponse

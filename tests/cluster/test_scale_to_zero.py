@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import ClusterConfig
+from baton.config.cluster import ClusterConfig
+from baton.config.planner import PlannerConfig
 from baton.control_client import ControlClient
-from baton.process_tree import descendants, wait_until_gone
 from baton.v1 import control_pb2
-from cluster.planner.config import PlannerConfig
+from cluster.local.process_tree import descendants, wait_until_gone
 from tests.cluster.whole_cluster import PROMPT, fake_cluster, run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(240)]
@@ -47,7 +47,7 @@ def stopping_cluster(folder: Path) -> ClusterConfig:
 def autoscaled(file: Path) -> Iterator[tuple[str, str]]:
     """The router's and the control service's addresses; nothing is left afterwards."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "baton.cli", "up", "--autoscale", "-f", str(file)],
+        [sys.executable, "-m", "cli.main", "up", "--autoscale", "-f", str(file)],
         stdout=subprocess.PIPE,
         text=True,
     )

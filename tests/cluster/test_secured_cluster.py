@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from baton.client import Client
-from baton.credentials import Tls, token_in
+from baton.client.credentials import Tls, token_in
+from baton.client.events import Tokens
+from baton.config.router import AuthConfig, TlsConfig
 from baton.errors import UnauthenticatedError
-from baton.events import Tokens
-from router.config import AuthConfig, TlsConfig
 from tests.certificates import Authority, swap
 from tests.cluster.test_interrupts import brought_up, cluster, expected
 from tests.cluster.whole_cluster import PROMPT
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.full, pytest.mark.cluster, pytest.mark.timeout(300)]
 def generate(address: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
-            *(sys.executable, "-m", "baton.cli", "generate", "--raw", "hello"),
+            *(sys.executable, "-m", "cli.main", "generate", "--raw", "hello"),
             *("--max-tokens", "5", "--temperature", "0", "--router", address, *options),
         ],
         capture_output=True,

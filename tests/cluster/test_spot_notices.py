@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.errors import MetadataError
-from cluster.spot_notices import CLOUDS, Notice
-from cluster.spot_watch import drain_s, is_outlived
+from cluster.node.spot_notices import CLOUDS, Notice
+from cluster.node.spot_watch import drain_s, is_outlived
 from tests.cluster.metadata_server import OWN_NAME, MetadataServer, serving_metadata
 
 NOW = datetime.datetime(2026, 11, 22, 8, 20, tzinfo=datetime.UTC)

@@ -28,7 +28,7 @@ from tests.cluster.whole_cluster import LIVE, fake_cluster, live_workers
 
 def command(cloud: str, served: MetadataServer, *options: str) -> list[str]:
     asked = [f"--cloud={cloud}", f"--address={served.address}", "--timeout=60"]
-    return [sys.executable, "-m", "cluster.spot_watch", *asked, *options]
+    return [sys.executable, "-m", "cluster.node.spot_watch", *asked, *options]
 
 
 @contextlib.asynccontextmanager

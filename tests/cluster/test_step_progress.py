@@ -10,13 +10,13 @@ from functools import partial
 import grpc.aio
 import pytest
 
+from baton.config.engine import FakeEngineConfig
+from baton.config.workers import RegistryConfig
 from baton.v1 import control_pb2, control_pb2_grpc
-from cluster.config import RegistryConfig
-from cluster.control_service import Changes, serve
-from cluster.registry import Registry
-from cluster.role_plan import Role
-from cluster.worker import Worker
-from engine.config import FakeEngineConfig
+from cluster.pools.role_plan import Role
+from cluster.registry.control_service import Changes, serve
+from cluster.registry.registry import Registry
+from cluster.worker.worker import Worker
 from engine.loop import EngineThread
 from tests.cluster.conftest import (
     ENGINE,

@@ -16,17 +16,17 @@ from typing import Any, cast
 
 import pytest
 
-from baton.config import ClusterConfig, parse_config
+from baton.config.cluster import ClusterConfig, parse_config
 from baton.control_client import ControlClient
 from baton.errors import ConfigError, InUseError, OtherModelError
 from baton.v1 import common_pb2, control_pb2
-from cluster.places import Spot
-from cluster.pool_book import PoolBook
-from cluster.registry import Progress, Registration
-from cluster.replica import Replica, ReplicaName, Replicas
-from cluster.supervisor import Supervision
-from cluster.supervisor_state import SupervisorState
-from cluster.worker_config import WorkerConfig
+from cluster.pools.pool_table import PoolBook
+from cluster.registry.registry import Progress, Registration
+from cluster.supervisor.bundles import Spot
+from cluster.supervisor.replica import Replica, ReplicaName, Replicas
+from cluster.supervisor.state import SupervisorState
+from cluster.supervisor.supervisor import Supervision
+from cluster.worker.config import WorkerConfig
 
 MODEL = "models/demo"
 
@@ -376,7 +376,7 @@ async def test_a_run_directory_that_takes_nothing_ends_no_supervisor_and_is_trie
 
 SUPERVISOR = """
 import pickle, sys
-from cluster.supervisor import SupervisorActor
+from cluster.supervisor.supervisor import SupervisorActor
 actor = SupervisorActor(pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2])
 print(repr(actor._address.exception(20)))
 """

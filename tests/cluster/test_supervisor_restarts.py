@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayError
 
-from cluster.config import RegistryConfig, SupervisorConfig
-from cluster.rank_actor import MAX_CALLS
+from baton.config.workers import RegistryConfig, SupervisorConfig
+from cluster.worker.rank_actor import MAX_CALLS
 from tests.cluster.whole_cluster import (
     PROMPT,
     Site,

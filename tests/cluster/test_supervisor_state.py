@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import ClusterConfig, PoolConfig
+from baton.config.cluster import ClusterConfig, PoolConfig
 from baton.errors import ConfigError
-from cluster.pool_book import PoolBook
-from cluster.pool_settings import added_settings
-from cluster.role_plan import Role, RolePlan
-from cluster.supervisor_state import SupervisorState, state_file
+from cluster.pools.pool_settings import added_settings
+from cluster.pools.pool_table import PoolBook
+from cluster.pools.role_plan import Role, RolePlan
+from cluster.supervisor.state import SupervisorState, state_file
 from tests.cluster.pool_settings import TOLD, told
 
 CLUSTER = ClusterConfig(

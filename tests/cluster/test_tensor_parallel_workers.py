@@ -16,9 +16,9 @@ import psutil
 import pytest
 import yaml
 
-from baton.config import load_config
-from baton.process_tree import descendants, wait_until_gone
+from baton.config.cluster import load_config
 from baton.v1 import control_pb2
+from cluster.local.process_tree import descendants, wait_until_gone
 from tests.cluster.fleet_processes import Fleet, started
 from tests.cluster.whole_cluster import PROMPT, books_of, live_workers, run, running_site
 from tests.engine import checkpoints, families

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from baton.config import parse_config
+from baton.config.cluster import parse_config
+from baton.config.transfer import TransferConfig
 from baton.v1 import worker_pb2
-from cluster.rank import build_rank
-from cluster.registration import Registrar
-from cluster.role_plan import Role
-from cluster.worker import EngineStuckError, Worker
-from cluster.worker_config import RankPlace, WorkerConfig, worker_config
-from cluster.worker_process import serve_worker
+from cluster.pools.role_plan import Role
+from cluster.worker.config import RankPlace, WorkerConfig, worker_config
+from cluster.worker.process import serve_worker
+from cluster.worker.rank import build_rank
+from cluster.worker.registration import Registrar
+from cluster.worker.worker import EngineStuckError, Worker
 from engine.fake_runner import FakeRunner
 from engine.request import StepPlan
-from kv_transfer.config import TransferConfig
 from tests.cluster.conftest import TIMED_ENGINE
 
 Steps = list[list[int]]
@@ -55,7 +55,7 @@ async def test_a_worker_of_any_role_registers_once_its_engine_has_prefilled_and_
             ran_before.extend(ran)
             await super().run()
 
-    monkeypatch.setattr("cluster.worker.Registrar", Registers)
+    monkeypatch.setattr("cluster.worker.worker.Registrar", Registers)
     async with kit.running_worker("any-0", role, TIMED_ENGINE) as worker:
         await asyncio.wait_for(worker.ready.wait(), 10)
         assert [64] in ran_before
@@ -165,7 +165,7 @@ async def test_a_worker_that_is_to_end_while_it_warms_up_serves_nobody_first(
 
 HANGS = """
 import sys, threading
-from cluster import worker_process
+from cluster.worker import process as worker_process
 from engine.fake_runner import FakeRunner
 
 def hang(self, plan, specs):
@@ -205,9 +205,9 @@ async def test_a_signal_ends_a_worker_process_whose_first_step_hangs(
 
 PROCESS = """
 import time
-from baton.config import parse_config
-from cluster.worker_config import RankPlace, worker_config
-from cluster.worker_process import WorkerThread
+from baton.config.cluster import parse_config
+from cluster.worker.config import RankPlace, worker_config
+from cluster.worker.process import WorkerThread
 from engine.fake_runner import FakeRunner
 
 run, serves = FakeRunner.run, []

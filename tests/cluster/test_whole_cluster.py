@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from baton.client import AsyncClient
+from baton.client.events import FinishReason
 from baton.control_client import ControlClient
-from baton.events import FinishReason
 from tests.cluster.whole_cluster import (
     KINDS,
     PROMPT,

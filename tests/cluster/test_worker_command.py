@@ -1,4 +1,4 @@
-"""`python -m cluster.worker_process`: a mistake is told before anything is loaded."""
+"""`python -m cluster.worker.process`: a mistake is told before anything is loaded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import worker_process
+from cluster.worker import process as worker_process
 
 
 @pytest.mark.parametrize(

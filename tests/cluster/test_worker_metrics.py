@@ -7,10 +7,10 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from cluster.config import WorkerSettings
-from cluster.request_wire import read_spec
-from cluster.role_plan import Role
+from baton.config.workers import WorkerSettings
+from cluster.pools.role_plan import Role
 from engine.api import Engine
+from engine.wire import read_spec
 from kv_transfer.layout import NULL_BLOCK
 
 WITH_METRICS = WorkerSettings(heartbeat_s=0.05)

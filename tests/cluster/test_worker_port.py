@@ -7,9 +7,9 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.config import WorkerSettings
-from cluster.rank import free_port
-from cluster.role_plan import Role
+from baton.config.workers import WorkerSettings
+from cluster.pools.role_plan import Role
+from cluster.worker.rank import free_port
 
 
 async def test_a_worker_listens_at_the_port_of_its_settings_and_so_does_the_next_at_once(

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from baton.config.workers import RegistryConfig
 from baton.v1 import control_pb2, worker_pb2
-from cluster.config import RegistryConfig
-from cluster.control_service import Changes, fleet_message, serve
-from cluster.registry import Registry
+from cluster.registry.control_service import Changes, fleet_message, serve
+from cluster.registry.registry import Registry
 from tests.cluster.fleet_processes import Fleet, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -175,7 +175,7 @@ async def test_a_worker_of_another_model_ends_and_says_why(fleet: Fleet, tmp_pat
     other = tmp_path / "other.yaml"
     other.write_text(CONFIG.replace("vocab_size: 50000", "vocab_size: 40000"))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "cluster.worker_process", "--config", str(other), "--pool", "decode",
+        sys.executable, "-m", "cluster.worker.process", "--config", str(other), "--pool", "decode",
         "--control", fleet.control, "--worker-id", "decode-9", stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     _, said = await asyncio.wait_for(process.communicate(), 60)

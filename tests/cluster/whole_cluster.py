@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 
 from baton.client import AsyncClient, Client
-from baton.config import ClusterConfig, parse_config
+from baton.client.events import Event, Finished, Routed, Tokens
+from baton.config.cluster import ClusterConfig, parse_config
 from baton.control_client import ControlClient
 from baton.errors import BatonError
-from baton.events import Event, Finished, Routed, Tokens
-from baton.process_tree import descendants, wait_until_gone
 from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
-from cluster.local import RunningCluster, up
+from cluster.local.bring_up import RunningCluster, up
+from cluster.local.process_tree import descendants, wait_until_gone
 from engine.build import (
     load_lone_engine,
 )

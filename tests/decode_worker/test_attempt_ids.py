@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster.role_plan import Role
-from decode_worker.config import DecodeConfig
+from baton.config.decode import DecodeConfig
+from cluster.pools.role_plan import Role
 from tests.cluster.conftest import (
     TIMED_ENGINE,
     DecodeLink,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from baton.v1 import common_pb2, worker_pb2
-from cluster.role_plan import Role
+from cluster.pools.role_plan import Role
 from kv_transfer.lease import FirstToken, FirstTokenLogprobs, Lease
 from tests.cluster.conftest import (
     DecodeLink,

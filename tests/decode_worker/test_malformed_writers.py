@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.v1 import common_pb2, worker_pb2
-from cluster.role_plan import Role
-from cluster.worker import WorkerFailedError
+from cluster.pools.role_plan import Role
+from cluster.worker.worker import WorkerFailedError
 from kv_transfer.layout import BlockId
 from kv_transfer.lease import WorkerIdentity
 from tests.cluster.conftest import DecodeLink, Oracle, make_spec, nothing_held, running_worker

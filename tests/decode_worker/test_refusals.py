@@ -11,7 +11,7 @@ import pytest
 from baton.errors import InvalidRequestError
 from baton.status import from_rpc_error
 from baton.v1 import worker_pb2
-from cluster.role_plan import Role
+from cluster.pools.role_plan import Role
 from tests.cluster.conftest import DecodeLink, MiniRouter, make_spec, nothing_held, running_worker
 
 

@@ -8,11 +8,11 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.config.decode import DecodeConfig
 from baton.errors import DeadlineError
 from baton.status import from_rpc_error
 from baton.v1 import worker_pb2_grpc
-from cluster.role_plan import Role
-from decode_worker.config import DecodeConfig
+from cluster.pools.role_plan import Role
 from tests.cluster.conftest import DecodeLink, Oracle, make_spec, running_worker
 
 

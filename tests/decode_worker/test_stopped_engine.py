@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.v1 import worker_pb2
-from cluster.role_plan import Role
+from cluster.pools.role_plan import Role
 from engine.api import Engine
 from tests.cluster.conftest import DecodeLink, make_spec, running_worker, until
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
 from baton.v1 import common_pb2, worker_pb2
-from cluster.request_wire import read_spec
-from cluster.role_plan import Role
-from cluster.worker import Worker
+from cluster.pools.role_plan import Role
+from cluster.worker.worker import Worker
 from decode_worker.service import DecodeService
 from decode_worker.session import Refusal
 from engine.request import RequestSpec
@@ -100,7 +98,7 @@ async def test_logprobs_that_are_not_as_many_as_the_emitted_tokens_are_no_fault_
     worker: Worker,
 ) -> None:
     session = worker.decode.open_session("router-a/1")
-    service = DecodeService(worker.decode, read_spec, 10.0)
+    service = DecodeService(worker.decode, 10.0)
     known = [common_pb2.Logprobs(logprob=-0.5, rank=1)] * 2
     spec = make_spec("x")
     spec.num_prompt_tokens -= 3
@@ -111,12 +109,15 @@ async def test_logprobs_that_are_not_as_many_as_the_emitted_tokens_are_no_fault_
     worker.decode.close_session(session)
 
 
-async def test_a_message_that_nobody_foresaw_ends_its_own_request_alone(worker: Worker) -> None:
+async def test_a_message_that_nobody_foresaw_ends_its_own_request_alone(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def read(_: worker_pb2.RequestSpec) -> RequestSpec:
         raise OverflowError("of a kind that no check knows")
 
     session = worker.decode.open_session("router-a/1")
-    service = DecodeService(worker.decode, read, 10.0)
+    monkeypatch.setattr("decode_worker.service.read_spec", read)
+    service = DecodeService(worker.decode, 10.0)
     service._reserve(session, worker_pb2.Reserve(spec=make_spec("x")))
     update = await anext(session.updates())
     assert [told.refusal for told in update.rejected] == [Refusal.INTERNAL]
@@ -130,9 +131,8 @@ async def test_an_error_in_taking_a_request_ends_that_request_alone(
     def submit(*_: object) -> None:
         raise KeyError("of ours")
 
-    nothing: Any = None
     session = worker.decode.open_session("router-a/1")
-    service = DecodeService(worker.decode, lambda _: nothing, 10.0)
+    service = DecodeService(worker.decode, 10.0)
     with monkeypatch.context() as patched:
         patched.setattr(worker.decode, "submit", submit)
         service._reserve(session, worker_pb2.Reserve(spec=make_spec("x")))

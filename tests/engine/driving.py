@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from baton.config.engine import EngineConfig
 from engine.api import ModelSpec
 from engine.build import load_model_spec, region_layout
-from engine.config import EngineConfig
 from engine.request import (
     BlockPush,
     RequestId,

@@ -8,9 +8,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from baton.config.engine import EngineConfig, FakeEngineConfig
 from engine.api import KvSink, ModelSpec
 from engine.build import build_engine, build_runner, load_decoder, load_model_spec, region_layout
-from engine.config import EngineConfig, FakeEngineConfig
 from engine.core import EngineCore
 from engine.local_memory import LocalKvMemory, LocalSink
 from engine.request import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig, FakeEngineConfig
+from baton.config.engine import EngineConfig, FakeEngineConfig
 from engine.errors import InvalidRequestError
 from engine.request import HandoffId, SamplingParams
 from tests.engine.fakes import (

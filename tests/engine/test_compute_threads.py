@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.config.engine import EngineConfig
 from engine import compute_threads
-from engine.config import EngineConfig
 from engine.request import StepPlan
 from tests.engine import checkpoints
 from tests.engine.driving import set_up

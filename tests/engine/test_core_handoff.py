@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
+from baton.config.engine import EngineConfig
 from engine.request import (
     BlocksStoredEvent,
     FinishedEvent,

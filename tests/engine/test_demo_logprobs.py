@@ -12,7 +12,7 @@ import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
+from baton.config.engine import EngineConfig
 from engine.weights import SINGLE_FILE
 from tests.engine.driving import Driver, argmax, set_up
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from baton.config.engine import EngineConfig
 from engine.attention.paged_kv import PagedKv
 from engine.attention.torch_kernels import TorchKernels
 from engine.build import load_model_spec, region_layout
-from engine.config import EngineConfig
 from engine.local_memory import LocalDeviceMemory
 from engine.models.decoder import Decoder
 from engine.models.folder import read_config

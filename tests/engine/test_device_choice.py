@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from baton.config.engine import EngineConfig
 from bench.random_model import SHAPES, random_model
 from engine import kv_sizing
 from engine.auto_choice import main
 from engine.build import region_layout, with_kv_memory
-from engine.config import EngineConfig
 from engine.device import choose_device, device_of, why_no_gpu
 
 GIB = 1 << 30

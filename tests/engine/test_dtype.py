@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from baton.config.engine import EngineConfig
 from engine.auto_choice import main
 from engine.build import load_model_spec
-from engine.config import EngineConfig
 from engine.dtype import choose_dtype
 from engine.models.errors import ModelError
 from engine.request import RequestId, ScheduledSeq, StepPlan

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.config import FakeEngineConfig
+from baton.config.engine import FakeEngineConfig
 from engine.core import EngineCore
 from engine.fake_runner import FakeRunner, FakeTp, fake_model_spec
 from engine.local_memory import LocalKvMemory, LocalSink

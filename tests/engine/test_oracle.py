@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from baton.config.engine import EngineConfig
 from engine.build import (
     build_runner,
     load_decoder,
@@ -22,7 +23,6 @@ from engine.build import (
     load_model_spec,
     region_layout,
 )
-from engine.config import EngineConfig
 from engine.local_memory import LocalDeviceMemory, LocalSink
 from engine.request import RequestId, RequestSpec, SamplingParams
 from tests.engine import checkpoints, families

@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 
+from baton.config.engine import EngineConfig
 from engine.build import (
     load_lone_engine,
     load_model_spec,
     region_layout,
 )
-from engine.config import EngineConfig
 from engine.request import (
     BlockPush,
     HandoffId,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.config.engine import EngineConfig
 from engine.build import load_model_spec
-from engine.config import EngineConfig
 from engine.models.config import model_config
 from engine.models.errors import ShardingError
 from engine.models.sharding import shard_of

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from baton.config.engine import EngineConfig
 from engine.build import build_engine
-from engine.config import EngineConfig
 from engine.request import RequestId, RequestSpec, SampledToken, StepPlan
 from engine.warm_up import warm_up
 from tests.engine import checkpoints, families

@@ -12,8 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from baton.config.engine import EngineConfig
 from engine.build import load_model_spec
-from engine.config import EngineConfig
 from engine.models.errors import CheckpointError, UnsupportedModelError
 from engine.models.folder import resolve
 from engine.weights import INDEX_FILE, SINGLE_FILE, Checkpoint

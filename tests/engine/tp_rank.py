@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
+from baton.config.engine import EngineConfig
 from engine.tp import TpGroup, TpPeerError, follow
 from tests.engine.driving import set_up
 

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from deploy.controller.connection import Connection, Timeouts
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key, Resource
+from deploy.controller.kit.connection import Connection, Timeouts
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key, Resource
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.cut_proxy import CutProxy
 

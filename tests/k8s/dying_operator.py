@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from baton.control_client import ControlClient
 from deploy.controller import __main__ as operator
 from deploy.controller import cluster_reconciler, fleet_watch
-from deploy.controller.connection import Call, Connection, Timeouts
+from deploy.controller.kit.connection import Call, Connection, Timeouts
 
 FOLDER_VARIABLE = "STEPS"
 _TOLD = (

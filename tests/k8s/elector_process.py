@@ -11,11 +11,11 @@ import sys
 import threading
 from pathlib import Path
 
-from deploy.controller.candidate import ElectionSettings
-from deploy.controller.connection import Connection
-from deploy.controller.election import Elector
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key
+from deploy.controller.kit.candidate import ElectionSettings
+from deploy.controller.kit.connection import Connection
+from deploy.controller.kit.election import Elector
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key
 
 SETTINGS = ElectionSettings(lease_duration_s=2, renew_deadline_s=1.4, retry_s=0.1)
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from deploy.controller.objects import Resource
+from deploy.controller.kit.objects import Resource
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import eventually
 

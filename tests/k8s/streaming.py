@@ -14,10 +14,10 @@ import grpc
 import numpy as np
 
 from baton.client import AsyncClient
-from baton.config import parse_config
+from baton.client.events import Event, Migrated, Routed, Tokens
+from baton.config.cluster import parse_config
 from baton.control_client import ControlClient
 from baton.errors import BatonError
-from baton.events import Event, Migrated, Routed, Tokens
 from deploy.controller.manifests.common import POOL_LABEL
 from engine.request import RequestId, RequestSpec, SamplingParams
 from tests.cluster.whole_cluster import books_of, engine_tokens, holds_nothing, live_workers

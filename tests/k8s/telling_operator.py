@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.control_client import ControlClient
 from deploy.controller import __main__ as operator
-from deploy.controller.connection import Call, Connection, Timeouts
+from deploy.controller.kit.connection import Call, Connection, Timeouts
 
 MARK = "asks for "
 

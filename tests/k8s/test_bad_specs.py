@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from deploy.api.naming import API_VERSION
-from deploy.controller.errors import NotFoundError, StatusError
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key, Resource
+from deploy.controller.kit.errors import NotFoundError, StatusError
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key, Resource
 from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
 from tests.deploy.api.test_rules import (
     BAD_CLUSTERS,

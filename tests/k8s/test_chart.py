@@ -19,8 +19,8 @@ import pytest
 
 from deploy.api.chart import CHART
 from deploy.api.crd import KINDS, SERVING_CLUSTER
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key, Resource, Selection
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key, Resource, Selection
 from deploy.controller.resources import (
     DEPLOYMENTS,
     RAY_CLUSTERS,

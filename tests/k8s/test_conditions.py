@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import POOL_LABEL, Owner
-from deploy.controller.objects import Key
 from deploy.controller.resources import PODS, RAY_CLUSTERS
 from tests.deploy.controller.test_pod_waits import UNSCHEDULABLE
 from tests.deploy.controller.test_unavailable import REFUSED

@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from baton.process_tree import descendants, wait_until_gone
+from cluster.local.process_tree import descendants, wait_until_gone
 from tests.k8s.control_plane.plane import ControlPlane
 
 pytestmark = pytest.mark.full

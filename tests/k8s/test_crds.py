@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deploy.api.naming import API_VERSION
-from deploy.controller.objects import Key
+from deploy.controller.kit.objects import Key
 from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
 from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.errors import CommandError

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.errors import StatusError
-from deploy.controller.objects import Key
+from deploy.controller.kit.errors import StatusError
+from deploy.controller.kit.objects import Key
 from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
 from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.plane import ControlPlane

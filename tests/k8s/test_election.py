@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.controller.candidate import LEASES, Candidate, ElectionSettings
-from deploy.controller.election import Elector
-from deploy.controller.errors import WriteRefusedError
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key
+from deploy.controller.kit.candidate import LEASES, Candidate, ElectionSettings
+from deploy.controller.kit.election import Elector
+from deploy.controller.kit.errors import WriteRefusedError
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key
 from tests.deploy.controller.following import until
 from tests.deploy.controller.things import CONFIG_MAPS, config_map
 from tests.k8s.api_clients import fresh_namespace, kube_of, kube_through

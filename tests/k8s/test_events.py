@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.event_series import EventType
-from deploy.controller.events import EVENTS, EventRecorder
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key, Object, Selection, key_of
+from deploy.controller.kit.event_series import EventType
+from deploy.controller.kit.events import EVENTS, EventRecorder
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key, Object, Selection, key_of
 from tests.deploy.controller.following import until
 from tests.deploy.controller.things import CONFIG_MAPS, config_map
 from tests.k8s.api_clients import fresh_namespace, kube_of, kube_through

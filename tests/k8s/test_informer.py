@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.controller.informer import InformerSettings
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key, Selection
+from deploy.controller.kit.informer import InformerSettings
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key, Selection
 from tests.deploy.controller.following import Heard, following, until
 from tests.deploy.controller.things import CONFIG_MAPS, config_map
 from tests.k8s.api_clients import fresh_namespace, kube_of, kube_through

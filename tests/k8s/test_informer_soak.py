@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.controller.errors import NotFoundError
-from deploy.controller.informer import Informer
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key, Object, Selection, key_of, resource_version_of
+from deploy.controller.kit.errors import NotFoundError
+from deploy.controller.kit.informer import Informer
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key, Object, Selection, key_of, resource_version_of
 from tests.deploy.controller.following import FAST, until
 from tests.deploy.controller.things import CONFIG_MAPS, config_map
 from tests.k8s.api_clients import fresh_namespace, kube_of, kube_through

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from kubernetes.config import incluster_config
 
-from deploy.controller import kube as kube_module
-from deploy.controller.connection import Connection
-from deploy.controller.errors import (
+from deploy.controller.kit import kube as kube_module
+from deploy.controller.kit.connection import Connection
+from deploy.controller.kit.errors import (
     AlreadyExistsError,
     ConflictError,
     ForbiddenError,
@@ -23,9 +23,9 @@ from deploy.controller.errors import (
     NotFoundError,
     UnauthorizedError,
 )
-from deploy.controller.kube import Kube, Preconditions, Propagation
-from deploy.controller.objects import Key, Resource, Selection, key_of
-from deploy.controller.watch_stream import WatchEventType, Window
+from deploy.controller.kit.kube import Kube, Preconditions, Propagation
+from deploy.controller.kit.objects import Key, Resource, Selection, key_of
+from deploy.controller.kit.watch_stream import WatchEventType, Window
 from tests.deploy.controller.following import until
 from tests.deploy.controller.things import CONFIG_MAPS, config_map
 from tests.k8s.api_clients import fresh_namespace, kube_of

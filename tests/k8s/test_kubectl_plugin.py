@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from cli.kubectl.kubectl import RIGHTS
 from deploy.api.naming import API_VERSION
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key
 from deploy.controller.resources import PODS, SERVICES, SERVING_CLUSTERS
-from deploy.kubectl.kubectl import RIGHTS
 from tests.baton.small_router import SmallControl
 from tests.k8s.api_clients import fresh_namespace, kube_of
 from tests.k8s.control_plane.plane import ControlPlane
@@ -36,7 +36,7 @@ class Plugin:
     def __init__(self, control_plane: ControlPlane, kube: Kube, folder: Path, name: str) -> None:
         self._control_plane, self._kube, self.namespace = control_plane, kube, name
         program = folder / "kubectl-baton"
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m deploy.kubectl.plugin "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m cli.kubectl.plugin "$@"\n')
         program.chmod(0o700)
         clients = control_plane.clients.kubectl.parent
         self._environment = {

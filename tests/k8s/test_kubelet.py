@@ -9,8 +9,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key
 from deploy.controller.resources import CONFIG_MAPS, DEPLOYMENTS, PODS, SECRETS, SERVICES
 from tests.deploy.controller.things import config_map
 from tests.k8s.api_clients import kube_of
@@ -175,10 +175,10 @@ def test_a_pod_asks_the_api_server_with_its_own_accounts_token(
     kubelet: Kubelet, kube: Kube, namespace: str
 ) -> None:
     program = """
-from deploy.controller.connection import Connection
-from deploy.controller.errors import ForbiddenError
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Selection
+from deploy.controller.kit.connection import Connection
+from deploy.controller.kit.errors import ForbiddenError
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Selection
 from deploy.controller.resources import PODS
 try:
     Kube(Connection.in_cluster(), "pod").list(PODS, Selection("default"))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key, Selection
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key, Selection
 from deploy.controller.resources import PODS, RAY_CLUSTERS, SECRETS, SERVICES
 from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.plane import ControlPlane

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import Client
-from baton.events import Tokens
+from baton.client.events import Tokens
 from tests.baton.small_hub import SmallHub
 from tests.k8s.addresses import router_address
 from tests.k8s.control_plane.plane import ControlPlane

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from baton.config import load_config, read_config
-from deploy.controller.finalizers import FINALIZER
+from baton.config.cluster import load_config, read_config
+from deploy.controller.kit.finalizers import FINALIZER
+from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import UNIT_LABEL
-from deploy.controller.objects import Key
 from deploy.controller.resources import SERVING_CLUSTERS
 from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.errors import CommandError
@@ -138,7 +138,7 @@ def test_what_baton_deploy_prints_is_taken_by_kubectl_and_becomes_the_cluster_of
 ) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(CLUSTER_FILE)
-    command = [sys.executable, "-m", "baton.cli", "deploy", "-f", str(path)]
+    command = [sys.executable, "-m", "cli.main", "deploy", "-f", str(path)]
     done = subprocess.run(
         [*command, "--name", "main", "-n", namespace], capture_output=True, text=True, check=True
     )

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from deploy.controller.__main__ import serve_health
-from deploy.controller.connection import Connection
 from deploy.controller.controller import Controller, ControllerSettings
-from deploy.controller.kube import Kube
+from deploy.controller.kit.connection import Connection
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import Release
-from deploy.controller.objects import Key
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.control_plane.process import free_port
 from tests.k8s.operating import eventually

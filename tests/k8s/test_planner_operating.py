@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 
 from baton.client import AsyncClient, Client
-from baton.events import Finished, Tokens
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key
+from baton.client.events import Finished, Tokens
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key
 from deploy.controller.resources import WORKER_POOLS
 from tests.cluster.planner.test_closed_loop import TRACE
 from tests.k8s.addresses import router_addresses

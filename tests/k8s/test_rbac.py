@@ -15,13 +15,13 @@ import pytest
 import urllib3
 
 from deploy.api.chart import CHART
-from deploy.controller.connection import Call, Connection, Timeouts
 from deploy.controller.controller import Controller, ControllerSettings
-from deploy.controller.errors import ForbiddenError, StatusError
-from deploy.controller.events import EVENTS
-from deploy.controller.kube import Kube
+from deploy.controller.kit.connection import Call, Connection, Timeouts
+from deploy.controller.kit.errors import ForbiddenError, StatusError
+from deploy.controller.kit.events import EVENTS
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key, Resource, Selection
 from deploy.controller.manifests.common import PodMonitors, Release
-from deploy.controller.objects import Key, Resource, Selection
 from deploy.controller.resources import (
     CERTIFICATES,
     CONFIG_MAPS,

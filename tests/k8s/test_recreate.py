@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from baton.client import AsyncClient
-from baton.config import parse_config
+from baton.client.events import Tokens
+from baton.config.cluster import parse_config
 from baton.errors import UnavailableError
-from baton.events import Tokens
 from deploy.api.naming import snake_keys
 from deploy.controller.manifests.common import UNIT_LABEL
 from engine.request import RequestId, RequestSpec, SamplingParams

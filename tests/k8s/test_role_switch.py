@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from baton.client import AsyncClient
+from baton.client.events import Routed
 from baton.control_client import ControlClient
-from baton.events import Routed
 from baton.v1 import common_pb2, control_pb2
 from tests.k8s.addresses import router_addresses
 from tests.k8s.control_plane.plane import ControlPlane

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import Client
-from baton.credentials import Tls
+from baton.client.credentials import Tls
 from baton.errors import PermissionDeniedError, UnauthenticatedError
 from tests.certificates import Authority
 from tests.k8s.addresses import router_address

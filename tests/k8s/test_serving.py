@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from baton.client import Client
+from baton.client.events import Finished, HandedOff, Tokens
 from baton.control_client import ControlClient
-from baton.events import Finished, HandedOff, Tokens
 from baton.v1 import control_pb2
+from cli.kubectl.clusters import target
 from deploy.api.chart import CHART
 from deploy.controller.manifests.common import CLUSTER_LABEL
-from deploy.kubectl.clusters import target
 from tests.k8s.addresses import control_address, router_address
 from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.plane import ControlPlane

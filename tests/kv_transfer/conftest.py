@@ -13,7 +13,7 @@ from handoff_pairs import CONFIGS, HERE, THERE, AnySide, MakePair, fits_here, lo
 from manual_world import World
 from transfer_sides import RemoteSide, SideSpec
 
-from kv_transfer.config import TransferConfig
+from baton.config.transfer import TransferConfig
 
 
 @pytest.fixture(params=["memory", "ucx"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transfer_sides import LAYOUT, NUM_BLOCKS, LocalSide, RemoteSide, Side, SideSpec
 
-from kv_transfer.config import TransferConfig
+from baton.config.transfer import TransferConfig
 from kv_transfer.lease import FirstToken, FirstTokenLogprobs, Lease
 from kv_transfer.transports import make_transport
 

@@ -23,7 +23,7 @@ from typing import Any
 from transfer_sides import LocalSide, RemoteSide, Side, SideSpec
 from ways import runs_between
 
-from kv_transfer.config import TransferConfig
+from baton.config.transfer import TransferConfig
 from kv_transfer.process import ProcessIdentity, is_gone
 from kv_transfer.transport import FlushResult, PutBatch
 from kv_transfer.ucx.transport import UcxTransport

@@ -9,9 +9,9 @@ import torch
 from handoff_pairs import CONFIGS, FIRST, MakePair, after, grant, hand_over, needs_system_ucx
 from transfer_sides import ONE_HEAD
 
+from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
 from kv_transfer.admission import Decision
-from kv_transfer.config import TransferConfig
 from kv_transfer.mailbox import Event, Mailbox
 from kv_transfer.rank import TransferRank
 

@@ -10,8 +10,8 @@ import pytest
 from handoff_pairs import CONFIGS, THERE, MakePair, after, grant
 from transfer_sides import NUM_BLOCKS
 
+from baton.config.transfer import TransferConfig
 from baton.v1 import common_pb2
-from kv_transfer.config import TransferConfig
 from kv_transfer.errors import (
     CancelledHandoffError,
     FencedError,

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 from transfer_sides import LocalSide, RemoteSide, Side, SideSpec
 
-from kv_transfer.config import TransferConfig
+from baton.config.transfer import TransferConfig
 from kv_transfer.errors import HandoffTimeoutError, PeerLostError, PostFailedError
 from kv_transfer.lease import WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure

@@ -6,7 +6,7 @@ import asyncio
 
 from handoff_pairs import MakePair, grant
 
-from kv_transfer.config import TransferConfig
+from baton.config.transfer import TransferConfig
 from kv_transfer.lease import Lease
 
 MEMORY = TransferConfig(transport="memory")

@@ -18,7 +18,7 @@ import torch
 from transfer_sides import LAYOUT
 from ways import runs_between
 
-from kv_transfer.config import TransferConfig
+from baton.config.transfer import TransferConfig
 from kv_transfer.errors import TransportError
 from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import FirstTokenLogprobs, Lease, LeaseId, RankLease, WorkerIdentity
@@ -255,7 +255,7 @@ def test_device_memory_that_cannot_be_reached_is_refused_by_name() -> None:
 def test_an_expandable_segment_is_refused_by_name() -> None:
     code = (
         "import torch\n"
-        "from kv_transfer.config import TransferConfig\n"
+        "from baton.config.transfer import TransferConfig\n"
         "from kv_transfer.transports import make_transport\n"
         "pool = torch.zeros(4 << 20, dtype=torch.uint8, device='cuda')\n"
         "make_transport(TransferConfig()).register(pool, 1, 1)\n"

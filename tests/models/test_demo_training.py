@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from engine.config import EngineConfig
+from baton.config.engine import EngineConfig
 from engine.request import SamplingParams
 from tests.models.test_demo_corpus import TRAINING
 from tests.path.oracles import engine_alone, ids_of

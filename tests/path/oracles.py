@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import transformers
 
+from baton.config.engine import EngineConfig
 from engine.build import build_engine, build_runner, load_decoder, load_model_spec, region_layout
-from engine.config import EngineConfig
 from engine.local_memory import LocalKvMemory, LocalSink
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, TokenEvent
 from tests.engine import checkpoints

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from baton.client import AsyncClient
-from router.config import RouterConfig
+from baton.config.router import RouterConfig
 from router.output import Routed
 from router.router import Router
 from router.server import RouterServer

@@ -13,7 +13,7 @@ import pytest_asyncio
 import torch
 
 from baton.client import AsyncClient
-from baton.events import FinishReason, Logprobs
+from baton.client.events import FinishReason, Logprobs
 from engine.request import SampledToken, SamplingParams
 from tests.engine import families
 from tests.engine.driving import random_prompt

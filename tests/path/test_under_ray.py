@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from baton.client import AsyncClient
-from baton.config import parse_config
+from baton.config.cluster import parse_config
 from baton.control_client import ControlClient
-from baton.process_tree import descendants, wait_until_gone
 from baton.v1 import control_pb2, worker_pb2
-from cluster.local import RunningCluster, up
+from cluster.local.bring_up import RunningCluster, up
+from cluster.local.process_tree import descendants, wait_until_gone
 from tests.engine import families
 from tests.engine.driving import random_prompt
 from tests.path.oracles import greedy_answer

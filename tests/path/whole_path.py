@@ -15,14 +15,14 @@ from typing import Any
 import grpc.aio
 import yaml
 
-from baton import settings
 from baton.client import AsyncClient
-from baton.events import Finished, HandedOff, Logprobs, Prefilled, Routed, Tokens
+from baton.client.events import Finished, HandedOff, Logprobs, Prefilled, Routed, Tokens
+from baton.config import settings
+from baton.config.engine import EngineConfig
+from baton.config.workers import RegistryConfig
 from baton.v1 import control_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from cluster.config import RegistryConfig
-from cluster.control_service import Changes, serve
-from cluster.registry import FleetSnapshot, Registry, WorkerState
-from engine.config import EngineConfig
+from cluster.registry.control_service import Changes, serve
+from cluster.registry.registry import FleetSnapshot, Registry, WorkerState
 from engine.request import SampledToken, SamplingParams
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine import checkpoints

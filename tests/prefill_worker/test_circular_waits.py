@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from cluster.config import RegistryConfig
-from cluster.role_plan import Role
+from baton.config.workers import RegistryConfig
+from cluster.pools.role_plan import Role
 from tests.cluster.conftest import (
     ENGINE,
     DecodeLink,

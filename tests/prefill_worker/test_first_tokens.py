@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from cluster.request_wire import read_spec
-from cluster.role_plan import Role
-from cluster.worker import Worker
+from cluster.pools.role_plan import Role
+from cluster.worker.worker import Worker
 from engine.fake_runner import FakeRunner
 from engine.request import RequestId, RequestSpec, SampledToken, StepPlan
+from engine.wire import read_spec
 from kv_transfer.lease import Lease
 from prefill_worker.role import FirstTokenReady, HandedOff, PrefillRun
 from tests.cluster.conftest import (

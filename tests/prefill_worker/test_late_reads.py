@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cluster.role_plan import Role
+from cluster.pools.role_plan import Role
 from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler
 from tests.cluster.conftest import (
     DecodeLink,

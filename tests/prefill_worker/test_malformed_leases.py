@@ -11,8 +11,8 @@ import grpc.aio
 import pytest
 
 from baton.v1 import worker_pb2
-from cluster.role_plan import Role
-from cluster.worker import WorkerFailedError
+from cluster.pools.role_plan import Role
+from cluster.worker.worker import WorkerFailedError
 from tests.cluster.conftest import (
     TIMED_ENGINE,
     DecodeLink,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from baton.v1 import worker_pb2
-from cluster.role_plan import Role
+from cluster.pools.role_plan import Role
 from tests.cluster.conftest import (
     TIMED_ENGINE,
     DecodeLink,

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config import RegistryConfig
-from cluster.role_plan import Role
-from engine.config import FakeEngineConfig
+from baton.config.engine import FakeEngineConfig
+from baton.config.workers import RegistryConfig
+from cluster.pools.role_plan import Role
 from tests.cluster.conftest import (
     ENGINE,
     DecodeLink,

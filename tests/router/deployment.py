@@ -17,6 +17,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from baton.config.router import RouterConfig
 from baton.grpc_options import accepts_pings
 from baton.v1 import (
     common_pb2,
@@ -25,7 +26,6 @@ from baton.v1 import (
     router_pb2,
     router_pb2_grpc,
 )
-from router.config import RouterConfig
 from router.router import Router
 from router.server import RouterServer
 from router.text import TextModel

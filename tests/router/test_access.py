@@ -16,7 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.client import AsyncClient
-from baton.credentials import Tls, token_in
+from baton.client.credentials import Tls, token_in
+from baton.client.request_stream import build_request
+from baton.config.router import AuthConfig, TlsConfig
 from baton.errors import (
     AlreadyExistsError,
     BatonError,
@@ -25,10 +27,8 @@ from baton.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-from baton.request_stream import build_request
 from baton.v1 import router_pb2, router_pb2_grpc
 from router import access
-from router.config import AuthConfig, TlsConfig
 from router.text import TextModel
 from tests.certificates import Authority, swap
 from tests.router.deployment import PROMPT, Deployment, ask_for, deployment, error_reason

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import main
+from cli.main import main
 from router.text import TextModel
 from tests.certificates import Authority
 from tests.router.deployment import deployment

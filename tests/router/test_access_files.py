@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import ClusterConfig, load_config
+from baton.config.cluster import ClusterConfig, load_config
+from baton.config.router import AuthConfig, RouterConfig, TlsConfig
 from baton.errors import ConfigError
 from router.access import Access
-from router.config import AuthConfig, RouterConfig, TlsConfig
 from router.rereading import Reread
 from router.tls import ServerTls
 from tests.certificates import Authority, swap

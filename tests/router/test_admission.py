@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton.config.router import RouterConfig
 from baton.errors import NoCapacityError, OverloadedError, UnavailableError
 from router.admission import POLL_S, SCAN_AHEAD, Admission
-from router.config import RouterConfig
 from router.fleet import Fleet, ReportedLoad, WorkerEntry, WorkerState
 from router.prefix_index import PrefixIndex
 from router.prompt import PromptBlocks

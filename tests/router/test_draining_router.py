@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 
 from baton.client import AsyncClient
+from baton.client.events import Event, Tokens
 from baton.errors import ShuttingDownError
-from baton.events import Event, Tokens
 from baton.status import RpcFailure, from_rpc_error
 from router.text import TextModel
 from tests.router.deployment import PROMPT, Deployment, ask_for, deployment, error_reason

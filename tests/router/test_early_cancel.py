@@ -11,9 +11,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.session_wire import ANY_ATTEMPT
 from baton.v1 import router_pb2
-from cluster.role_plan import Role
+from baton.wire import ANY_ATTEMPT
+from cluster.pools.role_plan import Role
 from router.text import TextModel
 from tests.cluster.conftest import nothing_held, running_worker
 from tests.router.deployment import PROMPT, Deployment, ask_for, deployment

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.config.router import RouterConfig
 from baton.errors import OverloadedError
-from router.config import RouterConfig
 from router.fair_share import SWEEP_ABOVE, FairShare
 from router.fleet import Fleet, ReportedLoad
 from router.prediction import earliest_first_token_s

@@ -11,10 +11,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.config.decode import DecodeConfig
 from baton.v1 import common_pb2
-from cluster.role_plan import Role
-from cluster.worker import Worker
-from decode_worker.config import DecodeConfig
+from cluster.pools.role_plan import Role
+from cluster.worker.worker import Worker
 from kv_transfer.memory_transport import MemoryNetwork
 from router.text import TextModel
 from tests.cluster.conftest import nothing_held, running_worker

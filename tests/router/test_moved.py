@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.session_wire import ANY_ATTEMPT
 from baton.v1 import router_pb2, worker_pb2
+from baton.wire import ANY_ATTEMPT
 from router.text import TextModel
 from tests.router.deployment import PROMPT, Answer, Deployment, ask_for, deployment
 from tests.router.test_blame import held

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.config.router import RouterConfig
 from baton.v1 import common_pb2
-from router.config import RouterConfig
 from router.fleet import Fleet, ReportedLoad, WorkerState
 from router.placement import PlacementQuery, choose, ranked
 from router.recent_peak import RecentPeak

@@ -19,10 +19,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import AsyncClient
-from baton.config import ClusterConfig
+from baton.config.cluster import ClusterConfig
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from router.__main__ import serve, serve_metrics
-from router.config import RouterConfig
 from router.fleet_links import FleetLinks, FleetReport
 from router.metrics import RouterMetrics
 from router.server import RouterServer
@@ -351,7 +351,7 @@ async def test_a_model_that_cannot_be_read_is_told_in_one_line(tmp_path: Path) -
 
 
 def test_unknown_modes_and_negative_times_are_refused() -> None:
-    from router.config import RouterConfig
+    from baton.config.router import RouterConfig
 
     with pytest.raises(ValueError, match="local_prefill"):
         RouterConfig(local_prefill="sometimes")  # type: ignore[arg-type]
@@ -376,7 +376,7 @@ def test_unknown_modes_and_negative_times_are_refused() -> None:
 def test_times_that_would_make_the_router_spin_are_refused(
     changes: dict[str, float], told: str
 ) -> None:
-    from router.config import RouterConfig
+    from baton.config.router import RouterConfig
 
     with pytest.raises(ValueError, match=re.escape(told)):
         RouterConfig(**changes)  # type: ignore[arg-type]

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from baton.config.router import LocalPrefill, RouterConfig
 from baton.errors import UnavailableError
 from router.admission import SCAN_AHEAD
-from router.config import LocalPrefill, RouterConfig
 from router.fleet import Fleet, ReportedLoad
 from router.placement import reach
 from tests.router.test_admission import admission_of, entry_of, prompt, rounds

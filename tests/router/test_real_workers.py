@@ -14,12 +14,12 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from baton.config.engine import FakeEngineConfig
+from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2, worker_pb2_grpc
-from cluster.request_wire import read_spec
-from cluster.role_plan import Role
-from cluster.worker import Worker
-from engine.config import FakeEngineConfig
-from router.config import RouterConfig
+from cluster.pools.role_plan import Role
+from cluster.worker.worker import Worker
+from engine.wire import read_spec
 from router.router import Router
 from router.server import RouterServer
 from router.text import TextModel

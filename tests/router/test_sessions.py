@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from baton.session_wire import ORPHANED
+from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, control_pb2, worker_pb2
-from router.config import RouterConfig
+from baton.wire import ORPHANED
 from router.fleet import WorkerEntry, WorkerState
 from router.patience import Patience
 from router.session import RouterIdentity, Session, SessionLostError

@@ -12,9 +12,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.config.router import AuthConfig, RouterConfig
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, router_pb2
-from router.config import AuthConfig, RouterConfig
 from router.text import TextModel
 from router.tokenizing import Tokenizing
 from tests.router.deployment import PROMPT, Deployment, ask_for, byte_model, deployment

@@ -12,10 +12,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.config.engine import FakeEngineConfig
 from baton.v1 import common_pb2, router_pb2
-from cluster.role_plan import Role
+from cluster.pools.role_plan import Role
 from decode_worker.runs import Phase
-from engine.config import FakeEngineConfig
 from router.request_run import RequestRun
 from router.router import Router
 from router.text import TextModel

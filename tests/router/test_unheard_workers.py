@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 from baton.v1 import control_pb2, router_pb2
-from cluster.role_plan import Role
+from cluster.pools.role_plan import Role
 from router.fleet import WorkerState
 from router.router import Router
 from router.text import TextModel

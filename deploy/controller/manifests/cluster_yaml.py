@@ -7,11 +7,13 @@ import hashlib
 import re
 from collections.abc import Mapping
 
-from baton.config import ClusterConfig, ControlConfig, PoolConfig
+from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
+from baton.config.engine import AUTO
 from deploy.api.model_source import ModelSource
 from deploy.api.naming import snake_keys
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import MAX_REPLICAS, PoolShape, WorkerPoolSpec
+from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.common import (
     CONTROL_PORT,
     METRICS_PORT,
@@ -20,8 +22,6 @@ from deploy.controller.manifests.common import (
     Owner,
 )
 from deploy.controller.manifests.router_access import router_settings
-from deploy.controller.objects import Object as Seen
-from engine.config import AUTO
 
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 _LEAVE_MARGIN_S = 30.0

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from deploy.controller.kit.objects import Resource
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, Object, Owner
-from deploy.controller.objects import Resource
 
 
 @dataclass(frozen=True)

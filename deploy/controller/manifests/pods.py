@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.config import POD_LABEL, PORT_VARIABLE, pod_resource
+from baton.config.workers import POD_LABEL, PORT_VARIABLE, pod_resource
 from deploy.api.model_source import ModelSource
 from deploy.api.serving_cluster import Images, ServingClusterSpec, SpotNotices
 from deploy.api.worker_pool import WorkerPoolSpec
@@ -83,7 +83,7 @@ class PodContext:
 def head_template(context: PodContext) -> Object:
     """Ray's head without a worker's resources, and the supervisor beside it in one container: a Ray
     driver shares its raylet's memory and sockets."""
-    supervise = f"python -m cluster.head --config {CONFIG_FILE} --run-dir {RUN_FOLDER}"
+    supervise = f"python -m cluster.supervisor.head --config {CONFIG_FILE} --run-dir {RUN_FOLDER}"
     container = {
         "name": HEAD_CONTAINER,
         "command": ["/bin/sh", "-c"],
@@ -131,7 +131,7 @@ def _drain_command(timeout_s: int) -> str:
     has the node's process ids 1 is none of its own, and its drain must not fail for that."""
     return (
         "if (: >>/proc/1/fd/1) 2>/dev/null; then exec >>/proc/1/fd/1 2>&1; fi; "
-        f"exec python -m cluster.pod_drain --timeout {timeout_s}"
+        f"exec python -m cluster.node.pod_drain --timeout {timeout_s}"
     )
 
 
@@ -144,7 +144,7 @@ def _spot_watch(notices: SpotNotices | None, timeout_s: int) -> str:
     limits = (
         f"--notice {seconds(notices.notice):g} --timeout {timeout_s} --restart-after {_OUTLIVED_S}"
     )
-    return f"python -m cluster.spot_watch {asked} {limits} & "
+    return f"python -m cluster.node.spot_watch {asked} {limits} & "
 
 
 def ray_resources(pool: WorkerPoolSpec) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from deploy.api.naming import GROUP
 from deploy.api.serving_cluster import GcsFaultTolerance
 from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.cluster_yaml import cluster_config
 from deploy.controller.manifests.common import UNIT_LABEL, Object
 from deploy.controller.manifests.pods import (
@@ -18,7 +19,6 @@ from deploy.controller.manifests.pods import (
     ray_resources,
     worker_template,
 )
-from deploy.controller.objects import Object as Seen
 from deploy.controller.units import Unit
 
 _SHARED_HASH = f"{GROUP}/shared-hash"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from baton.config.router import AuthConfig, RouterConfig, TlsConfig
 from deploy.api.serving_cluster import RouterSpec, RouterTls
 from deploy.controller.manifests.common import METRICS_PORT, ROUTER_PORT, Object, Owner
-from router.config import AuthConfig, RouterConfig, TlsConfig
 
 HEALTH_PORT = 7103
 """Of routers that serve TLS: Kubernetes' probes speak none."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deploy.api.naming import API_VERSION
+from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.common import (
     CLUSTER_LABEL,
     POOL_LABEL,
@@ -13,7 +14,6 @@ from deploy.controller.manifests.common import (
     Object,
     Owner,
 )
-from deploy.controller.objects import Object as Seen
 
 _LABEL_OF = {"cluster": CLUSTER_LABEL, "pool": POOL_LABEL, "role": ROLE_LABEL}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.planner.config import PlannerConfig
+from baton.config.planner import PlannerConfig
 from cluster.planner.planner import Plan, decide
 from cluster.planner.signals import (
     PoolSignals,
@@ -15,7 +15,7 @@ from cluster.planner.signals import (
     WorkerSignals,
 )
 from cluster.planner.state import PlannerState
-from cluster.role_plan import Role
+from cluster.pools.role_plan import Role
 
 RATE = 1_000.0
 """Tokens/s that a made-up worker prefills."""

@@ -21,7 +21,7 @@ from cluster.planner.signals import (
     WorkerPhase,
     WorkerSignals,
 )
-from cluster.role_plan import Role
+from cluster.pools.role_plan import Role
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.planner.config import PlannerConfig
+from baton.config.planner import PlannerConfig
 from tests.cluster.planner.moments import Planning
 from tests.cluster.planner.queueing import Arrival, Shape, Site
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import cluster.planner
-from baton import settings
-from cluster.planner.config import PlannerConfig
+from baton.config import settings
+from baton.config.planner import PlannerConfig
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,6 @@ def test_the_planner_imports_the_standard_library_only() -> None:
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 imported.add(node.module or "")
-    own = ("cluster.planner.", "cluster.role_plan")
+    own = ("cluster.planner.", "cluster.pools.role_plan")
     others = {name for name in imported if not name.startswith(own)}
     assert {name.partition(".")[0] for name in others} <= set(sys.stdlib_module_names)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.planner.config import PlannerConfig
+from baton.config.planner import PlannerConfig
 from cluster.planner.signals import QueueSignals, Signals
-from cluster.role_plan import Role, RolePlan
+from cluster.pools.role_plan import Role, RolePlan
 from tests.cluster.planner.moments import (
     RATE,
     STABLE_S,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.planner.config import PlannerConfig
+from baton.config.planner import PlannerConfig
 from cluster.planner.signals import PoolSignals, Signals, WorkerPhase
 from tests.cluster.planner.moments import (
     Planning,

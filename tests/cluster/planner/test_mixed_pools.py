@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from cluster.planner.config import PlannerConfig
+from baton.config.planner import PlannerConfig
 from cluster.planner.signals import PoolSignals
-from cluster.role_plan import Role, RolePlan
+from cluster.pools.role_plan import Role, RolePlan
 from tests.cluster.planner.moments import Planning, moment, router, worker
 
 BOTH = RolePlan()

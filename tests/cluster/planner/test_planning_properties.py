@@ -9,7 +9,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.planner.config import PlannerConfig
+from baton.config.planner import PlannerConfig
 from cluster.planner.planner import Plan, decide
 from cluster.planner.signals import (
     PoolGaps,
@@ -21,7 +21,7 @@ from cluster.planner.signals import (
     WorkerSignals,
 )
 from cluster.planner.state import PlannerState
-from cluster.role_plan import Role, RolePlan
+from cluster.pools.role_plan import Role, RolePlan
 from tests.cluster.planner.moments import decode_pool, prefill_pool, router
 
 NOW_S = 1_000.0

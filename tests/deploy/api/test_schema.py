@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.config import ClusterConfig
+from baton.config.cluster import ClusterConfig
 from deploy.api import generate
 from deploy.api.checked import Checked
 from deploy.api.crd import KINDS, SERVING_CLUSTER, WORKER_POOL

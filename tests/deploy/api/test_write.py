@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.cli import main
-from baton.config import load_config
+from baton.config.cluster import load_config
 from baton.errors import ConfigError
+from cli.main import main
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.write import serving_cluster

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cluster.rank import free_port
+from cluster.worker.rank import free_port
 from deploy.api.naming import GROUP
 from deploy.controller.manifests.common import CLUSTER_LABEL, COMPONENT_LABEL
 from tests.deploy.chart.chart import (

@@ -11,7 +11,7 @@ import sys
 import time
 from array import array
 
-from kv_transfer.config import TransferConfig
+from baton.config.transfer import TransferConfig
 from kv_transfer.transport import FlushResult, Place, PutBatch, Runs, Way
 from kv_transfer.ucx.transport import UcxTransport
 

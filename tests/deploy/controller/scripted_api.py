@@ -13,8 +13,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kubernetes.client import Configuration
 
-from deploy.controller.connection import Connection, Timeouts
-from deploy.controller.kube import Kube
+from deploy.controller.kit.connection import Connection, Timeouts
+from deploy.controller.kit.kube import Kube
 
 
 class Exchange(BaseHTTPRequestHandler):

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.applied import Applied
 from deploy.controller.companions import Companions
-from deploy.controller.discovery import Discovery
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key
+from deploy.controller.kit.applied import Applied
+from deploy.controller.kit.discovery import Discovery
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key
 from tests.deploy.controller.following import following, until
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
 from tests.deploy.controller.test_companions import view_of

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.cache import Cache, Change
-from deploy.controller.kube import Listing
-from deploy.controller.objects import Key, Object
-from deploy.controller.watch_stream import WatchEvent, WatchEventType
+from deploy.controller.kit.cache import Cache, Change
+from deploy.controller.kit.kube import Listing
+from deploy.controller.kit.objects import Key, Object
+from deploy.controller.kit.watch_stream import WatchEvent, WatchEventType
 
 
 def thing(name: str, version: str, **fields: Any) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from cluster.planner.planner import PoolPlan
-from cluster.role_plan import RolePlan as PlannedRoles
+from cluster.pools.role_plan import RolePlan as PlannedRoles
 from deploy.api.worker_pool import RolePlan, Scaling
-from deploy.controller.cluster_events import ClusterEvents
-from deploy.controller.event_series import EventType
-from deploy.controller.objects import Object
+from deploy.controller.kit.event_series import EventType
+from deploy.controller.kit.objects import Object
 from deploy.controller.observed import FleetPool, Heard, Place, PlaceState, Pod
+from deploy.controller.status.cluster_events import ClusterEvents
 from deploy.controller.view import ClusterView, PoolView
 from tests.deploy.controller.test_companions import pod, view_of
 

@@ -11,12 +11,12 @@ from deploy.api.naming import API_VERSION
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.status import RolloutStatus, ServingClusterStatus
 from deploy.api.worker_pool import PoolTemplate, Scaling, WorkerPoolSpec
-from deploy.controller.cluster_status import Refusals, availability, cluster_status
+from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import Owner
-from deploy.controller.objects import Key
 from deploy.controller.observed import NOTHING_HEARD, Fleet, FleetPool, Heard
 from deploy.controller.rollout import State, Step
-from deploy.controller.statuses import Statuses
+from deploy.controller.status.cluster_status import Refusals, availability, cluster_status
+from deploy.controller.status.statuses import Statuses
 from deploy.controller.view import ClusterView, PoolView
 from tests.deploy.controller.scripted_api import kube_of, scripted
 

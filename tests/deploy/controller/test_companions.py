@@ -11,6 +11,7 @@ import kubernetes_validate
 import pytest
 
 from deploy.controller.companions import companions
+from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import (
     CONTROL_PORT,
     METRICS_PORT,
@@ -23,7 +24,6 @@ from deploy.controller.manifests.common import (
 )
 from deploy.controller.manifests.pod_disruption_budgets import BudgetKind
 from deploy.controller.manifests.routers import router_deployment, router_service
-from deploy.controller.objects import Key
 from deploy.controller.observed import NOTHING_HEARD, Pod
 from deploy.controller.resources import BUDGETS
 from deploy.controller.rollout import State, Step

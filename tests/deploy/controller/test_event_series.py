@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from deploy.controller.event_series import EventBook, EventType, Occurrence
+from deploy.controller.kit.event_series import EventBook, EventType, Occurrence
 
 _START = datetime(2030, 1, 1, tzinfo=UTC)
 

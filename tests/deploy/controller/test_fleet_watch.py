@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 from baton.v1 import control_pb2
 from deploy.controller.fleet_watch import FleetWatch
-from deploy.controller.objects import Key
+from deploy.controller.kit.objects import Key
 from deploy.controller.observed import Heard
 from tests.router.deployment import Context, Registry
 

@@ -11,8 +11,8 @@ import pytest
 
 from deploy.controller.__main__ import main, serve_health
 from deploy.controller.controller import Controller, ControllerSettings
+from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import Release
-from deploy.controller.objects import Key
 from tests.deploy.controller.scripted_api import kube_of, scripted
 
 

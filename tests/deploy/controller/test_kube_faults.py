@@ -8,17 +8,17 @@ from collections.abc import Callable
 import pytest
 from kubernetes.client import Configuration
 
-from deploy.controller.connection import Connection
-from deploy.controller.errors import (
+from deploy.controller.kit.connection import Connection
+from deploy.controller.kit.errors import (
     GoneError,
     ServerError,
     ThrottledError,
     UnreachableError,
     WriteRefusedError,
 )
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key, Resource, Selection
-from deploy.controller.watch_stream import WatchEventType, Window
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key, Resource, Selection
+from deploy.controller.kit.watch_stream import WatchEventType, Window
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
 from tests.deploy.controller.things import CONFIG_MAPS, config_map, config_map_list, gone
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from baton.config import parse_config
+from baton.config.cluster import parse_config
 from baton.errors import ConfigError
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
@@ -141,7 +141,7 @@ def test_a_pod_on_spot_capacity_asks_its_cloud_beside_ray_and_no_other_does() ->
     ]
     ((before, _, after),) = [each.partition(" & ") for each in container["args"]]
     *_, module, cloud, address, notice, timeout, again = re.split(r" (?=--|cluster)", before)
-    assert module == "cluster.spot_watch"
+    assert module == "cluster.node.spot_watch"
     assert (cloud, address) == ("--cloud gcp", "--address http://metadata.google.internal")
     assert (notice, timeout, again) == ("--notice 120", "--timeout 90", "--restart-after 120")
     assert after.startswith('eval "exec $KUBERAY_GEN_RAY_START_CMD')

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.errors import UnreachableError
-from deploy.controller.objects import Key, Object
+from deploy.controller.kit.errors import UnreachableError
+from deploy.controller.kit.objects import Key, Object
 from deploy.controller.operator_metrics import OperatorMetrics, Seen
 
 CLUSTER: dict[str, Any] = {

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baton.config.planner import PlannerConfig
 from baton.v1 import common_pb2, control_pb2
-from cluster.planner.config import PlannerConfig
 from cluster.planner.planner import PoolPlan
-from cluster.role_plan import RolePlan as Split
+from cluster.pools.role_plan import RolePlan as Split
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import RolePlan, Scaling, ScalingMode, WorkerPoolSpec
+from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import Owner
-from deploy.controller.objects import Key
 from deploy.controller.observed import NOTHING_HEARD
 from deploy.controller.planning import Planning
 from deploy.controller.rollout import State, Step

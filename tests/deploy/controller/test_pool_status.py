@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from baton.config.planner import PlannerConfig
 from baton.v1 import control_pb2
-from cluster.planner.config import PlannerConfig
 from deploy.api.status import MESSAGE, WorkerPoolStatus
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.fleet_watch import fleet_of
@@ -17,7 +17,7 @@ from deploy.controller.observed import (
     PlaceState,
     Pod,
 )
-from deploy.controller.pool_status import pool_status, pool_verdicts
+from deploy.controller.status.pool_status import pool_status, pool_verdicts
 from deploy.controller.view import PoolView
 
 SPEC = WorkerPoolSpec(role="decode", cluster="main", pool="decode", drain_timeout="2m")

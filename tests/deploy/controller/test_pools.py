@@ -12,16 +12,16 @@ import pytest
 
 from baton.errors import ConfigError
 from cluster.planner.planner import PoolPlan
-from cluster.role_plan import RolePlan
+from cluster.pools.role_plan import RolePlan
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.applied import Applied
 from deploy.controller.caches import Caches
-from deploy.controller.finalizers import FINALIZER, Finalizers
+from deploy.controller.kit.applied import Applied
+from deploy.controller.kit.finalizers import FINALIZER, Finalizers
+from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, ROLE_LABEL, Owner
 from deploy.controller.manifests.worker_pool import worker_pool
-from deploy.controller.objects import Key
 from deploy.controller.observed import NOTHING_HEARD
 from deploy.controller.pools import Pools
 from deploy.controller.rollout import State, Step

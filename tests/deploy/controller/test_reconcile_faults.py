@@ -12,20 +12,20 @@ import pytest
 
 from deploy.api.naming import API_VERSION
 from deploy.controller.caches import Caches
-from deploy.controller.cluster_events import ClusterEvents
 from deploy.controller.cluster_reconciler import ClusterReconciler
-from deploy.controller.errors import (
+from deploy.controller.fleet_watch import FleetWatch
+from deploy.controller.kit.errors import (
     ConflictError,
     ForbiddenError,
     StatusError,
     UnreachableError,
 )
-from deploy.controller.finalizers import FINALIZER
-from deploy.controller.fleet_watch import FleetWatch
+from deploy.controller.kit.finalizers import FINALIZER
+from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import CLUSTER_LABEL
 from deploy.controller.manifests.ray_cluster import unit_in
 from deploy.controller.manifests.worker_pool import worker_pool
-from deploy.controller.objects import Key
+from deploy.controller.status.cluster_events import ClusterEvents
 from tests.deploy.controller.following import FAST, TIMEOUT_S
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
 from tests.deploy.controller.test_manifests import OWNER, RELEASE, ray_of, spec_of

@@ -8,7 +8,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from baton.config import parse_config
+from baton.config.cluster import parse_config
 from baton.errors import ConfigError
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.controller.manifests.router_access import router_certificate, router_settings

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from baton.config.workers import RegistryConfig
 from baton.control_client import ControlClient
-from cluster.config import RegistryConfig
-from cluster.control_service import Changes, serve
-from cluster.registry import Registry
+from cluster.registry.control_service import Changes, serve
+from cluster.registry.registry import Registry
 from deploy.api.worker_pool import RolePlan, WorkerPoolSpec
-from deploy.controller.errors import WriteRefusedError
 from deploy.controller.fleet_watch import fleet_of
+from deploy.controller.kit.errors import WriteRefusedError
+from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.ray_cluster import worker_group
-from deploy.controller.objects import Key
 from deploy.controller.observed import Fleet, Heard
 from deploy.controller.rollout import State, Step
 from deploy.controller.supervision import Supervision

@@ -9,22 +9,22 @@ from typing import Any, Literal
 
 import pytest
 
-from cluster.planner.config import PlannerConfig
+from baton.config.planner import PlannerConfig
+from baton.config.router import RouterConfig
 from deploy.api.serving_cluster import RouterIngress, RouterSpec, RouterTls
-from deploy.controller.cluster_status import (
+from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
+from deploy.controller.observed import FleetPool, Heard, Place, PlaceState, Pod
+from deploy.controller.rollout import State, Step
+from deploy.controller.status.cluster_status import (
     Refusals,
     availability,
     cluster_status,
     cluster_verdicts,
 )
-from deploy.controller.conditions import Verdict
-from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
-from deploy.controller.observed import FleetPool, Heard, Place, PlaceState, Pod
-from deploy.controller.pool_status import pool_status, pool_verdicts
-from deploy.controller.rollout import State, Step
+from deploy.controller.status.conditions import Verdict
+from deploy.controller.status.pool_status import pool_status, pool_verdicts
+from deploy.controller.status.waiting import pool_waits, router_waits
 from deploy.controller.view import ClusterView
-from deploy.controller.waiting import pool_waits, router_waits
-from router.config import RouterConfig
 from tests.deploy.controller.test_cluster_status import at
 from tests.deploy.controller.test_pod_waits import UNSCHEDULABLE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from deploy.controller.objects import Key
+from deploy.controller.kit.objects import Key
 from tests.deploy.controller.following import TIMEOUT_S, following, until
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
 from tests.deploy.controller.things import config_map, config_map_list, gone

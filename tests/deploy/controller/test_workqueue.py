@@ -9,10 +9,10 @@ from collections import Counter
 
 import pytest
 
-from deploy.controller.backoff import Backoff
-from deploy.controller.errors import UnreachableError, status_error
-from deploy.controller.workers import Workers
-from deploy.controller.workqueue import PendingKeys, WorkQueue
+from deploy.controller.kit.backoff import Backoff
+from deploy.controller.kit.errors import UnreachableError, status_error
+from deploy.controller.kit.workers import Workers
+from deploy.controller.kit.workqueue import PendingKeys, WorkQueue
 
 _TIMEOUT_S = 10.0
 _AGAIN = re.compile(r"test: (\w+): .*again in ([0-9.]+) s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deploy.controller.objects import Key, Resource
+from deploy.controller.kit.objects import Key, Resource
 
 CONFIG_MAPS = Resource("", "v1", "configmaps")
 

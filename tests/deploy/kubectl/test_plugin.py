@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from baton.process_tree import Process, descendants, wait_until_gone
-from deploy.kubectl.clusters import Target, chosen, target
-from deploy.kubectl.errors import ChoiceError
-from deploy.kubectl.kubectl import refusal
-from deploy.kubectl.plugin import main
+from cli.kubectl.clusters import Target, chosen, target
+from cli.kubectl.errors import ChoiceError
+from cli.kubectl.kubectl import refusal
+from cli.kubectl.plugin import main
+from cluster.local.process_tree import Process, descendants, wait_until_gone
 from tests.baton.small_router import Book, SmallControl, SmallRouter
 from tests.baton.terminal import default_signals
 
@@ -162,7 +162,7 @@ def test_routers_that_serve_by_tls_are_asked_by_tls(folder: Path, capsys: Captur
 @pytest.mark.full
 def test_a_watch_that_is_ended_ends_what_it_started(folder: Path, control: str) -> None:
     (folder / "upstream").write_text(control)
-    command = [sys.executable, "-m", "deploy.kubectl.plugin", "top", "--watch"]
+    command = [sys.executable, "-m", "cli.kubectl.plugin", "top", "--watch"]
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 0)):
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, env=dict(os.environ), preexec_fn=default_signals

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from baton.config.engine import EngineConfig
 from bench.random_model import random_model
 from engine.attention.choice import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES
 from engine.build import lone_engine
-from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
 from tests.engine.families import VOCAB, hf_config, random_weight

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.controller.connection import Connection
+from deploy.controller.kit.connection import Connection
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet, running_kubelet
 from tests.k8s.kubelet.kuberay import KubeRay, running_kuberay

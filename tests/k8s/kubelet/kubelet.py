@@ -8,14 +8,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from deploy.controller.backoff import Backoff
-from deploy.controller.connection import Connection
-from deploy.controller.errors import NotFoundError
-from deploy.controller.informer import Informer, InformerSettings
-from deploy.controller.objects import Key, Object, Resource, Selection
+from deploy.controller.kit.backoff import Backoff
+from deploy.controller.kit.connection import Connection
+from deploy.controller.kit.errors import NotFoundError
+from deploy.controller.kit.informer import Informer, InformerSettings
+from deploy.controller.kit.objects import Key, Object, Resource, Selection
+from deploy.controller.kit.workers import Workers
+from deploy.controller.kit.workqueue import WorkQueue
 from deploy.controller.resources import PODS, SERVICES
-from deploy.controller.workers import Workers
-from deploy.controller.workqueue import WorkQueue
 from tests.k8s.kubelet.api_gate import ApiGate
 from tests.k8s.kubelet.container import ContainerRun
 from tests.k8s.kubelet.errors import KubeletError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from deploy.controller.objects import Resource
+from deploy.controller.kit.objects import Resource
 from tests.k8s.kubelet.container import now_text
 
 NODES = Resource("", "v1", "nodes", namespaced=False)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from deploy.controller.objects import Object
+from deploy.controller.kit.objects import Object
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.hosts import is_ready
 from tests.k8s.kubelet.kubelet import Kubelet

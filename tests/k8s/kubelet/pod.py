@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.controller.errors import KubeError
-from deploy.controller.objects import Object
+from deploy.controller.kit.errors import KubeError
+from deploy.controller.kit.objects import Object
 from tests.k8s.kubelet.api_gate import ENVIRONMENT, ApiGate
 from tests.k8s.kubelet.cgroups import Cgroup
 from tests.k8s.kubelet.container import ContainerRun, now_text

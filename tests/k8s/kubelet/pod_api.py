@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from deploy.controller.connection import USUAL, Call, Connection
-from deploy.controller.errors import ConflictError, NotFoundError
-from deploy.controller.kube import Kube
-from deploy.controller.objects import Key, Object
+from deploy.controller.kit.connection import USUAL, Call, Connection
+from deploy.controller.kit.errors import ConflictError, NotFoundError
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Key, Object
 from deploy.controller.resources import CONFIG_MAPS, PODS, SECRETS
 
 

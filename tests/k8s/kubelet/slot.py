@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deploy.controller.errors import KubeError
+from deploy.controller.kit.errors import KubeError
 from tests.k8s.kubelet.container import ContainerRun, Ended
 from tests.k8s.kubelet.errors import ContainerError
 from tests.k8s.kubelet.pod_status import ContainerState

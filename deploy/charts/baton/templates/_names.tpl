@@ -89,7 +89,7 @@ become one. */ -}}
 {{- end -}}
 
 {{- /* What a client of the first ServingCluster is to show and to trust, as options of `baton`. */ -}}
-{{- define "baton.credentials" -}}
+{{- define "baton.client.credentials" -}}
 {{- $router := .Values.cluster.spec.router | default dict -}}
 {{- with $router.tls }}--tls-ca CA.crt --tls-server-name {{ $.Values.cluster.name }}-router.{{ $.Release.Namespace }}.svc {{ if .requireClientCertificate }}--tls-cert MINE.crt --tls-key MINE.key {{ end }}{{ end -}}
 {{- with $router.auth }}--token-file FILE {{ end -}}

@@ -1,0 +1,184 @@
+"""What both clients do, whatever waits for the answer: calls, the order of routers, failed tries.
+
+`Client` and `AsyncClient` hold connections and wait; every decision is made here and, for a
+stream, in `request_stream`. The one is not built upon the other: grpc.aio in a second event loop
+of a process disturbs the first (grpc issue 25364).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+import grpc.aio
+
+from baton import status
+from baton.client.connections import Connection, Connections
+from baton.client.request_stream import RequestStream
+from baton.errors import BatonError, NotFoundError, UnavailableError
+from baton.v1 import control_pb2, router_pb2
+
+T = TypeVar("T")
+C = TypeVar("C")
+
+REFUSED_BY_GRPC = (ValueError, grpc.aio.UsageError)
+"""How it refuses a call on a channel that was closed since its caller looked, among others."""
+_ABORT_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Call(Generic[T]):
+    """A short call of RouterService: its message, and what its answer is to the caller."""
+
+    method: str
+    message: Any
+    read: Callable[[Any], T]
+    takes_first: bool = False
+    """The method streams, and its first message is the answer."""
+    only_where_known: bool = False
+    """One router alone may know what is meant: the next is asked when one does not."""
+
+
+def abort(request_id: str, tenant: str) -> Call[None]:
+    message = router_pb2.AbortRequest(request_id=request_id, tenant=tenant)
+    return Call("Abort", message, lambda answer: None, only_where_known=True)
+
+
+def models() -> Call[list[router_pb2.Model]]:
+    return Call("ListModels", router_pb2.ListModelsRequest(), lambda answer: list(answer.models))
+
+
+def tokenize(text: str, tenant: str) -> Call[list[int]]:
+    message = router_pb2.TokenizeRequest(text=text, tenant=tenant)
+    return Call("Tokenize", message, lambda answer: list(answer.ids))
+
+
+def explain(request: router_pb2.GenerateRequest) -> Call[list[router_pb2.RouteCandidate]]:
+    message = router_pb2.ExplainRouteRequest(request=request)
+    return Call("ExplainRoute", message, lambda answer: list(answer.candidates))
+
+
+def fleet() -> Call[control_pb2.WatchFleetResponse]:
+    message = router_pb2.RouterServiceWatchFleetRequest()
+    return Call("WatchFleet", message, lambda answer: answer.fleet, takes_first=True)
+
+
+class Routers(Generic[C]):
+    """Own what a client knows of its routers: their addresses, its connections to them, and which
+    is asked first."""
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str],
+        reconnect_within_s: float,
+        call_timeout_s: float,
+        connect: Callable[[str], C],
+    ) -> None:
+        listed = addresses.split(",") if isinstance(addresses, str) else addresses
+        self.addresses = [address.strip() for address in listed if address.strip()]
+        if not self.addresses:
+            raise ValueError("at least one router address is needed")
+        self.connections = Connections(self.addresses, connect)
+        self.preferred = 0
+        self._reconnect_within_s = reconnect_within_s
+        self._call_timeout_s = call_timeout_s
+        self._is_closed = False
+
+    def close(self) -> list[C]:
+        """The channels to close."""
+        self._is_closed = True
+        return self.connections.close()
+
+    def check_open(self) -> None:
+        """Raises UnavailableError once the client is closed."""
+        if self._is_closed:
+            raise UnavailableError("the client is closed")
+
+    def stream(self, request: router_pb2.GenerateRequest) -> RequestStream:
+        return RequestStream(
+            request,
+            self.addresses,
+            first_address=self.preferred,
+            reconnect_within_s=self._reconnect_within_s,
+        )
+
+    def lost(
+        self, stream: RequestStream, connection: Connection[C], failure: status.RpcFailure | None
+    ) -> float:
+        """As the stream's own; no other request begins at a router that shuts down."""
+        pause_s = stream.lost(failure)
+        if stream.was_sent_away:
+            self.preferred = stream.address_index
+            self.connections.leave(connection)
+        return pause_s
+
+    def answered(self, connection: Connection[C]) -> None:
+        """Whole: its router is asked first from now on, unless it shuts down."""
+        if self.connections.current(connection.address_index) is connection:
+            self.preferred = connection.address_index
+
+    def tries(self, call: Call[T]) -> Tries[T, C]:
+        first = self.connections.current(self.preferred)
+        return self._tries(call, self._call_timeout_s, first)
+
+    def abandon(self, stream: RequestStream, connection: Connection[C]) -> Tries[None, C] | None:
+        """The abort of a request whose caller has left, first where it was asked for last; None
+        where there is nothing to abort."""
+        if stream.is_finished or self._is_closed:
+            return None
+        return self._tries(abort(stream.request_id, stream.tenant), _ABORT_TIMEOUT_S, connection)
+
+    def _tries(self, call: Call[T], timeout_s: float, first: Connection[C]) -> Tries[T, C]:
+        self.check_open()
+        return Tries(self, call, timeout_s, self.connections.in_turn(first, call.only_where_known))
+
+
+class Tries(Generic[T, C]):
+    """One short call at one router after the other until one answers."""
+
+    def __init__(
+        self,
+        routers: Routers[C],
+        call: Call[T],
+        timeout_s: float,
+        connections: Sequence[Connection[C]],
+    ) -> None:
+        """`timeout_s`: longest wait for each router; `connections`: in the order they are used."""
+        self._routers, self._connections = routers, connections
+        self._num_failed = 0
+        self.call = call
+        self.timeout_s = timeout_s
+
+    @property
+    def connection(self) -> Connection[C]:
+        """To the router to ask now."""
+        return self._connections[self._num_failed]
+
+    def answered(self, answer: Any) -> T:
+        """The caller's part of an answer; its router is asked first from now on."""
+        if answer is None:
+            address = self._routers.addresses[self.connection.address_index]
+            raise UnavailableError(f"the router at {address} ended its answer before it began")
+        self._routers.answered(self.connection)
+        return self.call.read(answer)
+
+    def failed(self, error: grpc.RpcError) -> None:
+        """Go on to the next router; raises the call's error when that is of no use."""
+        failure = cast(status.RpcFailure, error)
+        problem = self._problem(failure)
+        self._num_failed += 1
+        goes_on = (
+            isinstance(problem, UnavailableError)
+            or status.is_connection_lost(failure)
+            or (self.call.only_where_known and isinstance(problem, NotFoundError))
+        )
+        if not goes_on or self._num_failed == len(self._connections):
+            raise problem from error
+        self._routers.check_open()
+
+    def _problem(self, failure: status.RpcFailure) -> BatonError:
+        listed = ", ".join(self._routers.addresses)
+        if status.is_out_of_time(failure):
+            return UnavailableError(f"no answer from {listed} within {self.timeout_s:g} s")
+        return status.from_rpc_error(failure, listed)

@@ -1,0 +1,284 @@
+"""A cluster's configuration: one YAML file, every value with a default.
+
+The parts belong to the packages that use them; here they are composed, read and written. Importing
+this needs no torch, ray or libucp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from baton.config import settings, yaml_file
+from baton.config.decode import DecodeConfig
+from baton.config.engine import EngineConfig
+from baton.config.planner import PlannerConfig
+from baton.config.router import RouterConfig
+from baton.config.transfer import TransferConfig
+from baton.config.workers import RegistryConfig, SupervisorConfig, WorkerSettings
+from baton.errors import ConfigError
+
+Role = Literal["prefill", "decode", "mixed"]
+
+_ANY_HOST = ("0.0.0.0", "::", "[::]")
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """Workers of one role and one shape."""
+
+    role: Role
+    """prefill, decode, or mixed: both."""
+    replicas: int = 1
+    """Workers at the start; `baton scale` changes it while the cluster runs."""
+    min_replicas: int = 0
+    """Fewest that `baton up --autoscale` keeps; 0 lets it stop the pool where
+    `planner.scale_to_zero_after_s` says when."""
+    max_replicas: int = 64
+    """What `baton scale` may ask for at most: each worker takes memory for weights and KV."""
+    tensor_parallel: int = 1
+    """Processes that one worker is made of; on cuda each has a GPU of its own."""
+    drain_timeout_s: float | None = None
+    """How long a worker of this pool that leaves may finish what it runs; None:
+    `worker.drain_timeout_s`."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Engine settings of this pool that differ from the cluster's."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_replicas <= 1024:
+            raise ValueError(f"max_replicas must be between 1 and 1024, not {self.max_replicas}")
+        if not 0 <= self.replicas <= self.max_replicas:
+            raise ValueError(
+                f"replicas must be between 0 and max_replicas ({self.max_replicas}), "
+                f"not {self.replicas}"
+            )
+        if not 0 <= self.min_replicas <= self.max_replicas:
+            raise ValueError(
+                f"min_replicas must be between 0 and max_replicas ({self.max_replicas}), "
+                f"not {self.min_replicas}"
+            )
+        if self.drain_timeout_s is not None and not 0 <= self.drain_timeout_s < math.inf:
+            raise ValueError(
+                f"drain_timeout_s must not be negative, and finite, not {self.drain_timeout_s}"
+            )
+        if not 1 <= self.tensor_parallel <= 64:
+            raise ValueError(
+                f"tensor_parallel must be between 1 and 64, not {self.tensor_parallel}"
+            )
+
+
+@dataclass(frozen=True)
+class ControlConfig:
+    """Where the registry listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 7101
+    """0: any free port."""
+    announced_host: str | None = None
+    """The host that workers and routers are told, where `host` is not what others reach: a Service
+    of Kubernetes, say; None: `host`."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be between 0 and 65535, not {self.port}")
+        if self.announced_host == "":
+            raise ValueError("announced_host must not be empty")
+
+
+def _default_pools() -> dict[str, PoolConfig]:
+    return {"prefill": PoolConfig(role="prefill"), "decode": PoolConfig(role="decode")}
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Everything `baton up` starts. Each part's settings are a section of the file."""
+
+    model: str = "models/demo"
+    """A folder in the Hugging Face layout, or a name on the Hugging Face hub."""
+    model_revision: str | None = None
+    """Of a model on the hub: a branch, a tag or a commit; None: its main branch."""
+    tokenizer: str | None = None
+    """A folder or a name on the hub that holds tokenizer and chat template, where the model's own
+    files hold none; None: the model's."""
+    served_model_name: str | None = None
+    """What clients call the model; None: the last part of `model`."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    runs_on: Literal["machine", "pods"] = "machine"
+    """machine: all workers share the machine of `baton up`. pods: each replica has a pod of its
+    pool to itself, and waits for one (a Ray node with the resource baton-pool/<pool>: a unit for
+    each rank)."""
+    pools: dict[str, PoolConfig] = field(default_factory=_default_pools)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    """Of `baton up --autoscale`."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "model_revision", "tokenizer"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} must not be empty")
+        if self.runs_on == "machine":  # on pods, pools come and go
+            self._check_roles()
+        if self.transfer.transport != "ucx":
+            raise ValueError(
+                f"transfer.transport must be ucx in a cluster, whose workers are processes, "
+                f"not {self.transfer.transport}"
+            )
+        self._check_reachable()
+        self._check_times()
+
+    def _check_roles(self) -> None:
+        """Whether its pools can serve by themselves."""
+        roles = {pool.role for pool in self.pools.values()}
+        if not roles & {"decode", "mixed"}:
+            raise ValueError("pools need at least one of role decode or mixed")
+        if self.router.local_prefill == "never" and not roles & {"prefill", "mixed"}:
+            raise ValueError(
+                "router.local_prefill must not be never without a pool of role prefill or mixed"
+            )
+
+    def _check_reachable(self) -> None:
+        """Where workers have to find the registry from elsewhere."""
+        host, announced = self.control.host, self.control.announced_host
+        if self.runs_on == "pods" and host in _ANY_HOST and announced is None:
+            raise ValueError(
+                f"control.announced_host is needed where runs_on is pods and control.host is {host}"
+            )
+
+    def _check_times(self) -> None:
+        """Where one part has to outlast another."""
+        drains_s = {"worker": self.worker.drain_timeout_s}
+        for name, pool in self.pools.items():
+            if pool.drain_timeout_s is not None:
+                drains_s[f"pools.{name}"] = pool.drain_timeout_s
+        longest = max(drains_s, key=lambda part: drains_s[part])
+        if self.supervisor.drain_timeout_s <= drains_s[longest]:
+            raise ValueError(
+                f"supervisor.drain_timeout_s must be above {longest}.drain_timeout_s "
+                f"({drains_s[longest]}), not {self.supervisor.drain_timeout_s}"
+            )
+        fence_at_s = self.registry.silent_after_s + self.supervisor.fence_after_s
+        if self.registry.gone_after_s <= fence_at_s:
+            raise ValueError(
+                f"registry.gone_after_s must be above registry.silent_after_s + "
+                f"supervisor.fence_after_s ({fence_at_s:g}), not {self.registry.gone_after_s}"
+            )
+        if self.router.first_token_timeout_s <= self.registry.first_step_s:
+            raise ValueError(
+                f"router.first_token_timeout_s must be above registry.first_step_s "
+                f"({self.registry.first_step_s:g}), not {self.router.first_token_timeout_s:g}"
+            )
+        asked_until_s = self.router.reserve_timeout_s + self.router.max_timeout_s
+        if self.transfer.tombstone_s <= asked_until_s:
+            raise ValueError(
+                f"transfer.tombstone_s must be above router.reserve_timeout_s + "
+                f"router.max_timeout_s ({asked_until_s:g}), not {self.transfer.tombstone_s:g}"
+            )
+        if self.worker.heartbeat_s >= self.registry.silent_after_s:
+            raise ValueError(
+                f"worker.heartbeat_s must be below registry.silent_after_s "
+                f"({self.registry.silent_after_s}), not {self.worker.heartbeat_s}"
+            )
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or Path(self.model).name
+
+    def pool_engine(self, pool: str, *, source: str = "configuration") -> EngineConfig:
+        """The engine settings of a pool: the cluster's with the pool's own over them.
+
+        Raises ConfigError, in the name of the file `source`."""
+        merged = settings.merge(settings.dump(self.engine), self.pools[pool].engine)
+        key = f"pools.{pool}.engine"
+        return settings.parse(EngineConfig, merged, source=source, key=key)
+
+    def with_absolute_folders(self) -> ClusterConfig:
+        """For workers and routers, which have working directories of their own; a name on the hub
+        stays one."""
+        tokenizer = None if self.tokenizer is None else _absolute(self.tokenizer)
+        return dataclasses.replace(self, model=_absolute(self.model), tokenizer=tokenizer)
+
+    def to_yaml(self) -> str:
+        """What `parse_config` reads back as an equal configuration; defaults are left out."""
+        changed = settings.dump(self, base=ClusterConfig())
+        return yaml.safe_dump(changed, sort_keys=False, allow_unicode=True) if changed else "{}\n"
+
+
+def _absolute(folder: str) -> str:
+    return str(Path(folder).resolve()) if Path(folder).is_dir() else folder
+
+
+def parse_config(value: object, *, source: str = "configuration") -> ClusterConfig:
+    """Make a configuration from what a YAML file holds; every error is a ConfigError."""
+    config = settings.parse(ClusterConfig, {} if value is None else value, source=source)
+    for name in config.pools:
+        _check_pool(name, config, source)
+    return config
+
+
+def _check_pool(name: str, config: ClusterConfig, source: str) -> None:
+    """A pool's engine settings are told under their own keys."""
+    if not name.replace("-", "").isalnum() or not name.isascii() or len(name) > 40:
+        raise ConfigError(
+            f"{source}: pools.{name}: a pool's name is letters, digits and -", field=f"pools.{name}"
+        )
+    config.pool_engine(name, source=source)
+
+
+def load_config(path: str | Path) -> ClusterConfig:
+    """Read a cluster file; a relative `model` or `tokenizer` that is a folder beside the file means
+    that one, and one that begins with ~ lies in a home folder. The router's relative files for TLS
+    and tokens are those beside it."""
+    source = str(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source}: not valid YAML: {_one_line(error)}") from error
+    config = read_config(text, source=source)
+    around = Path(path).resolve().parent
+    tokenizer = None if config.tokenizer is None else _beside(around, config.tokenizer)
+    return dataclasses.replace(
+        config,
+        model=_beside(around, config.model),
+        tokenizer=tokenizer,
+        router=config.router.beside(around),
+    )
+
+
+def _beside(around: Path, folder: str) -> str:
+    named = os.path.expanduser(folder)
+    return str(around / named) if (around / named).is_dir() else named
+
+
+def read_config(text: str, *, source: str) -> ClusterConfig:
+    """Make a configuration from a cluster file's text; every error is a ConfigError."""
+    try:
+        value = yaml_file.load(text)
+    except yaml_file.RepeatedKeyError as error:
+        raise ConfigError(f"{source}: {error}", field=error.key) from error
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError(f"{source}: not valid YAML: {line}{error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {_one_line(error)}") from error
+    return parse_config(value, source=source)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

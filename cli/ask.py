@@ -1,0 +1,188 @@
+"""`baton generate`, `baton chat`, `baton explain`: everything asked of a router."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Generator
+
+from baton import render
+from baton.client import Client
+from baton.client.credentials import Tls, token_in
+from baton.client.events import Event, Finished, FinishReason, Tokens
+from baton.client.request_stream import GenerateOptions, build_request
+from baton.errors import BatonError, InvalidRequestError, UnavailableError
+from baton.v1 import router_pb2
+from cli.answer_meter import AnswerMeter
+from cli.progress import Patience
+
+TOKEN = "BATON_TOKEN"
+"""The environment variable that holds the bearer token: a command line is there for all to read."""
+_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "model")
+
+
+def sampling_options(arguments: argparse.Namespace) -> GenerateOptions:
+    """The options that were given on the command line."""
+    options = GenerateOptions()
+    for name in _SAMPLING:
+        value = getattr(arguments, name, None)
+        if value is not None:
+            options[name] = value  # type: ignore[literal-required]
+    return options
+
+
+def client_of(arguments: argparse.Namespace) -> Client:
+    """Raises ConfigError for files that cannot be read."""
+    given = (
+        arguments.tls_ca,
+        arguments.tls_cert,
+        arguments.tls_key,
+        arguments.tls_server_name,
+    )
+    tls = Tls(*given) if arguments.tls or any(given) else None
+    token = token_in(arguments.token_file) if arguments.token_file else os.environ.get(TOKEN)
+    return Client(arguments.router, tls=tls, token=token or None)
+
+
+def stream_answer(events: Generator[Event, None, None]) -> tuple[str, AnswerMeter]:
+    """Print an answer as it comes; its text and what it cost. Leaving early aborts the request."""
+    meter = AnswerMeter()
+    pieces: list[str] = []
+    patience = Patience(render.err(), "waiting for the first token")
+    with contextlib.closing(events), patience:
+        for event in events:
+            meter.add(event)
+            if isinstance(event, Tokens) and event.text:
+                patience.stop()
+                pieces.append(event.text)
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+            elif isinstance(event, Finished):
+                _check_end(event)
+    text = "".join(pieces)
+    if not text.endswith("\n"):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return text, meter
+
+
+def _check_end(finished: Finished) -> None:
+    if finished.reason in (FinishReason.ABORTED, FinishReason.ERROR):
+        raise BatonError(f"the request was ended by the server: {finished.reason.value}")
+
+
+def _read(read: Callable[[], str]) -> str:
+    """What it reads from standard input. Raises InvalidRequestError for what is not text."""
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"standard input is not text: {error}", field="text") from error
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    prompt = _read(sys.stdin.read) if arguments.prompt == "-" else arguments.prompt
+    options = sampling_options(arguments)
+    with client_of(arguments) as client:
+        if arguments.raw:
+            events = client.generate(prompt, **options)
+        else:
+            events = client.generate(chat=[{"role": "user", "content": prompt}], **options)
+        _, meter = stream_answer(events)
+    if arguments.stats or render.err().is_terminal:
+        render.err().print(meter.lines(), no_wrap=True)
+    return 0
+
+
+def chat(arguments: argparse.Namespace) -> int:
+    opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    history = list(opening)
+    _enable_line_editing()
+    if sys.stdin.isatty():
+        render.out().print("ctrl-C stops an answer, ctrl-D leaves, /new starts over", style="dim")
+    with client_of(arguments) as client:
+        while True:
+            try:
+                line = _read_line()
+                if line is None or line in ("/quit", "/exit"):
+                    return 0
+                if line == "/new":
+                    history = list(opening)
+                elif line:
+                    _exchange(client, history, line, arguments)
+            except KeyboardInterrupt:  # in an answer, after it, or at the prompt: the chat goes on
+                if not sys.stdin.isatty():
+                    raise
+                render.out().print("\nstopped; ctrl-D leaves", style="dim")
+
+
+def _exchange(
+    client: Client, history: list[dict[str, str]], line: str, arguments: argparse.Namespace
+) -> None:
+    """Ask, stream, and remember both sides; an interrupted or failed exchange is forgotten.
+
+    Raises UnavailableError where nobody types who could wait for workers, or the router.
+    """
+    turns = [*history, {"role": "user", "content": line}]
+    events = client.generate(chat=turns, **sampling_options(arguments))
+    try:
+        text, meter = stream_answer(events)
+    except BatonError as error:
+        if isinstance(error, UnavailableError) and not sys.stdin.isatty():
+            raise
+        render.err().print(f"{error.reason.lower()}: {error.message}", style="red", markup=False)
+        return
+    history[:] = [*turns, {"role": "assistant", "content": text}]
+    if arguments.stats:
+        render.err().print(meter.lines(), no_wrap=True)
+
+
+def _read_line() -> str | None:
+    """What was typed; None at the end of the input."""
+    try:
+        return _read(lambda: input("> " if sys.stdin.isatty() else "")).strip()
+    except EOFError:
+        if sys.stdin.isatty():
+            print()
+        return None
+
+
+def _enable_line_editing() -> None:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - importing it gives input() its arrow keys
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    options = sampling_options(arguments)
+    if arguments.raw:
+        request = build_request(arguments.prompt, **options)
+    else:
+        message = {"role": "user", "content": arguments.prompt}
+        request = build_request(chat=[message], **options)
+    with client_of(arguments) as client:
+        candidates = client.explain(request)
+    if not candidates:
+        render.out().print("no worker can take this prompt now; see `baton status`")
+        return 1
+    columns = (
+        "prefill at", "decode at", ">cost", ">queue", ">prefill", ">transfer", ">decode",
+        ">cached at prefill", ">at decode",
+    )  # fmt: skip
+    rows = [_candidate_row(candidate) for candidate in candidates]
+    render.print_table("Candidates, cheapest first", columns, rows)
+    return 0
+
+
+def _candidate_row(candidate: router_pb2.RouteCandidate) -> list[str]:
+    return [
+        candidate.prefill_worker or "(by itself)",
+        candidate.decode_worker,
+        render.milliseconds(candidate.cost_ms),
+        render.milliseconds(candidate.queue_ms),
+        render.milliseconds(candidate.prefill_ms),
+        render.milliseconds(candidate.transfer_ms),
+        render.milliseconds(candidate.decode_ms),
+        f"{candidate.num_cached_tokens_prefill} tok" if candidate.prefill_worker else "-",
+        f"{candidate.num_cached_tokens_decode} tok",
+    ]

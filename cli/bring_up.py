@@ -1,0 +1,170 @@
+"""`baton up`: a whole cluster on this machine, in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from baton import render
+from baton.config.cluster import ClusterConfig, load_config, parse_config
+from baton.config.router import RouterConfig
+from baton.errors import BatonError
+from baton.model_folder import with_model_folder
+from cli.ports import check_ports
+from cli.progress import Steps
+from cluster.local.process_tree import Process, descendants, wait_until_gone
+
+if TYPE_CHECKING:
+    from cluster.local.bring_up import RunningCluster
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_GONE_WITHIN_S = 15.0
+
+
+def read_config(file: str | None, model: str | None = None) -> ClusterConfig:
+    """The cluster file, or the defaults; the shipped model is found from any folder."""
+    config = load_config(file) if file else parse_config(None)
+    if model is not None:
+        config = dataclasses.replace(config, model=os.path.expanduser(model))
+    shipped = Path(__file__).resolve().parent.parent / config.model
+    if not Path(config.model).is_dir() and shipped.is_dir():
+        config = dataclasses.replace(config, model=str(shipped))
+    return config
+
+
+class Startup:
+    """Start a cluster so that SIGINT and SIGTERM end it cleanly at any time, in any shell.
+
+    The first raises KeyboardInterrupt. While the cluster is closed because of it, the second cuts
+    short what that waits for, and further ones change nothing. Shells have what they start in the
+    background ignore SIGINT, and Ray puts its own SIGTERM handler in place while it starts: ours
+    are put back at every step.
+    """
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._before: dict[int, Any] = {}
+        self._num_signals = 0
+        self._cluster: RunningCluster | None = None
+
+    @property
+    def was_cut_short(self) -> bool:
+        return self._num_signals > 1
+
+    def start(self, config: ClusterConfig) -> RunningCluster:
+        from cluster.local.bring_up import up as start_cluster
+        from router.access import Access
+        from router.text import TextModel
+
+        check_ports(config)
+        Access(config.router)  # its files are read before anything is started
+        config = with_model_folder(config, self._announce, self._steps.detail)
+        self._announce("reading the tokenizer")
+        # A wrong folder is told before anything is started.
+        TextModel.load(config.model, tokenizer=config.tokenizer)
+        self._cluster = start_cluster(config, on_progress=self._announce)
+        self._catch()
+        return self._cluster
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._catch()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _announce(self, message: str) -> None:
+        self._catch()
+        self._steps(message)
+
+    def _catch(self) -> None:
+        for number in _SIGNALS:
+            signal.signal(number, self._interrupt)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._num_signals += 1
+        if self._num_signals == 1:
+            raise KeyboardInterrupt
+        if self._cluster is not None:
+            self._cluster.cut_short()
+
+
+def check_all_gone(processes: set[Process]) -> None:
+    """Raises BatonError naming the processes of a cluster that outlive it."""
+    left = wait_until_gone(processes, _GONE_WITHIN_S)
+    if left:
+        named = ", ".join(f"{process.name} ({process.pid})" for process in left)
+        raise BatonError(f"still running after {_GONE_WITHIN_S:g} s: {named}")
+
+
+@contextlib.contextmanager
+def autoscaled(config: ClusterConfig, cluster: RunningCluster, wanted: bool) -> Iterator[None]:
+    """The pools follow the load meanwhile; every change is told with its reason."""
+    if not wanted:
+        yield
+        return
+    from cli.autoscale import Autoscaler
+    from cluster.planner.fleet_signals import PoolBounds
+
+    bounds = {
+        name: PoolBounds(pool.min_replicas, pool.max_replicas)
+        for name, pool in config.pools.items()
+    }
+    tell = partial(render.out().print, markup=False)
+    autoscaler = Autoscaler(cluster.control_address, bounds, config.planner, tell)
+    autoscaler.start()
+    try:
+        yield
+    finally:
+        autoscaler.stop()
+
+
+def _first_question(router: RouterConfig) -> str:
+    """The command that asks it, by TLS and with a token where it wants them."""
+    words = ["baton generate"]
+    if router.tls is not None:
+        words.append("--tls-ca FILE")
+    if router.tls is not None and router.tls.client_ca_file is not None:
+        words.append("--tls-cert FILE --tls-key FILE")
+    if router.auth is not None:
+        words.append("--token-file FILE")
+    return " ".join([*words, "'Tell me a story.'"])
+
+
+def up(arguments: argparse.Namespace) -> int:
+    """Raises KeyboardInterrupt when it was interrupted more often than once: requests were lost;
+    UnavailableError when Ray has ended under the cluster."""
+    config = read_config(arguments.file, arguments.model)
+    out = render.out()
+    with Steps(render.err()) as steps, Startup(steps) as startup:
+        with startup.start(config) as cluster:
+            with contextlib.suppress(KeyboardInterrupt):
+                steps.done()
+                out.print(f"[bold]{config.model_name}[/bold] is served at {cluster.router_address}")
+                out.print(f"control service at {cluster.control_address}; ctrl-C ends the cluster")
+                out.print(f"try: {_first_question(config.router)}", style="dim", markup=False)
+                with autoscaled(config, cluster, arguments.autoscale):
+                    cluster.wait()
+            processes = descendants()
+            drain_s = config.router.drain_timeout_s
+            steps("stopping")
+            steps.detail(f"requests have {drain_s:g} s to finish, ctrl-C again ends them now")
+        check_all_gone(processes)
+        if startup.was_cut_short:
+            raise KeyboardInterrupt
+    return 0

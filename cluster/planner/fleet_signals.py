@@ -1,0 +1,151 @@
+"""What the registry tells of a fleet, as the planner's signals.
+
+The wire tells no times: who calls `take` with every answer of `WatchFleet` gives the moment it
+came, and this remembers since when each worker has been live and when it was heard of last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton.v1 import common_pb2, control_pb2
+from cluster.planner.signals import (
+    PoolGaps,
+    PoolSignals,
+    QueueSignals,
+    RouterSignals,
+    Signals,
+    WorkerPhase,
+    WorkerSignals,
+)
+from cluster.pools.role_plan import Role, RolePlan
+
+_ROLES = {
+    common_pb2.WORKER_ROLE_PREFILL: Role.PREFILL,
+    common_pb2.WORKER_ROLE_DECODE: Role.DECODE,
+    common_pb2.WORKER_ROLE_MIXED: Role.MIXED,
+}
+_PHASES = {
+    control_pb2.WORKER_STATE_STARTING: WorkerPhase.STARTING,
+    control_pb2.WORKER_STATE_LIVE: WorkerPhase.LIVE,
+    control_pb2.WORKER_STATE_SUSPECT: WorkerPhase.LIVE,
+    control_pb2.WORKER_STATE_DRAINING: WorkerPhase.DRAINING,
+}
+
+
+@dataclass(frozen=True)
+class PoolBounds:
+    """What a pool may be scaled to; both are its size where somebody else says that."""
+
+    min_replicas: int
+    max_replicas: int
+
+
+@dataclass
+class _Seen:
+    """One start of a worker."""
+
+    incarnation: int
+    live_since_s: float | None = None
+    heard_at_s: float | None = None
+
+
+class FleetSignals:
+    """Own what was seen of the workers before."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+
+    def take(
+        self,
+        fleet: control_pb2.WatchFleetResponse,
+        bounds: Mapping[str, PoolBounds],
+        now_s: float,
+    ) -> Signals:
+        """`bounds` of every pool by name; a pool without any is left out."""
+        here = [worker for worker in fleet.workers if worker.state in _PHASES]
+        names = {worker.info.ref.worker_id for worker in here}
+        if not fleet.settles:  # until then one that is not told of may have yet to register again
+            self._seen = {name: seen for name, seen in self._seen.items() if name in names}
+        workers: dict[str, list[WorkerSignals]] = {pool.name: [] for pool in fleet.pools}
+        for worker in here:
+            workers.setdefault(worker.info.pool, []).append(self._worker(worker, now_s))
+        pools = [
+            _pool(pool, bounds[pool.name], tuple(workers[pool.name]))
+            for pool in fleet.pools
+            if pool.name in bounds
+        ]
+        routers = [_router(told, now_s) for told in fleet.routers]
+        # What they told last says nothing of now: their clients may have gone to the others.
+        routers += [
+            RouterSignals(each.router_id, None, each.silent_s) for each in fleet.silent_routers
+        ]
+        return Signals(now_s, tuple(pools), tuple(routers), fleet.settles)
+
+    def _worker(self, worker: control_pb2.FleetWorker, now_s: float) -> WorkerSignals:
+        info, load = worker.info, worker.load
+        seen = self._seen.get(info.ref.worker_id)
+        if seen is None or seen.incarnation != info.ref.incarnation:
+            seen = self._seen[info.ref.worker_id] = _Seen(info.ref.incarnation)
+        if worker.state == control_pb2.WORKER_STATE_LIVE:
+            seen.live_since_s = now_s if seen.live_since_s is None else seen.live_since_s
+            seen.heard_at_s = now_s
+        elif worker.state == control_pb2.WORKER_STATE_DRAINING:
+            seen.heard_at_s = now_s
+        return WorkerSignals(
+            worker_id=info.ref.worker_id,
+            phase=_PHASES[worker.state],
+            live_since_s=seen.live_since_s,
+            measured_at_s=seen.heard_at_s,
+            num_streams=load.num_running + load.num_reserved,
+            max_streams=max(1, info.max_num_seqs),
+            kv_use=1 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0,
+            num_queued_tokens=load.num_queued_tokens,
+            prefill_tokens_per_s=load.prefill_tokens_per_s or None,
+            itl_s=load.decode_step_s or None,
+        )
+
+
+def _pool(
+    pool: control_pb2.PoolStatus, bounds: PoolBounds, workers: tuple[WorkerSignals, ...]
+) -> PoolSignals:
+    return PoolSignals(
+        name=pool.name,
+        role=_ROLES[pool.role],
+        desired_replicas=pool.desired_replicas,
+        max_replicas=bounds.max_replicas,
+        min_replicas=bounds.min_replicas,
+        num_pending=pool.pending_replicas,
+        num_failed_starts=pool.num_failed_starts,
+        workers=workers,
+        role_plan=RolePlan(pool.role_plan.prefill, pool.role_plan.decode),
+    )
+
+
+def _router(told: control_pb2.ReportRouterRequest, now_s: float) -> RouterSignals:
+    """Of one that speaks."""
+    return RouterSignals(
+        router_id=told.router_id,
+        measured_at_s=now_s,
+        requests_per_s=told.requests_per_s,
+        uncached_tokens_per_s=told.uncached_tokens_per_s,
+        output_tokens=told.output_tokens if told.HasField("output_tokens") else None,
+        num_held=told.num_held,
+        waiting_for_prefill=_queue(told.waiting_for_prefill),
+        waiting_for_decode=_queue(told.waiting_for_decode),
+        gaps=tuple(
+            PoolGaps(pool.pool, pool.num_recent_gaps, pool.recent_itl_p95_s)
+            for pool in told.pools
+            if pool.num_recent_gaps
+        ),
+    )
+
+
+def _queue(told: control_pb2.QueueFigures) -> QueueSignals:
+    return QueueSignals(
+        num_requests=told.num_requests,
+        num_tokens=told.num_tokens,
+        oldest_wait_s=told.oldest_wait_s,
+        median_wait_s=told.median_wait_s,
+    )

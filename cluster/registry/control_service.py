@@ -1,0 +1,281 @@
+"""`ControlService` over a `Registry`: protobuf in, protobuf out.
+
+`python -m cluster.registry.control_service --listen 127.0.0.1:7101` serves a registry by itself,
+for workers that are started without Ray. The supervisor mounts the same servicer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from baton.config.workers import RegistryConfig
+from baton.errors import BatonError, NotFoundError, OtherModelError
+from baton.grpc_options import accepts_pings
+from baton.status import abort, first_message
+from baton.v1 import control_pb2, control_pb2_grpc
+from cluster.pools.role_plan import RolePlan
+from cluster.registry.fleet_wire import fleet_message
+from cluster.registry.pairing import unpaired
+from cluster.registry.pool_changes import PoolBacking, PoolChanges, Unbacked
+from cluster.registry.registry import Progress, Registration, Registry, Stream
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SERVER_OPTIONS = (("grpc.so_reuseport", 0), *accepts_pings())
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Changes:
+    """Wakes everyone who waits for the registry's version to move on."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return on the next announcement, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+
+class ControlService(control_pb2_grpc.ControlServiceServicer):
+    """Serves one registry. `changes` is announced after everything that may have changed it."""
+
+    def __init__(self, registry: Registry, changes: Changes, backing: PoolBacking) -> None:
+        self._registry = registry
+        self._changes = changes
+        self._pools = PoolChanges(registry, backing)
+
+    async def Register(  # noqa: N802
+        self, request_iterator: AsyncIterator[control_pb2.RegisterRequest], context: Context
+    ) -> AsyncIterator[control_pb2.RegisterResponse]:
+        within_s = self._registry.register_within_s
+        first = await first_message(request_iterator, within_s, context)
+        if first is None or not first.worker.ref.worker_id:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "the first message must carry `worker`"
+            )
+        ref = first.worker.ref
+        try:
+            stream = self._registry.register(_registration(first.worker))
+        except OtherModelError as error:
+            log.error("%s", error.message)
+            await abort(context, error)
+        if stream is None:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"a newer incarnation of {ref.worker_id} is registered",
+            )
+        log.info("worker %s (incarnation %d) registered", ref.worker_id, ref.incarnation)
+        beats = asyncio.create_task(self._heartbeats(stream, first, request_iterator))
+        try:
+            told = False
+            while not beats.done() and self._registry.hears(stream):
+                if self._registry.drain_asked(stream) and not told:
+                    told = True
+                    yield control_pb2.RegisterResponse(drain=True)
+                changed = asyncio.create_task(self._changes.wait(1.0))
+                await asyncio.wait({beats, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+        finally:
+            beats.cancel()
+
+    async def _heartbeats(
+        self,
+        stream: Stream,
+        first: control_pb2.RegisterRequest,
+        rest: AsyncIterator[control_pb2.RegisterRequest],
+    ) -> None:
+        """Book heartbeats until the worker leaves or is not heard on this stream any more."""
+        version = -1
+        if self._book(stream, first):
+            self._changes.announce()
+            async for message in rest:
+                if not self._book(stream, message):
+                    return
+                now = self._registry.refresh()
+                if now != version:
+                    version = now
+                    self._changes.announce()
+
+    def _book(self, stream: Stream, message: control_pb2.RegisterRequest) -> bool:
+        progress = None
+        if message.HasField("progress"):
+            told = message.progress
+            is_predicted = told.HasField("predicted_step_s")
+            predicted_step_s = told.predicted_step_s if is_predicted else None
+            progress = Progress(told.runnable, told.idle_s, predicted_step_s)
+        load = message.load.SerializeToString() if message.HasField("load") else b""
+        return self._registry.heartbeat(stream, progress, load, message.draining)
+
+    async def WatchFleet(  # noqa: N802
+        self, request: control_pb2.WatchFleetRequest, context: Context
+    ) -> AsyncIterator[control_pb2.WatchFleetResponse]:
+        sent_version, sent_at = -1, 0.0
+        while True:
+            snapshot = self._registry.snapshot()
+            now = time.monotonic()
+            if snapshot.version != sent_version or now - sent_at >= 1.0:
+                sent_version, sent_at = snapshot.version, now
+                yield fleet_message(snapshot)
+            await self._changes.wait(max(0.0, 1.0 - (now - sent_at)))
+
+    async def ReportRouter(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[control_pb2.ReportRouterRequest],
+        context: Context,
+    ) -> control_pb2.ReportRouterResponse:
+        routers, router_id = self._registry.routers, ""
+        call = routers.opened()
+        try:
+            async for report in request_iterator:
+                if not report.router_id or router_id not in ("", report.router_id):
+                    await context.abort(
+                        grpc.StatusCode.INVALID_ARGUMENT, "router_id must be set, the same always"
+                    )
+                router_id = report.router_id
+                if report.leaves:
+                    routers.left(router_id, call)
+                else:
+                    routers.report(router_id, report.SerializeToString(), call)
+        finally:
+            routers.lost(router_id, call)
+        return control_pb2.ReportRouterResponse()
+
+    async def SetReplicas(  # noqa: N802
+        self, request: control_pb2.SetReplicasRequest, context: Context
+    ) -> control_pb2.SetReplicasResponse:
+        previous = await self._change(
+            context, self._pools.set_replicas(request.pool, request.replicas)
+        )
+        return control_pb2.SetReplicasResponse(previous_replicas=previous)
+
+    async def SetRolePlan(  # noqa: N802
+        self, request: control_pb2.SetRolePlanRequest, context: Context
+    ) -> control_pb2.SetRolePlanResponse:
+        plan = RolePlan(request.plan.prefill, request.plan.decode)
+        await self._change(context, self._pools.set_role_plan(request.pool, plan))
+        return control_pb2.SetRolePlanResponse()
+
+    async def AddPool(  # noqa: N802
+        self, request: control_pb2.AddPoolRequest, context: Context
+    ) -> control_pb2.AddPoolResponse:
+        added = self._pools.add(request.pool, request.config, request.replicas)
+        await self._change(context, added)
+        return control_pb2.AddPoolResponse()
+
+    async def AgreeDtype(  # noqa: N802
+        self, request: control_pb2.AgreeDtypeRequest, context: Context
+    ) -> control_pb2.AgreeDtypeResponse:
+        try:
+            agreed = self._pools.agree_dtype(request.pool, request.dtype)
+        except BatonError as error:
+            await abort(context, error)
+        return control_pb2.AgreeDtypeResponse(dtype=agreed)
+
+    async def RemovePool(  # noqa: N802
+        self, request: control_pb2.RemovePoolRequest, context: Context
+    ) -> control_pb2.RemovePoolResponse:
+        await self._change(context, self._pools.remove(request.pool))
+        return control_pb2.RemovePoolResponse()
+
+    async def _change(self, context: Context, change: Awaitable[T]) -> T:
+        """Make a change of pools and tell of it, or refuse it."""
+        try:
+            result = await change
+        except BatonError as error:
+            await abort(context, error)
+        self._changes.announce()
+        return result
+
+    async def Drain(  # noqa: N802
+        self, request: control_pb2.ControlServiceDrainRequest, context: Context
+    ) -> control_pb2.ControlServiceDrainResponse:
+        try:
+            self._registry.ask_drain(request.worker_id)
+        except KeyError:
+            await abort(context, NotFoundError(f"no worker {request.worker_id!r}"))
+        self._changes.announce()
+        return control_pb2.ControlServiceDrainResponse()
+
+
+def _registration(info: control_pb2.WorkerInfo) -> Registration:
+    return Registration(
+        info.ref.worker_id,
+        info.ref.incarnation,
+        info.pool,
+        info.SerializeToString(),
+        info.model,
+        info.model_fingerprint,
+    )
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    registry: Registry, changes: Changes, listen: str, backing: PoolBacking | None = None
+) -> AsyncIterator[str]:
+    """Serve the registry with health checks; yields the bound host:port. Raises OSError."""
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    service = ControlService(registry, changes, backing or Unbacked())
+    control_pb2_grpc.add_ControlServiceServicer_to_server(service, server)
+    health = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    host = listen.rpartition(":")[0]
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {listen}: {error}") from error
+    await server.start()
+    await health.set("", health_pb2.HealthCheckResponse.SERVING)
+    looking = asyncio.create_task(_look(registry, changes))
+    try:
+        yield f"{host}:{port}"
+    finally:
+        looking.cancel()
+        await server.stop(grace=0.2)
+
+
+async def _look(registry: Registry, changes: Changes) -> None:
+    """Let time pass in the registry, and tell what follows from silence and of lone workers."""
+    version = registry.refresh()
+    told: dict[str, str] = {}
+    while True:
+        await asyncio.sleep(registry.look_s)
+        former, version = version, registry.refresh()
+        if version != former:
+            changes.announce()
+            former_told, told = told, unpaired(fleet_message(registry.snapshot()))
+            for worker_id in told.keys() - former_told.keys():
+                log.warning("%s", told[worker_id])
+
+
+async def _main(listen: str) -> None:
+    registry = Registry(RegistryConfig(), time.monotonic)
+    async with serve(registry, Changes(), listen) as address:
+        print(f"control service at {address}", flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m cluster.registry.control_service")
+    parser.add_argument("--listen", default="127.0.0.1:7101", metavar="HOST:PORT")
+    logging.basicConfig(level=logging.INFO)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_main(parser.parse_args().listen))

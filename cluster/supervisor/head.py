@@ -1,0 +1,215 @@
+"""What runs beside `ray start --head`, in its container: sees to it that there is a supervisor.
+
+`python -m cluster.supervisor.head --config cluster.yaml --run-dir /run/baton`:
+
+1. Waits for the Ray of this pod, and connects to it.
+2. Adopts the supervisor that runs there, as it is, or starts one.
+3. Stays until SIGTERM, and then ends nothing: supervisor and replicas are Ray's, and this process
+   may be replaced. Where Ray's head has ended it leaves with an error, so that its container, whose
+   main process it is, is started anew with both: Ray itself would notice after a minute.
+
+`python -m cluster.supervisor.head --end` ends every replica, then the supervisor. What deletes the
+whole Ray cluster need not ask for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from baton.config.cluster import ClusterConfig, load_config
+from baton.errors import BatonError, ConfigError, UnavailableError
+from cluster.error_text import one_line
+from cluster.pools.auto_settings import AutoSettings
+
+_CONFIG_STATUS = 2
+_UNAVAILABLE_STATUS = 3
+_CONNECT_S = 1.0
+_LOOK_S = 1.0
+_END_WITHIN_S = 120.0
+# Ray may be starting it again, on a machine that has never read its libraries. Whoever gives it up
+# here takes Ray's head along, and so the next one begins anew.
+_RESTARTED_WITHIN_S = 120.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    try:
+        config = None if options.end else _read(options.config)
+        with _connected(options.ray_address, options.ray_within):
+            if config is None:
+                _end()
+            else:
+                _serve(config, options)
+    except BatonError as error:
+        print(f"head: {error.message}", file=sys.stderr, flush=True)
+        return _CONFIG_STATUS if isinstance(error, ConfigError) else _UNAVAILABLE_STATUS
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m cluster.supervisor.head")
+    parser.add_argument("--config", type=Path, help="the cluster's YAML file")
+    parser.add_argument("--run-dir", type=Path, help="for what a restarted supervisor must know")
+    parser.add_argument("--end", action="store_true", help="end every replica and the supervisor")
+    parser.add_argument(
+        "--ray-address",
+        default=os.environ.get("RAY_ADDRESS", "127.0.0.1:6379"),
+        metavar="HOST:PORT",
+        help="of Ray's GCS (default: RAY_ADDRESS, or %(default)s)",
+    )
+    parser.add_argument(
+        "--ray-within",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long to wait for Ray (default: %(default)g)",
+    )
+    options = parser.parse_args(arguments)
+    if not options.end and (options.config is None or options.run_dir is None):
+        parser.error("--config and --run-dir are needed, or --end")
+    return options
+
+
+def _read(path: Path) -> ClusterConfig:
+    """Raises ConfigError."""
+    config = load_config(path)
+    if config.runs_on != "pods":
+        raise ConfigError(
+            f"{path}: runs_on: must be pods for a Ray that others started, not {config.runs_on}; "
+            "`baton up` starts one of its own",
+            field="runs_on",
+        )
+    return config
+
+
+# --- Ray ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _connected(address: str, within_s: float) -> Iterator[None]:
+    """Raises UnavailableError, which says what to do."""
+    _wait_until_listens(address, within_s)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray.exceptions import RayError
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        ray.init(
+            address=address,
+            namespace="baton",
+            log_to_driver=False,
+            configure_logging=False,
+            logging_level=logging.ERROR,
+        )
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        raise UnavailableError(
+            f"Ray at {address} does not take this process in: {one_line(error)}. It has to run in "
+            "the container of `ray start --head`, where it sees Ray's processes and /tmp/ray, and "
+            "with the same token (RAY_AUTH_TOKEN)"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _wait_until_listens(address: str, within_s: float) -> None:
+    """Ray's own way of connecting ends the process where nobody listens."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"--ray-address is HOST:PORT, like 127.0.0.1:6379, not {address!r}")
+    give_up_at = time.monotonic() + within_s
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > give_up_at:
+                raise UnavailableError(
+                    f"no Ray answers at {address} within {within_s:g} s: {error}. "
+                    "Start one here with `ray start --head`, or name another with --ray-address "
+                    "or RAY_ADDRESS"
+                ) from error
+            time.sleep(min(_LOOK_S, within_s))
+
+
+def _has_ended(address: str) -> bool:
+    """Whether nobody listens there any more; a GCS that is slow to answer does."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+# --- the supervisor -----------------------------------------------------------------------------
+
+
+def _serve(config: ClusterConfig, options: argparse.Namespace) -> None:
+    """Raises BatonError when there is no supervisor, or no Ray any more."""
+    from cluster.supervisor.handle import SupervisorHandle
+
+    leaving = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: leaving.set())
+    supervisor = SupervisorHandle.find()
+    if supervisor is not None:
+        address = supervisor.address(_RESTARTED_WITHIN_S)
+        print(f"adopted the supervisor: control service at {address}", flush=True)
+    else:
+        options.run_dir.mkdir(parents=True, exist_ok=True)
+        supervisor = SupervisorHandle.start(_settled(config), options.run_dir.resolve())
+        try:
+            address = supervisor.address()
+        except UnavailableError:
+            supervisor.stop()  # or whoever comes next would adopt one that never served
+            raise
+        print(f"started the supervisor: control service at {address}", flush=True)
+    while not leaving.wait(_LOOK_S):
+        if _has_ended(options.ray_address):
+            raise UnavailableError(
+                f"Ray's head at {options.ray_address} has ended, and the supervisor with it: "
+                "whoever starts containers starts this one again"
+            )
+    print("leaving: supervisor and replicas stay", flush=True)
+
+
+def _settled(config: ClusterConfig) -> ClusterConfig:
+    """With what is decided once for all workers."""
+    with AutoSettings(config.with_absolute_folders(), {}) as auto:
+        settled, choices = auto.result()
+    for choice in choices:
+        print(choice, flush=True)
+    return settled
+
+
+def _end() -> None:
+    """Raises UnavailableError."""
+    from cluster.supervisor.handle import SupervisorHandle
+
+    supervisor = SupervisorHandle.find()
+    if supervisor is None:
+        print("no supervisor is there, and so no replica that it keeps", flush=True)
+    elif not supervisor.stop(_END_WITHIN_S):
+        raise UnavailableError(
+            f"the supervisor has not ended every replica within {_END_WITHIN_S:g} s: delete the "
+            "Ray cluster's pods"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""What one worker process is told: picklable, so that it can travel to a Ray actor."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.config.cluster import ClusterConfig, PoolConfig
+from baton.config.decode import DecodeConfig
+from baton.config.engine import EngineConfig
+from baton.config.transfer import TransferConfig
+from baton.config.workers import RegistryConfig, WorkerSettings
+from baton.errors import ConfigError
+from cluster.node.pod import Pod
+from cluster.pools.role_plan import Role
+from engine import compute_threads
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """A process's place in its replica; `meeting` is host:port where rank 0 listens."""
+
+    rank: int = 0
+    size: int = 1
+    meeting: str = ""
+    listen_fd: int | None = None
+    """In rank 0's own process, where there are others: the socket that listens there."""
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """One replica of one pool, the same for all of its ranks."""
+
+    worker_id: str
+    pool: str
+    role: Role
+    model_name: str
+    model_path: str
+    model_revision: str | None
+    engine: EngineConfig
+    transfer: TransferConfig
+    tp_size: int
+    control_address: str
+    host: str = "127.0.0.1"
+    in_pod: bool = False
+    """Whether it has a pod to itself: `settled` says then where it listens."""
+    pod: Pod | None = None
+    settings: WorkerSettings = field(default_factory=WorkerSettings)
+    log_level: str = "info"
+    log_dir: str = ""
+    """Each rank logs to a file here; empty: to standard error."""
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    """The registry's: a worker judges its own step as it is judged."""
+
+    def log_file(self, rank: int) -> Path | None:
+        name = self.worker_id if rank == 0 else f"{self.worker_id}.r{rank}"
+        return Path(self.log_dir) / f"{name}.log" if self.log_dir else None
+
+
+def worker_config(
+    cluster: ClusterConfig, pool: str, worker_id: str, control_address: str
+) -> WorkerConfig:
+    """The configuration of one replica of a pool. Raises ConfigError."""
+    wanted = cluster.pools.get(pool)
+    if wanted is None:
+        raise ConfigError(f"no pool {pool!r}; there are: {', '.join(cluster.pools)}", field="pools")
+    engine, in_pod = cluster.pool_engine(pool), cluster.runs_on == "pods"
+    if not in_pod:
+        num_ranks = sum(each.replicas * each.tensor_parallel for each in cluster.pools.values())
+        engine = dataclasses.replace(engine, num_threads=num_threads_of(engine, num_ranks))
+    return WorkerConfig(
+        worker_id=worker_id,
+        pool=pool,
+        role=Role(wanted.role),
+        model_name=cluster.model_name,
+        model_path=cluster.model,
+        model_revision=cluster.model_revision,
+        engine=engine,
+        transfer=cluster.transfer,
+        tp_size=wanted.tensor_parallel,
+        control_address=control_address,
+        in_pod=in_pod,
+        log_level=cluster.log_level,
+        settings=_settings_of(cluster, wanted),
+        decode=cluster.decode,
+        registry=cluster.registry,
+    )
+
+
+def settled(config: WorkerConfig, pod: Pod | None, node_address: str) -> WorkerConfig:
+    """With what is known only where the worker runs, of one that has a pod to itself. Without
+    POD_IP it listens at `node_address`, an IP."""
+    if not config.in_pod:
+        return config
+    address = node_address if pod is None or pod.ip is None else pod.ip
+    host = f"[{address}]" if ":" in address else address
+    settings = config.settings
+    if pod is not None and pod.port:
+        settings = dataclasses.replace(settings, port=pod.port)
+    return dataclasses.replace(config, pod=pod, host=host, settings=settings)
+
+
+def _settings_of(cluster: ClusterConfig, pool: PoolConfig) -> WorkerSettings:
+    if pool.drain_timeout_s is None:
+        return cluster.worker
+    return dataclasses.replace(cluster.worker, drain_timeout_s=pool.drain_timeout_s)
+
+
+def num_threads_of(engine: EngineConfig, num_ranks: int) -> int:
+    """Compute threads of one rank: what its engine settings say, or else the machine's cores
+    divided among all ranks that run there; oversubscribed, torch slows down 10-100x.
+    """
+    return engine.num_threads or compute_threads.share(max(1, num_ranks))

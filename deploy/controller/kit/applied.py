@@ -1,0 +1,112 @@
+"""What the operator writes, without what would change nothing.
+
+An apply is left out where the same was applied last and nobody has touched the object since. Of a
+kind that is followed the cache tells; any other is applied again after `_TRUST_S`, so what somebody
+changes of it is put back within that time, and the operator need not be allowed to read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from deploy.controller.kit.errors import AlreadyExistsError, NotFoundError
+from deploy.controller.kit.informer import Informer
+from deploy.controller.kit.kube import Kube, Preconditions
+from deploy.controller.kit.objects import Key, Object, Resource, is_owned, key_of
+
+_TRUST_S = 30.0
+
+
+@dataclass(frozen=True)
+class _Last:
+    """An object's last apply; `answer`: how it was then, None where there was to be none."""
+
+    wanted: str
+    answer: Object | None
+    at_s: float
+
+
+class Applied:
+    """Own what was applied last of each cluster's objects. One cluster's are used by one thread at
+    a time."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        followed: Mapping[Resource, Informer],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._kube, self._followed, self._clock = kube, followed, clock
+        self._last: dict[Key, dict[tuple[Resource, Key], _Last]] = {}
+
+    def apply(self, cluster: Key, resource: Resource, obj: Object) -> Object:
+        """How it is then, as far as is known; raises KubeError."""
+        wanted = hashlib.sha256(json.dumps(obj, sort_keys=True).encode()).hexdigest()
+        known = self._known(cluster, resource, key_of(obj))
+        if known is not None and known.wanted == wanted:
+            as_it_is = self._untouched(resource, known)
+            if as_it_is is not None:
+                return as_it_is
+        answer = self._kube.apply(resource, obj, force=True)
+        self._note(cluster, resource, key_of(obj), wanted, answer)
+        return answer
+
+    def make(self, cluster: Key, resource: Resource, obj: Object) -> None:
+        """Unless there is one of that name, whatever is in it; raises KubeError."""
+        key = key_of(obj)
+        known = self._known(cluster, resource, key)
+        if known is not None and self._is_trusted(known):
+            return
+        with contextlib.suppress(AlreadyExistsError):
+            self._kube.create(resource, obj)
+        self._note(cluster, resource, key, "", obj)
+
+    def remove(self, cluster: Key, resource: Resource, key: Key, owner_uid: str) -> None:
+        """Unless it is another owner's; raises KubeError."""
+        known = self._known(cluster, resource, key)
+        if known is not None and known.answer is None:
+            return
+        with contextlib.suppress(NotFoundError):
+            found = self._kube.get(resource, key)
+            if is_owned(found, owner_uid):
+                exactly = Preconditions(uid=found["metadata"]["uid"])
+                self._kube.delete(resource, key, preconditions=exactly)
+        self._note(cluster, resource, key, "", None)
+
+    def forget(self, cluster: Key) -> None:
+        self._last.pop(cluster, None)
+
+    def _known(self, cluster: Key, resource: Resource, key: Key) -> _Last | None:
+        return self._last.get(cluster, {}).get((resource, key))
+
+    def _note(
+        self, cluster: Key, resource: Resource, key: Key, wanted: str, answer: Object | None
+    ) -> None:
+        last = _Last(wanted, answer, self._clock())
+        self._last.setdefault(cluster, {})[resource, key] = last
+
+    def _untouched(self, resource: Resource, known: _Last) -> Object | None:
+        """How the object is now; None where it is not as it was applied, or that is not known."""
+        assert known.answer is not None
+        informer = self._followed.get(resource)
+        if informer is None:
+            return known.answer if self._is_trusted(known) else None
+        seen = informer.get(key_of(known.answer))
+        if seen is None or _of_writers(seen) != _of_writers(known.answer):
+            return None
+        return seen
+
+    def _is_trusted(self, known: _Last) -> bool:
+        return self._clock() < known.at_s + _TRUST_S
+
+
+def _of_writers(obj: Object) -> Object:
+    """Without what changes by itself: status, versions, and who wrote what."""
+    changing = ("resourceVersion", "managedFields")
+    metadata = {name: value for name, value in obj["metadata"].items() if name not in changing}
+    return {name: value for name, value in obj.items() if name != "status"} | {"metadata": metadata}

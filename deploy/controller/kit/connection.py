@@ -1,0 +1,179 @@
+"""HTTP to one API server: where it is, how we prove who we are, and calls with deadlines.
+
+Of the official client this takes what has to follow kubectl's: reading a kubeconfig or a service
+account, renewing tokens, TLS, proxies. The requests themselves go straight to its urllib3 pool:
+
+- its REST layer leaves urllib3's retries on (three, silently, for a PUT, DELETE or GET), so a call
+  takes up to four times the timeout that it was given, and a retried DELETE reports 404;
+- its `Watch` goes on by itself with what it believes to be the last resourceVersion, swallows the
+  first 410, gives no bookmarks and has no deadline of its own: a connection that was cut without a
+  word hangs for ever (kubernetes-client/python#1402, #2527). `kubernetes.informer` is built on it.
+- its typed API has no server-side apply of a custom resource's dict, and turns every answer into
+  model objects that know one release of Kubernetes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import urllib3
+from kubernetes import config as kubernetes_config
+from kubernetes.client import Configuration, rest
+from urllib3.exceptions import ConnectTimeoutError, HTTPError, ReadTimeoutError
+
+from deploy.controller.kit.errors import NotConfiguredError, UnreachableError, status_error
+
+_NUM_POOLED_CONNECTIONS = 32
+_LONGEST_QUOTE = 300
+"""Characters of an answer that is none of an API server's."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Of one call: to connect, and between two pieces of the answer, the first one included."""
+
+    connect_s: float = 5.0
+    read_s: float = 10.0
+
+
+USUAL = Timeouts()
+
+
+@dataclass(frozen=True)
+class Call:
+    method: str
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    body: Any = None
+    """JSON; None: no body."""
+    content_type: str = "application/json"
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+class Connection:
+    """Own the sockets to one API server. Threads share it."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        configuration.connection_pool_maxsize = _NUM_POOLED_CONNECTIONS
+        self._configuration = configuration
+        self._token_lock = threading.Lock()
+        self._pool = self._new_pool()
+
+    @classmethod
+    def from_kubeconfig(cls, path: Path | None = None, context: str | None = None) -> Connection:
+        """`path`: None for where kubectl looks ($KUBECONFIG, ~/.kube/config); `context`: None for
+        the file's current one. Raises NotConfiguredError."""
+        configuration = Configuration()
+        try:
+            kubernetes_config.load_kube_config(
+                config_file=None if path is None else str(path),
+                context=context,
+                client_configuration=configuration,
+                persist_config=False,
+            )
+        except (kubernetes_config.ConfigException, OSError) as error:
+            raise NotConfiguredError(f"kubeconfig {path or ''}: {error}") from error
+        return cls(configuration)
+
+    @classmethod
+    def in_cluster(cls) -> Connection:
+        """By the service account of the pod that we are in. Raises NotConfiguredError."""
+        configuration = Configuration()
+        try:
+            kubernetes_config.load_incluster_config(client_configuration=configuration)
+        except (kubernetes_config.ConfigException, OSError) as error:
+            raise NotConfiguredError(f"service account: {str(error).rstrip('.')}") from error
+        return cls(configuration)
+
+    def answer(self, call: Call, timeouts: Timeouts) -> dict[str, Any]:
+        """The JSON object that the server answers with; StatusError and UnreachableError."""
+        response = self._send(call, timeouts, streamed=False)
+        return _json_object(call, response.data)
+
+    def stream(self, call: Call, timeouts: Timeouts) -> urllib3.BaseHTTPResponse:
+        """An answer whose body the caller reads as it comes, and closes."""
+        return self._send(call, timeouts, streamed=True)
+
+    def close_idle(self) -> None:
+        """Where one connection went silent, those that wait in the pool may have, too.
+
+        Calls under way end on the old pool, which closes what it has once nobody uses it.
+        """
+        self._pool = self._new_pool()
+
+    def _send(self, call: Call, timeouts: Timeouts, *, streamed: bool) -> urllib3.BaseHTTPResponse:
+        url = self._configuration.host + call.path
+        if call.query:
+            url += "?" + urlencode(call.query)
+        try:
+            response = self._pool.request(
+                call.method,
+                url,
+                body=None if call.body is None else json.dumps(call.body).encode(),
+                headers=self._headers(call),
+                timeout=urllib3.Timeout(connect=timeouts.connect_s, read=timeouts.read_s),
+                retries=False,
+                redirect=False,
+                preload_content=not streamed,
+            )
+            if not 200 <= response.status < 300:
+                raise status_error(_status_of(response, response.data), str(call))
+        except HTTPError as error:
+            raise self.unreachable(call, error) from error
+        return response
+
+    def unreachable(self, call: Call, error: HTTPError) -> UnreachableError:
+        """What a broken call is reported as."""
+        if isinstance(error, ConnectTimeoutError | ReadTimeoutError):
+            self.close_idle()
+        return UnreachableError(f"{call}: {type(error).__name__}: {error}")
+
+    def _headers(self, call: Call) -> dict[str, str]:
+        headers = {"Accept": "application/json", "User-Agent": "baton-controller"}
+        if call.body is not None:
+            headers["Content-Type"] = call.content_type
+        with self._token_lock:
+            try:
+                auth = self._configuration.auth_settings()
+            except (kubernetes_config.ConfigException, OSError) as error:
+                raise NotConfiguredError(f"token: {error}") from error
+        if "BearerToken" in auth and (token := auth["BearerToken"]["value"]):
+            headers["Authorization"] = token
+        return headers
+
+    def _new_pool(self) -> urllib3.PoolManager:
+        pool: urllib3.PoolManager = rest.RESTClientObject(self._configuration).pool_manager
+        return pool
+
+
+def _json_object(call: Call, body: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise UnreachableError(f"{call}: no API server's answer: {body[:_LONGEST_QUOTE]!r}")
+    return answer
+
+
+def _status_of(response: urllib3.BaseHTTPResponse, body: bytes) -> dict[str, Any]:
+    """A Status, made up where what answers is a proxy, or a server too busy to write one."""
+    try:
+        status = json.loads(body)
+    except ValueError:
+        status = None
+    if not isinstance(status, dict) or status.get("kind") != "Status":
+        status = {"message": body[:_LONGEST_QUOTE].decode(errors="replace").strip()}
+    retry_after = response.headers.get("Retry-After", "")
+    details = dict(status.get("details") or {})
+    if retry_after.isdecimal():
+        details["retryAfterSeconds"] = int(retry_after)
+    return {**status, "code": response.status, "details": details}

@@ -1,0 +1,36 @@
+"""What keeps an object of ours from going before its workers have drained."""
+
+from __future__ import annotations
+
+import contextlib
+
+from deploy.api.naming import GROUP
+from deploy.controller.kit.errors import ConflictError, NotFoundError
+from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.objects import Object, Resource, key_of
+
+FINALIZER = f"{GROUP}/drain"
+
+
+class Finalizers:
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+
+    def keep(self, resource: Resource, obj: Object) -> None:
+        metadata = obj["metadata"]
+        if "deletionTimestamp" not in metadata and FINALIZER not in metadata.get("finalizers", ()):
+            self._patch(resource, obj, [*metadata.get("finalizers", ()), FINALIZER])
+
+    def drop(self, resource: Resource, obj: Object, finalizer: str = FINALIZER) -> None:
+        """Unless the object is another by now: then it is looked at again."""
+        finalizers = obj["metadata"].get("finalizers", ())
+        if finalizer in finalizers:
+            left = [name for name in finalizers if name != finalizer]
+            with contextlib.suppress(NotFoundError, ConflictError):
+                self._patch(resource, obj, left)
+
+    def _patch(self, resource: Resource, obj: Object, finalizers: list[str]) -> None:
+        """Of this version alone: others keep finalizers here, too."""
+        version = obj["metadata"]["resourceVersion"]
+        patch = {"metadata": {"finalizers": finalizers, "resourceVersion": version}}
+        self._kube.merge_patch(resource, key_of(obj), patch)

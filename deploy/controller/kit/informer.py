@@ -1,0 +1,223 @@
+"""A kind's objects, followed: list, then watch, for as long as the process lives.
+
+1. List: as etcd has it now. Handlers hear of what is new, changed or gone; `has_synced` from then.
+2. Watch from the list's resourceVersion, in windows of `Window.watch_s`; each event's and each
+   bookmark's resourceVersion is where the next window begins.
+3. A window that broke or went silent: wait (back-off), then the next one begins where it ended.
+   Nothing is missed: the server tells all that happened since.
+4. The server refuses to go on from there (410: too old, as an answer or as an event; a server that
+   was set back; no permission): wait, then list again. What was deleted meanwhile is missing from
+   the list, and so it is noticed.
+5. Every `resync_s` handlers hear of every key, whether or not anything happened.
+6. A kind of others' that the server does not serve, or serves no more, has no objects: that is all
+   there is to know of it, until a list finds it served. Two lists in a row have to say so: one may
+   be a bad moment of a server's, or of a proxy's.
+
+Handlers hear keys only, on the informer's thread, and must not block: they add to a work queue. Who
+reconciles a key reads its newest state from here, however many changes led to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from deploy.controller.kit.backoff import Backoff
+from deploy.controller.kit.cache import Cache, Change
+from deploy.controller.kit.errors import KubeError, NotFoundError, StatusError, UnreachableError
+from deploy.controller.kit.kube import Kube, Listing
+from deploy.controller.kit.objects import (
+    EVERYTHING,
+    Key,
+    Object,
+    Resource,
+    Selection,
+    key_of,
+    resource_version_of,
+)
+from deploy.controller.kit.watch_stream import WatchEvent, WatchEventType, WatchStream, Window
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Key], None]
+KeysOf = Callable[[Object], Iterable[Key]]
+
+_STOP_S = 1.0
+_SHORTEST_WATCH_S = 1.0
+"""A server that ends a window sooner, without an event, would be asked again and again."""
+
+
+@dataclass(frozen=True)
+class InformerSettings:
+    """With these a cut is noticed within 25 s, and made up for as soon as the server answers: at
+    most `backoff.longest_s` after it could."""
+
+    window: Window = field(default_factory=Window)
+    backoff: Backoff = field(default_factory=lambda: Backoff(first_s=0.5, longest_s=10.0))
+    resync_s: float = 600.0
+
+
+_USUAL = InformerSettings()
+_NOTHING = Listing((), "")
+
+
+class Informer:
+    """Own the cache of one selection and the thread that follows it."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        resource: Resource,
+        selection: Selection = EVERYTHING,
+        settings: InformerSettings = _USUAL,
+        *,
+        is_of_others: bool = False,
+    ) -> None:
+        """`is_of_others`: a kind that somebody else installs, before or after us, or never."""
+        self._kube, self._resource, self._selection = kube, resource, selection
+        self._settings, self._is_of_others = settings, is_of_others
+        self._is_served, self._was_missing = True, False
+        self._rng = random.Random()
+        self._cache = Cache()
+        self._handlers: list[tuple[Handler, KeysOf]] = []
+        self._version: str | None = None
+        """Where the next window begins; None: list first."""
+        self._num_failures = 0
+        self._untold: deque[Change] = deque()
+        self._resync_at = time.monotonic() + settings.resync_s
+        self._synced = threading.Event()
+        self._stopping = threading.Event()
+        self._stream: WatchStream | None = None
+        self._thread = threading.Thread(target=self._run, name=f"informer-{resource}", daemon=True)
+
+    def add_handler(self, handler: Handler, keys_of: KeysOf = lambda obj: (key_of(obj),)) -> None:
+        """Before `start`. `keys_of`: the keys to tell for an object; its own, or its owner's. It is
+        asked for the state before a change and for the one after it, so that an owner who lost an
+        object hears of it, too."""
+        assert not self._thread.is_alive(), "handlers are added before the start"
+        self._handlers.append((handler, keys_of))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> bool:
+        """No handler is called any more. Within a second; False where the thread still waits for
+        an answer of a silent server, which ends by its own timeout and does nothing then."""
+        self._stopping.set()
+        if (stream := self._stream) is not None:
+            stream.stop()
+        self._thread.join(_STOP_S)
+        return not self._thread.is_alive()
+
+    @property
+    def has_synced(self) -> bool:
+        """Whether the cache was complete once, and handlers have heard of all in it."""
+        return self._synced.is_set()
+
+    def wait_synced(self, timeout_s: float) -> bool:
+        return self._synced.wait(timeout_s)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the server knew the kind at one of the last two lists; of others' kinds alone."""
+        return self._is_served
+
+    def get(self, key: Key) -> Object | None:
+        """Frozen (see `frozen`), and so are those of `snapshot`."""
+        return self._cache.get(key)
+
+    def snapshot(self) -> Mapping[Key, Object]:
+        return self._cache.snapshot()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._follow()
+            except KubeError as error:
+                if isinstance(error, StatusError):
+                    self._version = None
+                self._wait_after(error)
+            except Exception as error:
+                log.exception("%s: what handles a change has failed", self._resource)
+                self._wait_after(error)
+
+    def _follow(self) -> None:
+        """List where need be, then watch for one window."""
+        self._tell_all()
+        if self._version is None:
+            self._version = self._list()
+        elif time.monotonic() >= self._resync_at:
+            self._untold.extend(Change(None, obj) for obj in self._cache.snapshot().values())
+            self._resync_at = time.monotonic() + self._settings.resync_s
+        self._tell_all()
+        self._synced.set()
+        self._watch(self._version)
+
+    def _list(self) -> str:
+        """The resourceVersion to watch from."""
+        try:
+            listing = self._kube.list(self._resource, self._selection)
+        except NotFoundError:
+            if self._is_of_others and self._was_missing:
+                self._is_served = False
+                self._untold.extend(self._cache.replace(_NOTHING))
+                self._tell_all()
+                self._synced.set()
+            self._was_missing = True
+            raise
+        self._is_served, self._was_missing = True, False
+        self._untold.extend(self._cache.replace(listing))
+        return listing.resource_version
+
+    def _watch(self, version: str) -> None:
+        began_at = time.monotonic()
+        num_events = 0
+        window = self._settings.window
+        with self._kube.watch(self._resource, self._selection, version, window) as stream:
+            # In this order: `stop` sets the one, then looks at the other.
+            self._stream = stream
+            if self._stopping.is_set():
+                return
+            for event in stream:
+                if self._stopping.is_set():
+                    return
+                self._take(event)
+                num_events += 1
+                self._num_failures = 0
+        if num_events == 0 and time.monotonic() - began_at < _SHORTEST_WATCH_S:
+            raise UnreachableError(f"watch of {self._resource}: ended at once")
+        self._num_failures = 0
+
+    def _take(self, event: WatchEvent) -> None:
+        if event.type is not WatchEventType.BOOKMARK:
+            change = self._cache.follow(event)
+            if change is not None:
+                self._untold.append(change)
+        self._version = resource_version_of(event.object)
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Where a handler fails, the changes behind its own are told on the next round."""
+        while self._untold:
+            change = self._untold.popleft()
+            for handler, keys_of in self._handlers:
+                keys = dict.fromkeys(key for state in change.states() for key in keys_of(state))
+                for key in keys:
+                    if not self._stopping.is_set():
+                        handler(key)
+
+    def _wait_after(self, error: Exception) -> None:
+        if self._stopping.is_set():
+            return
+        self._num_failures += 1
+        delay_s = self._settings.backoff.delay_s(self._num_failures, self._rng)
+        if isinstance(error, StatusError) and error.retry_after_s is not None:
+            delay_s = max(delay_s, error.retry_after_s)
+        then = "list again" if self._version is None else "watch on"
+        log.warning("%s: %s: will %s in %.1f s", self._resource, error, then, delay_s)
+        self._stopping.wait(delay_s)

@@ -1,0 +1,161 @@
+"""Keys to be worked on, each at most once at a time.
+
+- A key that waits and is added again waits once. One that is being worked on and is added again
+  waits until that work is done, and is then worked on again: nobody works on a key twice at once,
+  and no change is missed that came after the work had looked.
+- A key may be added for later; the earliest time counts. To work on it sooner does not cancel it:
+  to look once too often does no harm, to look once too rarely does.
+- A key whose work failed comes back later and later, until its work succeeds once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from deploy.controller.kit.backoff import Backoff
+
+K = TypeVar("K", bound=Hashable)
+Clock = Callable[[], float]
+
+RETRIES = Backoff(first_s=0.2, longest_s=120.0)
+
+
+@dataclass(frozen=True)
+class _Later(Generic[K]):
+    due_at: float
+    number: int
+    key: K
+
+    def __lt__(self, other: _Later[K]) -> bool:
+        return (self.due_at, self.number) < (other.due_at, other.number)
+
+
+class PendingKeys(Generic[K]):
+    """Own which key waits, since when, until when, and which is being worked on. Pure: whoever
+    calls says what time it is, in seconds of any clock that never goes back."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[K, None] = {}
+        self._under_way: set[K] = set()
+        self._again: set[K] = set()
+        self._due: dict[K, float] = {}
+        self._later: list[_Later[K]] = []
+        self._numbers = itertools.count()
+
+    def add(self, key: K) -> None:
+        if key in self._under_way:
+            self._again.add(key)
+        else:
+            self._waiting.setdefault(key)
+
+    def add_later(self, key: K, due_at: float) -> None:
+        if due_at < self._due.get(key, float("inf")):
+            self._due[key] = due_at
+            heapq.heappush(self._later, _Later(due_at, next(self._numbers), key))
+
+    def take(self, now: float) -> K | None:
+        """The key that has waited longest; None when none may be worked on now."""
+        self._wake(now)
+        for key in self._waiting:
+            del self._waiting[key]
+            self._under_way.add(key)
+            return key
+        return None
+
+    def done(self, key: K) -> None:
+        """Whoever took `key` has ended his work on it."""
+        self._under_way.remove(key)
+        if key in self._again:
+            self._again.remove(key)
+            self.add(key)
+
+    def next_due_at(self) -> float | None:
+        return self._later[0].due_at if self._later else None
+
+    def num_waiting(self, now: float) -> int:
+        """Those whose time has not come do not count."""
+        self._wake(now)
+        return len(self._waiting) + len(self._again)
+
+    def _wake(self, now: float) -> None:
+        while self._later and self._later[0].due_at <= now:
+            later = heapq.heappop(self._later)
+            if self._due.get(later.key) == later.due_at:
+                del self._due[later.key]
+                self.add(later.key)
+
+
+class WorkQueue(Generic[K]):
+    """`PendingKeys` for threads: informers and timers add, workers take. It is bounded by the
+    number of keys that there are."""
+
+    def __init__(self, retries: Backoff = RETRIES, clock: Clock = time.monotonic) -> None:
+        self._retries = retries
+        self._clock = clock
+        self._rng = random.Random()
+        self._pending: PendingKeys[K] = PendingKeys()
+        self._num_failures: dict[K, int] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def add(self, key: K) -> None:
+        with self._changed:
+            self._pending.add(key)
+            self._changed.notify()
+
+    def add_after(self, key: K, delay_s: float) -> None:
+        with self._changed:
+            self._pending.add_later(key, self._clock() + delay_s)
+            self._changed.notify()
+
+    def take(self) -> K | None:
+        """Waits for a key, which the caller gives back by `succeeded` or `failed`; None once the
+        queue is closed, also when keys wait in it."""
+        with self._changed:
+            while not self._is_closed:
+                key = self._pending.take(self._clock())
+                if key is not None:
+                    return key
+                due_at = self._pending.next_due_at()
+                self._changed.wait(None if due_at is None else max(0.0, due_at - self._clock()))
+            return None
+
+    def succeeded(self, key: K, again_after_s: float | None = None) -> None:
+        """Its failures are forgotten; `again_after_s`: to be worked on again by then."""
+        with self._changed:
+            self._num_failures.pop(key, None)
+            self._end(key, again_after_s)
+
+    def failed(self, key: K, at_least_s: float = 0.0, at_most_s: float = math.inf) -> float:
+        """It comes back after the delay in seconds that is answered."""
+        with self._changed:
+            num_failures = self._num_failures.get(key, 0) + 1
+            self._num_failures[key] = num_failures
+            delay_s = min(self._retries.delay_s(num_failures, self._rng), at_most_s)
+            delay_s = max(delay_s, at_least_s)
+            self._end(key, delay_s)
+            return delay_s
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def __len__(self) -> int:
+        """Keys that wait for a worker."""
+        with self._changed:
+            return self._pending.num_waiting(self._clock())
+
+    def _end(self, key: K, again_after_s: float | None) -> None:
+        if again_after_s is not None:
+            self._pending.add_later(key, self._clock() + again_after_s)
+        self._pending.done(key)
+        self._changed.notify()

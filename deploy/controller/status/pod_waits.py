@@ -1,0 +1,89 @@
+"""What a pod waits for, and why one could not even be made, as the scheduler, the kubelet and the
+pods' owners tell it in statuses. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from deploy.controller.kit.objects import Object
+
+_LONGEST_QUOTE = 240
+_MOST_TOLD = 3
+_BEING_MADE = frozenset({"ContainerCreating", "PodInitializing"})
+
+
+def waits_for(pod: Object) -> str:
+    """Why it does not run yet, or no more; empty: it runs, or tells of nothing."""
+    status = pod.get("status", {})
+    if status.get("phase") == "Failed":
+        return _worded(status.get("reason", "Failed"), status.get("message", ""))
+    for condition in status.get("conditions", ()):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return _worded(condition.get("reason", "Unschedulable"), condition.get("message", ""))
+    first = [each for each in status.get("initContainerStatuses", ()) if not _is_beside(pod, each)]
+    then = status.get("containerStatuses", ())
+    for container in (*first, *then):
+        if trouble := _trouble(container):
+            return f"{container['name']}: {trouble}"
+    running = [each["name"] for each in first if "running" in each.get("state", {})]
+    if running:
+        return f"{running[0]} runs first"
+    reasons = {each.get("state", {}).get("waiting", {}).get("reason") for each in then}
+    return "ContainerCreating" if reasons & _BEING_MADE else ""
+
+
+def pods_refused(owner: Object | None) -> str:
+    """Why a RayCluster or a Deployment could not make a pod: a quota, a policy; empty: it could, or
+    says nothing. `owner`: None where there is none."""
+    status = {} if owner is None else owner.get("status", {})
+    for condition in status.get("conditions", ()):
+        if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
+            return _worded(condition.get("reason", "ReplicaFailure"), condition.get("message", ""))
+    if status.get("state") == "failed":  # KubeRay before it had conditions
+        return _worded("failed", status.get("reason", ""))
+    return ""
+
+
+def together(waits: Mapping[str, str]) -> str:
+    """What several pods, by name, wait for: what most of them do first. Empty: nothing."""
+    told = []
+    counted = Counter(why for why in waits.values() if why)
+    for why, count in sorted(counted.items(), key=lambda each: (-each[1], each[0])):
+        name = next(name for name in sorted(waits) if waits[name] == why)
+        told.append(f"pod {name}: {why}" if count == 1 else f"{count} pods: {why}")
+    return "; ".join(told[:_MOST_TOLD])
+
+
+def _is_beside(pod: Object, status: Object) -> bool:
+    """An init container that runs for as long as the pod does: a sidecar."""
+    specs: Sequence[Object] = pod.get("spec", {}).get("initContainers", ())
+    return any(
+        each["name"] == status["name"] and each.get("restartPolicy") == "Always" for each in specs
+    )
+
+
+def _trouble(container: Object) -> str:
+    """A container's that does not get on; empty: it does."""
+    state = container.get("state", {})
+    ended, waiting = state.get("terminated"), state.get("waiting")
+    if ended is not None:
+        return _ended(ended) if ended.get("exitCode") else ""
+    if waiting is None or waiting.get("reason") in _BEING_MADE:
+        return ""
+    before = container.get("lastState", {}).get("terminated")
+    if before is not None:  # how it ended says more than that it is tried again in so many seconds
+        return _worded(waiting.get("reason", "waiting"), _ended(before))
+    return _worded(waiting.get("reason", "waiting"), waiting.get("message", ""))
+
+
+def _ended(terminated: Object) -> str:
+    """The last line is what a program says of its end."""
+    lines = terminated.get("message", "").strip().splitlines()
+    how = f"{terminated.get('reason', 'ended')}, exit code {terminated.get('exitCode')}"
+    return _worded(how, lines[-1] if lines else "")
+
+
+def _worded(reason: str, message: str) -> str:
+    lines = message.strip().splitlines()
+    return f"{reason}: {lines[0][:_LONGEST_QUOTE]}" if lines else reason

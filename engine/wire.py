@@ -1,0 +1,69 @@
+"""The engine's requests as messages between a router and a worker, and the other way.
+
+The only module of the engine that knows protobuf.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from baton.errors import InvalidRequestError
+from baton.v1 import common_pb2, worker_pb2
+from engine.request import FinishReason, RequestId, RequestSpec, SamplingParams
+
+_TOKEN_BYTES = 4
+
+_FINISHED = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORTED: common_pb2.FINISH_REASON_ABORTED,
+    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
+}
+
+
+def read_spec(message: worker_pb2.RequestSpec) -> RequestSpec:
+    """The engine's request, under its attempt's id. Raises InvalidRequestError with the field."""
+    if not message.request_id:
+        raise InvalidRequestError("an empty request_id", field="request_id")
+    if len(message.token_ids) % _TOKEN_BYTES:
+        raise InvalidRequestError(
+            "token_ids: not a whole number of little-endian uint32", field="token_ids"
+        )
+    token_ids = np.frombuffer(message.token_ids, dtype="<u4").astype(np.uint32)
+    if not 0 < message.num_prompt_tokens <= len(token_ids):
+        raise InvalidRequestError(
+            f"num_prompt_tokens: {message.num_prompt_tokens} of {len(token_ids)} token ids",
+            field="num_prompt_tokens",
+        )
+    return RequestSpec(
+        request_id=attempt_key(message.request_id, message.attempt),
+        token_ids=token_ids,
+        num_prompt_tokens=message.num_prompt_tokens,
+        sampling=read_sampling(message),
+        cache_salt=message.cache_salt,
+        priority=message.priority,
+    )
+
+
+def attempt_key(request_id: str, attempt: int) -> RequestId:
+    """One attempt's id inside a worker; the roles make it one that no other attempt ever had."""
+    return RequestId(f"{request_id}#{attempt}")
+
+
+def read_sampling(message: worker_pb2.RequestSpec) -> SamplingParams:
+    """Unset fields take the engine's defaults; the engine checks the values."""
+    present = {field.name: value for field, value in message.sampling.ListFields()}
+    return SamplingParams(
+        **present, seed=message.seed, stop_token_ids=frozenset(message.stop_token_ids)
+    )
+
+
+def finish_reason_to_proto(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
+    """None, for a request that goes on, is UNSPECIFIED."""
+    return _FINISHED[reason]
+
+
+def finish_reason_from_proto(reason: common_pb2.FinishReason.ValueType) -> FinishReason | None:
+    """None for a request that goes on, and for a reason that is not known here."""
+    return {wire: own for own, wire in _FINISHED.items()}.get(reason)
