@@ -208,9 +208,41 @@ class SpotNotices(Checked):
 class UnitRollout(Checked):
     """How another unit takes the place of the one that serves."""
 
-    strategy: Literal["Recreate"] = "Recreate"
-    """Recreate: the unit that serves drains and goes, then the other one is made. Requests wait at
-    the routers meanwhile."""
+    strategy: Literal["RollingUpdate", "Recreate"] = "RollingUpdate"
+    """RollingUpdate: the coming unit grows beside the former one. Recreate: the former unit drains
+    and goes first; requests wait at the routers. A pool that has no room for a worker of both units
+    (`maxSurge: 0`, and no more workers than `maxUnavailable`) is recreated in any case."""
+    max_surge: int = bounded(1, minimum=0, maximum=512)
+    """Workers that a pool may have beyond its size while there are two units."""
+    max_unavailable: int = bounded(0, minimum=0, maximum=512)
+    """Live workers that a pool may lack meanwhile."""
+    steps: tuple[int, ...] = bounded((1, 10, 50, 100), max_size=16)
+    """Percent of workers and requests that the coming unit gets, one step after the other, where
+    the model changes. Where it does not, requests follow the workers that are live."""
+    interval: str = bounded("5m", pattern=DURATION, max_size=32)
+    """How long each step is watched."""
+    pause: bool = False
+    """True: the rollout stays at its step."""
+    ready_timeout: str = bounded("30m", pattern=DURATION, max_size=32)
+    """The coming unit goes back when no further worker of it becomes live for so long."""
+    max_failure_percent: int = bounded(5, minimum=0, maximum=100)
+    """It goes back when it fails more of its requests than the former unit does, by so much."""
+    max_slowdown: float = bounded(2.0, minimum=1.0, maximum=1000.0)
+    """It goes back when its median gap between tokens is so many times the former unit's."""
+
+    rules = (
+        Rule(
+            "!(has(self.maxSurge) && self.maxSurge == 0) || "
+            "(has(self.maxUnavailable) && self.maxUnavailable > 0)",
+            "maxUnavailable must be greater than 0 where maxSurge is 0",
+            lambda rollout: rollout.max_surge > 0 or rollout.max_unavailable > 0,
+        ),
+        Rule(
+            "!has(self.steps) || self.steps.all(step, step >= 1 && step <= 100)",
+            "steps must be percentages from 1 to 100",
+            lambda rollout: all(1 <= step <= 100 for step in rollout.steps),
+        ),
+    )
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,17 @@ class Draining(Checked):
 class RolloutStatus(Checked):
     """How far the unit is that the spec asks for, by `spec.rollout.strategy`."""
 
-    state: Literal["AsWanted", "Draining", "Ending", "Making"] = bounded()
-    """AsWanted: it is there. Draining: another one's workers finish what they run. Ending: another
-    one's pods go. Making: there is none yet."""
+    state: Literal[
+        "Making", "Serving", "Growing", "Shifting", "Paused", "Retiring", "Reverting", "Reverted",
+        "Replaced", "Draining", "Ending",
+    ] = bounded()  # fmt: skip
+    """Serving: the unit is what the spec asks for. Growing: the coming unit gets workers. Shifting:
+    it has its share of the requests and is watched. Retiring: it has all of them, the former unit
+    runs its last streams. Reverting, Reverted: it went back. Replaced: the spec asks for another one.
+    Draining, Ending: the only unit makes way (Recreate). Making: there is none yet."""
     reason: str = bounded("", max_size=4096)
+    units: Mapping[str, str] = field(default_factory=dict)
+    """By code, while there are two: the share of the requests and the live workers of each."""
 
 
 @dataclass(frozen=True)

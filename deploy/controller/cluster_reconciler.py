@@ -4,9 +4,9 @@ any line, by another one goes on.
 1. Read the spec; one that cannot be read, or has a pool become what it cannot, is told in a
    condition, and nothing of it is touched. Neither is anything while KubeRay's kind is not served.
 2. WorkerPools (see `pools`), the unit that they ask for (see `units`), and what there is.
-3. What becomes of the unit that there is (see `rollout`).
-4. Ray's token and account, then the unit's RayCluster and configuration (see `kuberay`).
-5. The supervisor is told of pools and sizes; it drains what is too much.
+3. What becomes of the units that there are (see `rollout`).
+4. Ray's token and account, then each unit's RayCluster and configuration (see `kuberay`).
+5. Each unit's supervisor gets pools, sizes and shares; it drains what is too much.
 6. Routers, and what stands beside all of it (see `companions`).
 7. Statuses.
 
@@ -17,23 +17,24 @@ gone; a deleted WorkerPool until it has drained.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from baton.config import settings
 from baton.config.cluster import ClusterConfig
 from baton.errors import ConfigError
+from baton.v1 import control_pb2
 from cluster.planner.planner import PoolPlan
 from deploy.api.read import read_spec
-from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.serving_cluster import ServingClusterSpec, UnitRollout
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.caches import Caches, cluster_keys
 from deploy.controller.companions import Companions
-from deploy.controller.fleet_watch import FleetWatch
+from deploy.controller.fleet_watch import FleetWatch, merged
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.discovery import Discovery
 from deploy.controller.kit.each import each
@@ -44,22 +45,24 @@ from deploy.controller.kit.errors import (
 from deploy.controller.kit.finalizers import Finalizers
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, Resource, key_of
-from deploy.controller.kuberay import KubeRay, new_groups
+from deploy.controller.kuberay import KubeRay, NewGroups, new_groups
 from deploy.controller.manifests.cluster_yaml import (
     cluster_config,
     router_config_map,
+    seconds,
     with_name,
 )
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext
-from deploy.controller.manifests.ray_cluster import unit_in
+from deploy.controller.manifests.ray_cluster import image_in, record_in, unit_in
 from deploy.controller.manifests.routers import (
+    RouterContext,
     control_service,
     router_deployment,
     router_service,
 )
-from deploy.controller.observed import Pod
+from deploy.controller.observed import NOTHING_HEARD, Heard, Pod
 from deploy.controller.planning import Planning
 from deploy.controller.pool_size import within_bounds
 from deploy.controller.pools import Pools
@@ -70,15 +73,16 @@ from deploy.controller.resources import (
     SERVING_CLUSTERS,
     WORKER_POOLS,
 )
-from deploy.controller.rollout import State, UnitSeen, next_step
+from deploy.controller.rollout import Figures, PoolSeen, Strategy, UnitSeen, next_step, total
 from deploy.controller.status import hindrances
 from deploy.controller.status.cluster_events import ClusterEvents
 from deploy.controller.status.cluster_status import Refusals
 from deploy.controller.status.conditions import Verdict, timestamp
+from deploy.controller.status.pool_status import num_serving
 from deploy.controller.status.statuses import Statuses
 from deploy.controller.supervision import Supervision
-from deploy.controller.units import Unit, unit_of
-from deploy.controller.view import ClusterView, PoolView, groups_in
+from deploy.controller.units import Unit, difference, unit_of
+from deploy.controller.view import ClusterView, PoolView, UnitView, groups_in
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +90,7 @@ _LOOK_AGAIN_S = 5.0
 _TOLD_EVERY_S = 1.0  # by a supervisor
 _REFUSALS = (400, 403, 404, 422)
 _GRPC_PROBES_SINCE = (1, 24)
-_OF_ROUTERS = ("model", "model_revision", "tokenizer", "served_model_name", "log_level", "router")
+_OF_ROUTERS = ("served_model_name", "log_level", "router")
 
 
 def utc_now() -> datetime.datetime:
@@ -130,22 +134,22 @@ class ClusterReconciler:
             if not self._kuberay.is_served:
                 return self._tell_kuberay_missing(obj)
             self._finalizers.keep(SERVING_CLUSTERS, obj)
-            self._fleets.follow(key, owner.control_address)
             pools, failed = self._pools.keep(obj, owner, spec)
             if "deletionTimestamp" in obj["metadata"] and not pools:
                 return self._let_go(obj)
             specs = self._pool_specs(pools)
-            wanted = unit_of(obj["spec"], _staying(pools, specs))
+            staying = {name: pool["spec"] for name, pool in pools.items() if not _is_going(pool)}
+            wanted = unit_of(obj["spec"], staying)
             view = self._view(obj, owner, spec, pools, specs, wanted)
-            context = self._context(view, wanted)
-            groups = new_groups(view, context)
+            contexts = self._contexts(view, wanted)
+            groups = new_groups(view, contexts)
         except StatusError as error:
             self._tell_refused(obj, error)
             raise
         except (ConfigError, ValueError) as error:
             log.warning("%s: %s", key, error)
             return self._hindered(obj, hindrances.invalid_spec(obj, str(error)))
-        return self._bring_nearer(view, context, groups, failed)
+        return self._bring_nearer(view, contexts, groups, failed)
 
     def tell_fault(self, key: Key, error: Exception) -> None:
         """Of a reconcile that has raised what it never should; raises KubeError."""
@@ -216,26 +220,47 @@ class ClusterReconciler:
         seen = self._caches.of_cluster(self._caches.pods, key)
         pods = [Pod.of(pod, self._now()) for pod in seen]
         found = {unit_in(ray).code: ray for ray in self._kuberay.find(obj)}
-        units = [_unit_seen(ray, pods) for ray in found.values()]
-        num_left = sum(_counts(pod) and pod.unit not in found for pod in pods)
-        is_going = "deletionTimestamp" in obj["metadata"]
-        step = next_step(None if is_going else wanted, units, num_left)
-        ray, heard = found.get(step.unit), self._fleets.heard(key)
-        groups, makes_way = groups_in(ray), step.state in (State.DRAINING, State.ENDING)
-        views = {
+        self._fleets.follow(key, {code: owner.control_of(code) for code in found})
+        heard = {code: self._fleets.heard(key, code) for code in found}
+        made = {code: _views(pools, specs, pods, heard[code], ray) for code, ray in found.items()}
+        totals = {name: 0 if _is_going(pool) else specs[name].replicas
+                  for name, pool in pools.items()}  # fmt: skip
+        step = next_step(
+            None if _is_going(obj) else wanted,
+            totals,
+            strategy_of(spec.rollout),
+            [_unit_seen(ray, made[code], heard[code]) for code, ray in found.items()],
+            sum(_counts(pod) and pod.unit not in found for pod in pods),
+            spec.router.settings.max_timeout_s,
+            self._now().timestamp(),
+        )
+        units = []
+        for plan in step.plans:
+            ray = found.get(plan.code)
+            views = made.get(plan.code) or _views(pools, specs, (), NOTHING_HEARD, None)
+            planned = {
+                name: replace(pool, planned_size=plan.sizes.get(name, 0), makes_way=plan.is_leaving)
+                for name, pool in views.items()
+            }
+            is_wanted = ray is None or not difference(unit_in(ray), wanted)
+            is_wanted = is_wanted and not plan.is_leaving
+            told = heard.get(plan.code, NOTHING_HEARD)
+            units.append(UnitView(plan, ray, told, planned, is_wanted))
+        told = merged({unit.code: unit.heard for unit in units})
+        over_all = {
             name: PoolView(
                 pool,
                 specs[name],
                 [pod for pod in pods if pod.pool == name],
-                None if heard.fleet is None else heard.fleet.pools.get(name),
-                groups.get(name),
-                heard,
-                makes_way,
+                None if told.fleet is None else told.fleet.pools.get(name),
+                next((g for u in reversed(units) if (g := u.pools[name].group)), None),
+                told,
+                makes_way=bool(units) and all(unit.plan.is_leaving for unit in units),
             )
             for name, pool in pools.items()
         }
         poolless = [pod for pod in pods if not pod.pool]
-        return ClusterView(key, obj, owner, spec, views, heard, step, ray, poolless)
+        return ClusterView(key, obj, owner, spec, over_all, told, step, units, poolless)
 
     def _pool_specs(self, pools: Mapping[str, Object]) -> dict[str, WorkerPoolSpec]:
         """Each that cannot be read is told so, too. Raises ConfigError."""
@@ -251,16 +276,21 @@ class ClusterReconciler:
             raise ConfigError("; ".join(problems))
         return specs
 
-    def _context(self, view: ClusterView, wanted: Unit) -> PodContext:
-        """A unit that stays keeps its code, whichever pools have come since it was made."""
-        stays = view.step.state is State.AS_WANTED
+    def _contexts(self, view: ClusterView, wanted: Unit) -> dict[str, PodContext]:
+        """By the units' codes. A unit that the spec asks for keeps its code, whichever pools have
+        come since it was made. Another one stays as it was made."""
+        return {unit.code: self._context(view, unit, wanted) for unit in view.units}
+
+    def _context(self, view: ClusterView, unit: UnitView, wanted: Unit) -> PodContext:
+        ray = unit.ray_cluster
+        made = wanted if ray is None or unit.is_wanted else unit_in(ray)
         return PodContext(
             view.owner,
             view.spec,
             self._release,
-            dataclasses.replace(wanted, code=view.step.unit) if stays else wanted,
-            _routers_hash_of(cluster_config(view.owner, view.spec, {})),
+            replace(made, code=unit.code),
             self._discovery.version >= _GRPC_PROBES_SINCE,
+            "" if ray is None else image_in(ray),
         )
 
     # --- what is done -----------------------------------------------------------------------------
@@ -268,17 +298,17 @@ class ClusterReconciler:
     def _bring_nearer(
         self,
         view: ClusterView,
-        context: PodContext,
-        groups: Mapping[str, Manifest],
+        contexts: Mapping[str, PodContext],
+        groups: NewGroups,
         failed: list[KubeError],
     ) -> float | None:
         refused: dict[str, str] = {}
         plans = self._plans(view)
         self._events.look(view, plans)
         parts: list[Callable[[], object]] = [
-            lambda: self._kuberay.bring(view, context, groups),
-            lambda: refused.update(self._tell_supervisor(view)),
-            lambda: self._keep_routers(view, context),
+            lambda: self._kuberay.bring(view, contexts, groups),
+            lambda: refused.update(self._tell_supervisors(view)),
+            lambda: self._keep_routers(view),
             lambda: self._pools.release(view),
             lambda: self._pools.scale(view, plans),
         ]
@@ -292,67 +322,132 @@ class ClusterReconciler:
         failed += each([partial(self._statuses.tell_cluster, view, routers, refusals, now)])
         if failed:
             raise failed[0]
-        if view.step.state is not State.AS_WANTED:
+        if view.is_rolling:
             return _TOLD_EVERY_S
         return min(_LOOK_AGAIN_S, max(_TOLD_EVERY_S, view.spec.planner.panic_window_s))
 
-    def _keep_routers(self, view: ClusterView, context: PodContext) -> None:
-        """They read the text of the model that serves: so they are left as they are until the unit
-        that they were made for is gone."""
+    def _keep_routers(self, view: ClusterView) -> None:
+        """They are of no unit: none comes or goes with their settings."""
         owner = view.owner
-        key = Key(owner.namespace, owner.router_name)
-        if view.has_wanted_unit or self._caches.deployments.get(key) is None:
-            config = cluster_config(owner, view.spec, {})
-            self._apply(CONFIG_MAPS, router_config_map(owner, config))
-            self._apply(DEPLOYMENTS, router_deployment(context))
-        self._apply(SERVICES, control_service(owner, view.step.unit or context.unit.code))
+        config = cluster_config(owner, view.spec, {})
+        self._apply(CONFIG_MAPS, router_config_map(owner, config))
+        has_grpc_probes = self._discovery.version >= _GRPC_PROBES_SINCE
+        context = RouterContext(
+            owner, view.spec, self._release, _routers_hash_of(config), has_grpc_probes
+        )
+        self._apply(DEPLOYMENTS, router_deployment(context))
+        if view.step.unit:  # while there is none it leads where it did
+            self._apply(SERVICES, control_service(owner, view.step.unit))
         self._apply(SERVICES, router_service(owner, view.spec.router))
 
-    def _tell_supervisor(self, view: ClusterView) -> Mapping[str, str]:
-        """What it refused, by pool."""
-        client = self._fleets.client(view.key)
-        if client is None:
-            return {}
-        supervision = Supervision(client, self._kube.check_may_write)
-        supervision.tell(view)
-        for pool, problem in supervision.refused.items():
+    def _tell_supervisors(self, view: ClusterView) -> Mapping[str, str]:
+        """What they refused, by pool."""
+        refused: dict[str, str] = {}
+        routes = [
+            control_pb2.Unit(code=code, control_address=view.owner.control_of(code), share=share)
+            for code, share in view.step.routes
+        ]
+        for unit in view.units:
+            client = self._fleets.client(view.key, unit.code)
+            if client is None:
+                continue
+            supervision = Supervision(client, self._kube.check_may_write)
+            supervision.tell(unit, routes)
+            refused |= supervision.refused
+        for pool, problem in refused.items():
             log.warning("%s: pool %s: the supervisor: %s", view.key, pool, problem)
-        return supervision.refused
+        return refused
 
     def _plans(self, view: ClusterView) -> Mapping[str, PoolPlan]:
-        """What the planner would have of pools that stay; nothing while none are told of, or their
-        unit makes way for another one."""
+        """What the planner would have of pools that stay. With two units it sees both as one fleet,
+        and makes no pool smaller. Nothing while the only unit makes way."""
         told = view.heard.told
-        if told is None or not view.has_wanted_unit:
+        if told is None or not any(unit.is_wanted for unit in view.units):
             return {}
         try:
             specs, config = view.staying_specs, view.spec.planner
-            return self._planning.plan(view.key, told, specs, config)
+            plans = self._planning.plan(view.key, told, specs, config)
         except ValueError as error:  # a figure that is none
             log.warning("%s: not planned: %s", view.key, error)
             return {}
+        if len(view.units) == 1:
+            return plans
+        return {
+            name: plan
+            for name, plan in plans.items()
+            if plan.desired_replicas >= specs[name].replicas
+        }
 
     def _apply(self, resource: Resource, obj: Manifest) -> Object:
         (cluster,) = cluster_keys(obj)
         return self._applied.apply(cluster, resource, obj)
 
 
-def _staying(
-    pools: Mapping[str, Object], specs: Mapping[str, WorkerPoolSpec]
-) -> dict[str, WorkerPoolSpec]:
-    """Without pools that are being deleted."""
+def strategy_of(rollout: UnitRollout) -> Strategy:
+    return Strategy(
+        rollout.strategy == "Recreate",
+        rollout.max_surge,
+        rollout.max_unavailable,
+        tuple(sorted({*(step / 100 for step in rollout.steps), 1.0})),
+        seconds(rollout.interval),
+        seconds(rollout.ready_timeout),
+        rollout.pause,
+        max_failures=rollout.max_failure_percent / 100,
+        max_slowdown=rollout.max_slowdown,
+    )
+
+
+def _is_going(obj: Object) -> bool:
+    return "deletionTimestamp" in obj["metadata"]
+
+
+def _views(
+    pools: Mapping[str, Object],
+    specs: Mapping[str, WorkerPoolSpec],
+    pods: Sequence[Pod],
+    heard: Heard,
+    ray: Object | None,
+) -> dict[str, PoolView]:
+    """Each pool in one unit."""
+    code, groups = "" if ray is None else unit_in(ray).code, groups_in(ray)
     return {
-        name: specs[name]
+        name: PoolView(
+            pool,
+            specs[name],
+            [pod for pod in pods if pod.pool == name and pod.unit == code],
+            None if heard.fleet is None else heard.fleet.pools.get(name),
+            groups.get(name),
+            heard,
+        )
         for name, pool in pools.items()
-        if "deletionTimestamp" not in pool["metadata"]
     }
 
 
-def _unit_seen(ray: Object, pods: Sequence[Pod]) -> UnitSeen:
-    unit = unit_in(ray)
-    own = [pod for pod in pods if _counts(pod) and pod.unit == unit.code]
-    num_workers = sum(bool(pod.pool) for pod in own)
-    return UnitSeen(unit, num_workers, "deletionTimestamp" in ray["metadata"])
+def _unit_seen(ray: Object, pools: Mapping[str, PoolView], heard: Heard) -> UnitSeen:
+    told = () if heard.told is None else heard.told[0].routers
+    requests = [each.requests for each in told if each.HasField("requests")]
+    return UnitSeen(
+        unit_in(ray),
+        ray["metadata"]["creationTimestamp"],
+        record_in(ray),
+        {name: _pool_seen(pool) for name, pool in pools.items() if pool.group is not None},
+        total(
+            Figures(
+                each.num_requests + each.num_abandoned,
+                each.num_failures + each.num_abandoned,
+                each.itl_s if each.HasField("itl_s") else None,
+                each.num_active,
+            )
+            for each in requests
+        ),
+        _is_going(ray),
+    )
+
+
+def _pool_seen(pool: PoolView) -> PoolSeen:
+    assert pool.group is not None
+    asked = pool.group["replicas"] if pool.fleet is None else pool.fleet.desired_replicas
+    return PoolSeen(asked, len(pool.standing_pods), num_serving(pool))
 
 
 def _counts(pod: Pod) -> bool:

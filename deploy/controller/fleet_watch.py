@@ -1,7 +1,7 @@
-"""One watch of each cluster's control service: what the supervisor says of its pools.
+"""One watch of each unit's control service: what its supervisor says of its pools.
 
-A thread for each cluster follows the stream and keeps the newest answer; a stream that breaks, or
-says nothing for a whole window, makes the fleet unknown until the next one tells.
+A thread for each unit follows the stream and keeps the newest answer. A stream that breaks, or says
+nothing for a whole window, makes the fleet unknown until the next answer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count, islice
 
@@ -53,8 +53,6 @@ def fleet_of(told: control_pb2.WatchFleetResponse) -> Fleet:
         for worker_id, pod in sorted((wanted | starting).items()):
             state = PlaceState.STARTING if pod else PlaceState.PENDING
             places.setdefault(worker_id, Place(worker_id, pod, state))
-        for worker_id, standing in _standings(pool).items():
-            places[worker_id] = replace(places[worker_id], told_standing=standing)
         pools[pool.name] = FleetPool(
             pool.desired_replicas,
             tuple(places.values()),
@@ -65,15 +63,9 @@ def fleet_of(told: control_pb2.WatchFleetResponse) -> Fleet:
     return Fleet(pools, any(router.num_held for router in told.routers))
 
 
-def _standings(pool: control_pb2.PoolStatus) -> dict[str, int]:
-    """Of the places that stay."""
-    told = [place for place in pool.places if place.HasField("standing")]
-    return {place.worker_id: place.standing for place in told}
-
-
 def _to_come(pool: control_pb2.PoolStatus) -> list[str]:
     """The places of its size that the supervisor may not have opened yet."""
-    staying = _standings(pool)
+    staying = {place.worker_id for place in pool.places if place.HasField("standing")}
     numbered = (f"{pool.name}-{index}" for index in count())
     free = (worker_id for worker_id in numbered if worker_id not in staying)
     return list(islice(free, max(0, pool.desired_replicas - len(staying))))
@@ -92,9 +84,52 @@ def _place(worker: control_pb2.FleetWorker) -> Place:
     )
 
 
+def merged(heard: Mapping[str, Heard]) -> Heard:
+    """What a cluster's units have said, the oldest first, as one fleet. Workers of the second unit
+    are called `<unit>/<worker>`."""
+    if len(heard) == 1:
+        return next(iter(heard.values()))
+    spoken = {code: each for code, each in heard.items() if each.told is not None}
+    if not spoken:
+        return Heard(is_certain=not heard or any(each.is_certain for each in heard.values()))
+    told, at_s = control_pb2.WatchFleetResponse(), 0.0
+    for code, each in spoken.items():
+        assert each.told is not None
+        _add(told, each.told[0], "" if code == next(iter(heard)) else f"{code}/")
+        at_s = max(at_s, each.told[1])
+    is_settled = all(each.is_settled for each in spoken.values())
+    return Heard(fleet_of(told), (told, at_s), is_settled, is_certain=True)
+
+
+def _add(
+    told: control_pb2.WatchFleetResponse, more: control_pb2.WatchFleetResponse, prefix: str
+) -> None:
+    added = control_pb2.WatchFleetResponse()
+    added.CopyFrom(more)
+    for worker in added.workers:
+        worker.info.ref.worker_id = f"{prefix}{worker.info.ref.worker_id}"
+    pools = {pool.name: pool for pool in told.pools}
+    for pool in added.pools:
+        for place in pool.places:
+            place.worker_id = f"{prefix}{place.worker_id}"
+        if (known := pools.get(pool.name)) is None:
+            told.pools.append(pool)
+            continue
+        known.desired_replicas += pool.desired_replicas
+        known.live_replicas += pool.live_replicas
+        known.pending_replicas += pool.pending_replicas
+        known.num_failed_starts = max(known.num_failed_starts, pool.num_failed_starts)
+        known.last_error = known.last_error or pool.last_error
+        known.places.extend(pool.places)
+    told.workers.extend(added.workers)
+    told.routers.extend(added.routers)
+    told.silent_routers.extend(added.silent_routers)
+    told.settles |= added.settles
+
+
 @dataclass
 class _Followed:
-    """One cluster's stream."""
+    """One unit's stream."""
 
     address: str
     thread: threading.Thread
@@ -106,48 +141,58 @@ class _Followed:
 
 
 class FleetWatch:
-    """Own the watches. `on_change` is told the cluster's key whenever what is known of it changed,
-    on the watch's thread."""
+    """Own the watches. `on_change` gets the cluster's key whenever what is known of it changed, on
+    the watch's thread."""
 
     def __init__(
         self, on_change: Callable[[Key], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._on_change, self._clock = on_change, clock
         self._lock = threading.Lock()
-        self._followed: dict[Key, _Followed] = {}
+        self._followed: dict[Key, dict[str, _Followed]] = {}
 
-    def follow(self, cluster: Key, address: str) -> None:
-        """Begin, unless it is followed there already."""
+    def follow(self, cluster: Key, addresses: Mapping[str, str]) -> None:
+        """The control services of its units, by code, and no others."""
         with self._lock:
-            known = self._followed.get(cluster)
-            if known is not None and known.address == address:
-                return
-        self.forget(cluster)
+            known = dict(self._followed.get(cluster, {}))
+        for unit in known.keys() - addresses.keys():
+            self._end(cluster, unit)
+        for unit in addresses.keys() - known.keys():
+            self._begin(cluster, unit, addresses[unit])
+
+    def _begin(self, cluster: Key, unit: str, address: str) -> None:
         stopping = threading.Event()
         client = ControlClient(address)
         followed = _Followed(
             address,
             threading.Thread(
-                target=lambda: self._run(cluster, followed), name=f"fleet-{cluster}", daemon=True
+                target=lambda: self._run(cluster, followed),
+                name=f"fleet-{cluster}-{unit}",
+                daemon=True,
             ),
             stopping,
             client,
         )
         with self._lock:
-            self._followed[cluster] = followed
+            self._followed.setdefault(cluster, {})[unit] = followed
         followed.thread.start()
 
     def forget(self, cluster: Key) -> None:
-        """End a cluster's watch, if there is one."""
+        """End a cluster's watches, if there are any."""
+        self.follow(cluster, {})
         with self._lock:
-            followed = self._followed.pop(cluster, None)
+            self._followed.pop(cluster, None)
+
+    def _end(self, cluster: Key, unit: str) -> None:
+        with self._lock:
+            followed = self._followed.get(cluster, {}).pop(unit, None)
         if followed is not None:
             followed.stopping.set()
             followed.client.close()
 
-    def heard(self, cluster: Key) -> Heard:
+    def heard(self, cluster: Key, unit: str) -> Heard:
         with self._lock:
-            followed = self._followed.get(cluster)
+            followed = self._followed.get(cluster, {}).get(unit)
         if followed is None:
             return NOTHING_HEARD
         heard, spoken_s = followed.heard, self._clock() - followed.known_since_s
@@ -155,9 +200,9 @@ class FleetWatch:
             return heard
         return replace(heard, is_settled=spoken_s >= _SETTLED_AFTER_S)
 
-    def client(self, cluster: Key) -> ControlClient | None:
+    def client(self, cluster: Key, unit: str) -> ControlClient | None:
         with self._lock:
-            followed = self._followed.get(cluster)
+            followed = self._followed.get(cluster, {}).get(unit)
             return None if followed is None else followed.client
 
     def stop(self) -> None:

@@ -23,8 +23,7 @@ from deploy.controller.manifests.ray_cluster import GroupSize, ray_cluster, size
 from deploy.controller.manifests.shared import pods_account, ray_token
 from deploy.controller.observed import FleetPool
 from deploy.controller.resources import CONFIG_MAPS, RAY_CLUSTERS, SECRETS, SERVICE_ACCOUNTS
-from deploy.controller.rollout import State
-from deploy.controller.view import ClusterView, PoolView
+from deploy.controller.view import ClusterView, PoolView, UnitView
 
 _EMPTIES_REDIS = "ray.io/gcs-ft-redis-cleanup-finalizer"
 """KubeRay's own. It drops it while the RayCluster has a Redis: of one that has none any more it
@@ -61,24 +60,30 @@ class KubeRay:
             raise UnreachableError(f"{names}: not listed, and not seen to go")
         return sorted(found, key=key_of)
 
-    def bring(self, view: ClusterView, context: PodContext, new: Mapping[str, Manifest]) -> None:
-        """The unit that the view's step is about to what the step says. `new`: groups that pools
-        have yet to get."""
+    def bring(self, view: ClusterView, contexts: Mapping[str, PodContext], new: NewGroups) -> None:
+        """Every unit to what the rollout has it be. `contexts`: by the units' codes; `new`: groups
+        that pools have yet to get."""
         self._applied.apply(view.key, SERVICE_ACCOUNTS, pods_account(view.owner))
         if view.spec.ray.token_secret_name is None:
             # Once: another token would lock out the pods that run.
             self._applied.make(view.key, SECRETS, ray_token(view.owner, secrets.token_hex(32)))
-        if view.step.state is State.ENDING:
-            if view.ray_cluster is not None:
-                self._end(view.ray_cluster)
+        for unit in view.units:
+            self._bring(view, unit, contexts[unit.code], new.get(unit.code, {}))
+
+    def _bring(
+        self, view: ClusterView, unit: UnitView, context: PodContext, new: Mapping[str, Manifest]
+    ) -> None:
+        if unit.plan.ends:
+            if unit.ray_cluster is not None:
+                self._end(unit.ray_cluster)
             return
-        groups = [*_unheard(view), *_groups(view, new)]
+        groups = [*_unheard(view, unit), *_groups(unit, new)]
         groups.sort(key=lambda group: str(group["groupName"]))
-        wanted = ray_cluster(context, view.step.unit, groups, view.ray_cluster)
+        wanted = ray_cluster(context, unit.plan.record, groups, unit.ray_cluster)
         made = self._applied.apply(view.key, RAY_CLUSTERS, wanted)
-        if view.has_wanted_unit:
-            config = cluster_config(view.owner, view.spec, {}, view.step.unit)
-            unit_map = unit_config_map(view.owner, view.step.unit, config, made)
+        if unit.is_wanted:
+            config = cluster_config(view.owner, view.spec, {}, unit.code)
+            unit_map = unit_config_map(view.owner, unit.code, config, made)
             self._applied.make(view.key, CONFIG_MAPS, unit_map)
 
     def end(self, cluster: Object) -> bool:
@@ -97,41 +102,50 @@ class KubeRay:
                 self._kube.delete(RAY_CLUSTERS, key_of(ray), preconditions=exactly)
 
 
-def new_groups(view: ClusterView, context: PodContext) -> dict[str, Manifest]:
-    """Of pools that have none yet in the unit that the spec asks for. Raises ConfigError or
-    ValueError, so that no unit drains for one that cannot be made."""
-    has_unit = view.step.state is State.AS_WANTED
+NewGroups = Mapping[str, Mapping[str, Manifest]]
+"""By the units' codes, then by pool."""
+
+
+def new_groups(view: ClusterView, contexts: Mapping[str, PodContext]) -> NewGroups:
+    """Of pools that have no group yet in a unit that they belong to. Raises ConfigError or
+    ValueError, so that nothing is begun that cannot be made."""
     return {
-        name: worker_group(context, pool.spec)
-        for name, pool in view.pools.items()
-        if not pool.is_going and not (has_unit and pool.group is not None)
+        unit.code: {
+            name: worker_group(contexts[unit.code], pool.spec)
+            for name, pool in unit.pools.items()
+            if not pool.is_going
+            and pool.group is None
+            and name in contexts[unit.code].unit.pools
+            and not unit.plan.is_leaving
+        }
+        for unit in view.units
     }
 
 
-def _groups(view: ClusterView, new: Mapping[str, Manifest]) -> list[Object]:
+def _groups(unit: UnitView, new: Mapping[str, Manifest]) -> list[Object]:
     groups: list[Object] = []
-    for name, pool in view.pools.items():
-        group = pool.group or (new.get(name) if view.has_wanted_unit else None)
+    for name, pool in unit.pools.items():
+        group = pool.group or new.get(name)
         # It goes when nothing is left of it, and nobody speaks of it any more.
-        is_gone = view.fleet is not None and pool.fleet is None and pool.is_over
+        is_gone = unit.fleet is not None and pool.fleet is None and pool.is_over
         if group is not None and not is_gone:
-            groups.append(sized(group, _size_of(view, pool)))
+            groups.append(sized(group, _size_of(pool)))
     return groups
 
 
-def _size_of(view: ClusterView, pool: PoolView) -> GroupSize:
+def _size_of(pool: PoolView) -> GroupSize:
     """What is to go waits for no silent supervisor: its pods drain by themselves."""
     if pool.group is None:
         return GroupSize(pool.size)
     if (pool.is_going or pool.makes_way) and pool.fleet is None:
         return GroupSize(0, tuple(sorted(pod.name for pod in pool.pods)))
-    if not view.heard.is_settled:
+    if not pool.heard.is_settled:
         return group_size(pool.size, pool.pods, None)
     unknown = FleetPool(pool.size, ())  # it runs nothing that it does not know
     return group_size(pool.size, pool.pods, pool.fleet or unknown)
 
 
-def _unheard(view: ClusterView) -> list[Object]:
-    """Groups of pools whose WorkerPool the API server has just not told of: they stay."""
+def _unheard(view: ClusterView, unit: UnitView) -> list[Object]:
+    """Groups of pools whose WorkerPool the API server has not listed just now: they stay."""
     wanted = view.obj["spec"]["pools"].keys() - view.pools.keys()
-    return [group for name, group in view.groups.items() if name in wanted]
+    return [group for name, group in unit.groups.items() if name in wanted]

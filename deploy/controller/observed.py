@@ -83,15 +83,6 @@ class Place:
     num_waiting: int = 0
     kv_use: float = 0.0
     """Share of its KV blocks that are in use."""
-    told_standing: int | None = None
-
-    @property
-    def standing(self) -> int:
-        """Those of the greatest leave first when the pool gets smaller. A supervisor that tells of
-        none lets the highest go."""
-        if self.told_standing is not None:
-            return self.told_standing
-        return int(self.worker_id.rpartition("-")[2])
 
 
 @dataclass(frozen=True)

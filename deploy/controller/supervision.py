@@ -1,17 +1,19 @@
-"""What the supervisor is told of a unit's pools. Of levels: it is told what it does not have as it
-is wanted, so one that has lost everything is told all of it again.
+"""What a unit's supervisor is asked for: pools, sizes, role plans, and where requests go.
+
+Each look asks for what is not as it is wanted: one that has lost everything gets all of it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from baton.control_client import ControlClient
 from baton.errors import BatonError
+from baton.v1 import control_pb2
 from deploy.controller.manifests.ray_cluster import settings_in
 from deploy.controller.observed import FleetPool
-from deploy.controller.view import ClusterView, PoolView
+from deploy.controller.view import PoolView, UnitView
 
 
 class Supervision:
@@ -23,19 +25,21 @@ class Supervision:
         self._client, self._check_may_tell = client, check_may_tell
         self.refused: dict[str, str] = {}
 
-    def tell(self, view: ClusterView) -> None:
-        """A supervisor that is silent is left alone."""
-        if view.fleet is None:
+    def tell(self, unit: UnitView, routes: Sequence[control_pb2.Unit]) -> None:
+        """A supervisor that is silent is left alone. `routes`: the units and their shares."""
+        if unit.fleet is None:
             return
-        for name, pool in view.pools.items():
+        if routes:
+            self._try("", partial(self._client.set_units, routes))
+        for name, pool in unit.pools.items():
             if pool.fleet is not None:
                 self._size(name, pool, pool.fleet)
             elif pool.group is not None and not pool.is_over:
                 settings = settings_in(pool.group)
                 self._try(name, partial(self._client.add_pool, name, settings, pool.size))
-        known = view.pools.keys() | view.groups.keys()
-        for name in sorted(view.fleet.pools.keys() - known):
-            self._give_up(name, view.fleet.pools[name])
+        known = unit.pools.keys() | unit.groups.keys()
+        for name in sorted(unit.fleet.pools.keys() - known):
+            self._give_up(name, unit.fleet.pools[name])
 
     def _size(self, name: str, pool: PoolView, known: FleetPool) -> None:
         if known.desired_replicas != pool.size:

@@ -1,12 +1,10 @@
-"""What makes a unit: all that people wrote of what its workers and Ray's head must be started anew
-for.
+"""What makes a unit: what people wrote that its workers and Ray's head must be started anew for.
 
-Of what people wrote, field by field: no default of ours, no image of the release and no field that
-a later release adds is in it, so an operator's upgrade makes no other unit. Whoever adds a field
-here gives it only where it is set.
+The hashes are of objects as people wrote them: they hold no default of ours and no image of the
+release. So an operator's upgrade makes no other unit.
 
-What all pools share and what one pool is of its own have a hash each, so that a unit stays the same
-when a pool comes or goes.
+What all pools share and what each has of its own are hashed apart: a unit stays the same when a
+pool comes or goes.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from deploy.api.worker_pool import WorkerPoolSpec
 
 _SHARED = (
     ("model", "name"),
@@ -48,6 +44,18 @@ _SHARED = (
     ("ray", "headTemplate"),
 )
 """Of a ServingCluster's spec."""
+_MODEL = (
+    ("model", "name"),
+    ("model", "claim", "claimName"),
+    ("model", "claim", "path"),
+    ("model", "uri"),
+    ("model", "revision"),
+    ("tokenizer",),
+    ("engine", "dtype"),
+)
+"""Of these: what clients would notice."""
+_OF_POOL = ("role", "parallelism", "engine", "template", "drainTimeout")
+"""Of a WorkerPool's spec."""
 _LETTERS = "bcdfghjkmnpqrstvwxz23456789"
 """None that makes words, none that is taken for another."""
 _LENGTH = 5
@@ -62,16 +70,22 @@ class Unit:
     shared: str
     """A hash of what all of its pools share."""
     pools: Mapping[str, str]
-    """A hash of what each pool is of its own, by name."""
+    """A hash of what each pool has of its own, by name."""
+    model: str = ""
+    """A hash of what clients would notice: weights, tokenizer, precision."""
 
 
-def unit_of(cluster: Mapping[str, Any], pools: Mapping[str, WorkerPoolSpec]) -> Unit:
-    """What a ServingCluster's spec, as its object spells it, asks for with these pools."""
+def unit_of(cluster: Mapping[str, Any], pools: Mapping[str, Mapping[str, Any]]) -> Unit:
+    """What a ServingCluster's spec asks for with the specs of these WorkerPools."""
     said = {".".join(path): _at(cluster, path) for path in _SHARED}
     said["hub.offline"] = _at(cluster, ("hub", "offline")) or None
     shared = _hash(said)
-    hashes = {name: _hash(_own(pool)) for name, pool in sorted(pools.items())}
-    return Unit(_code({"shared": shared, "pools": hashes}), shared, hashes)
+    hashes = {
+        name: _hash({field: pool.get(field) for field in _OF_POOL})
+        for name, pool in sorted(pools.items())
+    }
+    model = _hash({".".join(path): _at(cluster, path) for path in _MODEL})
+    return Unit(_code({"shared": shared, "pools": hashes}), shared, hashes, model)
 
 
 def difference(there: Unit, wanted: Unit) -> str:
@@ -81,16 +95,6 @@ def difference(there: Unit, wanted: Unit) -> str:
     both = sorted(there.pools.keys() & wanted.pools.keys())
     changed = [name for name in both if there.pools[name] != wanted.pools[name]]
     return f"the spec changes {', '.join(changed)}" if changed else ""
-
-
-def _own(pool: WorkerPoolSpec) -> dict[str, Any]:
-    return {
-        "role": pool.role,
-        "tensor": pool.parallelism.tensor,
-        "engine": pool.engine,
-        "template": pool.template,
-        "drainTimeout": pool.drain_timeout,
-    }
 
 
 def _at(value: Mapping[str, Any], path: Sequence[str]) -> Any:

@@ -18,12 +18,12 @@ from deploy.controller.observed import (
     PlaceState,
     Pod,
 )
-from deploy.controller.rollout import State, Step
+from deploy.controller.rollout import State, Step, UnitPlan
 
 
 @dataclass(frozen=True)
 class PoolView:
-    """One pool: its WorkerPool, what it asks for, and what there is of it."""
+    """One pool, in one unit or over all: its WorkerPool, what it asks for, what there is of it."""
 
     obj: Object
     spec: WorkerPoolSpec
@@ -31,10 +31,12 @@ class PoolView:
     fleet: FleetPool | None
     """None: the supervisor is silent, or does not know it."""
     group: Object | None = None
-    """Its worker group in the RayCluster; None: it has none yet."""
+    """Its worker group in the unit's RayCluster; None: it has none yet."""
     heard: Heard = NOTHING_HEARD
+    planned_size: int | None = None
+    """Workers that the rollout gives it in this unit; None: all that it is to have."""
     makes_way: bool = False
-    """Its unit drains for another one."""
+    """Its unit goes for another one."""
 
     @property
     def is_silent(self) -> bool:
@@ -81,7 +83,7 @@ class PoolView:
     @property
     def size(self) -> int:
         """Workers that it is to have now."""
-        return 0 if self.makes_way else self.replicas
+        return self.replicas if self.planned_size is None else self.planned_size
 
     @property
     def role_plan(self) -> tuple[int, int]:
@@ -106,20 +108,21 @@ class PoolView:
 
 
 @dataclass(frozen=True)
-class ClusterView:
-    """One ServingCluster; pools by their names in it."""
+class UnitView:
+    """One unit: what the rollout has it be, and what there is of it."""
 
-    key: Key
-    obj: Object
-    owner: Owner
-    spec: ServingClusterSpec
-    pools: Mapping[str, PoolView]
+    plan: UnitPlan
+    ray_cluster: Object | None
+    """None: it is to be made."""
     heard: Heard
-    step: Step
-    ray_cluster: Object | None = None
-    """Of the unit that the step is about; None: there is none."""
-    poolless_pods: Sequence[Pod] = ()
-    """The head's and the routers'."""
+    pools: Mapping[str, PoolView]
+    """Those that there are, in this unit; `pods` and `fleet` are the unit's own."""
+    is_wanted: bool = True
+    """It is what the spec asks for."""
+
+    @property
+    def code(self) -> str:
+        return self.plan.code
 
     @property
     def fleet(self) -> Fleet | None:
@@ -130,14 +133,39 @@ class ClusterView:
         """The RayCluster's worker groups, by pool."""
         return groups_in(self.ray_cluster)
 
+
+@dataclass(frozen=True)
+class ClusterView:
+    """One ServingCluster; pools, over all units, by their names in it."""
+
+    key: Key
+    obj: Object
+    owner: Owner
+    spec: ServingClusterSpec
+    pools: Mapping[str, PoolView]
+    heard: Heard
+    step: Step
+    units: Sequence[UnitView] = ()
+    """The oldest first."""
+    poolless_pods: Sequence[Pod] = ()
+    """The heads' and the routers'."""
+
+    @property
+    def fleet(self) -> Fleet | None:
+        return self.heard.fleet
+
+    @property
+    def ray_clusters(self) -> list[Object]:
+        return [each.ray_cluster for each in self.units if each.ray_cluster is not None]
+
     @property
     def is_going(self) -> bool:
         return "deletionTimestamp" in self.obj["metadata"]
 
     @property
-    def has_wanted_unit(self) -> bool:
-        """Its unit is the one that the spec asks for, or is about to be."""
-        return self.step.state in (State.AS_WANTED, State.MAKING)
+    def is_rolling(self) -> bool:
+        """The units are not, or not only, what the spec asks for."""
+        return self.step.state is not State.SERVING
 
     @property
     def staying_specs(self) -> dict[str, WorkerPoolSpec]:

@@ -107,9 +107,13 @@ class Owner:
         """KubeRay's Service of a unit's head pod, as pods of any namespace reach it."""
         return f"{self.unit_name(unit)}-head-svc.{self.namespace}.svc"
 
+    def control_of(self, unit: str) -> str:
+        """Address of a unit's control service."""
+        return f"{self.head_host(unit)}:{CONTROL_PORT}"
+
     @property
     def control_name(self) -> str:
-        """Of the Service that leads to the head of the unit that serves."""
+        """Of the Service that leads to the head of the oldest unit: routers ask it for all."""
         return f"{self.name}-control"
 
     @property

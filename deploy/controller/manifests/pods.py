@@ -61,23 +61,22 @@ class PodContext:
     spec: ServingClusterSpec
     release: Release
     unit: Unit
-    """That the spec asks for."""
-    routers_hash: str
-    """Of all that a router must be restarted for."""
     has_grpc_probes: bool = True
     """Whether the API server knows them: since 1.24."""
+    made_with: str = ""
+    """The image that the unit was made with; empty: it is yet to be made."""
 
     def probe(self, port: int) -> Object:
-        """Whether what listens there serves; where that cannot be asked, whether it listens."""
-        return {"grpc" if self.has_grpc_probes else "tcpSocket": {"port": port}}
+        return probe_of(port, self.has_grpc_probes)
 
     @property
     def image(self) -> str:
-        return self.spec.images.worker or self.release.worker_image
+        return self.made_with or self.spec.images.worker or self.release.worker_image
 
-    @property
-    def router_image(self) -> str:
-        return self.spec.images.router or self.release.router_image
+
+def probe_of(port: int, has_grpc_probes: bool) -> Object:
+    """Whether what listens there serves; where that cannot be asked, whether it listens."""
+    return {"grpc" if has_grpc_probes else "tcpSocket": {"port": port}}
 
 
 def head_template(context: PodContext) -> Object:

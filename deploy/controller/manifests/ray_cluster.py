@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,9 +21,13 @@ from deploy.controller.manifests.pods import (
     ray_resources,
     worker_template,
 )
+from deploy.controller.rollout import Record
 from deploy.controller.units import Unit
 
 _SHARED_HASH = f"{GROUP}/shared-hash"
+_MODEL_HASH = f"{GROUP}/model-hash"
+_IMAGE = f"{GROUP}/worker-image"
+_RECORD = f"{GROUP}/rollout"
 _POOL_HASH = f"{GROUP}/pool-hash"
 _SETTINGS = f"{GROUP}/cluster-yaml"
 
@@ -36,14 +42,13 @@ class GroupSize:
 
 
 def ray_cluster(
-    context: PodContext, unit: str, groups: Sequence[Seen], seen: Seen | None = None
+    context: PodContext, record: Record, groups: Sequence[Seen], seen: Seen | None = None
 ) -> Object:
-    """`unit`: its code; `seen`: how the RayCluster is, None where there is none yet. All but the
-    groups stays as it was made: an operator of another release would start another Ray under
-    workers that run."""
-    owner, ray = context.owner, context.spec.ray
-    metadata = owner.metadata(owner.unit_name(unit), "ray")
-    metadata["labels"] = owner.unit_labels("ray", unit)
+    """`seen`: how the RayCluster is, None where there is none yet. All but groups and record stays
+    as it was made: an operator of another release would start another Ray under workers that run."""
+    owner, ray, unit = context.owner, context.spec.ray, context.unit
+    metadata = owner.metadata(owner.unit_name(unit.code), "ray")
+    metadata["labels"] = owner.unit_labels("ray", unit.code)
     secret = ray.token_secret_name or f"{owner.name}-ray-token"
     spec: Object = {
         "rayVersion": ray.version or context.release.ray_version,
@@ -56,12 +61,16 @@ def ray_cluster(
     }
     if ray.gcs_fault_tolerance is not None:
         spec["gcsFaultToleranceOptions"] = _fault_tolerance(ray.gcs_fault_tolerance)
-    shared = context.unit.shared
     if seen is not None:
         kept = (*spec, "gcsFaultToleranceOptions")
         spec = {name: value for name, value in seen["spec"].items() if name in kept}
-        shared = unit_in(seen).shared
-    metadata["annotations"] = {**OWN_COMMAND, _SHARED_HASH: shared}
+    said = {
+        _SHARED_HASH: unit.shared,
+        _MODEL_HASH: unit.model,
+        _IMAGE: context.image,
+        _RECORD: json.dumps(dataclasses.asdict(record), sort_keys=True),
+    }
+    metadata["annotations"] = {**OWN_COMMAND, **said}
     spec["workerGroupSpecs"] = list(groups)
     return {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata, "spec": spec}
 
@@ -103,7 +112,18 @@ def unit_in(ray_cluster: Seen) -> Unit:
     """What `ray_cluster` made it of."""
     metadata, groups = ray_cluster["metadata"], ray_cluster["spec"]["workerGroupSpecs"]
     hashes = {each["groupName"]: _annotations_of(each)[_POOL_HASH] for each in groups}
-    return Unit(metadata["labels"][UNIT_LABEL], metadata["annotations"][_SHARED_HASH], hashes)
+    said = metadata["annotations"]
+    return Unit(metadata["labels"][UNIT_LABEL], said[_SHARED_HASH], hashes, said[_MODEL_HASH])
+
+
+def image_in(ray_cluster: Seen) -> str:
+    """Of its workers. A pool that comes later gets the same."""
+    image: str = ray_cluster["metadata"]["annotations"][_IMAGE]
+    return image
+
+
+def record_in(ray_cluster: Seen) -> Record:
+    return Record(**json.loads(ray_cluster["metadata"]["annotations"][_RECORD]))
 
 
 def settings_in(group: Seen) -> str:

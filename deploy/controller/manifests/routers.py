@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from deploy.api.naming import GROUP
-from deploy.api.serving_cluster import RouterSpec
+from deploy.api.serving_cluster import RouterSpec, ServingClusterSpec
 from deploy.controller.manifests.common import (
     CONFIG_FILE,
     CONFIG_MOUNT,
@@ -14,6 +16,7 @@ from deploy.controller.manifests.common import (
     ROUTER_PORT,
     Object,
     Owner,
+    Release,
     config_volume,
 )
 from deploy.controller.manifests.merge import merged_template
@@ -23,20 +26,33 @@ from deploy.controller.manifests.model_files import (
     model_mounts,
     model_volumes,
 )
-from deploy.controller.manifests.pods import PodContext, pull_secrets
+from deploy.controller.manifests.pods import probe_of, pull_secrets
 from deploy.controller.manifests.router_access import HEALTH_PORT, access_mounts, access_volumes
 
 _DRAIN_MARGIN_S = 15
 _CONFIG_HASH = f"{GROUP}/config-hash"
 
 
-def router_deployment(context: PodContext) -> Object:
+@dataclass(frozen=True)
+class RouterContext:
+    """What the routers of one ServingCluster are made from."""
+
+    owner: Owner
+    spec: ServingClusterSpec
+    release: Release
+    settings_hash: str
+    """Of all that a router must be restarted for."""
+    has_grpc_probes: bool = True
+    """Whether the API server knows them: since 1.24."""
+
+
+def router_deployment(context: RouterContext) -> Object:
     """Rolled one by one: a router that leaves lets its streams finish, and requests whose router is
     gone are found again by the next."""
     owner, router = context.owner, context.spec.router
     labels = owner.labels("router")
     own = {
-        "metadata": {"labels": labels, "annotations": {_CONFIG_HASH: context.routers_hash}},
+        "metadata": {"labels": labels, "annotations": {_CONFIG_HASH: context.settings_hash}},
         "spec": _router_pod(context),
     }
     return {
@@ -55,13 +71,14 @@ def router_deployment(context: PodContext) -> Object:
     }
 
 
-def _router_pod(context: PodContext) -> Object:
+def _router_pod(context: RouterContext) -> Object:
     owner, spec = context.owner, context.spec
     has_tls = spec.router.tls is not None
-    probe = context.probe(HEALTH_PORT if has_tls else ROUTER_PORT)
+    image = spec.images.router or context.release.router_image
+    probe = probe_of(HEALTH_PORT if has_tls else ROUTER_PORT, context.has_grpc_probes)
     container = {
         "name": "router",
-        "image": context.router_image,
+        "image": image,
         "imagePullPolicy": spec.images.pull_policy,
         "command": ["python", "-m", "router"],
         "args": [
@@ -88,7 +105,7 @@ def _router_pod(context: PodContext) -> Object:
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": drain_s + _DRAIN_MARGIN_S,
         "securityContext": {"fsGroup": 1000, "runAsUser": 1000, "runAsNonRoot": True},
-        **fetching(spec, context.router_image, text_only=True),
+        **fetching(spec, image, text_only=True),
         "containers": [container],
         "volumes": [
             config_volume(owner.config_name),
@@ -100,7 +117,7 @@ def _router_pod(context: PodContext) -> Object:
 
 
 def control_service(owner: Owner, unit: str) -> Object:
-    """Leads to the head of the unit that serves: its address stays whichever that is."""
+    """Leads to the head of the oldest unit: its address stays whichever that is."""
     port = {"name": "control", "port": CONTROL_PORT, "targetPort": "control", "protocol": "TCP"}
     return {
         "apiVersion": "v1",

@@ -47,10 +47,24 @@ def cluster_status(view: ClusterView, verdicts: Sequence[Verdict]) -> Object:
             "control": view.owner.control_address,
         },
         "unit": view.step.unit or None,
-        "rollout": {"state": view.step.state.value, "reason": view.step.reason},
+        "rollout": {
+            "state": view.step.state.value,
+            "reason": view.step.reason,
+            "units": _units(view) if len(view.units) > 1 else None,
+        },
         "pools": former
         | {name: f"{num_serving(pool)}/{pool.replicas}" for name, pool in view.pools.items()},
     }
+
+
+def _units(view: ClusterView) -> Object:
+    shares = dict(view.step.routes)
+    former = dict.fromkeys((view.obj.get("status", {}).get("rollout") or {}).get("units") or ())
+    told = {}
+    for unit in view.units:
+        live = sum(len(pool.live) for pool in unit.pools.values())
+        told[unit.code] = f"{shares.get(unit.code, 0.0):.0%} of requests, {live} workers live"
+    return former | told
 
 
 def _external(router: RouterSpec) -> str | None:
@@ -93,8 +107,10 @@ def availability(view: ClusterView, num_routers_ready: int, routers_wait: str = 
 
 def _progressing(view: ClusterView, late: Sequence[str]) -> Verdict:
     """A unit that takes another one's place comes first: it explains the rest."""
-    if view.step.state is not State.AS_WANTED:
-        return Verdict(PROGRESSING, True, f"Unit{view.step.state.value}", view.step.reason)
+    if view.is_rolling:
+        is_over = view.step.state is State.REVERTED
+        reason = f"Unit{view.step.state.value}"
+        return Verdict(PROGRESSING, not is_over, reason, view.step.reason)
     if view.fleet is None:
         silent = with_waits(_SILENT, head_waits(view))
         return Verdict(PROGRESSING, True, "SupervisorSilent", with_waits(silent, ", ".join(late)))
@@ -109,7 +125,9 @@ def _progressing(view: ClusterView, late: Sequence[str]) -> Verdict:
 def _degraded(view: ClusterView, refusals: Refusals, errors: Sequence[str]) -> Verdict:
     """The reason of what is worst; the message has all of it."""
     problems = {name: size_problem(pool) for name, pool in view.pools.items()}
+    has_failed = view.step.state in (State.REVERTING, State.REVERTED)
     faults = {
+        "RolloutFailed": [view.step.reason] if has_failed else [],
         "InvalidSpec": [f"{name}: {problem}" for name, problem in problems.items() if problem],
         "Refused": refusals.by_api_server,
         "SupervisorRefused": [

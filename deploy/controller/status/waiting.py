@@ -13,14 +13,16 @@ from deploy.controller.view import ClusterView, PoolView
 
 def pool_waits(view: ClusterView, pool: PoolView) -> str:
     staying = [pod for pod in pool.pods if not pod.is_going]
-    refused = pods_refused(view.ray_cluster) if len(staying) < pool.replicas else ""
-    return _joined(_of(pool.pods), refused)
+    is_short = len(staying) < pool.replicas
+    refused = [pods_refused(each) for each in view.ray_clusters] if is_short else []
+    return _joined(_of(pool.pods), *refused)
 
 
 def head_waits(view: ClusterView) -> str:
     heads = [pod for pod in view.poolless_pods if pod.component == "head"]
     if not heads:
-        return pods_refused(view.ray_cluster) or "Ray's head has no pod"
+        refused = _joined(*(pods_refused(each) for each in view.ray_clusters))
+        return refused or "Ray's head has no pod"
     return _of(heads)
 
 

@@ -1,151 +1,433 @@
-"""One unit that takes the place of another, whatever happens at which step."""
+"""Rollouts in a small world: workers that start and drain, an operator that is cut off anywhere."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.controller.rollout import State, Step, UnitSeen, next_step
+from deploy.controller.rollout import (
+    Figures,
+    PoolSeen,
+    Record,
+    State,
+    Step,
+    Strategy,
+    UnitSeen,
+    judge,
+    must_recreate,
+    next_step,
+    total,
+)
 from deploy.controller.units import Unit
 
-
-def unit(code: str, shared: str = "", **pools: str) -> Unit:
-    return Unit(code, shared or code, pools or {"decode": "d"})
-
-
-OLD, NEW = unit("bcdfg"), unit("hjkmn")
+MAX_TIMEOUT_S = 100.0
+QUICK = Strategy(interval_s=20.0, ready_timeout_s=200.0)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "units", "num_left", "state", "code", "reason"),
-    [
-        (NEW, [], 0, State.MAKING, "hjkmn", "there is no unit: hjkmn is made"),
-        (NEW, [], 2, State.ENDING, "", "2 pods of a former unit are left"),
-        (NEW, [UnitSeen(NEW, 0)], 0, State.AS_WANTED, "hjkmn",
-         "the unit is what the spec asks for"),
-        (NEW, [UnitSeen(OLD, 3)], 0, State.DRAINING, "bcdfg",
-         "the spec changes what all workers share: 3 worker pods of unit bcdfg drain"),
-        (NEW, [UnitSeen(OLD, 0)], 0, State.ENDING, "bcdfg",
-         "the spec changes what all workers share: unit bcdfg has no worker left"),
-        (NEW, [UnitSeen(OLD, 3, is_ending=True)], 0, State.ENDING, "bcdfg",
-         "the RayCluster of unit bcdfg is being deleted"),
-        (NEW, [UnitSeen(NEW, 3, is_ending=True)], 0, State.ENDING, "hjkmn",
-         "the RayCluster of unit hjkmn is being deleted"),
-        (NEW, [UnitSeen(OLD, 1), UnitSeen(NEW, 1)], 0, State.DRAINING, "bcdfg",
-         "the spec changes what all workers share: 1 worker pods of unit bcdfg drain"),
-        (None, [UnitSeen(OLD, 3)], 0, State.DRAINING, "bcdfg",
-         "the ServingCluster is deleted: 3 worker pods of unit bcdfg drain"),
-        (None, [], 0, State.ENDING, "", "the ServingCluster is deleted, and no unit is left"),
-    ],
-)  # fmt: skip
-def test_each_state_comes_of_what_is_seen_alone(
-    wanted: Unit | None,
-    units: list[UnitSeen],
-    num_left: int,
-    state: State,
-    code: str,
-    reason: str,
-) -> None:
-    assert next_step(wanted, units, num_left) == Step(state, code, reason)
+def unit(code: str, model: str = "", **pools: str) -> Unit:
+    return Unit(code, code, pools or {"prefill": "p", "decode": "d"}, model or code)
 
 
-def test_a_unit_stays_when_a_pool_comes_or_goes_and_drains_when_one_changes() -> None:
-    seen = UnitSeen(unit("bcdfg", "s", prefill="p", decode="d"), 2)
-    for pools in ({"decode": "d"}, {"prefill": "p", "decode": "d", "more": "m"}, {"more": "m"}):
-        wanted = Unit("other", "s", pools)
-        assert next_step(wanted, [seen], 0) == Step(
-            State.AS_WANTED, "bcdfg", "the unit is what the spec asks for"
+OLD, NEW, THIRD = unit("bcdfg"), unit("hjkmn"), unit("pqrst")
+OLD_IMAGE = unit("xxxxx", model="bcdfg")
+"""Another unit of OLD's model."""
+
+
+@dataclass
+class Worker:
+    pool: str
+    age: int = 0
+    drains_for: int | None = None
+
+
+@dataclass
+class Standing:
+    """One unit's RayCluster and what runs under it."""
+
+    unit: Unit
+    made_at: str
+    record: Record
+    sizes: dict[str, int] = field(default_factory=dict)
+    workers: list[Worker] = field(default_factory=list)
+    is_ending: bool = False
+    active: int = 0
+    figures: Figures | None = None
+    starts: bool = True
+    """Whether its workers ever become live."""
+
+    def live(self, pool: str) -> int:
+        return sum(
+            w.pool == pool and w.age >= 2 and w.drains_for is None and self.starts
+            for w in self.workers
         )
-    step = next_step(Unit("other", "s", {"prefill": "p", "decode": "x"}), [seen], 0)
-    assert step.state is State.DRAINING
-    assert step.reason.startswith("the spec changes decode: ")
+
+    def seen(self) -> UnitSeen:
+        pools = {
+            name: PoolSeen(
+                self.sizes.get(name, 0),
+                sum(w.pool == name for w in self.workers),
+                self.live(name),
+            )
+            for name in self.unit.pools
+        }
+        figures = self.figures or Figures(num_active=self.active)
+        return UnitSeen(
+            self.unit, self.made_at, self.record, pools, figures, is_ending=self.is_ending
+        )
 
 
 @dataclass
 class World:
-    """What KubeRay and Kubernetes make of an operator's steps. Pods of a unit outlive its
-    RayCluster; `making`: workers that a new unit gets."""
+    """KubeRay, supervisors and routers, as the operator's steps move them."""
 
-    wanted: Unit = OLD
-    units: dict[str, UnitSeen] = field(default_factory=dict)
-    left: int = 0
-    making: int = 2
-    served: list[str] = field(default_factory=list)
+    wanted: Unit | None = OLD
+    totals: Mapping[str, int] = field(default_factory=lambda: {"prefill": 2, "decode": 4})
+    strategy: Strategy = QUICK
+    now_s: float = 1000.0
+    units: dict[str, Standing] = field(default_factory=dict)
+    broken: frozenset[str] = frozenset()
+    """Codes of units whose workers never become live."""
+    states: list[State] = field(default_factory=list)
 
     def look(self) -> Step:
-        """One look of an operator that knows nothing but what it sees."""
-        step = next_step(self.wanted, list(self.units.values()), self.left)
-        again = next_step(self.wanted, list(self.units.values()), self.left)
-        assert step == again
+        seen = [each.seen() for each in self.units.values()]
+
+        def ask() -> Step:
+            return next_step(
+                self.wanted, self.totals, self.strategy, seen, 0, MAX_TIMEOUT_S, self.now_s
+            )
+
+        step = ask()
+        assert step == ask()
         return step
 
     def act(self, step: Step) -> None:
-        if step.state is State.MAKING:
-            assert not self.units, "never two units"
-            assert not self.left, "nor pods of another one"
-            self.units[step.unit] = UnitSeen(self.wanted, self.making)
-            self.served.append(step.unit)
-        elif step.state is State.ENDING and step.unit:
-            seen = self.units[step.unit]
-            self.units[step.unit] = dataclasses.replace(seen, is_ending=True)
+        assert len(step.plans) <= 2 or any(u.is_ending for u in self.units.values())
+        if not self.states or self.states[-1] is not step.state:
+            self.states.append(step.state)
+        if step.routes:
+            assert sum(share for _, share in step.routes) == pytest.approx(1.0)
+        for plan in step.plans:
+            standing = self.units.get(plan.code)
+            if standing is None:
+                assert self.wanted is not None
+                assert plan.code == self.wanted.code
+                standing = self.units[plan.code] = Standing(
+                    self.wanted, f"{self.now_s:012.1f}", plan.record,
+                    starts=plan.code not in self.broken,
+                )  # fmt: skip
+            standing.record, standing.sizes = plan.record, dict(plan.sizes)
+            standing.is_ending |= plan.ends
 
-    def pass_time(self, step: Step) -> None:
-        """A worker of a unit that drains ends; a RayCluster that is deleted goes, then its pods."""
-        if self.left:
-            self.left -= 1
-        for code, seen in list(self.units.items()):
-            if seen.is_ending:
+    def pass_time(self) -> None:
+        self.now_s += 5.0
+        for code, standing in list(self.units.items()):
+            for worker in standing.workers:
+                worker.age += 1
+                if worker.drains_for is not None:
+                    worker.drains_for -= 1
+            standing.workers = [w for w in standing.workers if w.drains_for != 0]
+            for pool, size in standing.sizes.items():
+                own = [w for w in standing.workers if w.pool == pool and w.drains_for is None]
+                for worker in sorted(own, key=lambda w: w.age)[: max(0, len(own) - size)]:
+                    worker.drains_for = 2
+                standing.workers += [Worker(pool) for _ in range(size - len(own))]
+            standing.active = int(4 * standing.record.share) or max(0, standing.active - 1)
+            if standing.is_ending and not standing.workers:
                 del self.units[code]
-                self.left += seen.num_workers + 1
-            elif step.state is State.DRAINING and step.unit == code and seen.num_workers:
-                num = seen.num_workers - 1
-                self.units[code] = dataclasses.replace(seen, num_workers=num)
+
+    def turn(self) -> Step:
+        step = self.look()
+        self.act(step)
+        self.pass_time()
+        return step
+
+    def settle(self, turns: int = 400) -> Step:
+        for _ in range(turns):
+            step = self.turn()
+            if step.state in (State.SERVING, State.REVERTED) and len(self.units) == 1:
+                sizes = {
+                    name: sum(s.live(name) for s in self.units.values()) for name in self.totals
+                }
+                if sizes == dict(self.totals):
+                    return step
+        raise AssertionError(f"not settled: {self.look()}, {self.states}")
+
+    def live(self, pool: str) -> int:
+        return sum(each.live(pool) for each in self.units.values())
 
 
-specs = st.sampled_from([OLD, NEW, unit("pqrst")])
-
-
-@given(st.lists(st.tuples(specs, st.booleans(), st.booleans()), max_size=40))
-@settings(max_examples=200, deadline=None)
-def test_there_are_never_two_units_and_the_last_spec_comes_to_serve(
-    events: list[tuple[Unit, bool, bool]],
-) -> None:
-    """The spec changes at any time, an operator is cut off between its look and what it does, and
-    somebody deletes the RayCluster."""
+def test_the_first_unit_is_made_and_serves() -> None:
     world = World()
-    for spec, is_cut_off, is_deleted in events:
-        world.wanted = spec
-        step = world.look()
-        if not is_cut_off:
-            world.act(step)
-        if is_deleted:
-            ending = {c: dataclasses.replace(s, is_ending=True) for c, s in world.units.items()}
-            world.units = ending
-        world.pass_time(step)
-        assert len(world.units) <= 1
-    for _ in range(20):
-        step = world.look()
-        world.act(step)
-        world.pass_time(step)
-    assert [each.unit for each in world.units.values()] == [world.wanted]
-    assert world.look().state is State.AS_WANTED
+    assert world.settle().state is State.SERVING
+    assert world.states == [State.MAKING, State.SERVING]
 
 
-@given(st.integers(0, 5), st.integers(0, 5))
-@settings(max_examples=50, deadline=None)
-def test_a_spec_that_goes_back_while_its_unit_drains_keeps_it(workers: int, drained: int) -> None:
-    world = World(making=workers)
-    world.act(world.look())
+def test_a_model_takes_over_by_steps_of_workers_and_requests() -> None:
+    world = World()
+    world.settle()
+    world.wanted, world.states, shares, sizes = NEW, [], [], []
+    for _ in range(200):
+        step = world.turn()
+        plan = step.plan("hjkmn")
+        if plan is not None and plan.record.share not in shares:
+            shares.append(plan.record.share)
+        if plan is not None and plan.sizes["decode"] not in sizes:
+            sizes.append(plan.sizes["decode"])
+        if step.state is State.SERVING and len(world.units) == 1:
+            break
+    assert shares == [0.0, 0.01, 0.1, 0.5, 1.0]
+    assert sizes == [0, 1, 2, 3, 4]
+    assert world.settle().reason == "the unit is what the spec asks for"
+    assert list(world.units) == ["hjkmn"]
+
+
+@pytest.mark.parametrize(("surge", "unavailable"), [(1, 0), (0, 1), (1, 1), (2, 0)])
+def test_an_image_takes_over_worker_by_worker(surge: int, unavailable: int) -> None:
+    world = World(strategy=replace(QUICK, max_surge=surge, max_unavailable=unavailable))
+    world.totals = {"prefill": 2, "decode": 2}
+    world.settle()
+    world.wanted = OLD_IMAGE
+    for _ in range(100):
+        world.turn()
+        for pool, size in world.totals.items():
+            assert world.live(pool) >= size - unavailable
+            standing = sum(w.pool == pool for u in world.units.values() for w in u.workers)
+            assert standing <= size + surge
+        if list(world.units) == ["xxxxx"]:
+            break
+    world.settle()
+    assert State.DRAINING not in world.states
+
+
+def test_one_worker_without_room_for_another_is_recreated() -> None:
+    world = World(strategy=replace(QUICK, max_surge=0, max_unavailable=1))
+    world.totals = {"decode": 1}
+    world.wanted = unit("bcdfg", decode="d")
+    world.settle()
+    world.wanted, world.states = unit("hjkmn", decode="d"), []
+    step = world.turn()
+    assert step.routes == (("hjkmn", 1.0),)
+    assert "1 worker pods of unit bcdfg drain" in step.reason
+    world.settle()
+    assert world.states == [State.DRAINING, State.ENDING, State.MAKING, State.SERVING]
+
+
+def test_a_pause_holds_a_step_until_it_is_over() -> None:
+    world = World(strategy=replace(QUICK, is_paused=True))
+    world.settle()
     world.wanted = NEW
-    for _ in range(min(drained, workers)):
-        step = world.look()
-        world.act(step)
-        world.pass_time(step)
+    for _ in range(60):
+        step = world.turn()
+    assert step.state is State.PAUSED
+    assert step.routes == (("bcdfg", 0.99), ("hjkmn", 0.01))
+    world.strategy = QUICK
+    world.settle()
+    assert list(world.units) == ["hjkmn"]
+
+
+def test_a_unit_that_never_gets_ready_goes_back_and_stays_away() -> None:
+    world = World(broken=frozenset({"hjkmn"}))
+    world.settle()
+    world.wanted = NEW
+    step = world.settle()
+    assert step.state is State.REVERTED
+    assert "no further worker of unit hjkmn became live in 200 s" in step.reason
+    assert list(world.units) == ["bcdfg"]
+    world.wanted = THIRD
+    world.settle()
+    assert list(world.units) == ["pqrst"]
+
+
+@pytest.mark.parametrize(
+    ("figures", "why"),
+    [
+        (Figures(100, 20, 0.01), "20% of its requests fail, 0% of the former unit's"),
+        (Figures(100, 0, 0.03), "its gaps between tokens are 3.0 times the former unit's"),
+    ],
+)
+def test_a_worse_unit_gives_its_requests_back_first_then_goes(figures: Figures, why: str) -> None:
+    world = World()
+    world.settle()
+    world.wanted = NEW
+    world.units["bcdfg"].figures = Figures(100, 0, 0.01, 4)
+    while "hjkmn" not in world.units or world.units["hjkmn"].record.share < 0.1:
+        world.turn()
+    world.units["hjkmn"].figures = figures
+    step = world.turn()
+    assert step.state is State.REVERTING
+    assert step.routes == (("bcdfg", 1.0), ("hjkmn", 0.0))
+    assert why in step.reason
+    assert world.settle().state is State.REVERTED
+    assert list(world.units) == ["bcdfg"]
+
+
+def test_a_further_change_replaces_the_unit_that_is_coming() -> None:
+    world = World()
+    world.settle()
+    world.wanted = NEW
+    for _ in range(10):
+        world.turn()
+    assert set(world.units) == {"bcdfg", "hjkmn"}
+    world.wanted, world.states = THIRD, []
+    world.settle()
+    assert world.states[0] is State.REPLACED
+    assert list(world.units) == ["pqrst"]
+
+
+def test_a_spec_that_goes_back_keeps_the_former_unit() -> None:
+    world = World()
+    world.settle()
+    world.wanted = NEW
+    for _ in range(10):
+        world.turn()
     world.wanted = OLD
-    step = world.look()
-    assert step == Step(State.AS_WANTED, "bcdfg", "the unit is what the spec asks for")
-    assert world.served == ["bcdfg"]
+    assert world.settle().state is State.SERVING
+    assert list(world.units) == ["bcdfg"]
+
+
+def test_scaled_to_zero_the_newest_unit_stays() -> None:
+    world = World()
+    world.settle()
+    world.wanted = NEW
+    for _ in range(10):
+        world.turn()
+    world.totals = {"prefill": 0, "decode": 0}
+    world.settle()
+    assert list(world.units) == ["hjkmn"]
+
+
+def test_the_former_unit_goes_when_its_last_stream_has_ended_or_could_run_no_longer() -> None:
+    for active, expected_s in ((3, MAX_TIMEOUT_S), (0, 10.0)):
+        world = World()
+        world.settle()
+        world.wanted = OLD_IMAGE
+        while world.look().state is not State.RETIRING:
+            world.turn()
+        since_s = world.units["xxxxx"].record.since_s
+        while any(world.units["bcdfg"].sizes.values()):
+            world.units["bcdfg"].figures = Figures(num_active=active)
+            world.turn()
+        assert expected_s <= world.now_s - since_s <= expected_s + 15.0
+
+
+def test_a_deleted_cluster_drains_both_units() -> None:
+    world = World()
+    world.settle()
+    world.wanted = NEW
+    for _ in range(10):
+        world.turn()
+    world.wanted = None
+    step = world.turn()
+    assert step.state is State.DRAINING
+    for _ in range(10):
+        world.turn()
+    assert not world.units
+    assert world.look().reason == "the ServingCluster is deleted, and no unit is left"
+
+
+def test_pods_of_a_former_unit_are_waited_for() -> None:
+    step = next_step(NEW, {"decode": 1}, QUICK, [], 2, MAX_TIMEOUT_S, 0.0)
+    assert (step.state, step.reason) == (State.ENDING, "2 pods of a former unit are left")
+
+
+@pytest.mark.parametrize(
+    ("former", "coming", "expected"),
+    [
+        (None, None, ""),
+        (Figures(50, 0), Figures(9, 9), ""),
+        (None, Figures(20, 4), "20% of its requests fail, 0% of the former unit's"),
+        (Figures(50, 10), Figures(20, 4), ""),
+        (Figures(50, 0, 0.01), Figures(20, 0, 0.02), ""),
+        (Figures(5, 0, 0.01), Figures(20, 0, 0.09), ""),
+    ],
+)
+def test_judged_is_what_was_seen_often_enough(
+    former: Figures | None, coming: Figures | None, expected: str
+) -> None:
+    assert judge(former, coming, QUICK) == expected
+
+
+def test_figures_of_routers_are_summed() -> None:
+    parts = [Figures(10, 1, 0.02, 3), Figures(5, 0, None, 1)]
+    assert total(parts) == Figures(15, 1, 0.02, 4)
+    assert total([]) is None
+
+
+def test_room_for_both_units_is_asked_of_each_pool() -> None:
+    assert must_recreate(replace(QUICK, recreates=True), {"decode": 4})
+    assert not must_recreate(QUICK, {"decode": 1})
+    assert must_recreate(QUICK, {"decode": 0})
+    tight = replace(QUICK, max_surge=0, max_unavailable=1)
+    assert must_recreate(tight, {"prefill": 1, "decode": 2})
+    assert not must_recreate(tight, {"prefill": 2, "decode": 2})
+
+
+specs = st.sampled_from([OLD, NEW, THIRD, OLD_IMAGE])
+strategies = st.sampled_from(
+    [QUICK, replace(QUICK, max_surge=0, max_unavailable=1), replace(QUICK, max_unavailable=1)]
+)
+
+
+@given(
+    strategies,
+    st.lists(st.tuples(st.none() | specs, st.integers(0, 12), st.booleans()), max_size=12),
+)
+@settings(max_examples=300, deadline=None)
+def test_live_workers_are_never_fewer_than_promised_and_the_last_spec_comes_to_serve(
+    strategy: Strategy, events: list[tuple[Unit | None, int, bool]]
+) -> None:
+    """The spec changes at any time, and an operator is cut off between its look and what it does:
+    the next one goes on from what it sees."""
+    world = World(strategy=strategy, totals={"prefill": 2, "decode": 3})
+    world.settle()
+    for spec, turns, is_cut_off in events:
+        world.wanted = spec or world.wanted
+        if is_cut_off:
+            world.look()
+            world.pass_time()
+        for _ in range(turns):
+            world.turn()
+            assert len(world.units) <= 2
+            for pool, size in world.totals.items():
+                assert world.live(pool) >= size - strategy.max_unavailable
+    world.settle()
+    assert world.wanted is not None
+    assert [each.unit for each in world.units.values()] == [world.wanted]
+
+
+@given(st.lists(st.tuples(specs, st.integers(0, 6)), min_size=1, max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_recreated_there_is_one_unit_at_a_time(events: list[tuple[Unit, int]]) -> None:
+    world = World(strategy=replace(QUICK, recreates=True))
+    for spec, turns in events:
+        world.wanted = spec
+        for _ in range(turns):
+            world.turn()
+            assert len(world.units) <= 1
+    world.settle()
+    assert [each.unit for each in world.units.values()] == [world.wanted]
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 30))
+@settings(max_examples=100, deadline=None)
+def test_sizes_are_totals_over_both_units(before: int, after: int, turns: int) -> None:
+    world = World(totals={"prefill": 1, "decode": before})
+    world.settle()
+    world.wanted = NEW
+    for _ in range(turns):
+        world.turn()
+    world.totals = {"prefill": 1, "decode": after}
+    world.settle()
+    assert world.live("decode") == after
+
+
+def test_records_are_values() -> None:
+    assert dataclasses.asdict(Record()) == {
+        "share": 1.0, "step": 0, "since_s": 0.0, "live": 0, "refused": "", "refused_why": "",
+    }  # fmt: skip
