@@ -48,8 +48,8 @@ class RolloutStatus(Checked):
     ] = bounded()  # fmt: skip
     """Serving: the unit is what the spec asks for. Growing: the coming unit gets workers. Shifting:
     it has its share of the requests and is watched. Retiring: it has all of them, the former unit
-    runs its last streams. Reverting, Reverted: it went back. Replaced: the spec asks for another one.
-    Draining, Ending: the only unit makes way (Recreate). Making: there is none yet."""
+    runs its last streams. Reverting, Reverted: it went back. Replaced: the spec asks for another
+    one. Draining, Ending: the only unit makes way (Recreate). Making: there is none yet."""
     reason: str = bounded("", max_size=4096)
     units: Mapping[str, str] = field(default_factory=dict)
     """By code, while there are two: the share of the requests and the live workers of each."""

@@ -20,7 +20,7 @@ import contextlib
 import datetime
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -30,7 +30,7 @@ from baton.errors import ConfigError
 from baton.v1 import control_pb2
 from cluster.planner.planner import PoolPlan
 from deploy.api.read import read_spec
-from deploy.api.serving_cluster import ServingClusterSpec, UnitRollout
+from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.caches import Caches, cluster_keys
 from deploy.controller.companions import Companions
@@ -48,6 +48,7 @@ from deploy.controller.kit.objects import Key, Object, Resource, key_of
 from deploy.controller.kuberay import KubeRay, NewGroups, new_groups
 from deploy.controller.manifests.cluster_yaml import (
     cluster_config,
+    model_name,
     router_config_map,
     seconds,
     with_name,
@@ -55,7 +56,12 @@ from deploy.controller.manifests.cluster_yaml import (
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext
-from deploy.controller.manifests.ray_cluster import image_in, record_in, unit_in
+from deploy.controller.manifests.ray_cluster import (
+    image_in,
+    name_in,
+    record_in,
+    unit_in,
+)
 from deploy.controller.manifests.routers import (
     RouterContext,
     control_service,
@@ -228,7 +234,7 @@ class ClusterReconciler:
         step = next_step(
             None if _is_going(obj) else wanted,
             totals,
-            strategy_of(spec.rollout),
+            strategy_of(spec, found.values()),
             [_unit_seen(ray, made[code], heard[code]) for code, ray in found.items()],
             sum(_counts(pod) and pod.unit not in found for pod in pods),
             spec.router.settings.max_timeout_s,
@@ -383,9 +389,11 @@ class ClusterReconciler:
         return self._applied.apply(cluster, resource, obj)
 
 
-def strategy_of(rollout: UnitRollout) -> Strategy:
+def strategy_of(spec: ServingClusterSpec, rays: Iterable[Object]) -> Strategy:
+    """Routers know one name of the model: a unit that serves it under another is recreated."""
+    rollout, name = spec.rollout, model_name(spec)
     return Strategy(
-        rollout.strategy == "Recreate",
+        rollout.strategy == "Recreate" or any(name_in(ray) != name for ray in rays),
         rollout.max_surge,
         rollout.max_unavailable,
         tuple(sorted({*(step / 100 for step in rollout.steps), 1.0})),

@@ -11,7 +11,7 @@ from deploy.api.naming import GROUP
 from deploy.api.serving_cluster import GcsFaultTolerance
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.kit.objects import Object as Seen
-from deploy.controller.manifests.cluster_yaml import cluster_config
+from deploy.controller.manifests.cluster_yaml import cluster_config, model_name
 from deploy.controller.manifests.common import UNIT_LABEL, Object
 from deploy.controller.manifests.pods import (
     OWN_COMMAND,
@@ -27,6 +27,7 @@ from deploy.controller.units import Unit
 _SHARED_HASH = f"{GROUP}/shared-hash"
 _MODEL_HASH = f"{GROUP}/model-hash"
 _IMAGE = f"{GROUP}/worker-image"
+_NAME = f"{GROUP}/served-model-name"
 _RECORD = f"{GROUP}/rollout"
 _POOL_HASH = f"{GROUP}/pool-hash"
 _SETTINGS = f"{GROUP}/cluster-yaml"
@@ -44,8 +45,8 @@ class GroupSize:
 def ray_cluster(
     context: PodContext, record: Record, groups: Sequence[Seen], seen: Seen | None = None
 ) -> Object:
-    """`seen`: how the RayCluster is, None where there is none yet. All but groups and record stays
-    as it was made: an operator of another release would start another Ray under workers that run."""
+    """`seen`: the RayCluster as it is; None: there is none yet. All but groups and record stays as
+    it was made: an operator of another release would start another Ray under workers that run."""
     owner, ray, unit = context.owner, context.spec.ray, context.unit
     metadata = owner.metadata(owner.unit_name(unit.code), "ray")
     metadata["labels"] = owner.unit_labels("ray", unit.code)
@@ -67,7 +68,8 @@ def ray_cluster(
     said = {
         _SHARED_HASH: unit.shared,
         _MODEL_HASH: unit.model,
-        _IMAGE: context.image,
+        _IMAGE: context.image if seen is None else image_in(seen),
+        _NAME: model_name(context.spec) if seen is None else name_in(seen),
         _RECORD: json.dumps(dataclasses.asdict(record), sort_keys=True),
     }
     metadata["annotations"] = {**OWN_COMMAND, **said}
@@ -120,6 +122,12 @@ def image_in(ray_cluster: Seen) -> str:
     """Of its workers. A pool that comes later gets the same."""
     image: str = ray_cluster["metadata"]["annotations"][_IMAGE]
     return image
+
+
+def name_in(ray_cluster: Seen) -> str:
+    """What clients call its model."""
+    name: str = ray_cluster["metadata"]["annotations"][_NAME]
+    return name
 
 
 def record_in(ray_cluster: Seen) -> Record:

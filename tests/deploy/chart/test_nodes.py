@@ -12,7 +12,7 @@ from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext, head_template, worker_template
-from deploy.controller.manifests.routers import router_deployment
+from deploy.controller.manifests.routers import RouterContext, router_deployment
 from deploy.controller.manifests.worker_pool import worker_pool
 from deploy.controller.units import unit_of
 from tests.deploy.chart.chart import NAMESPACE, Helm, Object, first_cluster, of_kind, one
@@ -32,10 +32,12 @@ def pods_of(helm: Helm, values: dict[str, Any]) -> dict[str, Object]:
         name: read_spec(WorkerPoolSpec, worker_pool(OWNER, name, template, "baton.dev/drain"))
         for name, template in cluster["spec"]["pools"].items()
     }
-    context = PodContext(OWNER, spec, RELEASE, unit_of(cluster["spec"], pools), "routers")
+    unit = unit_of(cluster["spec"], cluster["spec"]["pools"])
+    context = PodContext(OWNER, spec, RELEASE, unit)
+    routers = router_deployment(RouterContext(OWNER, spec, RELEASE, "routers"))
     pods = {
         "head": head_template(context),
-        "router": router_deployment(context)["spec"]["template"],
+        "router": routers["spec"]["template"],
     }
     pods |= {name: worker_template(context, pool) for name, pool in pools.items()}
     for name, pod in pods.items():

@@ -14,13 +14,14 @@ from deploy.api.worker_pool import PoolTemplate, Scaling, WorkerPoolSpec
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import Owner
 from deploy.controller.observed import NOTHING_HEARD, Fleet, FleetPool, Heard
-from deploy.controller.rollout import State, Step
+from deploy.controller.rollout import Record, State, Step, UnitPlan
 from deploy.controller.status.cluster_status import Refusals, availability, cluster_status
 from deploy.controller.status.statuses import Statuses
 from deploy.controller.view import ClusterView, PoolView
 from tests.deploy.controller.scripted_api import kube_of, scripted
 
-AS_WANTED = Step(State.AS_WANTED, "2x4bz", "it is")
+PLAN = UnitPlan("2x4bz", {}, Record())
+SERVING = Step(State.SERVING, "it is", (PLAN,))
 
 
 def at(replicas: int, mode: str) -> ClusterView:
@@ -44,7 +45,7 @@ def at(replicas: int, mode: str) -> ClusterView:
     obj = {"apiVersion": API_VERSION, "kind": "ServingCluster", "metadata": {}}
     heard = Heard(fleet, is_settled=True, is_certain=True)
     key, owner = Key("here", "main"), Owner("main", "here", "uid")
-    return ClusterView(key, obj, owner, spec, pools, heard, AS_WANTED)
+    return ClusterView(key, obj, owner, spec, pools, heard, SERVING)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +104,11 @@ def test_who_has_just_begun_to_listen_leaves_what_was_told_of_a_cluster() -> Non
 
 @pytest.mark.parametrize("state", list(State))
 def test_a_status_says_which_unit_there_is_and_how_far_the_next_one_is(state: State) -> None:
-    view = dataclasses.replace(at(1, "manual"), step=Step(state, "2x4bz", "so it is"))
+    view = dataclasses.replace(at(1, "manual"), step=Step(state, "so it is", (PLAN,)))
     status = cluster_status(view, [])
     assert status["unit"] == "2x4bz"
-    assert status["rollout"] == {"state": state.value, "reason": "so it is"}
+    assert status["rollout"] == {"state": state.value, "reason": "so it is", "units": None}
     told = ServingClusterStatus(unit="2x4bz", rollout=RolloutStatus(state.value, "so it is"))
     assert told.rollout is not None
-    none = dataclasses.replace(view, step=Step(State.ENDING, "", "2 pods are left"))
+    none = dataclasses.replace(view, step=Step(State.ENDING, "2 pods are left"))
     assert cluster_status(none, [])["unit"] is None

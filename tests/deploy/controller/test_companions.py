@@ -23,23 +23,23 @@ from deploy.controller.manifests.common import (
     Release,
 )
 from deploy.controller.manifests.pod_disruption_budgets import BudgetKind
-from deploy.controller.manifests.routers import router_deployment, router_service
+from deploy.controller.manifests.routers import router_service
 from deploy.controller.observed import NOTHING_HEARD, Pod
 from deploy.controller.resources import BUDGETS
-from deploy.controller.rollout import State, Step
+from deploy.controller.rollout import Record, State, Step, UnitPlan
 from deploy.controller.view import ClusterView, PoolView
 from tests.deploy.controller.test_manifests import (
     OWNER,
     RELEASE,
-    context_of,
     group_of,
     pools_of,
     ray_of,
+    routers_of,
     spec_of,
 )
 
 KUBERNETES = "1.37.0"
-AS_WANTED = Step(State.AS_WANTED, "2x4bz", "")
+SERVING = Step(State.SERVING, "", (UnitPlan("2x4bz", {}, Record()),))
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 
 
@@ -56,7 +56,7 @@ def view_of(pods: Sequence[Pod] = (), **spec: Any) -> ClusterView:
         for name, pool in pools_of(parsed, replicas=2).items()
     }
     key = Key(OWNER.namespace, OWNER.name)
-    return ClusterView(key, {"metadata": {}}, OWNER, parsed, pools, NOTHING_HEARD, AS_WANTED)
+    return ClusterView(key, {"metadata": {}}, OWNER, parsed, pools, NOTHING_HEARD, SERVING)
 
 
 def made(
@@ -140,7 +140,7 @@ def test_a_pod_that_never_gets_ready_holds_up_no_drain_where_a_budget_can_say_so
 
 def test_a_budget_selects_the_pods_that_it_is_of() -> None:
     view = view_of()
-    routers = router_deployment(context_of(view.spec))
+    routers = routers_of(view.spec)
     pods = {
         "main-router": routers["spec"]["template"],
         "main-decode-workers": group_of(ray_of(view.spec), "decode")["template"],
@@ -246,7 +246,7 @@ def test_where_namespaces_do_not_carry_their_names_the_operator_is_still_let_in(
 
 def test_the_policies_select_the_pods_that_are_made() -> None:
     view = view_of()
-    routers = router_deployment(context_of(view.spec))
+    routers = routers_of(view.spec)
     ray = ray_of(view.spec)
     pods = {
         "main-router-ports": routers["spec"]["template"],
@@ -341,7 +341,7 @@ def test_a_monitor_scrapes_routers_and_workers_by_a_port_that_they_have() -> Non
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert endpoint["interval"] == "30s"
-    routers = router_deployment(context_of(view.spec))
+    routers = routers_of(view.spec)
     for template in (
         routers["spec"]["template"],
         group_of(ray_of(view.spec), "decode")["template"],

@@ -36,11 +36,13 @@ from deploy.controller.manifests.ray_cluster import (
     worker_group,
 )
 from deploy.controller.manifests.routers import (
+    RouterContext,
     control_service,
     router_deployment,
     router_service,
 )
 from deploy.controller.manifests.worker_pool import worker_pool
+from deploy.controller.rollout import Record
 from deploy.controller.units import Unit
 from tests.deploy.ray_schema import NOT_AT_HAND, REAL_CRD, check_ray_cluster
 
@@ -76,7 +78,13 @@ def pools_of(spec: ServingClusterSpec, **changes: Any) -> dict[str, WorkerPoolSp
 
 def context_of(spec: ServingClusterSpec, release: Release = RELEASE, **changes: Any) -> PodContext:
     unit = Unit("2x4bz", "shared", {name: f"of-{name}" for name in spec.pools})
-    return PodContext(OWNER, spec, release, unit, "r1", **changes)
+    return PodContext(OWNER, spec, release, unit, **changes)
+
+
+def routers_of(
+    spec: ServingClusterSpec, release: Release = RELEASE, **changes: Any
+) -> dict[str, Any]:
+    return router_deployment(RouterContext(OWNER, spec, release, "r1", **changes))
 
 
 def ray_of(spec: ServingClusterSpec, **sizes: GroupSize) -> dict[str, Any]:
@@ -85,7 +93,7 @@ def ray_of(spec: ServingClusterSpec, **sizes: GroupSize) -> dict[str, Any]:
         sized(worker_group(context, pool), sizes.get(name, GroupSize(1)))
         for name, pool in pools_of(spec).items()
     ]
-    return ray_cluster(context, "2x4bz", groups)
+    return ray_cluster(context, Record(), groups)
 
 
 def group_of(ray: dict[str, Any], pool: str) -> dict[str, Any]:
@@ -252,7 +260,7 @@ def test_the_control_service_leads_to_the_head_of_one_unit_and_routers_ask_it() 
     labels = ray["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
     assert selector.items() <= labels.items()
     assert not control_service(OWNER, "other")["spec"]["selector"].items() <= labels.items()
-    (container,) = router_deployment(context_of(spec))["spec"]["template"]["spec"]["containers"]
+    (container,) = routers_of(spec)["spec"]["template"]["spec"]["containers"]
     address = container["args"][container["args"].index("--control") + 1]
     (port,) = service["spec"]["ports"]
     assert address == f"{service['metadata']['name']}.models.svc:{port['port']}"
@@ -268,7 +276,7 @@ def test_another_release_of_the_operator_leaves_head_and_groups_as_they_are() ->
     before = ray_of(spec)
     later = context_of(spec, Release("baton-worker:2", "r:2", "2.99.0"))
     groups = before["spec"]["workerGroupSpecs"]
-    assert ray_cluster(later, "2x4bz", groups, before) == before
+    assert ray_cluster(later, Record(), groups, before) == before
 
 
 # --- configuration --------------------------------------------------------------------------------
@@ -328,7 +336,7 @@ def test_the_pools_of_the_default_cluster_have_bare_names() -> None:
 
 def test_the_service_leads_to_the_routers() -> None:
     spec = spec_of()
-    deployment = router_deployment(context_of(spec))
+    deployment = routers_of(spec)
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert deployment["spec"]["selector"]["matchLabels"] == labels
     assert router_service(OWNER, spec.router)["spec"]["selector"].items() <= labels.items()
@@ -337,7 +345,7 @@ def test_the_service_leads_to_the_routers() -> None:
 def test_routers_read_the_tokenizer_where_workers_read_the_model() -> None:
     spec = spec_of(model={"claim": {"claimName": "weights", "path": "qwen"}})
     context = context_of(spec)
-    router = router_deployment(context)["spec"]["template"]["spec"]
+    router = routers_of(context.spec)["spec"]["template"]["spec"]
     worker = group_of(ray_of(spec), "decode")["template"]["spec"]
     for pod in (router, worker):
         assert any(volume["name"] == "model" for volume in pod["volumes"])
@@ -406,7 +414,7 @@ def test_what_finds_a_pod_finds_it_whatever_its_template_says_of_those_labels(
     template = {"metadata": {"labels": labels}}
     pools = {"decode": {"role": "decode", "template": template}}
     spec = spec_of(pools=pools, router={"template": template}, ray={"headTemplate": template})
-    ray, router = ray_of(spec), router_deployment(context_of(spec))
+    ray, router = ray_of(spec), routers_of(spec)
     for component, made in (
         ("head", ray["spec"]["headGroupSpec"]),
         ("worker", group_of(ray, "decode")),

@@ -10,8 +10,7 @@ from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import cluster_config
 from deploy.controller.manifests.common import WEIGHTS_FOLDER
 from deploy.controller.manifests.pods import head_template, worker_template
-from deploy.controller.manifests.routers import router_deployment
-from tests.deploy.controller.test_manifests import OWNER, context_of, pools_of, spec_of
+from tests.deploy.controller.test_manifests import OWNER, context_of, pools_of, routers_of, spec_of
 
 URI = "s3://bucket/models/qwen"
 
@@ -23,7 +22,7 @@ def pods(engine: dict[str, Any] | None = None, **spec: Any) -> dict[str, dict[st
     return {
         "head": head_template(context)["spec"],
         "worker": worker_template(context, pool)["spec"],
-        "router": router_deployment(context)["spec"]["template"]["spec"],
+        "router": routers_of(context.spec)["spec"]["template"]["spec"],
     }
 
 

@@ -15,7 +15,7 @@ from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import Owner
 from deploy.controller.observed import NOTHING_HEARD
 from deploy.controller.planning import Planning
-from deploy.controller.rollout import State, Step
+from deploy.controller.rollout import Record, State, Step, UnitPlan
 from deploy.controller.view import ClusterView, PoolView
 
 MAIN = Key("models", "main")
@@ -103,7 +103,10 @@ def test_a_pool_that_is_being_deleted_has_no_part_in_the_load_of_what_replaces_i
         "spec": {"model": {"name": "models/demo"}, "pools": {"decode": {"role": "decode"}}},
     }
     parsed = read_spec(ServingClusterSpec, cluster)
-    owner, step = Owner("main", "models", "uid"), Step(State.AS_WANTED, "2x4bz", "")
+    owner, step = (
+        Owner("main", "models", "uid"),
+        Step(State.SERVING, "", (UnitPlan("2x4bz", {}, Record()),)),
+    )
     view = ClusterView(MAIN, cluster, owner, parsed, pools, NOTHING_HEARD, step)
     plans = Planning().plan(MAIN, (answer_of_both(), 0.0), view.staying_specs, CONFIG)
     assert plans.keys() == {"new"}

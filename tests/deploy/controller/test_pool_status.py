@@ -145,7 +145,9 @@ def test_a_pool_whose_unit_drains_says_that_it_makes_way() -> None:
     pods = [Pod("a", "decode", True, False, BEGUN)]
     heard = Heard(is_settled=True)
     for there, reason in ((fleet, "Draining"), (FleetPool(0, ()), "MakesWay")):
-        view = PoolView({"metadata": {}}, SPEC, pods, there, None, heard, makes_way=True)
+        view = PoolView(
+            {"metadata": {}}, SPEC, pods, there, None, heard, planned_size=0, makes_way=True
+        )
         assert view.size == 0
         progressing = pool_verdicts(view, "")[1]
         assert (progressing.is_true, progressing.reason) == (True, reason)

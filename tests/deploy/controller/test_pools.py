@@ -24,7 +24,7 @@ from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, ROLE_L
 from deploy.controller.manifests.worker_pool import worker_pool
 from deploy.controller.observed import NOTHING_HEARD
 from deploy.controller.pools import Pools
-from deploy.controller.rollout import State, Step
+from deploy.controller.rollout import Record, State, Step, UnitPlan
 from deploy.controller.view import ClusterView, PoolView
 from tests.deploy.controller.following import FAST, TIMEOUT_S
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
@@ -272,7 +272,7 @@ def scale(pool: dict[str, Any], plan: PoolPlan) -> list[tuple[str, str, dict[str
         views = {"decode": PoolView(pool, spec, [], None)}
         parsed = read_spec(ServingClusterSpec, cluster(decode=DECODE))
         key = Key(OWNER.namespace, OWNER.name)
-        step = Step(State.AS_WANTED, "2x4bz", "")
+        step = Step(State.SERVING, "", (UnitPlan("2x4bz", {}, Record()),))
         view = ClusterView(key, cluster(), OWNER, parsed, views, NOTHING_HEARD, step)
         pools.scale(view, {"decode": plan})
     return server.writes

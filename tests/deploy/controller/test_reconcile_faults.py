@@ -23,7 +23,7 @@ from deploy.controller.kit.errors import (
 from deploy.controller.kit.finalizers import FINALIZER
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import CLUSTER_LABEL
-from deploy.controller.manifests.ray_cluster import unit_in
+from deploy.controller.manifests.ray_cluster import record_in, unit_in
 from deploy.controller.manifests.worker_pool import worker_pool
 from deploy.controller.status.cluster_events import ClusterEvents
 from tests.deploy.controller.following import FAST, TIMEOUT_S
@@ -54,7 +54,9 @@ def decode_pool(replicas: int = 1) -> dict[str, Any]:
 
 def ray_cluster() -> dict[str, Any]:
     made = ray_of(spec_of())
-    made["metadata"] |= {"uid": "uid-3", "resourceVersion": "1"}
+    made["metadata"] |= {
+        "uid": "uid-3", "resourceVersion": "1", "creationTimestamp": "2026-01-01T10:00:00Z",
+    }  # fmt: skip
     assert made["metadata"]["labels"][CLUSTER_LABEL] == OWNER.name
     return made
 
@@ -209,7 +211,9 @@ def existing(spec: dict[str, Any], *, pods: tuple[str, ...] = ("a", "b")) -> dic
     server = Server({"servingclusters": [CLUSTER | {"spec": spec}], "workerpools": [decode_pool()]})
     with looking(server) as reconciler:
         reconciler.reconcile(KEY)
-    made = with_metadata(made_in(server), uid="uid-3", resourceVersion="1")
+    made = with_metadata(
+        made_in(server), uid="uid-3", resourceVersion="1", creationTimestamp="2026-01-01T10:00:00Z"
+    )
     (group,) = made["spec"]["workerGroupSpecs"]
     labels = group["template"]["metadata"]["labels"]
     metadata = {"namespace": OWNER.namespace, "labels": labels, "resourceVersion": "1"}
@@ -219,7 +223,9 @@ def existing(spec: dict[str, Any], *, pods: tuple[str, ...] = ("a", "b")) -> dic
     return {"rayclusters": [made], "pods": there, "deployments": [routers]}
 
 
-OTHER = CLUSTER["spec"] | {"model": {"name": "models/other"}}
+OTHER = CLUSTER["spec"] | {
+    "model": {"name": "models/other"}, "rollout": {"strategy": "Recreate"},
+}  # fmt: skip
 
 
 def server_with(there: dict[str, list[Any]], spec: dict[str, Any]) -> Server:
@@ -235,7 +241,7 @@ def told_of(server: Server) -> dict[str, Any]:
     return progressing
 
 
-def test_another_model_has_the_unit_drain_and_leaves_its_routers_and_settings_as_they_are() -> None:
+def test_recreated_a_unit_drains_and_its_settings_stay_as_they_are() -> None:
     there = existing(CLUSTER["spec"])
     server = server_with(there, OTHER)
     with looking(server) as reconciler:
@@ -247,8 +253,7 @@ def test_another_model_has_the_unit_drain_and_leaves_its_routers_and_settings_as
     assert group["replicas"] == 0
     assert group["scaleStrategy"]["workersToDelete"] == ["a", "b"], "each drains by itself"
     assert group["template"] == before["spec"]["workerGroupSpecs"][0]["template"]
-    assert not server.written("deployments"), "they read what the old workers' tokens mean"
-    assert not server.written("configmaps")
+    assert "main-" + unit_in(before).code not in map(name_of, server.written("configmaps"))
 
 
 def test_what_has_drained_is_deleted_and_the_next_unit_is_made_when_its_last_pod_is_gone() -> None:
@@ -270,12 +275,27 @@ def test_what_has_drained_is_deleted_and_the_next_unit_is_made_when_its_last_pod
         assert reconciler.reconcile(KEY)
     made = made_in(server)
     assert unit_in(made).code != unit_in(before).code
-    (routers,) = server.written("deployments")
     hashes = {
         each["spec"]["template"]["metadata"]["annotations"]["baton.dev/config-hash"]
-        for each in (routers, *there["deployments"])
+        for each in (*server.written("deployments"), *there["deployments"])
     }
-    assert len(hashes) == 2, "they read the text of the next model"
+    assert len(hashes) == 2, "they know the model by another name"
+
+
+def test_another_model_comes_beside_the_unit_that_serves() -> None:
+    there = existing(CLUSTER["spec"])
+    other = {"model": {"name": "models/other"}, "servedModelName": "demo"}
+    server = server_with(there, CLUSTER["spec"] | other)
+    with looking(server) as reconciler:
+        assert reconciler.reconcile(KEY) == 1.0
+    stays, coming = server.written("rayclusters")
+    assert name_of(coming) != name_of(stays) == name_of(there["rayclusters"][0])
+    assert [group["replicas"] for group in stays["spec"]["workerGroupSpecs"]] == [2]
+    assert [group["replicas"] for group in coming["spec"]["workerGroupSpecs"]] == [0]
+    assert (record_in(stays).share, record_in(coming).share) == (1.0, 0.0)
+    services = {name_of(each): each for each in server.written("services")}
+    leads_to = services["main-control"]["spec"]["selector"]["baton.dev/unit"]
+    assert leads_to == unit_in(stays).code
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from baton.config.cluster import parse_config
 from baton.errors import ConfigError
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.controller.manifests.router_access import router_certificate, router_settings
-from deploy.controller.manifests.routers import router_deployment, router_service
+from deploy.controller.manifests.routers import router_service
 from tests.deploy.chart.test_rendering import KUBERNETES
-from tests.deploy.controller.test_manifests import OWNER, context_of, spec_of
+from tests.deploy.controller.test_manifests import OWNER, routers_of, spec_of
 
 GIVEN = {"secretName": "front-door", "requireClientCertificate": True}
 ISSUED = {"issuerRef": {"name": "internal"}}
@@ -22,8 +22,8 @@ TOKENS = {"tokenSecretName": "tenants"}
 
 
 def pod_of(spec: ServingClusterSpec, has_grpc_probes: bool = True) -> dict[str, Any]:
-    context = context_of(spec, has_grpc_probes=has_grpc_probes)
-    pod: dict[str, Any] = router_deployment(context)["spec"]["template"]["spec"]
+    template = routers_of(spec, has_grpc_probes=has_grpc_probes)["spec"]["template"]
+    pod: dict[str, Any] = template["spec"]
     return pod
 
 
@@ -50,8 +50,7 @@ def test_what_routers_are_told_to_read_lies_in_the_secrets_that_they_mount() -> 
 
 def test_kubernetes_knows_every_field() -> None:
     spec = spec_of(router={"tls": GIVEN, "auth": TOKENS})
-    context = context_of(spec)
-    for made in (router_deployment(context), router_service(OWNER, spec.router)):
+    for made in (routers_of(spec), router_service(OWNER, spec.router)):
         kubernetes_validate.validate(made, KUBERNETES, strict=True)
 
 

@@ -15,13 +15,12 @@ from cluster.registry.registry import Registry
 from deploy.api.worker_pool import RolePlan, WorkerPoolSpec
 from deploy.controller.fleet_watch import fleet_of
 from deploy.controller.kit.errors import WriteRefusedError
-from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.ray_cluster import worker_group
 from deploy.controller.observed import Fleet, Heard
-from deploy.controller.rollout import State, Step
+from deploy.controller.rollout import Record, UnitPlan
 from deploy.controller.supervision import Supervision
-from deploy.controller.view import ClusterView, PoolView
-from tests.deploy.controller.test_manifests import OWNER, context_of, spec_of
+from deploy.controller.view import PoolView, UnitView
+from tests.deploy.controller.test_manifests import context_of, spec_of
 
 SPEC = spec_of(
     engine={"backend": "fake"}, pools={"decode": {"role": "decode"}, "mixed": {"role": "mixed"}}
@@ -44,7 +43,7 @@ def tell(
     """One look at what the registry says; what it refused."""
     told = Supervision(client, lambda _: None)
     fleet = fleet_of(client.fleet())
-    told.tell(view(fleet, *pools, going=going, makes_way=makes_way, group=group))
+    told.tell(view(fleet, *pools, going=going, makes_way=makes_way, group=group), ())
     return told.refused
 
 
@@ -54,7 +53,7 @@ def view(
     going: bool = False,
     makes_way: bool = False,
     group: dict[str, Any] | None = None,
-) -> ClusterView:
+) -> UnitView:
     heard, obj = Heard(fleet, is_settled=True), GOING if going else {"metadata": {}}
     views = {
         pool.pool: PoolView(
@@ -64,13 +63,12 @@ def view(
             fleet.pools.get(pool.pool),
             group or worker_group(context_of(SPEC), pool),
             heard,
+            0 if makes_way else None,
             makes_way,
         )
         for pool in pools
     }
-    step = Step(State.AS_WANTED, "2x4bz", "")
-    key = Key(OWNER.namespace, OWNER.name)
-    return ClusterView(key, {"metadata": {}}, OWNER, SPEC, views, heard, step)
+    return UnitView(UnitPlan("2x4bz", {}, Record()), None, heard, views)
 
 
 def sizes(client: ControlClient) -> dict[str, int]:
@@ -125,7 +123,7 @@ async def test_who_leads_no_more_tells_nothing() -> None:
             seen = view(fleet, pool_spec(), pool_spec("mixed"))
             told = Supervision(client, check)
             with pytest.raises(WriteRefusedError):
-                await asyncio.to_thread(told.tell, seen)
+                await asyncio.to_thread(told.tell, seen, ())
             assert await asyncio.to_thread(sizes, client) == {"decode": 2}
 
 

@@ -13,8 +13,8 @@ from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
 from deploy.api.serving_cluster import RouterIngress, RouterSpec, RouterTls
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
-from deploy.controller.observed import FleetPool, Heard, Place, PlaceState, Pod
-from deploy.controller.rollout import State, Step
+from deploy.controller.observed import NOTHING_HEARD, FleetPool, Heard, Place, PlaceState, Pod
+from deploy.controller.rollout import Record, State, Step, UnitPlan
 from deploy.controller.status.cluster_status import (
     Refusals,
     availability,
@@ -24,7 +24,7 @@ from deploy.controller.status.cluster_status import (
 from deploy.controller.status.conditions import Verdict
 from deploy.controller.status.pool_status import pool_status, pool_verdicts
 from deploy.controller.status.waiting import pool_waits, router_waits
-from deploy.controller.view import ClusterView
+from deploy.controller.view import ClusterView, UnitView
 from tests.deploy.controller.test_cluster_status import at
 from tests.deploy.controller.test_pod_waits import UNSCHEDULABLE
 
@@ -63,7 +63,9 @@ def test_a_pod_that_nobody_ends_is_told_of_and_one_that_ends_is_not() -> None:
         assert pool_waits(view, view.pools["decode"]) == waits
 
 
-def seen(live: set[str], replicas: int = 1, *pods: Pod, **changes: Any) -> ClusterView:
+def seen(
+    live: set[str], replicas: int = 1, *pods: Pod, ray: Any = None, **changes: Any
+) -> ClusterView:
     """`live`: the pools of which all workers are."""
     view = at(replicas, "manual")
     pools = {}
@@ -73,7 +75,8 @@ def seen(live: set[str], replicas: int = 1, *pods: Pod, **changes: Any) -> Clust
         own = [each for each in pods if each.pool == name]
         pools[name] = dataclasses.replace(pool, fleet=fleet, pods=own)
     others = [each for each in pods if not each.pool]
-    return dataclasses.replace(view, pools=pools, poolless_pods=others, **changes)
+    units = [UnitView(UnitPlan("2x4bz", {}, Record()), ray, NOTHING_HEARD, {})]
+    return dataclasses.replace(view, pools=pools, units=units, poolless_pods=others, **changes)
 
 
 def available(view: ClusterView, num_routers_ready: int = 2, routers: Any = None) -> Verdict:
@@ -96,7 +99,7 @@ def told(verdict: Verdict) -> tuple[bool, str, str]:
 def test_a_silent_supervisor_is_told_with_what_its_pod_waits_for(
     head: list[Pod], ray: Any, why: str
 ) -> None:
-    view = seen(set(), 1, *head, heard=Heard(is_certain=True), ray_cluster=ray)
+    view = seen(set(), 1, *head, heard=Heard(is_certain=True), ray=ray)
     message = f"the supervisor does not answer{why}"
     assert told(available(view)) == (False, "SupervisorSilent", message)
 
@@ -133,7 +136,7 @@ def test_while_a_supervisor_is_silent_what_serves_is_available() -> None:
 
 @pytest.mark.parametrize("state", [State.DRAINING, State.ENDING, State.MAKING])
 def test_what_a_unit_waits_for_explains_more_than_a_silent_supervisor(state: State) -> None:
-    view = dataclasses.replace(silent(), step=Step(state, "2x4bz", "two pods are left"))
+    view = dataclasses.replace(silent(), step=Step(state, "two pods are left"))
     progressing = verdicts_of(view)["Progressing"]
     assert told(progressing) == (True, f"Unit{state.value}", "two pods are left")
 
@@ -204,9 +207,9 @@ def test_a_pool_says_what_its_pods_wait_for_until_all_are_live() -> None:
 
 
 def test_a_pool_whose_pods_could_not_be_made_says_why() -> None:
-    view = seen({"prefill"}, ray_cluster=REFUSED)
+    view = seen({"prefill"}, ray=REFUSED)
     assert pool_waits(view, view.pools["decode"]) == OVER_QUOTA
-    made = seen({"prefill"}, 1, pod("worker"), ray_cluster=REFUSED)
+    made = seen({"prefill"}, 1, pod("worker"), ray=REFUSED)
     assert pool_waits(made, made.pools["decode"]) == "", "it is another pool's that could not be"
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.units import Unit, difference, unit_of
 
 CLUSTER: dict[str, Any] = {
@@ -14,11 +13,11 @@ CLUSTER: dict[str, Any] = {
     "engine": {"device": "cuda", "maxNumSeqs": 128},
     "images": {"worker": "registry/worker:7", "pullPolicy": "IfNotPresent"},
 }
-PREFILL = WorkerPoolSpec(role="prefill", cluster="main", pool="prefill")
+PREFILL = {"role": "prefill", "cluster": "main", "pool": "prefill"}
 
 
-def decode(**changes: Any) -> WorkerPoolSpec:
-    return WorkerPoolSpec(role="decode", cluster="main", pool="decode", **changes)
+def decode(**changes: Any) -> dict[str, Any]:
+    return {"role": "decode", "cluster": "main", "pool": "decode", **changes}
 
 
 def unit(cluster: dict[str, Any] | None = None, **changes: Any) -> Unit:
@@ -32,9 +31,10 @@ def test_a_fixed_spec_has_this_code_for_good() -> None:
     template = {"spec": {"nodeSelector": {"gpu": "h100"}}}
     found = unit(engine={"numBlocks": 4096}, template=template)
     assert found == Unit(
-        "5xjxr",
+        "2jd5f",
         "448ba8dc7abcd654",
-        {"decode": "fab689afedb7adf5", "prefill": "7242a934113742ab"},
+        {"decode": "51cb6fc6bbd36490", "prefill": "2e81278d1c2575e6"},
+        "e85510b4a74e736c",
     )
 
 
@@ -58,8 +58,9 @@ def test_what_workers_and_head_are_not_told_makes_no_other_unit(changed: dict[st
     "changed",
     [
         {"replicas": 5},
-        {"min_replicas": 1},
-        {"max_replicas": 99},
+        {"minReplicas": 1},
+        {"maxReplicas": 99},
+        {"engine": {}},
     ],
 )
 def test_a_pools_size_makes_no_other_unit(changed: dict[str, Any]) -> None:
@@ -103,7 +104,8 @@ def test_what_workers_or_the_head_are_told_makes_another_unit(changed: dict[str,
     [
         {"engine": {"maxNumSeqs": 32}},
         {"template": {"metadata": {"labels": {"a": "b"}}}},
-        {"drain_timeout": "1h"},
+        {"drainTimeout": "1h"},
+        {"parallelism": {"tensor": 2}},
     ],
 )
 def test_a_pools_own_settings_and_template_make_another_unit(changed: dict[str, Any]) -> None:
@@ -118,6 +120,22 @@ def test_pools_come_and_go_within_a_unit() -> None:
     assert difference(both, one) == difference(one, both) == difference(one, other) == ""
     again = unit_of(CLUSTER, {"decode": decode(engine={"maxNumSeqs": 32}), "prefill": PREFILL})
     assert difference(one, again) == "the spec changes decode"
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_another"),
+    [
+        ({"images": {"worker": "registry/worker:8"}}, False),
+        ({"engine": {"device": "cuda", "maxNumSeqs": 64}}, False),
+        ({"model": {"name": "Qwen/Qwen3-8B-FP8"}}, True),
+        ({"tokenizer": "Qwen/Qwen3-8B"}, True),
+        ({"engine": CLUSTER["engine"] | {"dtype": "float16"}}, True),
+    ],
+)
+def test_a_models_weights_tokenizer_and_precision_are_what_clients_notice(
+    changed: dict[str, Any], is_another: bool
+) -> None:
+    assert (unit(changed).model != unit().model) == is_another
 
 
 def test_the_old_spec_is_the_old_unit_again() -> None:

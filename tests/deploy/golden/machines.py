@@ -22,6 +22,7 @@ from deploy.controller.manifests.ray_cluster import (
     worker_group,
 )
 from deploy.controller.manifests.worker_pool import worker_pool
+from deploy.controller.rollout import Record
 from deploy.controller.units import unit_of
 
 FOLDER = Path(__file__).parent
@@ -47,13 +48,17 @@ def ray_cluster_of(cluster: Object) -> Object:
         name: read_spec(WorkerPoolSpec, worker_pool(owner, name, template, "baton.dev/drain"))
         for name, template in sorted(cluster["spec"]["pools"].items())
     }
-    unit = unit_of(cluster["spec"], pools)
-    context = PodContext(owner, spec, RELEASE, unit, "routers")
+    specs = {
+        name: worker_pool(owner, name, template, "")["spec"]
+        for name, template in cluster["spec"]["pools"].items()
+    }
+    unit = unit_of(cluster["spec"], specs)
+    context = PodContext(owner, spec, RELEASE, unit)
     groups = [
         sized(worker_group(context, pool), GroupSize(spec.pools[name].initial_replicas))
         for name, pool in pools.items()
     ]
-    return ray_cluster(context, unit.code, groups)
+    return ray_cluster(context, Record(), groups)
 
 
 def text_of(ray: Object) -> str:
