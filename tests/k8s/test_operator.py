@@ -20,7 +20,7 @@ from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import Operator, condition, eventually, operator_of
 from tests.k8s.test_crds import BAD_FIELD, BAD_ROUTER, cluster
-from tests.k8s.units import group_sizes_in, unit_of
+from tests.k8s.units import group_sizes_in, unit_of, units_of
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
 
@@ -54,6 +54,9 @@ class Seen:
     def unit(self) -> dict[str, Any] | None:
         """The RayCluster of `main`."""
         return unit_of(self._control_plane, self._namespace, "main")
+
+    def units(self) -> list[dict[str, Any]]:
+        return units_of(self._control_plane, self._namespace, "main")
 
     def unit_soon(self) -> dict[str, Any]:
         found: dict[str, Any] = eventually(self.unit, "a unit")
@@ -168,23 +171,27 @@ def test_a_bad_cluster_is_told_so_and_another_one_is_served_all_the_same(
     assert unit_of(control_plane, namespace, "bad") is None
 
 
-def test_another_image_of_the_workers_has_another_unit_take_the_place_of_the_first(
-    control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen
+@pytest.mark.parametrize("strategy", ["Recreate", "RollingUpdate"])
+def test_another_image_of_the_workers_makes_another_unit(
+    control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen, strategy: str
 ) -> None:
-    control_plane.apply(cluster(namespace, images={"worker": "baton:nowhere"}))
-    first = seen.unit_soon()["metadata"]
-    control_plane.apply(cluster(namespace, images={"worker": "baton:here"}))
+    rollout = {"strategy": strategy}
+    control_plane.apply(cluster(namespace, images={"worker": "baton:nowhere"}, rollout=rollout))
+    first = seen.unit_soon()["metadata"]["name"]
+    control_plane.apply(cluster(namespace, images={"worker": "baton:here"}, rollout=rollout))
 
-    def other() -> dict[str, Any] | None:
-        found = seen.unit()
-        return found if found and found["metadata"]["name"] != first["name"] else None
+    def is_made() -> dict[str, Any] | None:
+        units = {each["metadata"]["name"]: each for each in seen.units()}
+        expected = 1 if strategy == "Recreate" else 2
+        others = [unit for name, unit in units.items() if name != first]
+        return others[0] if len(units) == expected and others else None
 
-    made = eventually(other, "another unit", 60)
+    made = eventually(is_made, "another unit", 60)
     (container,) = made["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
     assert container["image"] == "baton:here"
-    code = made["metadata"]["labels"][UNIT_LABEL]
+    leads = made["metadata"]["name"] if strategy == "Recreate" else first
     service = lambda: seen.soon("service/main-control")["spec"]["selector"]  # noqa: E731
-    eventually(lambda: service()[UNIT_LABEL] == code, "routers are led to its head")
+    eventually(lambda: leads.endswith(service()[UNIT_LABEL]), "routers ask its head")
 
 
 @pytest.mark.full

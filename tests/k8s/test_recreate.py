@@ -196,7 +196,7 @@ def test_streams_end_whole_and_what_is_asked_meanwhile_is_answered_by_the_next_u
 
         def is_over() -> bool:
             status = look()
-            serves = status["rollout"]["state"] == "AsWanted" and status["unit"] != before
+            serves = status["rollout"]["state"] == "Serving" and status["unit"] != before
             return serves and status["pools"] == {"prefill": "1/1", "decode": "1/1"}
 
         eventually(is_over, "the second model serves", OVER_WITHIN_S)
@@ -204,7 +204,7 @@ def test_streams_end_whole_and_what_is_asked_meanwhile_is_answered_by_the_next_u
         eventually(lambda: requests.since(over_at), "it answers", REQUEST_S)
     finally:
         requests.end()
-    assert states[0] == states[-1] == "AsWanted"
+    assert states[0] == states[-1] == "Serving"
     assert "Draining" in states
     models_of = [(asked.began_at, model_of(asked, said)) for asked in requests.answered]
     waited = [began_at for began_at, model in models_of
