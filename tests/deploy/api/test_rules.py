@@ -48,8 +48,8 @@ MUTUAL = {"secretName": "cert", "requireClientCertificate": True}
 PASSED_THROUGH = {"annotations": {"nginx.ingress.kubernetes.io/ssl-passthrough": "true"}}
 
 BAD_CLUSTERS = [
-    ("rollout", {"maxSurge": 0}, "rollout.maxUnavailable must be greater than 0"),
-    ("rollout", {"steps": [0, 50]}, "rollout.steps must be percentages from 1 to 100"),
+    ("rollout", {"maxSurge": 0}, "spec.rollout.maxUnavailable"),
+    ("rollout", {"steps": [0, 50]}, "spec.rollout.steps"),
     ("model.name", None, "spec.model.name"),
     ("model.claim", {"claimName": "weights"}, "spec.model.name"),
     ("model.uri", "ftp://host/model", "spec.model.uri"),
