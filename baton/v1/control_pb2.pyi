@@ -47,6 +47,108 @@ WORKER_STATE_GONE: WorkerState.ValueType  # 5
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
+class Unit(_message.Message):
+    """One complete version of a model below the routers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    CONTROL_ADDRESS_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    code: _builtins.str
+    """Short; names the unit in Routed, in statuses and in logs. Empty where there is only ever one."""
+    control_address: _builtins.str
+    """host:port of its control service; empty: the service that was asked."""
+    share: _builtins.float
+    """Of the requests, from 0 to 1. All shares sum to 1."""
+    def __init__(
+        self,
+        *,
+        code: _builtins.str = ...,
+        control_address: _builtins.str = ...,
+        share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "control_address", b"control_address", "share", b"share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Unit: _TypeAlias = Unit  # noqa: Y015
+
+@_typing.final
+class WatchUnitsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchUnitsRequest: _TypeAlias = WatchUnitsRequest  # noqa: Y015
+
+@_typing.final
+class WatchUnitsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def units(self) -> _containers.RepeatedCompositeFieldContainer[Global___Unit]:
+        """The oldest first; one or two."""
+
+    def __init__(
+        self,
+        *,
+        units: _abc.Iterable[Global___Unit] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["units", b"units"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchUnitsResponse: _TypeAlias = WatchUnitsResponse  # noqa: Y015
+
+@_typing.final
+class SetUnitsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def units(self) -> _containers.RepeatedCompositeFieldContainer[Global___Unit]: ...
+    def __init__(
+        self,
+        *,
+        units: _abc.Iterable[Global___Unit] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["units", b"units"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetUnitsRequest: _TypeAlias = SetUnitsRequest  # noqa: Y015
+
+@_typing.final
+class SetUnitsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetUnitsResponse: _TypeAlias = SetUnitsResponse  # noqa: Y015
+
+@_typing.final
 class WorkerInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -369,35 +471,39 @@ Global___PoolFigures: _TypeAlias = PoolFigures  # noqa: Y015
 
 @_typing.final
 class RequestFigures(_message.Message):
-    """What became of the requests of the last seconds."""
+    """What became of the requests that ended in the last minute."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUESTS_PER_S_FIELD_NUMBER: _builtins.int
-    FAILURES_PER_S_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_FAILURES_FIELD_NUMBER: _builtins.int
     ITL_S_FIELD_NUMBER: _builtins.int
-    ABANDONED_PER_S_FIELD_NUMBER: _builtins.int
-    requests_per_s: _builtins.float
+    NUM_ABANDONED_FIELD_NUMBER: _builtins.int
+    NUM_ACTIVE_FIELD_NUMBER: _builtins.int
+    num_requests: _builtins.int
     """Without those that their clients ended, or gave no time in which they could be served."""
-    failures_per_s: _builtins.float
+    num_failures: _builtins.int
     """Of these, how many ended with an error that is not their client's."""
     itl_s: _builtins.float
     """Median gap between tokens, seconds; unset: none was seen."""
-    abandoned_per_s: _builtins.float
+    num_abandoned: _builtins.int
     """Beside those above, requests that their clients ended after these had stood still for far longer
     than requests take where they are served fastest.
     """
+    num_active: _builtins.int
+    """Requests that run now."""
     def __init__(
         self,
         *,
-        requests_per_s: _builtins.float = ...,
-        failures_per_s: _builtins.float = ...,
+        num_requests: _builtins.int = ...,
+        num_failures: _builtins.int = ...,
         itl_s: _builtins.float | None = ...,
-        abandoned_per_s: _builtins.float = ...,
+        num_abandoned: _builtins.int = ...,
+        num_active: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "itl_s", b"itl_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "abandoned_per_s", b"abandoned_per_s", "failures_per_s", b"failures_per_s", "itl_s", b"itl_s", "requests_per_s", b"requests_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "itl_s", b"itl_s", "num_abandoned", b"num_abandoned", "num_active", b"num_active", "num_failures", b"num_failures", "num_requests", b"num_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__itl_s: _TypeAlias = _typing.Literal["itl_s"]  # noqa: Y015
     _WhichOneofArgType__itl_s: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s"]  # noqa: Y015

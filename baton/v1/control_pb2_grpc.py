@@ -79,6 +79,16 @@ class ControlServiceStub:
                 request_serializer=baton_dot_v1_dot_control__pb2.AgreeDtypeRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.AgreeDtypeResponse.FromString,
                 _registered_method=True)
+        self.WatchUnits = channel.unary_stream(
+                '/baton.v1.ControlService/WatchUnits',
+                request_serializer=baton_dot_v1_dot_control__pb2.WatchUnitsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.WatchUnitsResponse.FromString,
+                _registered_method=True)
+        self.SetUnits = channel.unary_unary(
+                '/baton.v1.ControlService/SetUnits',
+                request_serializer=baton_dot_v1_dot_control__pb2.SetUnitsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.SetUnitsResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -151,6 +161,21 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchUnits(self, request, context):
+        """The units that routers send requests to: at once, then on every change, and about every 5 s.
+        Where nobody has set any there is one, whose control service this is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetUnits(self, request, context):
+        """What WatchUnits answers from now on. The service itself acts on none of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -198,6 +223,16 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.AgreeDtype,
                     request_deserializer=baton_dot_v1_dot_control__pb2.AgreeDtypeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.AgreeDtypeResponse.SerializeToString,
+            ),
+            'WatchUnits': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchUnits,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.WatchUnitsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.WatchUnitsResponse.SerializeToString,
+            ),
+            'SetUnits': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetUnits,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.SetUnitsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.SetUnitsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -443,6 +478,60 @@ class ControlService:
             '/baton.v1.ControlService/AgreeDtype',
             baton_dot_v1_dot_control__pb2.AgreeDtypeRequest.SerializeToString,
             baton_dot_v1_dot_control__pb2.AgreeDtypeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchUnits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.ControlService/WatchUnits',
+            baton_dot_v1_dot_control__pb2.WatchUnitsRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.WatchUnitsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetUnits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ControlService/SetUnits',
+            baton_dot_v1_dot_control__pb2.SetUnitsRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.SetUnitsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,12 @@ class ControlServiceStub:
     """What workers compute in where settings leave it open: a worker asks before it loads anything. The
     first one decides for all.
     """
+    WatchUnits: _aio.UnaryStreamMultiCallable[_control_pb2.WatchUnitsRequest, _control_pb2.WatchUnitsResponse]
+    """The units that routers send requests to: at once, then on every change, and about every 5 s.
+    Where nobody has set any there is one, whose control service this is.
+    """
+    SetUnits: _aio.UnaryUnaryMultiCallable[_control_pb2.SetUnitsRequest, _control_pb2.SetUnitsResponse]
+    """What WatchUnits answers from now on. The service itself acts on none of it."""
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -121,5 +127,23 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         """What workers compute in where settings leave it open: a worker asks before it loads anything. The
         first one decides for all.
         """
+
+    @_abc_1.abstractmethod
+    def WatchUnits(
+        self,
+        request: _control_pb2.WatchUnitsRequest,
+        context: _aio.ServicerContext[_control_pb2.WatchUnitsRequest, _abc.AsyncIterator[_control_pb2.WatchUnitsResponse]],
+    ) -> _abc.AsyncIterator[_control_pb2.WatchUnitsResponse]:
+        """The units that routers send requests to: at once, then on every change, and about every 5 s.
+        Where nobody has set any there is one, whose control service this is.
+        """
+
+    @_abc_1.abstractmethod
+    def SetUnits(
+        self,
+        request: _control_pb2.SetUnitsRequest,
+        context: _aio.ServicerContext[_control_pb2.SetUnitsRequest, _abc.Awaitable[_control_pb2.SetUnitsResponse]],
+    ) -> _abc.Awaitable[_control_pb2.SetUnitsResponse]:
+        """What WatchUnits answers from now on. The service itself acts on none of it."""
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _aio.Server) -> None: ...

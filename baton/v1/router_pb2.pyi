@@ -108,7 +108,7 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     RESUME_FROM_INDEX_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
-    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Drawn by the router when empty. Scoped to the tenant."""
     model: _builtins.str
@@ -136,8 +136,8 @@ class GenerateRequest(_message.Message):
     resume_from_index: _builtins.int
     """Present on a reconnect: the first index the client has not seen."""
     traceparent: _builtins.str
-    model_fingerprint: _builtins.bytes
-    """On a reconnect: as Routed named it. NOT_RESUMABLE where another model is served now."""
+    unit: _builtins.str
+    """On a reconnect: as Routed named it. NOT_RESUMABLE where that unit, or its model, is served no more."""
     @_builtins.property
     def chat(self) -> Global___ChatMessages: ...
     @_builtins.property
@@ -172,11 +172,11 @@ class GenerateRequest(_message.Message):
         session_id: _builtins.str = ...,
         resume_from_index: _builtins.int | None = ...,
         traceparent: _builtins.str = ...,
-        model_fingerprint: _builtins.bytes = ...,
+        unit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "chat", b"chat", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "cache_salt", b"cache_salt", "chat", b"chat", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_schema", b"json_schema", "model", b"model", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "cache_salt", b"cache_salt", "chat", b"chat", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_schema", b"json_schema", "model", b"model", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__itl_target_ms: _TypeAlias = _typing.Literal["itl_target_ms"]  # noqa: Y015
     _WhichOneofArgType__itl_target_ms: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms"]  # noqa: Y015
@@ -222,7 +222,7 @@ class Routed(_message.Message):
     NUM_CACHED_TOKENS_PREFILL_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_DECODE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     seed: _builtins.int
     prefill_worker: _builtins.str
@@ -235,8 +235,10 @@ class Routed(_message.Message):
     """What the router expects to find cached at the prefill and the decode worker."""
     num_cached_tokens_decode: _builtins.int
     attempt: _builtins.int
-    model_fingerprint: _builtins.bytes
-    """Of weights and configuration: what the tokens come from. Empty: it is not known."""
+    unit: _builtins.str
+    """What the tokens come from: a unit's code, and a digest of its model's weights and configuration.
+    Empty: it is not known.
+    """
     def __init__(
         self,
         *,
@@ -249,11 +251,11 @@ class Routed(_message.Message):
         num_cached_tokens_prefill: _builtins.int = ...,
         num_cached_tokens_decode: _builtins.int = ...,
         attempt: _builtins.int = ...,
-        model_fingerprint: _builtins.bytes = ...,
+        unit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_worker", b"decode_worker", "model_fingerprint", b"model_fingerprint", "num_cached_tokens_decode", b"num_cached_tokens_decode", "num_cached_tokens_prefill", b"num_cached_tokens_prefill", "num_prompt_tokens", b"num_prompt_tokens", "prefill_worker", b"prefill_worker", "reason", b"reason", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_worker", b"decode_worker", "num_cached_tokens_decode", b"num_cached_tokens_decode", "num_cached_tokens_prefill", b"num_cached_tokens_prefill", "num_prompt_tokens", b"num_prompt_tokens", "prefill_worker", b"prefill_worker", "reason", b"reason", "request_id", b"request_id", "seed", b"seed", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

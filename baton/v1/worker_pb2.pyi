@@ -54,6 +54,47 @@ REJECT_REASON_TAKEN: RejectReason.ValueType  # 8
 Global___RejectReason: _TypeAlias = RejectReason  # noqa: Y015
 
 @_typing.final
+class ReadTokenizerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadTokenizerRequest: _TypeAlias = ReadTokenizerRequest  # noqa: Y015
+
+@_typing.final
+class ReadTokenizerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja, config.json
+    or generation_config.json.
+    """
+    data: _builtins.bytes
+    """At most 1 MiB; the next message of the same name goes on where it ends."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadTokenizerResponse: _TypeAlias = ReadTokenizerResponse  # noqa: Y015
+
+@_typing.final
 class RequestSpec(_message.Message):
     """A request as workers see it: token ids only, every default filled in."""
 

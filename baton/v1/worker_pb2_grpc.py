@@ -247,6 +247,11 @@ class WorkerServiceStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.CheckIntegrityRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.CheckIntegrityResponse.FromString,
                 _registered_method=True)
+        self.ReadTokenizer = channel.unary_stream(
+                '/baton.v1.WorkerService/ReadTokenizer',
+                request_serializer=baton_dot_v1_dot_worker__pb2.ReadTokenizerRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.ReadTokenizerResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -279,6 +284,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadTokenizer(self, request, context):
+        """The model's files about text, by name: a router tokenizes with them. UNIMPLEMENTED by a worker
+        that has no such files.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -301,6 +314,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.CheckIntegrity,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.CheckIntegrityRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.CheckIntegrityResponse.SerializeToString,
+            ),
+            'ReadTokenizer': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadTokenizer,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.ReadTokenizerRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.ReadTokenizerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -411,6 +429,33 @@ class WorkerService:
             '/baton.v1.WorkerService/CheckIntegrity',
             baton_dot_v1_dot_worker__pb2.CheckIntegrityRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.CheckIntegrityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.WorkerService/ReadTokenizer',
+            baton_dot_v1_dot_worker__pb2.ReadTokenizerRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.ReadTokenizerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,6 +73,10 @@ class WorkerServiceStub:
     """Take no new work, finish what runs, then exit."""
     CheckIntegrity: _aio.UnaryUnaryMultiCallable[_worker_pb2.CheckIntegrityRequest, _worker_pb2.CheckIntegrityResponse]
     """Whether every part's books agree with each other, and what this worker holds. Between two steps."""
+    ReadTokenizer: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadTokenizerRequest, _worker_pb2.ReadTokenizerResponse]
+    """The model's files about text, by name: a router tokenizes with them. UNIMPLEMENTED by a worker
+    that has no such files.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -105,5 +109,15 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_worker_pb2.CheckIntegrityRequest, _abc.Awaitable[_worker_pb2.CheckIntegrityResponse]],
     ) -> _abc.Awaitable[_worker_pb2.CheckIntegrityResponse]:
         """Whether every part's books agree with each other, and what this worker holds. Between two steps."""
+
+    @_abc_1.abstractmethod
+    def ReadTokenizer(
+        self,
+        request: _worker_pb2.ReadTokenizerRequest,
+        context: _aio.ServicerContext[_worker_pb2.ReadTokenizerRequest, _abc.AsyncIterator[_worker_pb2.ReadTokenizerResponse]],
+    ) -> _abc.AsyncIterator[_worker_pb2.ReadTokenizerResponse]:
+        """The model's files about text, by name: a router tokenizes with them. UNIMPLEMENTED by a worker
+        that has no such files.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _aio.Server) -> None: ...
