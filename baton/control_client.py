@@ -1,8 +1,8 @@
-"""What operators ask of the registry: the fleet, a pool's size, a worker's drain."""
+"""What operators ask of the registry: the fleet, a pool's size, the units, a worker's drain."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -87,6 +87,10 @@ class ControlClient:
     def remove_pool(self, pool: str) -> None:
         """Forget a pool that has no size and no places any more."""
         self._call("RemovePool", control_pb2.RemovePoolRequest(pool=pool))
+
+    def set_units(self, units: Iterable[control_pb2.Unit]) -> None:
+        """What routers are told of the units that they send requests to: the oldest first."""
+        self._call("SetUnits", control_pb2.SetUnitsRequest(units=units))
 
     def drain(self, worker_id: str) -> None:
         self._call("Drain", control_pb2.ControlServiceDrainRequest(worker_id=worker_id))

@@ -46,7 +46,7 @@ async def left_on_a_worker_that_hangs(
     async with deployment(text_model, decode=2, **changes) as d:
         request = ask_for(PROMPT, request_id="mine")
         second = await d.add_router()
-        await d.connected(3, d.servers[1].router)
+        await d.connected(3, d.routers[1])
         await left_behind(d, 0, "d0", request)
         d.servers.pop(0)
         d.worker("d0").may_decode.set()
@@ -108,7 +108,7 @@ async def test_a_router_that_knows_of_no_fleet_yet_runs_nothing_again(
         port = int(d.registry.address.rpartition(":")[2])
         await d.registry.stop()
         third = await d.add_router(fleet_wait_s=10.0)
-        router = d.servers[-1].router
+        router = d.routers[-1]
         asking = asyncio.create_task(refused(third, request))
         await asyncio.wait({asking}, timeout=1.0)
         await d.registry.start(port)
@@ -130,7 +130,7 @@ async def test_nothing_is_run_again_while_the_registry_settles(
         d.registry.settles = True
         await d.registry.publish()
         third = await d.add_router(fleet_wait_s=10.0)
-        router = d.servers[-1].router
+        router = d.routers[-1]
         await router.links.wait_heard()
         await d.connected(len(registered), router)
         await refused(third, request)
