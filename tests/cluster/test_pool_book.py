@@ -85,9 +85,9 @@ def test_a_role_is_away_only_when_all_pools_are_that_can_do_it() -> None:
 def test_a_mixed_pool_comes_back_for_the_roles_alone_that_were_away() -> None:
     book = book_of(settings_of("mixed", Role.MIXED))
     book.add(settings_of("decode", Role.DECODE), 1)
-    assert coming_back(book) == []
+    assert coming_back(book, decode=1) == []
     book.set_replicas("mixed", 1)
-    assert coming_back(book) == ["mixed"]
+    assert coming_back(book, decode=1) == ["mixed"]
     (mixed, decode) = book.shown()
     assert (mixed.comes_back_for, decode.comes_back_for) == ((Role.PREFILL,), ())
 

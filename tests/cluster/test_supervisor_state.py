@@ -100,6 +100,7 @@ def test_roles_that_are_away_or_on_their_way_back_are_so_after_a_restart(tmp_pat
 
 def test_a_role_that_went_when_nobody_looked_is_away_after_a_restart(tmp_path: Path) -> None:
     book = restored(tmp_path)
+    book.see_live({"prefill": 2, "both": 3})
     book.set_replicas("both", 0)
     kept(book, tmp_path)
     again = restored(tmp_path)
@@ -134,8 +135,9 @@ def test_a_pool_whose_bound_in_the_file_is_smaller_by_now_is_cut_to_it(tmp_path:
 def test_the_file_is_written_once_also_where_nothing_differs_from_the_start(tmp_path: Path) -> None:
     cluster = dataclasses.replace(CLUSTER, runs_on="pods", pools={})
     state = SupervisorState(tmp_path, cluster)
-    state.restore(book := PoolBook())
-    state.keep(state.listen, book, b"")
+    registry = Registry(RegistryConfig(), time.monotonic)
+    state.restore(registry.pools)
+    state.keep(state.listen, registry)
     assert state_file(tmp_path).exists()
 
 

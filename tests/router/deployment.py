@@ -282,7 +282,7 @@ class Deployment:
         await self.registry.publish()
         return worker
 
-    async def add_router(self, **changes: Any) -> Client:
+    async def add_router(self, is_awaited: bool = True, **changes: Any) -> Client:
         config = RouterConfig(**{**vars(self.config), **changes})
         door = Door(
             config,
@@ -294,7 +294,8 @@ class Deployment:
         )
         server = RouterServer(door, config, "127.0.0.1:0")
         await server.start()
-        await door.main_router()
+        if is_awaited:
+            await door.main_router()
         self.servers.append(server)
         self.clients.append(Client(server.address))
         return self.clients[-1]
