@@ -16,6 +16,7 @@ import contextlib
 import logging
 import random
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from baton.config.router import RouterConfig
@@ -30,6 +31,7 @@ from baton.errors import (
 from baton.v1 import control_pb2, router_pb2
 from router.following import Following
 from router.metrics import METRICS_EVERY_S, RouterMetrics
+from router.reporting import Reporting
 from router.request_run import SHUTTING_DOWN
 from router.router import Router
 from router.served_model import ServedModel, not_resumable
@@ -59,6 +61,7 @@ class Door:
         self.config, self.model_name, self.clock = config, model_name, clock
         self.metrics = RouterMetrics()
         self.num_waiting = 0
+        self._door_id = f"door-{uuid.uuid4().hex[:12]}"
         self._control_address, self._read, self._rng = control_address, read, rng
         self._units: list[UnitRouter] = []  # as the list has them, the oldest first
         self._leaving: list[UnitRouter] = []
@@ -281,14 +284,20 @@ class Door:
         def ended(task: asyncio.Task[None]) -> None:
             if unit in self._leaving:
                 self._leaving.remove(unit)
-            else:
+            if not unit.has_left or (not task.cancelled() and task.exception() is not None):
                 self.tell_fault(task)
 
         unit.start(ended)
         return unit
 
     async def _make(self, place: UnitPlace) -> Router:
-        told = await self._read(place.control_address, self.config)
+        reporting = Reporting(place.control_address, self.config, lambda: self._waiting_at(place))
+        reports = asyncio.create_task(reporting.run())
+        try:
+            told = await self._read(place.control_address, self.config)
+        finally:
+            reports.cancel()
+            await asyncio.wait({reports})
         model = ServedModel(self.model_name, told.text, told.model_fingerprint, place.code)
         return Router(
             self.config,
@@ -298,6 +307,13 @@ class Door:
             on_fault=self.tell_fault,
             clock=self.clock,
             rng=self._rng,
+        )
+
+    def _waiting_at(self, place: UnitPlace) -> control_pb2.ReportRouterRequest:
+        """Who waits for a first worker of the unit: where its pools are at zero, they start."""
+        is_drawn = any(unit.place == place and unit.share > 0 for unit in self._units)
+        return control_pb2.ReportRouterRequest(
+            router_id=self._door_id, num_held=self.num_waiting if is_drawn else 0
         )
 
     async def _measure(self) -> None:

@@ -42,8 +42,9 @@ async def read_tokenizer(control_address: str, config: RouterConfig) -> ReadToke
                 return await _read_once(control_address, config)
         except (grpc.aio.AioRpcError, UnavailableError, ConfigError, TimeoutError) as error:
             why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            why = why or f"no answer within {READ_WITHIN_S:g} s"
             if why != told:
-                told = why or ""
+                told = why
                 log.warning("no tokenizer yet from a worker of %s: %s", control_address, why)
         await asyncio.sleep(backoff.next_s())
 

@@ -32,6 +32,7 @@ from router.server import RouterServer
 from router.text import TextModel
 from router.unit import drawn
 from tests.cluster.conftest import ENGINE, engine_tokens, nothing_held, running_worker
+from tests.cluster.pool_settings import settings_of
 from tests.router.deployment import QUICK, Answer, Client, byte_model, error_reason
 
 CONFIG = dataclasses.replace(QUICK, resume_window_s=20.0, fleet_wait_s=10.0)
@@ -46,6 +47,7 @@ class Unit:
 
     code: str
     control: str
+    registry: Registry
     folder: Path
     text: TextModel
     engine: EngineConfig
@@ -102,9 +104,11 @@ async def unit(code: str, folder: Path, shift: int = 0, step_s: float = 0.0) -> 
     window = 20 + shift  # of another model
     fake = FakeEngineConfig(window=window, vocab_size=257, decode_step_s=step_s)
     registry, changes = Registry(REGISTRY, time.monotonic, units=UnitList(code)), Changes()
+    for role in (Role.PREFILL, Role.DECODE):
+        registry.pools.add(settings_of(role.value, role), 1)
     async with serve(registry, changes, "127.0.0.1:0") as control, AsyncExitStack() as stack:
         engine = dataclasses.replace(ENGINE, fake=fake)
-        made = Unit(code, control, folder, text, engine, stack)
+        made = Unit(code, control, registry, folder, text, engine, stack)
         yield made
         await nothing_held(*made.workers)
 
@@ -180,6 +184,12 @@ def assert_whole(answer: Answer, unit: Unit, num_tokens: int = NUM_TOKENS) -> No
     assert answer.ids == whole[answer.from_index :]
     if not answer.from_index:
         assert answer.text == unit.text.decode(whole)
+
+
+def told_of(unit: Unit) -> list[control_pb2.ReportRouterRequest]:
+    """What routers report to the unit's registry."""
+    reports = unit.registry.snapshot().routers
+    return [control_pb2.ReportRouterRequest.FromString(report) for report in reports]
 
 
 async def a_few_tokens(client: Client, request_id: str) -> Answer:
@@ -308,6 +318,7 @@ async def test_requests_wait_for_the_first_worker_to_load(tmp_path: Path) -> Non
     ):
         asking = asyncio.create_task(client.ask(request_of("r")))
         await until(lambda: door.num_waiting == 1)
+        await until(lambda: [each.num_held for each in told_of(only)] == [1])  # pools at zero start
         await only.start_workers()
         assert_whole(await asking, only)
         assert door.num_waiting == 0
