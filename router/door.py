@@ -36,7 +36,7 @@ from router.request_run import SHUTTING_DOWN
 from router.router import Router
 from router.served_model import ServedModel, not_resumable
 from router.tokenizer_reading import ReadTokenizer, read_tokenizer
-from router.unit import UnitPlace, UnitRouter, drawn
+from router.unit import UnitKey, UnitRouter, drawn
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class Door:
             return None
         if request.unit:
             for unit in self._units:
-                is_named = unit.place.code == request.unit.rpartition("/")[0]
+                is_named = unit.key.code == request.unit.rpartition("/")[0]
                 if is_named and (unit.router is None or unit.router.model.unit == request.unit):
                     return unit
             if request.resume_from_index:
@@ -221,7 +221,7 @@ class Door:
         UnavailableError, and what `found` does."""
         if (router := found()) is not None:
             return router
-        async with self._place(named_s):
+        async with self._waiting(named_s):
             while (router := found()) is None:
                 if self._closing:
                     raise ShuttingDownError(SHUTTING_DOWN, has_begun=False, retry_after_s=1.0)
@@ -229,8 +229,8 @@ class Door:
         return router
 
     @contextlib.asynccontextmanager
-    async def _place(self, named_s: float | None) -> AsyncIterator[None]:
-        """A request's place among those that wait, until its deadline."""
+    async def _waiting(self, named_s: float | None) -> AsyncIterator[None]:
+        """Count a request among those that wait, until its deadline."""
         if self.num_waiting >= self.config.max_queue:
             raise OverloadedError(
                 f"{self.num_waiting} requests wait for a first worker",
@@ -248,7 +248,7 @@ class Door:
     def _in_vain(self, named_s: float | None) -> BatonError:
         missing = [unit for unit in self._units if unit.router is None]
         if missing:
-            named = " and ".join(unit.place.code or "the cluster" for unit in missing)
+            named = " and ".join(unit.key.code or "the cluster" for unit in missing)
             message = f"no worker of {named} has told its tokenizer yet"
         else:
             message = f"the control service at {self._control_address} tells of no units"
@@ -263,23 +263,23 @@ class Door:
     # --- the list of units ---------------------------------------------------------------------
 
     async def _take_units(self, message: control_pb2.WatchUnitsResponse) -> None:
-        known = {unit.place: unit for unit in self._units}
+        known = {unit.key: unit for unit in self._units}
         units = []
-        for told in message.units:
-            place = UnitPlace(told.code, told.control_address or self._control_address)
-            unit = known.pop(place, None) or self._enter(place)
-            unit.share = told.share
+        for listed in message.units:
+            key = UnitKey(listed.code, listed.control_address or self._control_address)
+            unit = known.pop(key, None) or self._enter(key)
+            unit.share = listed.share
             units.append(unit)
         self._units = units
         for unit in known.values():
-            log.info("unit %r leaves", unit.place.code)
+            log.info("unit %r leaves", unit.key.code)
             self._leaving.append(unit)
             unit.leave()
         self._announce()
 
-    def _enter(self, place: UnitPlace) -> UnitRouter:
-        log.info("unit %r at %s", place.code, place.control_address)
-        unit = UnitRouter(place, self._make, self._announce)
+    def _enter(self, key: UnitKey) -> UnitRouter:
+        log.info("unit %r at %s", key.code, key.control_address)
+        unit = UnitRouter(key, self._make, self._announce)
 
         def ended(task: asyncio.Task[None]) -> None:
             if unit in self._leaving:
@@ -290,18 +290,18 @@ class Door:
         unit.start(ended)
         return unit
 
-    async def _make(self, place: UnitPlace) -> Router:
-        reporting = Reporting(place.control_address, self.config, lambda: self._waiting_at(place))
+    async def _make(self, key: UnitKey) -> Router:
+        reporting = Reporting(key.control_address, self.config, lambda: self._held(key))
         reports = asyncio.create_task(reporting.run())
         try:
-            told = await self._read(place.control_address, self.config)
+            tokenizer = await self._read(key.control_address, self.config)
         finally:
             reports.cancel()
             await asyncio.wait({reports})
-        model = ServedModel(self.model_name, told.text, told.model_fingerprint, place.code)
+        model = ServedModel(self.model_name, tokenizer.text, tokenizer.model_fingerprint, key.code)
         return Router(
             self.config,
-            place.control_address,
+            key.control_address,
             model,
             self.metrics,
             on_fault=self.tell_fault,
@@ -309,9 +309,9 @@ class Door:
             rng=self._rng,
         )
 
-    def _waiting_at(self, place: UnitPlace) -> control_pb2.ReportRouterRequest:
+    def _held(self, key: UnitKey) -> control_pb2.ReportRouterRequest:
         """Who waits for a first worker of the unit: where its pools are at zero, they start."""
-        is_drawn = any(unit.place == place and unit.share > 0 for unit in self._units)
+        is_drawn = any(unit.key == key and unit.share > 0 for unit in self._units)
         return control_pb2.ReportRouterRequest(
             router_id=self._door_id, num_held=self.num_waiting if is_drawn else 0
         )

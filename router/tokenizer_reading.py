@@ -35,7 +35,7 @@ class ReadTokenizer:
 async def read_tokenizer(control_address: str, config: RouterConfig) -> ReadTokenizer:
     """From any live worker, tried again until there is one that has it."""
     backoff = Backoff(config.reconnect_min_s, config.reconnect_max_s, random.Random())
-    told = ""
+    last_why = ""
     while True:
         try:
             async with asyncio.timeout(READ_WITHIN_S):
@@ -43,8 +43,8 @@ async def read_tokenizer(control_address: str, config: RouterConfig) -> ReadToke
         except (grpc.aio.AioRpcError, UnavailableError, ConfigError, TimeoutError) as error:
             why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
             why = why or f"no answer within {READ_WITHIN_S:g} s"
-            if why != told:
-                told = why
+            if why != last_why:
+                last_why = why
                 log.warning("no tokenizer yet from a worker of %s: %s", control_address, why)
         await asyncio.sleep(backoff.next_s())
 

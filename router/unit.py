@@ -18,7 +18,7 @@ _POINTS = 2**53  # as many as a float tells apart between 0 and 1
 
 
 @dataclass(frozen=True)
-class UnitPlace:
+class UnitKey:
     """Which unit it is."""
 
     code: str
@@ -31,11 +31,11 @@ class UnitRouter:
 
     def __init__(
         self,
-        place: UnitPlace,
-        make: Callable[[UnitPlace], Awaitable[Router]],
+        key: UnitKey,
+        make: Callable[[UnitKey], Awaitable[Router]],
         on_change: Callable[[], None],
     ) -> None:
-        self.place = place
+        self.key = key
         self.share = 0.0
         self.router: Router | None = None
         """None: it has yet to be made."""
@@ -46,7 +46,7 @@ class UnitRouter:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, on_end: Callable[[asyncio.Task[None]], None]) -> None:
-        self._task = asyncio.create_task(self._run(), name=f"unit {self.place.code}")
+        self._task = asyncio.create_task(self._run(), name=f"unit {self.key.code}")
         self._task.add_done_callback(on_end)
 
     @property
@@ -72,7 +72,7 @@ class UnitRouter:
     async def _run(self) -> None:
         while not self._leaves.is_set():
             self._is_reading = True
-            router = self._owned = await self._make(self.place)
+            router = self._owned = await self._make(self.key)
             self._is_reading = False
             await router.start()
             self._set(router)

@@ -367,8 +367,7 @@ class Worker:
 
     def _text_files(self) -> list[Path]:
         """Raises ConfigError."""
-        config = self._config
-        return find_text_files(config.model_path, config.model_revision, config.tokenizer)
+        return find_text_files(self.rank.model_folder, tokenizer=self._config.tokenizer)
 
     async def _sweep(self) -> None:
         while True:
