@@ -161,15 +161,17 @@ def explain(arguments: argparse.Namespace) -> int:
         message = {"role": "user", "content": arguments.prompt}
         request = build_request(chat=[message], **options)
     with client_of(arguments) as client:
-        candidates = client.explain(request)
-    if not candidates:
+        explained = client.explain(request)
+    if explained.unit:
+        render.out().print(f"unit {explained.unit}", style="dim")
+    if not explained.candidates:
         render.out().print("no worker can take this prompt now; see `baton status`")
         return 1
     columns = (
         "prefill at", "decode at", ">cost", ">queue", ">prefill", ">transfer", ">decode",
         ">cached at prefill", ">at decode",
     )  # fmt: skip
-    rows = [_candidate_row(candidate) for candidate in candidates]
+    rows = [_candidate_row(candidate) for candidate in explained.candidates]
     render.print_table("Candidates, cheapest first", columns, rows)
     return 0
 

@@ -18,6 +18,7 @@ from baton.config.cluster import ClusterConfig, load_config, parse_config
 from baton.config.router import RouterConfig
 from baton.errors import BatonError
 from baton.model_folder import with_model_folder
+from baton.text_files import find_text_files
 from cli.ports import check_ports
 from cli.progress import Steps
 from cluster.local.process_tree import Process, descendants, wait_until_gone
@@ -69,7 +70,7 @@ class Startup:
         config = with_model_folder(config, self._announce, self._steps.detail)
         self._announce("reading the tokenizer")
         # A wrong folder is told before anything is started.
-        TextModel.load(config.model, tokenizer=config.tokenizer)
+        TextModel.load(find_text_files(config.model, tokenizer=config.tokenizer))
         self._cluster = start_cluster(config, on_progress=self._announce)
         self._catch()
         return self._cluster

@@ -16,18 +16,17 @@ from prometheus_client import start_http_server
 from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
+from router.door import Door
 from router.listening import cannot_listen, split_address
 from router.metrics import RouterMetrics
-from router.router import Router
 from router.server import RouterServer
-from router.text import TextModel
 
 log = logging.getLogger("router")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m router", description="Baton's router")
-    parser.add_argument("--control", required=True, metavar="HOST:PORT", help="the registry")
+    parser.add_argument("--control", required=True, metavar="HOST:PORT", help="tells the units")
     parser.add_argument("--config", metavar="FILE", help="cluster.yaml; without it, the defaults")
     parser.add_argument("--listen", metavar="HOST:PORT", help="overrides the configuration")
     levels = ("debug", "info", "warning", "error")
@@ -40,32 +39,29 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
 
     A second signal cuts the drain short. Returns the exit status: 1 after a fault.
     """
-    text_model = await asyncio.to_thread(
-        TextModel.load, config.model, config.model_revision, config.tokenizer
-    )
-    router = Router(config.router, control, config.model_name, text_model)
-    metrics = serve_metrics(config.router, router.metrics)
-    server = RouterServer(router, config.router, listen)
+    door = Door(config.router, control, config.model_name)
+    metrics = serve_metrics(config.router, door.metrics)
+    server = RouterServer(door, config.router, listen)
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     await server.start()
     print(f"router listening on {server.address}", flush=True)
-    router.fault.add_done_callback(lambda _: signals.put_nowait(signal.SIGTERM))
+    door.fault.add_done_callback(lambda _: signals.put_nowait(signal.SIGTERM))
     await signals.get()
-    log.info("draining %d requests", router.num_active)
+    log.info("draining %d requests", door.num_active)
     stopping = asyncio.create_task(server.stop(config.router.drain_timeout_s))
     again = asyncio.create_task(signals.get())
     await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
     if not stopping.done():
-        log.warning("drain cut short: %d requests are left to another router", router.num_active)
-        router.leave_requests()
+        log.warning("drain cut short: %d requests are left to another router", door.num_active)
+        door.leave_requests()
     await stopping
     again.cancel()
     if metrics is not None:
         metrics.shutdown()
-    return 1 if router.fault.done() else 0
+    return 1 if door.fault.done() else 0
 
 
 def serve_metrics(config: RouterConfig, metrics: RouterMetrics) -> WSGIServer | None:

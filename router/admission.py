@@ -297,7 +297,7 @@ class Admission:
     def _refuse_stranded(self, within_reach: Reach, now: float) -> None:
         """What counts is for how long nobody took the request, not for how long it has waited: a
         worker that is away for a moment costs nobody a place in line."""
-        are_held = self._fleet.stopped.holds(self._config.local_prefill)
+        are_held = self._fleet.away.hold(self._config.local_prefill)
         for ticket in self._waiting:
             assert ticket.placed is not None
             if ticket.placed.done():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.v1 import control_pb2
 
@@ -16,9 +16,9 @@ WINDOW_S = 10.0
 _LEAST_S = 1.0  # one prompt in the first moment is no rate
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counts:
-    """Since the router's start."""
+    """Of one unit's requests, since its router's start."""
 
     num_arrivals: int = 0
     prompt_tokens: int = 0
@@ -55,7 +55,7 @@ class Figures:
         while len(self._seen) > 1 and self._seen[1][0] <= now - WINDOW_S:
             self._seen.popleft()
         began_at, before = self._seen[0]
-        self._seen.append((now, counts))
+        self._seen.append((now, replace(counts)))
         seconds = max(now - began_at, _LEAST_S)
         ended = counts.num_ended - before.num_ended
         report = control_pb2.ReportRouterRequest(

@@ -19,7 +19,7 @@ import numpy as np
 from baton.config.router import RouterConfig
 from router.placement import FleetArrays, Placement
 from router.recent_peak import RecentPeak
-from router.stopped_pools import StoppedPools
+from router.roles_away import RolesAway
 from router.worker_facts import WorkerFacts
 from router.worker_kinds import WorkerKinds
 
@@ -110,7 +110,7 @@ class Fleet:
         self._booking_ids = itertools.count(1)
         self._bookings: dict[int, Booking] = {}
         self.arrays = FleetArrays.empty(8)
-        self.stopped = StoppedPools()
+        self.away = RolesAway()
 
     # --- membership ----------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from baton.config.router import RouterConfig
 from router.fleet import Fleet, ReportedLoad, WorkerEntry, WorkerState
 from router.kv_follower import IndexState
 from router.prefix_index import PrefixIndex
+from router.roles_away import RolesAway
 from router.session import RouterIdentity
-from router.stopped_pools import PoolReport
 from router.worker_facts import WorkerFacts
 from router.worker_link import WorkerLink
 
@@ -42,7 +42,7 @@ class FleetReport:
     """The whole fleet as the registry sees it now."""
 
     workers: Sequence[WorkerReport]
-    pools: Sequence[PoolReport] = ()
+    away: RolesAway = RolesAway()  # noqa: RUF009
     settles: bool = False
     """The registry has just started: workers may have yet to register with it again."""
     model_fingerprint: bytes = b""
@@ -115,7 +115,7 @@ class FleetLinks:
     # --- what the registry says ----------------------------------------------------------------
 
     def update(self, fleet: FleetReport) -> None:
-        self._fleet.stopped.update(fleet.pools)
+        self._fleet.away = fleet.away
         self._settles = fleet.settles
         listed = set()
         self._refused &= {report.facts.worker_id for report in fleet.workers}
@@ -175,11 +175,6 @@ class FleetLinks:
             if link.entry.state is not WorkerState.UNLISTED:
                 self._fleet.set_state(link.entry, WorkerState.UNLISTED)
         else:
-            self._drop(link)
-
-    def drop_all(self) -> None:
-        """Drop every worker: another unit has taken their unit's place."""
-        for link in list(self._links.values()):
             self._drop(link)
 
     def _drop(self, link: WorkerLink) -> None:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
-from collections.abc import Callable
-
-import grpc.aio
+from collections.abc import Callable, Collection
 
 from baton.config.router import RouterConfig
-from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
-from router.backoff import Backoff
+from baton.v1 import common_pb2, control_pb2, worker_pb2
 from router.fleet import ReportedLoad, WorkerState
 from router.fleet_links import FleetReport, WorkerReport
-from router.stopped_pools import PoolReport
+from router.following import Following
+from router.roles_away import RolesAway
 from router.worker_facts import WorkerFacts
-from router.worker_link import channel_options
-
-log = logging.getLogger(__name__)
 
 _STATES = {
     control_pb2.WORKER_STATE_STARTING: WorkerState.STARTING,
@@ -68,7 +61,7 @@ def read_load(load: worker_pb2.WorkerLoad) -> ReportedLoad:
 def read_fleet(message: control_pb2.WatchFleetResponse) -> FleetReport:
     return FleetReport(
         [_read_worker(worker) for worker in message.workers],
-        read_pools(message),
+        _read_away(message),
         message.settles,
         message.model_fingerprint,
     )
@@ -84,20 +77,25 @@ def _read_worker(worker: control_pb2.FleetWorker) -> WorkerReport:
     )
 
 
-def read_pools(message: control_pb2.WatchFleetResponse) -> list[PoolReport]:
-    return [
-        PoolReport(
-            name=pool.name,
-            can_prefill=pool.role in _PREFILLS,
-            can_decode=pool.role in _DECODES,
-            desired_replicas=pool.desired_replicas,
-            live_replicas=pool.live_replicas,
-            num_failed_starts=pool.num_failed_starts,
-            prefill_comes_back=common_pb2.WORKER_ROLE_PREFILL in pool.comes_back_for,
-            decode_comes_back=common_pb2.WORKER_ROLE_DECODE in pool.comes_back_for,
-        )
-        for pool in message.pools
-    ]
+def _read_away(message: control_pb2.WatchFleetResponse) -> RolesAway:
+    return RolesAway(
+        prefill=_is_away(message, common_pb2.WORKER_ROLE_PREFILL, _PREFILLS),
+        decode=_is_away(message, common_pb2.WORKER_ROLE_DECODE, _DECODES),
+    )
+
+
+def _is_away(
+    message: control_pb2.WatchFleetResponse,
+    role: common_pb2.WorkerRole.ValueType,
+    can: Collection[common_pb2.WorkerRole.ValueType],
+) -> bool:
+    """Whether no pool is to have workers for the role, or those of one have yet to start. Of a
+    registry that keeps pools and was told of none, both are to come."""
+    if not message.pools:
+        return message.keeps_pools
+    pools = [pool for pool in message.pools if pool.role in can]
+    is_wanted = any(pool.desired_replicas for pool in pools)
+    return bool(pools) and (not is_wanted or any(role in pool.comes_back_for for pool in pools))
 
 
 class FleetWatch:
@@ -110,69 +108,44 @@ class FleetWatch:
         on_fleet: Callable[[FleetReport], None],
         on_lost: Callable[[], None],
     ) -> None:
-        self._address, self._config = address, config
-        self._on_fleet, self._on_lost = on_fleet, on_lost
+        self._on_fleet = on_fleet
         self.last: control_pb2.WatchFleetResponse | None = None
-        self.is_connected = False
-        self._told_lost = False  # warned of once, until it is back
+        self._has_ended = False
         self._news = asyncio.Condition()
+        self._following = Following(
+            address,
+            config,
+            config.registry_silence_s,
+            lambda stub: stub.WatchFleet(control_pb2.WatchFleetRequest()),
+            self._take,
+            on_lost,
+        )
+
+    @property
+    def is_connected(self) -> bool:
+        return self._following.is_connected
 
     async def run(self) -> None:
         """Follow the registry until cancelled, through any number of its restarts."""
-        backoff = Backoff(
-            self._config.reconnect_min_s, self._config.reconnect_max_s, random.Random()
-        )
-        options = channel_options(self._config)
-        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
-            stub = control_pb2_grpc.ControlServiceStub(channel)
-            while True:
-                why = "it ended the stream"
-                try:
-                    await self._follow(stub, backoff)
-                except grpc.aio.AioRpcError as error:
-                    why = f"{error.code().name}: {error.details()}"
-                except TimeoutError:
-                    why = f"silent for {self._config.registry_silence_s:g} s"
-                self._lose(why)
-                await asyncio.sleep(backoff.next_s())
-
-    async def _follow(self, stub: control_pb2_grpc.ControlServiceStub, backoff: Backoff) -> None:
-        """One stream, until it ends or falls silent: it speaks about once a second."""
-        call = stub.WatchFleet(control_pb2.WatchFleetRequest())
-        messages = aiter(call)
         try:
-            while True:
-                async with asyncio.timeout(self._config.registry_silence_s):
-                    message = await anext(messages, None)
-                if message is None:
-                    return
-                backoff.reset()
-                await self._take(message)
+            await self._following.run()
         finally:
-            call.cancel()
-
-    def _lose(self, why: str) -> None:
-        if not self._told_lost:
-            self._told_lost = True
-            log.warning("registry %s: %s", self._address, why)
-        if self.is_connected:
-            self.is_connected = False
-            self._on_lost()
+            self._has_ended = True
+            async with self._news:
+                self._news.notify_all()
 
     async def _take(self, message: control_pb2.WatchFleetResponse) -> None:
-        if self._told_lost:
-            self._told_lost = False
-            log.info("registry %s: connected", self._address)
-        self.is_connected, self.last = True, message
+        self.last = message
         self._on_fleet(read_fleet(message))
         async with self._news:
             self._news.notify_all()
 
     async def next_after(
         self, seen: control_pb2.WatchFleetResponse | None
-    ) -> control_pb2.WatchFleetResponse:
-        """The registry's newest answer that is not `seen`."""
+    ) -> control_pb2.WatchFleetResponse | None:
+        """The registry's newest answer that is not `seen`; None: none comes any more."""
         async with self._news:
-            await self._news.wait_for(lambda: self.last is not None and self.last is not seen)
-        assert self.last is not None
-        return self.last
+            await self._news.wait_for(
+                lambda: self._has_ended or (self.last is not None and self.last is not seen)
+            )
+        return None if self._has_ended else self.last

@@ -1,16 +1,29 @@
-"""What a router tells Prometheus; one registry per router, so that several fit in a process."""
+"""What a router process tells Prometheus: of all its units together."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import prometheus_client
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 
-from router.figures import Counts
-from router.output import FinishReason
-
-_WHOLE = (FinishReason.STOP.value, FinishReason.LENGTH.value)
+METRICS_EVERY_S = 1.0
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """One unit's part of the gauges, now."""
+
+    num_queued: int
+    num_active: int
+    num_index_blocks: int
+    num_degraded: int
+    worker_states: Sequence[str]
+    """One for each worker."""
 
 
 class RouterMetrics:
@@ -18,7 +31,7 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         r = self.registry = CollectorRegistry()
-        counter, gauge = partial(Counter, registry=r), partial(Gauge, registry=r)
+        counter, gauge = partial(prometheus_client.Counter, registry=r), partial(Gauge, registry=r)
         seconds = partial(Histogram, registry=r, buckets=SECONDS)
         self.requests = counter("baton_requests", "Requests by how they ended", ["end"])
         self.served = counter(
@@ -55,17 +68,15 @@ class RouterMetrics:
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
         )
 
-    def counts(self) -> Counts:
-        """What planning goes by."""
-        ended = sum(self._value("baton_requests", end=end) for end in _WHOLE)
-        return Counts(
-            num_arrivals=self._value("baton_arrivals"),
-            prompt_tokens=self._value("baton_prompt_tokens"),
-            prefilled_tokens=self._value("baton_prefilled_prompt_tokens"),
-            cached_tokens=self._value("baton_cached_prompt_tokens"),
-            num_ended=ended,
-            output_tokens=self._value("baton_output_tokens"),
-        )
-
-    def _value(self, counter: str, **labels: str) -> int:
-        return int(self.registry.get_sample_value(f"{counter}_total", labels) or 0)
+    def measure(self, gauges: Sequence[Gauges]) -> None:
+        """Set the gauges to the sums over the units' routers."""
+        self.queue.set(sum(each.num_queued for each in gauges))
+        self.active.set(sum(each.num_active for each in gauges))
+        self.index_blocks.set(sum(each.num_index_blocks for each in gauges))
+        self.degraded.set(sum(each.num_degraded for each in gauges))
+        self.workers.clear()
+        states = Counter[str]()
+        for each in gauges:
+            states.update(each.worker_states)
+        for state, count in states.items():
+            self.workers.labels(state).set(count)

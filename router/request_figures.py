@@ -1,4 +1,4 @@
-"""What became of this router's requests in the last seconds: rollouts go by it.
+"""What became of this router's requests in the last minute: rollouts go by it.
 
 A request counts once, when it ends after at least one attempt. Requests that their clients ended do
 not count, nor do those with a deadline that nobody could have met: they say nothing of the workers.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from baton.v1 import control_pb2
 from router.recent import Recent, Spans
 
-WINDOW_S = 10.0
+WINDOW_S = 60.0
 _STILL_FACTOR = 10.0
 _LEAST_STILL_S = 5.0
 
@@ -60,18 +60,16 @@ class RequestFigures:
         """How long a request may stand still that the fastest worker could prefill in `least_s`."""
         return max(_LEAST_STILL_S, _STILL_FACTOR * max(self._usual_s, least_s))
 
-    def report(self) -> control_pb2.RequestFigures | None:
-        """None: nothing was seen. Rates are over the whole window, also while it fills: summed over
-        time, they count each request once."""
+    def report(self, num_active: int) -> control_pb2.RequestFigures:
+        """`num_active`: requests that run now."""
         now = self._clock()
         if (wait_s := self._first_waits_s.quantile(0.5, now)) is not None:
             self._usual_s = wait_s
-        ended, itl_s = list(self._ended.within(now)), self._gaps_s.quantile(0.5, now)
-        if not ended and itl_s is None:
-            return None
+        ended = list(self._ended.within(now))
         return control_pb2.RequestFigures(
-            requests_per_s=sum(each.num_all for each in ended) / WINDOW_S,
-            failures_per_s=sum(each.num_failed for each in ended) / WINDOW_S,
-            itl_s=itl_s,
-            abandoned_per_s=sum(each.num_abandoned for each in ended) / WINDOW_S,
+            num_requests=sum(each.num_all for each in ended),
+            num_failures=sum(each.num_failed for each in ended),
+            itl_s=self._gaps_s.quantile(0.5, now),
+            num_abandoned=sum(each.num_abandoned for each in ended),
+            num_active=num_active,
         )

@@ -55,7 +55,7 @@ class RequestOutput:
         parsed = arrival.parsed
         self._ends = frozenset(parsed.stop_token_ids)
         self._detokenizer = Detokenizer(
-            parts.text,
+            parts.model.text,
             parsed.stop,
             after_text=not parsed.is_chat,
             min_tokens=parsed.sampling.min_tokens,
@@ -131,8 +131,11 @@ class RequestOutput:
         self._parts.metrics.ttft.observe(ttft_s)
         if booking is not None and prefilled:
             self._parts.pool_figures.saw_first_token(booking.prefill.facts.pool, ttft_s)
+        num_tokens = len(self._arrival.parsed.token_ids)
         self._parts.metrics.cached_tokens.inc(self._num_cached_tokens)
-        self._parts.metrics.prefilled_tokens.inc(len(self._arrival.parsed.token_ids))
+        self._parts.metrics.prefilled_tokens.inc(num_tokens)
+        self._parts.counts.cached_tokens += self._num_cached_tokens
+        self._parts.counts.prefilled_tokens += num_tokens
         self.log.mark(Prefilled(ttft_s, self._num_cached_tokens))
 
     def handed_off(self, done: worker_pb2.HandoffDone) -> None:
@@ -167,6 +170,7 @@ class RequestOutput:
         self._time(num_new)
         log.logprobs.extend(logprobs[:num_new])
         self._parts.metrics.tokens.inc(num_new)
+        self._parts.counts.output_tokens += num_new
         self._parts.admission.emitted(self._arrival.parsed.tenant, num_before, len(log.ids))
         if finished is None and len(log.ids) >= self._arrival.parsed.sampling.max_tokens:
             finished = FinishReason.LENGTH
@@ -262,6 +266,7 @@ class RequestOutput:
         metrics, timings = self._parts.metrics, self._timings()
         metrics.requests.labels(reason.value).inc()
         is_aborted = reason is FinishReason.ABORTED
+        self._parts.counts.num_ended += not is_aborted
         self._count(self._judge_aborted() if is_aborted else Served.WELL)
         metrics.e2e.observe(timings.e2e_s)
         metrics.queue_wait.observe(timings.queue_s)

@@ -270,7 +270,7 @@ class RequestRun:
         num_tokens = len(parsed.token_ids)  # what is cached of it where it runs is not known here
         async with parts.searching.turn(parsed.tenant):
             found = await find_running(
-                self.arrival,
+                self.arrival.sought,
                 parts.links,
                 lambda link: self._new_attempt(
                     Workers(link, None), lambda tokens_per_s: num_tokens / tokens_per_s
@@ -279,7 +279,7 @@ class RequestRun:
             )
         if found is None:
             self._is_sought = False
-            check_resumable(parsed, parts.model)
+            check_resumable(parsed)
             return False
         spec = found.response.spec
         try:
@@ -349,5 +349,5 @@ class RequestRun:
             num_cached_tokens_prefill=placement.num_cached_tokens_prefill if placement else 0,
             num_cached_tokens_decode=placement.num_cached_tokens_decode if placement else 0,
             attempt=self._retrying.attempt_number,
-            model_fingerprint=self._parts.model.fingerprint,
+            unit=self._parts.model.unit,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import grpc
@@ -14,8 +14,7 @@ from baton.errors import AlreadyExistsError, NotResumableError, UnavailableError
 from baton.v1 import worker_pb2
 from router.attempt import Attempt
 from router.fleet_links import FleetLinks
-from router.run_parts import Arrival
-from router.served_model import ServedModel
+from router.run_parts import Sought
 from router.session import SessionLostError
 from router.validate import ParsedRequest
 from router.worker_link import WorkerLink
@@ -38,25 +37,34 @@ class Found:
     response: worker_pb2.AttachResponse
 
 
-def check_resumable(parsed: ParsedRequest, model: ServedModel) -> None:
+def check_resumable(parsed: ParsedRequest) -> None:
     """Check that a request which no decode worker keeps can be run again.
 
     Raises NotResumableError when its client has seen tokens, and nobody knows the seed that they
-    were drawn with, or they may come from another model than the one that is served now.
+    were drawn with.
     """
-    if not parsed.resume_from_index:
-        return
-    if parsed.seed is None:
+    if parsed.resume_from_index and parsed.seed is None:
         raise NotResumableError(
             "no decode worker keeps the request, and without its seed it cannot be run again;"
             " send the seed that Routed told",
             field="seed",
         )
-    model.check_same(parsed.model_fingerprint)
+
+
+async def is_kept(sought: Sought, links: FleetLinks, timeout_s: float) -> bool:
+    """Whether a decode worker keeps the request. Raises what `find_running` does."""
+    await links.wait_tried(timeout_s)
+    asked = links.with_open_session()
+    asking = (_attach(link, sought, timeout_s) for link in asked)
+    answers = await asyncio.gather(*asking, return_exceptions=True)
+    if any(isinstance(answer, worker_pb2.AttachResponse) for answer in answers):
+        return True
+    _check_nowhere(sought, links, dict(zip(asked, answers, strict=True)))
+    return False
 
 
 async def find_running(
-    arrival: Arrival,
+    sought: Sought,
     links: FleetLinks,
     make_attempt: Callable[[WorkerLink], Attempt],
     timeout_s: float,
@@ -70,7 +78,7 @@ async def find_running(
     """
     await links.wait_tried(timeout_s)
     asked = {
-        link: asyncio.create_task(_ask(link, make_attempt(link), arrival, timeout_s))
+        link: asyncio.create_task(_ask(link, make_attempt(link), sought, timeout_s))
         for link in links.with_open_session()
     }
     try:
@@ -82,20 +90,21 @@ async def find_running(
     found.sort(key=lambda one: one.response.spec.attempt)
     for older in found[:-1]:
         older.attempt.abandon()
-        older.link.session.cancel(arrival.wire_id, older.response.spec.attempt)
+        older.link.session.cancel(sought.wire_id, older.response.spec.attempt)
     if found:
         return found[-1]
-    heard = {
-        link: answer
-        for link, answer in zip(asked, answers, strict=True)
-        if not isinstance(answer, _NoAnswerError)
-    }
-    if arrival.parsed.resume_from_index:
-        _check_all_heard(links, heard.keys())
-    errors = [answer for answer in heard.values() if isinstance(answer, BaseException)]
-    if errors:
-        raise errors[0]
+    _check_nowhere(sought, links, dict(zip(asked, answers, strict=True)))
     return None
+
+
+def _check_nowhere(sought: Sought, links: FleetLinks, answers: Mapping[WorkerLink, object]) -> None:
+    """No worker that answered keeps the request: raise what keeps it from being run again."""
+    heard = {k: answer for k, answer in answers.items() if not isinstance(answer, _NoAnswerError)}
+    if sought.resume_from_index:
+        _check_all_heard(links, heard.keys())
+    for answer in heard.values():
+        if isinstance(answer, BaseException):
+            raise answer
 
 
 def _abandon(asked: Iterable[asyncio.Task[Found | None]]) -> None:
@@ -124,26 +133,35 @@ class _NoAnswerError(Exception):
 
 
 async def _ask(
-    link: WorkerLink, attempt: Attempt, arrival: Arrival, timeout_s: float
+    link: WorkerLink, attempt: Attempt, sought: Sought, timeout_s: float
 ) -> Found | None:
     """The attempt listens before the worker is asked, so that no token falls between."""
-    parsed = arrival.parsed
     try:
         attempt.listen()
     except SessionLostError as error:
         attempt.abandon()
         raise _NoAnswerError from error
-    kept = False
+    response = None
     try:
-        response = await link.attach(
-            arrival.wire_id, parsed.tenant, parsed.body_digest, parsed.seed, timeout_s
+        response = await _attach(link, sought, timeout_s)
+    finally:
+        if response is None:
+            attempt.abandon()
+    return None if response is None else Found(link, attempt, response)
+
+
+async def _attach(
+    link: WorkerLink, sought: Sought, timeout_s: float
+) -> worker_pb2.AttachResponse | None:
+    """None: the worker does not keep the request. Raises AlreadyExistsError, _NoAnswerError."""
+    try:
+        return await link.attach(
+            sought.wire_id, sought.tenant, sought.body_digest, sought.seed, timeout_s
         )
-        kept = True
-        return Found(link, attempt, response)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.ALREADY_EXISTS:
             raise AlreadyExistsError(
-                f"request {arrival.request_id!r} runs with another body or seed",
+                f"request {sought.request_id!r} runs with another body or seed",
                 field="request_id",
             ) from None
         if error.code() is not grpc.StatusCode.NOT_FOUND:
@@ -156,6 +174,3 @@ async def _ask(
         if task is None or task.cancelling():
             raise
         return None  # it has left the fleet while it was asked
-    finally:
-        if not kept:
-            attempt.abandon()

@@ -1,4 +1,4 @@
-"""A router without its door: everything but the gRPC server, composed.
+"""The router of one unit: everything but the gRPC server and the door, composed.
 
 Owns the table of requests. A request is known by (tenant, request id); clients attach to it and
 leave it. One that its client named lives on without clients for `resume_window_s`, and is
@@ -19,13 +19,13 @@ from contextlib import AsyncExitStack
 
 from baton.config.router import RouterConfig
 from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
-from baton.v1 import control_pb2
+from baton.v1 import control_pb2, router_pb2
 from router.admission import Admission
-from router.figures import Figures
+from router.figures import Counts, Figures
 from router.fleet import Fleet
 from router.fleet_links import FleetLinks, FleetReport
 from router.fleet_watch import FleetWatch
-from router.metrics import RouterMetrics
+from router.metrics import Gauges, RouterMetrics
 from router.output import Finished, FinishReason, OutputReader
 from router.placement import Placement
 from router.pool_figures import PoolFigures
@@ -34,20 +34,17 @@ from router.prompt import PromptBlocks
 from router.reporting import Reporting, waiting_requests
 from router.request_figures import RequestFigures
 from router.request_run import SHUTTING_DOWN, RequestRun
+from router.resume import is_kept
 from router.retry_budget import RetryBudget
-from router.run_parts import Arrival, RunParts, wire_id
+from router.run_parts import Arrival, RunParts, Sought, wire_id
 from router.searching import Searching
 from router.served_model import ServedModel
 from router.session import RouterIdentity
-from router.text import TextModel
 from router.ticket import Ticket
-from router.validate import ParsedRequest, RequestLimits
+from router.validate import ParsedRequest, RequestLimits, body_digest
 from router.worker_facts import NO_BOUND, WorkerFacts
 
 log = logging.getLogger(__name__)
-
-METRICS_EVERY_S = 1.0
-HEARD_WITHIN_S = 2.0
 
 
 class Router:
@@ -57,17 +54,19 @@ class Router:
         self,
         config: RouterConfig,
         control_address: str,
-        model_name: str,
-        text_model: TextModel,
+        model: ServedModel,
+        metrics: RouterMetrics,
         *,
+        on_fault: Callable[[asyncio.Task[None]], None],
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
-        self.config, self.model_name, self.text = config, model_name, text_model
-        self.clock = clock
+        """`on_fault` hears of a task that has ended, and must not while the router serves."""
+        self.config, self.model, self.text = config, model, model.text
+        self.clock, self._on_fault = clock, on_fault
         self._rng = rng or random.SystemRandom()
         self._control_address = control_address
-        self.metrics = RouterMetrics()
+        self.metrics = metrics
         self.identity = RouterIdentity(f"router-{uuid.uuid4().hex[:12]}", time.time_ns())
         self._figures = Figures(self.identity.router_id, clock)
         self.index = PrefixIndex(config.max_predictions)
@@ -82,21 +81,22 @@ class Router:
         self._remembered_bytes = 0
         self._stack = AsyncExitStack()
         self._closing = False
-        self.fault: asyncio.Future[None]
-        """Done once the router, which goes on with what runs, cannot serve any longer."""
+        self._emptied = asyncio.Event()  # set when no request is known here any more
+        self.replaced = asyncio.Event()
+        """Set once the registry reports another model: the router is to be closed."""
 
     def _make_parts(self) -> RunParts:
         """What requests share."""
         return RunParts(
             config=self.config,
-            text=self.text,
-            model=ServedModel(),
+            model=self.model,
             fleet=self.fleet,
             links=self.links,
             admission=self.admission,
             searching=Searching(self.config),
             retries=RetryBudget(self.config, self.clock),
             metrics=self.metrics,
+            counts=Counts(),
             request_figures=RequestFigures(self.clock),
             pool_figures=PoolFigures(self.clock),
             clock=self.clock,
@@ -105,25 +105,21 @@ class Router:
 
     async def start(self) -> None:
         """Begin to follow the fleet."""
-        self.fault = asyncio.get_running_loop().create_future()
         reporting = Reporting(self._control_address, self.config, self._report)
-        for work in (self.watch.run(), self._measure(), reporting.run()):
+        for work in (self.watch.run(), reporting.run()):
             task = asyncio.create_task(work)
-            task.add_done_callback(self.tell_fault)
+            task.add_done_callback(self._ended_task)
             self._stack.push_async_callback(_stop, task)
 
-    async def can_serve(self) -> None:
-        """Return once the fleet is known. A registry that says nothing is not waited for."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HEARD_WITHIN_S):
-                await self.links.wait_heard()
+    def _ended_task(self, task: asyncio.Task[None]) -> None:
+        if not self._closing:
+            self._on_fault(task)
 
-    def tell_fault(self, ended: asyncio.Task[None]) -> None:
-        """Of a task that must not end while the router serves."""
-        if not self._closing and not self.fault.done():
-            error = None if ended.cancelled() else ended.exception()
-            log.critical("%s ended: %r", ended.get_coro(), error, exc_info=error)
-            self.fault.set_result(None)
+    async def run_out(self) -> None:
+        """Return when every request has ended and is forgotten; none outlives its deadline."""
+        while self._runs:
+            self._emptied.clear()
+            await self._emptied.wait()
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Take nothing new, give what runs `drain_s` to end, then leave the rest to its decode
@@ -174,8 +170,11 @@ class Router:
 
     def _begin(self, arrival: Arrival) -> RequestRun:
         run = self._runs[arrival.key] = RequestRun(arrival, self._parts)
+        num_tokens = len(arrival.parsed.token_ids)
         self.metrics.arrivals.inc()
-        self.metrics.prompt_tokens.inc(len(arrival.parsed.token_ids))
+        self.metrics.prompt_tokens.inc(num_tokens)
+        self._parts.counts.num_arrivals += 1
+        self._parts.counts.prompt_tokens += num_tokens
         run.start(self._ended)
         return run
 
@@ -189,6 +188,24 @@ class Router:
         elif not self._closing:
             has_ended = run.log.end is not None
             self._set_timer(run, (lambda: self._forget(run)) if has_ended else run.lose_clients)
+
+    def has(self, key: tuple[str, str]) -> bool:
+        """Whether the request (tenant, request id) runs here, or its output is remembered."""
+        return key in self._runs
+
+    async def keeps(self, request: router_pb2.GenerateRequest) -> bool:
+        """Whether a decode worker of the unit keeps a request. Raises AlreadyExistsError,
+        OverloadedError, and UnavailableError while one that may keep it has yet to answer."""
+        seed = request.seed if request.HasField("seed") else None
+        sought = Sought(
+            request.tenant,
+            request.request_id,
+            body_digest(request),
+            seed,
+            request.resume_from_index,
+        )
+        async with self._parts.searching.turn(request.tenant):
+            return await is_kept(sought, self.links, self.config.attach_timeout_s)
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Raises NotFoundError."""
@@ -231,6 +248,8 @@ class Router:
         self._remembered_bytes -= self._remembered.pop(run, 0)
         if self._runs.get(run.arrival.key) is run:
             del self._runs[run.arrival.key]
+        if not self._runs:
+            self._emptied.set()
 
     def _set_timer(self, run: RequestRun, action: Callable[[], None]) -> None:
         self._forget_timer(run)
@@ -244,18 +263,16 @@ class Router:
     # --- the fleet -----------------------------------------------------------------------------
 
     def _take_fleet(self, report: FleetReport) -> None:
-        if not self._parts.model.is_replaced_by(report.model_fingerprint):
+        if report.model_fingerprint in (b"", self.model.fingerprint):
             self.links.update(report)
-            return
-        for run in list(self._runs.values()):
-            run.lose_model()
-        self.links.drop_all()
-        if not self.fault.done():
-            log.critical("another model is served now: this router ends, to read its tokenizer")
-            self.fault.set_result(None)
+        elif not self.replaced.is_set():
+            log.warning("unit %r serves another model now", self.model.code)
+            for run in list(self._runs.values()):
+                run.lose_model()
+            self.replaced.set()
 
     def _is_served(self, facts: WorkerFacts) -> bool:
-        return facts.model == self.model_name
+        return facts.model == self.model.name
 
     def _fleet_changed(self) -> None:
         self.admission.kick()
@@ -272,31 +289,26 @@ class Router:
         return RequestLimits(
             max_model_len=self.max_model_len() or NO_BOUND,
             model_context=self.text.max_model_len if by_memory else None,
-            model_names=(self.model_name,),
+            model_names=(self.model.name,),
         )
 
     def _report(self) -> control_pb2.ReportRouterRequest:
         waiting = waiting_requests(self.admission.waiting, self.fleet, self.config, self.clock())
-        report = self._figures.report(self.metrics.counts(), waiting)
-        if (requests := self._parts.request_figures.report()) is not None:
-            report.requests.CopyFrom(requests)
+        report = self._figures.report(self._parts.counts, waiting)
+        report.requests.CopyFrom(self._parts.request_figures.report(self.num_active))
         report.pools.extend(self._parts.pool_figures.report())
         return report
 
-    async def _measure(self) -> None:
-        """Bring the gauges up to date, once a second."""
-        metrics = self.metrics
-        while True:
-            metrics.queue.set(len(self.admission))
-            metrics.active.set(self.num_active)
-            metrics.index_blocks.set(len(self.index))
-            metrics.degraded.set(self.links.num_degraded())
-            states = [entry.state.value for entry in self.fleet if entry.connected]
-            states += ["disconnected" for entry in self.fleet if not entry.connected]
-            metrics.workers.clear()
-            for state in set(states):
-                metrics.workers.labels(state).set(states.count(state))
-            await asyncio.sleep(METRICS_EVERY_S)
+    def gauges(self) -> Gauges:
+        return Gauges(
+            num_queued=len(self.admission),
+            num_active=self.num_active,
+            num_index_blocks=len(self.index),
+            num_degraded=self.links.num_degraded(),
+            worker_states=[
+                entry.state.value if entry.connected else "disconnected" for entry in self.fleet
+            ],
+        )
 
     @property
     def num_active(self) -> int:

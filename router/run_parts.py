@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from baton.config.router import RouterConfig
 from router.admission import Admission
+from router.figures import Counts
 from router.fleet import Fleet
 from router.fleet_links import FleetLinks
 from router.metrics import RouterMetrics
@@ -17,14 +18,12 @@ from router.request_figures import RequestFigures
 from router.retry_budget import RetryBudget
 from router.searching import Searching
 from router.served_model import ServedModel
-from router.text import TextModel
 from router.validate import ParsedRequest
 
 
 @dataclass(frozen=True)
 class RunParts:
     config: RouterConfig
-    text: TextModel
     model: ServedModel
     fleet: Fleet
     links: FleetLinks
@@ -32,10 +31,26 @@ class RunParts:
     searching: Searching
     retries: RetryBudget
     metrics: RouterMetrics
+    counts: Counts
     request_figures: RequestFigures
     pool_figures: PoolFigures
     clock: Callable[[], float]
     rng: random.Random
+
+
+@dataclass(frozen=True)
+class Sought:
+    """A request that a decode worker may keep: what the worker knows it by."""
+
+    tenant: str
+    request_id: str
+    body_digest: bytes
+    seed: int | None
+    resume_from_index: int
+
+    @property
+    def wire_id(self) -> str:
+        return wire_id(self.tenant, self.request_id)
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,12 @@ class Arrival:
     @property
     def wire_id(self) -> str:
         return wire_id(self.parsed.tenant, self.request_id)
+
+    @property
+    def sought(self) -> Sought:
+        parsed = self.parsed
+        index = parsed.resume_from_index or 0
+        return Sought(parsed.tenant, self.request_id, parsed.body_digest, parsed.seed, index)
 
 
 def wire_id(tenant: str, request_id: str) -> str:

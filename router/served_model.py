@@ -1,18 +1,11 @@
-"""Which model this router serves: one for its life, since its tokenizer is that model's.
-
-A registry refuses workers of another model than its first worker's. If it reports another model
-than before, another unit has taken the old one's place:
-
-1. Streams that have put out tokens end as NOT_RESUMABLE.
-2. The router drops its workers and takes no others. It drains and ends; whoever starts it again has
-   it read the new model's tokenizer.
-3. A client names the model that its tokens come from when it comes back (`Routed`), so that no
-   router goes on with them on another model.
-"""
+"""The model that a router serves for its life: its tokenizer is that model's."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from baton.errors import NotResumableError
+from router.text import TextModel
 
 
 def not_resumable() -> NotResumableError:
@@ -22,20 +15,17 @@ def not_resumable() -> NotResumableError:
     )
 
 
+@dataclass(frozen=True)
 class ServedModel:
-    """Own the fingerprint of the model that this router serves."""
+    name: str
+    """What clients call it."""
+    text: TextModel
+    fingerprint: bytes = b""
+    """Of weights and configuration; empty: the worker that told its tokenizer has none."""
+    code: str = ""
+    """Of the unit that serves it."""
 
-    def __init__(self) -> None:
-        self.fingerprint = b""
-        """Empty: no worker has registered yet."""
-
-    def is_replaced_by(self, fingerprint: bytes) -> bool:
-        """Whether the registry reports another model. The first one that it reports is served."""
-        self.fingerprint = self.fingerprint or fingerprint
-        return fingerprint not in (b"", self.fingerprint)
-
-    def check_same(self, fingerprint: bytes) -> None:
-        """Raise NotResumableError for tokens of another model. `fingerprint`: as the client brings
-        it; empty: it brings none."""
-        if fingerprint and self.fingerprint and fingerprint != self.fingerprint:
-            raise not_resumable()
+    @property
+    def unit(self) -> str:
+        """As Routed names it; empty: the fingerprint is not known."""
+        return f"{self.code}/{self.fingerprint.hex()[:16]}" if self.fingerprint else ""

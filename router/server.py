@@ -14,10 +14,10 @@ from baton.config.router import RouterConfig
 from baton.grpc_options import accepts_pings, sends_pings
 from baton.v1 import router_pb2, router_pb2_grpc
 from router.access import Access
+from router.door import Door
 from router.gate import Gate
 from router.health_port import HealthPort
 from router.listening import cannot_listen, check_can_listen
-from router.router import Router
 from router.service import RouterService
 
 log = logging.getLogger(__name__)
@@ -27,14 +27,14 @@ SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
 
 
 class RouterServer:
-    """Own the server and the router behind it."""
+    """Own the server and the door behind it."""
 
-    def __init__(self, router: Router, config: RouterConfig, listen: str) -> None:
+    def __init__(self, door: Door, config: RouterConfig, listen: str) -> None:
         """`listen` is host:port, port 0 for any free one. Raises ConfigError when it is taken, or
         the files for TLS or tokens cannot be read."""
         check_can_listen(listen, config.reuse_port)
-        self.router, self._config = router, config
-        self._service = RouterService(router)
+        self.door, self._config = door, config
+        self._service = RouterService(door)
         self._health = health.aio.HealthServicer()
         self._health_server = (
             None if config.health_port is None else HealthPort(self._health, config)
@@ -65,15 +65,15 @@ class RouterServer:
         self.address = f"{host}:{self.port}"
 
     async def start(self) -> None:
-        await self.router.start()
+        await self.door.start()
         await self._server.start()
         if self._health_server is not None:
             await self._health_server.start()
         self._following = asyncio.create_task(self._access.follow())
-        self._following.add_done_callback(self.router.tell_fault)
+        self._following.add_done_callback(self.door.tell_fault)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._starting = asyncio.create_task(self._tell_serving())
-        log.info("router %s listens on %s", self.router.identity.router_id, self.address)
+        log.info("the router listens on %s", self.address)
 
     async def stop(self, drain_s: float) -> None:
         """Finish what runs within `drain_s`; what does not is left to another router.
@@ -85,7 +85,7 @@ class RouterServer:
             self._starting.cancel()
             await asyncio.wait({self._starting})
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self.router.close(drain_s)
+        await self.door.close(drain_s)
         await self._server.stop(grace=1.0)
         if self._health_server is not None:
             await self._health_server.stop()
@@ -96,7 +96,7 @@ class RouterServer:
 
     async def _tell_serving(self) -> None:
         """It serves whoever asks it all the same: only who looks for a router is told to wait."""
-        await self.router.can_serve()
+        await self.door.can_serve()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:

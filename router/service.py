@@ -19,6 +19,7 @@ from baton.errors import BatonError, NotFoundError
 from baton.status import abort
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.arriving import Arriving
+from router.door import Door
 from router.output import (
     Event,
     Finished,
@@ -61,11 +62,11 @@ _REASONS = {
 class RouterService(router_pb2_grpc.RouterServiceServicer):
     """Takes requests in and streams their output; text is tokenized on threads of its own."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        self.tokenizing = Tokenizing(router.config)
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self.tokenizing = Tokenizing(door.config)
         self._arriving = Arriving()
-        self._of_names = RequestLimits(NO_BOUND, model_names=(router.model_name,))
+        self._of_names = RequestLimits(NO_BOUND, model_names=(door.model_name,))
 
     def close(self) -> None:
         self.tokenizing.close()
@@ -75,63 +76,69 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Generate(  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
-        arrived_s = self._router.clock()
+        arrived_s = self._door.clock()
         try:
             opened = await self._open(request, arrived_s)
             if opened is None:
-                yield _response(_aborted(self._router.clock() - arrived_s))
+                yield _response(_aborted(self._door.clock() - arrived_s))
                 return
-            run, reader = opened
+            router, run, reader = opened
             try:
                 while events := await reader.take():
                     for event in events:
                         yield _response(event)
             finally:
-                self._router.leave(run, reader)
+                router.leave(run, reader)
         except BatonError as error:
             await abort(context, error)
 
     async def _open(
         self, request: router_pb2.GenerateRequest, arrived_s: float
-    ) -> tuple[RequestRun, OutputReader] | None:
+    ) -> tuple[Router, RequestRun, OutputReader] | None:
         """None: aborted before the router knew it. What comes no further leaves its line here."""
         outcome, opened = FinishReason.ABORTED.value, None
         try:
-            arrival = await self._arrive(request, arrived_s)
-            if arrival is not None:
-                opened = self._router.open(arrival)
+            arrived = await self._arrive(request, arrived_s)
+            if arrived is not None:
+                router, arrival = arrived
+                opened = (router, *router.open(arrival))
         except BatonError as error:
             outcome = error.reason
             raise
         finally:
             if opened is None:
-                of_refused(request, outcome, self._router.clock() - arrived_s).write()
+                of_refused(request, outcome, self._door.clock() - arrived_s).write()
         return opened
 
     async def _arrive(
         self, request: router_pb2.GenerateRequest, arrived_s: float
-    ) -> Arrival | None:
+    ) -> tuple[Router, Arrival] | None:
         """None: aborted before the router knew it. Only what its client named can be."""
-        started_s = time.perf_counter()
         request_id = request.request_id or uuid.uuid4().hex
-        reading: Coroutine[Any, Any, ParsedRequest | None] = self._read(request)
+        arriving: Coroutine[Any, Any, tuple[Router, Arrival] | None]
+        arriving = self._arrival(request, request_id, arrived_s)
         if request.request_id:
-            reading = self._arriving.run((request.tenant, request.request_id), reading)
-        parsed = await reading
-        if parsed is None:
-            return None
-        return Arrival(
+            arriving = self._arriving.run((request.tenant, request.request_id), arriving)
+        return await arriving
+
+    async def _arrival(
+        self, request: router_pb2.GenerateRequest, request_id: str, arrived_s: float
+    ) -> tuple[Router, Arrival]:
+        check_names(request, self._of_names)  # before it waits anywhere
+        router = await self._door.router_for(request, request_id)
+        started_s = time.perf_counter()
+        parsed = await self._read(router, request)
+        arrival = Arrival(
             request_id=request_id,
             parsed=parsed,
             traceparent=request.traceparent,
             arrived_s=arrived_s,
             tokenize_s=time.perf_counter() - started_s,
         )
+        return router, arrival
 
-    async def _read(self, request: router_pb2.GenerateRequest) -> ParsedRequest:
-        check_names(request, self._of_names)  # the line before the tokenizer keeps the tenant's
-        router, model = self._router, self._router.text
-        limits = router.request_limits()
+    async def _read(self, router: Router, request: router_pb2.GenerateRequest) -> ParsedRequest:
+        model, limits = router.text, router.request_limits()
         if request.HasField("token_ids") and request.ByteSize() <= READ_AT_ONCE_BYTES:
             return parse_generate(request, model, limits)
         named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
@@ -148,10 +155,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.AbortRequest, context: Context
     ) -> router_pb2.AbortResponse:
         if self._arriving.abort((request.tenant, request.request_id)):
-            self._router.abort_everywhere(request.tenant, request.request_id)
+            self._door.abort_everywhere(request.tenant, request.request_id)
             return router_pb2.AbortResponse()
         try:
-            self._router.abort(request.tenant, request.request_id)
+            self._door.abort(request.tenant, request.request_id)
         except NotFoundError as error:
             await abort(context, error)
         return router_pb2.AbortResponse()
@@ -159,9 +166,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def ListModels(  # noqa: N802
         self, request: router_pb2.ListModelsRequest, context: Context
     ) -> router_pb2.ListModelsResponse:
-        router = self._router
+        router = await self._main_router(context)
         model = router_pb2.Model(
-            name=router.model_name,
+            name=router.model.name,
             max_model_len=router.max_model_len() or 0,
             vocab_size=router.text.vocab_size,
         )
@@ -170,14 +177,15 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Tokenize(  # noqa: N802
         self, request: router_pb2.TokenizeRequest, context: Context
     ) -> router_pb2.TokenizeResponse:
-        model, limits = self._router.text, self._router.request_limits()
         try:
-            check_tokenize_names(request, limits)
+            check_tokenize_names(request, self._of_names)
+            router = await self._door.main_router()
+            model, limits = router.text, router.request_limits()
             ids = await self.tokenizing.run(
                 lambda: encode_prompt(request, model, limits),
                 request.tenant,
                 request.ByteSize(),
-                self._router.config.default_timeout_s,
+                self._door.config.default_timeout_s,
             )
         except BatonError as error:
             await abort(context, error)
@@ -187,21 +195,28 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.ExplainRouteRequest, context: Context
     ) -> router_pb2.ExplainRouteResponse:
         try:
-            parsed = await self._read(request.request)
+            check_names(request.request, self._of_names)
+            router = await self._door.router_for(request.request, request.request.request_id)
+            parsed = await self._read(router, request.request)
         except BatonError as error:
             await abort(context, error)
-        found = self._router.candidates(parsed, MAX_CANDIDATES)
-        candidates = [_candidate(one) for one in found]
-        return router_pb2.ExplainRouteResponse(candidates=candidates)
+        candidates = [_candidate(one) for one in router.candidates(parsed, MAX_CANDIDATES)]
+        return router_pb2.ExplainRouteResponse(candidates=candidates, unit=router.model.unit)
 
     async def WatchFleet(  # noqa: N802
         self, request: router_pb2.RouterServiceWatchFleetRequest, context: Context
     ) -> AsyncIterator[router_pb2.RouterServiceWatchFleetResponse]:
-        watch = self._router.watch
+        """Of the unit that gets most requests; ends with its router."""
+        router = await self._main_router(context)
         seen = None
-        while True:
-            seen = await watch.next_after(seen)
+        while (seen := await router.watch.next_after(seen)) is not None:
             yield router_pb2.RouterServiceWatchFleetResponse(fleet=seen)
+
+    async def _main_router(self, context: Context) -> Router:
+        try:
+            return await self._door.main_router()
+        except BatonError as error:
+            await abort(context, error)
 
 
 # --- values to messages ---------------------------------------------------------------------------

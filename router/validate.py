@@ -23,13 +23,13 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 _ROLES = ("system", "user", "assistant")
 # What a client may change when it comes back for a request that runs.
 _NOT_IN_DIGEST = (
-    "model_fingerprint",
     "request_id",
     "resume_from_index",
     "seed",
     "tenant",
     "timeout_ms",
     "traceparent",
+    "unit",
 )
 
 
@@ -94,8 +94,6 @@ class ParsedRequest:
     itl_target_s: float | None
     session_id: str
     resume_from_index: int | None
-    model_fingerprint: bytes
-    """Of the tokens that the client has seen; empty: it names none."""
     is_chat: bool
     body_digest: bytes
     """Of all that makes two requests of one id the same, but the seed (see `is_same_as`)."""
@@ -146,7 +144,6 @@ def parse_generate(
         itl_target_s=_seconds(request, "itl_target_ms"),
         session_id=request.session_id,
         resume_from_index=index,
-        model_fingerprint=request.model_fingerprint,
         is_chat=request.WhichOneof("prompt") == "chat",
         body_digest=body_digest(request),
     )

@@ -125,7 +125,7 @@ class Client:
     def tokenize(self, text: str, tenant: str = "") -> list[int]:
         return self._call(router_calls.tokenize(text, tenant))
 
-    def explain(self, request: router_pb2.GenerateRequest) -> list[router_pb2.RouteCandidate]:
+    def explain(self, request: router_pb2.GenerateRequest) -> router_pb2.ExplainRouteResponse:
         """Where a request would go, cheapest first; books nothing."""
         return self._call(router_calls.explain(request))
 
@@ -283,7 +283,7 @@ class AsyncClient:
     async def tokenize(self, text: str, tenant: str = "") -> list[int]:
         return await self._call(router_calls.tokenize(text, tenant))
 
-    async def explain(self, request: router_pb2.GenerateRequest) -> list[router_pb2.RouteCandidate]:
+    async def explain(self, request: router_pb2.GenerateRequest) -> router_pb2.ExplainRouteResponse:
         """Where a request would go, cheapest first; books nothing."""
         return await self._call(router_calls.explain(request))
 

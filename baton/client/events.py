@@ -29,7 +29,7 @@ class Routed:
     num_cached_tokens_prefill: int
     num_cached_tokens_decode: int
     attempt: int
-    model_fingerprint: bytes
+    unit: str
 
 
 @dataclass(frozen=True)

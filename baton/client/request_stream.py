@@ -194,7 +194,7 @@ class RequestStream:
         match event:
             case Routed():
                 self._request.seed = event.seed
-                self._request.model_fingerprint = event.model_fingerprint
+                self._request.unit = event.unit
             case Tokens():
                 return self._new_tokens(event)
             case Finished():

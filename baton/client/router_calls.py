@@ -54,9 +54,9 @@ def tokenize(text: str, tenant: str) -> Call[list[int]]:
     return Call("Tokenize", message, lambda answer: list(answer.ids))
 
 
-def explain(request: router_pb2.GenerateRequest) -> Call[list[router_pb2.RouteCandidate]]:
+def explain(request: router_pb2.GenerateRequest) -> Call[router_pb2.ExplainRouteResponse]:
     message = router_pb2.ExplainRouteRequest(request=request)
-    return Call("ExplainRoute", message, lambda answer: list(answer.candidates))
+    return Call("ExplainRoute", message, lambda answer: answer)
 
 
 def fleet() -> Call[control_pb2.WatchFleetResponse]:

@@ -109,6 +109,9 @@ class ClusterConfig:
     files hold none; None: the model's."""
     served_model_name: str | None = None
     """What clients call the model; None: the last part of `model`."""
+    unit: str = ""
+    """The code by which routers, statuses and logs know this cluster where a model has several
+    versions, each a cluster of its own."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     runs_on: Literal["machine", "pods"] = "machine"
     """machine: all workers share the machine of `baton up`. pods: each replica has a pod of its

@@ -735,6 +735,9 @@ class ExplainRouteResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CANDIDATES_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
+    unit: _builtins.str
+    """That the request would go to, as Routed names it."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteCandidate]:
         """Cheapest first."""
@@ -743,10 +746,11 @@ class ExplainRouteResponse(_message.Message):
         self,
         *,
         candidates: _abc.Iterable[Global___RouteCandidate] | None = ...,
+        unit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

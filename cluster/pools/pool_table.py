@@ -92,7 +92,7 @@ class PoolBook:
         self._places: dict[str, Place] = {}  # by worker id
         self._failures: dict[str, Failure] = {}  # by worker id, oldest first; not while it is live
         self._live: Mapping[str, int] = {}  # workers by pool
-        self._away: frozenset[Role] = frozenset()  # or on their way back
+        self._away = frozenset(_ROLES)  # or on their way back: no worker has started yet
         self.version = 0
         """Rises with every change."""
 
@@ -276,8 +276,8 @@ class PoolBook:
     def away(self) -> frozenset[Role]:
         """The roles that no pool is to have workers for, or that have yet to come back.
 
-        A role is away from when all pools that can do it have size 0. It is back once one of them
-        has a live worker, or has failed to start one.
+        A role is away at first, and from when all pools that can do it have size 0. It is back once
+        one of them has a live worker, or has failed to start one.
         """
         return self._away
 

@@ -25,15 +25,17 @@ from baton.grpc_options import accepts_pings
 from baton.status import abort, first_message
 from baton.v1 import control_pb2, control_pb2_grpc
 from cluster.pools.role_plan import RolePlan
-from cluster.registry.fleet_wire import fleet_message
+from cluster.registry.fleet_wire import fleet_message, read_units, units_message
 from cluster.registry.pairing import unpaired
 from cluster.registry.pool_changes import PoolBacking, PoolChanges, Unbacked
 from cluster.registry.registry import Progress, Registration, Registry, Stream
+from cluster.registry.units import Unit
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+UNITS_EVERY_S = 5.0
 _SERVER_OPTIONS = (("grpc.so_reuseport", 0), *accepts_pings())
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -61,6 +63,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     def __init__(self, registry: Registry, changes: Changes, backing: PoolBacking) -> None:
         self._registry = registry
         self._changes = changes
+        self._backing = backing
         self._pools = PoolChanges(registry, backing)
 
     async def Register(  # noqa: N802
@@ -136,6 +139,29 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
                 sent_version, sent_at = snapshot.version, now
                 yield fleet_message(snapshot)
             await self._changes.wait(max(0.0, 1.0 - (now - sent_at)))
+
+    async def WatchUnits(  # noqa: N802
+        self, request: control_pb2.WatchUnitsRequest, context: Context
+    ) -> AsyncIterator[control_pb2.WatchUnitsResponse]:
+        sent: tuple[Unit, ...] = ()
+        sent_at = 0.0
+        while True:
+            units, now = self._registry.units.all, time.monotonic()
+            if units != sent or now - sent_at >= UNITS_EVERY_S:
+                sent, sent_at = units, now
+                yield units_message(units)
+            await self._changes.wait(max(0.0, UNITS_EVERY_S - (now - sent_at)))
+
+    async def SetUnits(  # noqa: N802
+        self, request: control_pb2.SetUnitsRequest, context: Context
+    ) -> control_pb2.SetUnitsResponse:
+        try:
+            self._registry.units.set(read_units(request))
+            self._backing.booked()
+        except BatonError as error:
+            await abort(context, error)
+        self._changes.announce()
+        return control_pb2.SetUnitsResponse()
 
     async def ReportRouter(  # noqa: N802
         self,

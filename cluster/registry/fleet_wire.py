@@ -1,13 +1,14 @@
-"""The registry's snapshot as protobuf."""
+"""The registry's snapshot and its list of units as protobuf."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from cluster.pools.pool_table import Pool
 from cluster.pools.role_plan import Role
 from cluster.registry.registry import FleetEntry, FleetSnapshot, WorkerState
+from cluster.registry.units import Unit
 
 _STATES = {
     WorkerState.STARTING: control_pb2.WORKER_STATE_STARTING,
@@ -45,6 +46,14 @@ def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
         settles=snapshot.settles,
         model_fingerprint=snapshot.model_fingerprint,
     )
+
+
+def units_message(units: Sequence[Unit]) -> control_pb2.WatchUnitsResponse:
+    return control_pb2.WatchUnitsResponse(units=[control_pb2.Unit(**vars(u)) for u in units])
+
+
+def read_units(message: control_pb2.SetUnitsRequest) -> list[Unit]:
+    return [Unit(unit.code, unit.control_address, unit.share) for unit in message.units]
 
 
 def _pool_message(pool: Pool, standings: Mapping[str, int]) -> control_pb2.PoolStatus:

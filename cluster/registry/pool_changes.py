@@ -37,7 +37,7 @@ class PoolBacking(Protocol):
         """Return once every place of a pool in which something runs has been opened."""
 
     def booked(self) -> None:
-        """The book has changed: keep it before that is acknowledged."""
+        """Pools or units have changed: keep that before it is acknowledged."""
 
 
 class Unbacked:

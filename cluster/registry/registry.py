@@ -30,6 +30,7 @@ from cluster.pools.pool_table import Place, Pool, PoolBook
 from cluster.pools.role_plan import Role, RolePlan, active_roles
 from cluster.registry.awake_clock import AwakeClock, Clock
 from cluster.registry.router_reports import RouterBook, SilentRouter
+from cluster.registry.units import UnitList
 
 
 class WorkerState(enum.Enum):
@@ -126,7 +127,8 @@ class _Worker:
 
 
 class Registry:
-    """Own the fleet's membership and states; the pools' book and the routers' are parts of it."""
+    """Own the fleet's membership and states; the pools' book, the routers' and the list of units
+    are parts of it."""
 
     def __init__(
         self,
@@ -134,6 +136,7 @@ class Registry:
         clock: Clock,
         keeps_pools: bool = False,
         model_fingerprint: bytes = b"",
+        units: UnitList | None = None,
     ) -> None:
         """`keeps_pools`: every worker is of a pool that is known or will be added.
         `model_fingerprint`: of the model that served before a restart."""
@@ -142,6 +145,7 @@ class Registry:
         self._clock = AwakeClock(clock, 2 * config.look_s)
         self.routers = RouterBook(self._clock)
         self.pools = PoolBook()
+        self.units = units or UnitList()
         self._workers: dict[str, _Worker] = {}
         self._heard: set[str] = set()  # worker ids, of all that ever told how they stand
         self._num_streams = 0

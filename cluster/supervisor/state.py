@@ -13,6 +13,8 @@ from baton.errors import BatonError, ConfigError
 from cluster.pools.pool_settings import ModelSource, PoolSettings, common_dtype, own_settings
 from cluster.pools.pool_table import PoolBook
 from cluster.pools.role_plan import Role, RolePlan
+from cluster.registry.registry import Registry
+from cluster.registry.units import Unit, UnitList
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +26,8 @@ def state_file(run_dir: Path) -> Path:
 
 class SupervisorState:
     """Own the file: where the supervisor listens, its pools' settings, sizes and common dtype, the
-    roles that are away or coming back, and the fingerprint of the model that serves."""
+    roles that are away or coming back, the fingerprint of the model that serves, and the units that
+    routers are told of."""
 
     def __init__(self, run_dir: Path, cluster: ClusterConfig) -> None:
         self._path = state_file(run_dir)
@@ -37,8 +40,9 @@ class SupervisorState:
             "added_pools": {},
             "removed_pools": [],
             "dtype": None,
-            "away": [],
+            "away": sorted(role.value for role in PoolBook().away),
             "model_fingerprint": "",
+            "units": [],
         }
         if self._is_kept:
             self._kept = json.loads(self._path.read_text())
@@ -54,6 +58,10 @@ class SupervisorState:
     @property
     def model_fingerprint(self) -> bytes:
         return bytes.fromhex(self._kept["model_fingerprint"])
+
+    @property
+    def units(self) -> UnitList:
+        return UnitList(self._cluster.unit, [Unit(**unit) for unit in self._kept["units"]])
 
     def restore(self, book: PoolBook) -> None:
         """Fill an empty book: the pools of the cluster's own file, and all changes since."""
@@ -87,8 +95,9 @@ class SupervisorState:
             except BatonError as error:  # the cluster's file has another pool of this name by now
                 log.warning("%s: its role plan is given up: %s", name, error.message)
 
-    def keep(self, listen: str, book: PoolBook, model_fingerprint: bytes) -> None:
+    def keep(self, listen: str, registry: Registry) -> None:
         """Returns once the file says so."""
+        book = registry.pools
         pools = book.all_settings()
         told = {name: settings for name, settings in pools.items() if settings.digest}
         kept = {
@@ -99,7 +108,8 @@ class SupervisorState:
             "removed_pools": sorted(self._own.keys() - (pools.keys() - told.keys())),
             "dtype": common_dtype(pools.values()),
             "away": sorted(role.value for role in book.away),
-            "model_fingerprint": model_fingerprint.hex(),
+            "model_fingerprint": registry.model_fingerprint.hex(),
+            "units": [vars(unit) for unit in registry.units.given],
         }
         if kept != self._kept or not self._is_kept:
             fresh = self._path.with_suffix(".new")

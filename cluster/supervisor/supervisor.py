@@ -8,7 +8,7 @@ are taken for hung, for one of them may be leaving already.
 
 Each pool has settings of its own, from the cluster's file or from AddPool. The run directory holds
 what must survive a restart: port, added pools, sizes, role plans, roles that are away or on their
-way back, the model's fingerprint.
+way back, the model's fingerprint, the units that routers are told of.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Supervision:
             time.monotonic,
             keeps_pools=True,
             model_fingerprint=self._state.model_fingerprint,
+            units=self._state.units,
         )
         self._state.restore(self._registry.pools)
         self._changes = Changes()
@@ -144,7 +145,7 @@ class Supervision:
         self._keep_state(self._state.listen)
 
     def _keep_state(self, listen: str) -> None:
-        self._state.keep(listen, self._registry.pools, self._registry.model_fingerprint)
+        self._state.keep(listen, self._registry)
 
     # --- replicas -------------------------------------------------------------------------------
 

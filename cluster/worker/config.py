@@ -38,6 +38,7 @@ class WorkerConfig:
     model_name: str
     model_path: str
     model_revision: str | None
+    tokenizer: str | None
     engine: EngineConfig
     transfer: TransferConfig
     tp_size: int
@@ -77,6 +78,7 @@ def worker_config(
         model_name=cluster.model_name,
         model_path=cluster.model,
         model_revision=cluster.model_revision,
+        tokenizer=cluster.tokenizer,
         engine=engine,
         transfer=cluster.transfer,
         tp_size=wanted.tensor_parallel,

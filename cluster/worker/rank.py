@@ -43,6 +43,7 @@ _INCARNATION_RANDOM_BITS = 20
 class Rank:
     """What every rank has; rank 0 puts an engine and services on top, the others follow."""
 
+    model_folder: str
     model: ModelSpec
     identity: WorkerIdentity
     transport: Transport
@@ -119,7 +120,7 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
         runner.num_blocks,
         spec.layout.block_size,
     )
-    return Rank(spec, identity, transport, transfer, runner)
+    return Rank(model, spec, identity, transport, transfer, runner)
 
 
 def _join_group(config: WorkerConfig, place: RankPlace) -> TpGroup | None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from baton.errors import ConfigError
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from cluster.worker.kv_feed import KvChange, KvFeed
 from engine.errors import EngineStoppedError
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+PIECE_BYTES = 1 << 20  # of a file, in one message
+
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """`load` asks the engine for its load now; `drain` starts a drain and returns at once."""
+    """`load` asks the engine for its load now; `drain` starts a drain and returns at once;
+    `text_files` finds the model's, and raises ConfigError where there are none."""
 
     def __init__(
         self,
@@ -25,12 +31,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         load: Callable[[], Awaitable[worker_pb2.WorkerLoad]],
         drain: Callable[[float | None], None],
         integrity: Callable[[], Awaitable[worker_pb2.CheckIntegrityResponse]],
+        text_files: Callable[[], Sequence[Path]],
     ) -> None:
         self._incarnation = incarnation
         self._feed = feed
         self._load = load
         self._drain = drain
         self._integrity = integrity
+        self._text_files = text_files
 
     async def SubscribeKv(  # noqa: N802
         self, request: worker_pb2.SubscribeKvRequest, context: Context
@@ -65,6 +73,18 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             return await self._integrity()
         except EngineStoppedError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    async def ReadTokenizer(  # noqa: N802
+        self, request: worker_pb2.ReadTokenizerRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ReadTokenizerResponse]:
+        try:
+            paths = await asyncio.to_thread(self._text_files)
+        except ConfigError as error:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
+        for path in paths:
+            with path.open("rb") as file:
+                while data := await asyncio.to_thread(file.read, PIECE_BYTES):
+                    yield worker_pb2.ReadTokenizerResponse(name=path.name, data=data)
 
 
 def _change_message(

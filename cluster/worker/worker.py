@@ -19,6 +19,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -27,6 +28,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from baton.errors import OtherModelError
 from baton.grpc_options import WORKER_MESSAGE_BYTES, accepts_pings
+from baton.text_files import find_text_files
 from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
 from cluster.node.pod import PodWorkers
 from cluster.pools.role_plan import Role
@@ -253,7 +255,14 @@ class Worker:
             )
         incarnation = self.rank.identity.incarnation
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-            WorkerService(incarnation, self.feed, self._load_now, self.drain, self.integrity),
+            WorkerService(
+                incarnation,
+                self.feed,
+                self._load_now,
+                self.drain,
+                self.integrity,
+                self._text_files,
+            ),
             server,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -355,6 +364,10 @@ class Worker:
         """As the engine's thread tells it between two steps; waits for as long as a step takes."""
         self._take_load(await asyncio.wrap_future(self.engine.call(lambda e: e.load())))
         return self._load
+
+    def _text_files(self) -> list[Path]:
+        """Raises ConfigError."""
+        return find_text_files(self.rank.model_folder, tokenizer=self._config.tokenizer)
 
     async def _sweep(self) -> None:
         while True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -36,23 +36,17 @@ class TextModel:
             self.eos_token_ids |= {eos_id}
 
     @classmethod
-    def load(
-        cls, model: str | Path, revision: str | None = None, tokenizer: str | None = None
-    ) -> TextModel:
-        """Read a model's folder, or fetch what is text of a `revision` of one on the Hugging Face
-        hub; `tokenizer`: see `read_model_files`.
+    def load(cls, files: Iterable[Path]) -> TextModel:
+        """Read a model's text files, as `find_text_files` finds them.
 
-        Raises ConfigError naming what is wrong with it.
+        Raises ConfigError naming what is wrong with them.
         """
-        files = read_model_files(model, revision, tokenizer)
+        read_files = read_model_files(files)
         try:
-            read = Tokenizer.from_file(str(files.tokenizer_path))
+            tokenizer = Tokenizer.from_file(str(read_files.tokenizer_path))
         except Exception as error:  # the library raises no narrower class
-            raise ConfigError(f"{files.tokenizer_path}: cannot be read: {error}") from error
-        try:
-            return cls(read, files)
-        except ConfigError as error:
-            raise ConfigError(f"{files.folder}: {error}") from error
+            raise ConfigError(f"{read_files.tokenizer_path}: cannot be read: {error}") from error
+        return cls(tokenizer, read_files)
 
     def encode(self, text: str) -> list[int]:
         """A plain prompt as the model's tokenizer encodes it, its own special tokens included.

@@ -117,7 +117,9 @@ def test_every_call_goes_to_the_first_router_that_answers(book: Book, connect: C
             client.abort("mine", tenant="t")
             assert client.tokenize("the fox") == [0, 1]
             assert [model.name for model in client.models()] == ["demo"]
-            assert client.explain(build_request("hello"))[0].prefill_worker == "prefill-0"
+            assert (
+                client.explain(build_request("hello")).candidates[0].prefill_worker == "prefill-0"
+            )
             assert client.fleet().pools[0].name == "decode"
     assert book.aborted == ["any", "mine"]
 

@@ -231,8 +231,10 @@ async def running_worker(
     decode: DecodeConfig | None = None,
     settings: WorkerSettings = SETTINGS,
     registry: RegistryConfig | None = None,
+    **changes: str,
 ) -> AsyncIterator[Worker]:
-    """A worker in this process, over the in-memory transport, registered nowhere."""
+    """A worker in this process, over the in-memory transport, registered nowhere unless `changes`
+    of its configuration name a `control_address`."""
     config = WorkerConfig(
         worker_id=worker_id,
         pool=role.value,
@@ -240,6 +242,7 @@ async def running_worker(
         model_name="fake",
         model_path="",
         model_revision=None,
+        tokenizer=None,
         engine=engine,
         transfer=TransferConfig(transport="memory", renew_within_s=2.0, ack_timeout_s=2.0),
         tp_size=1,
@@ -248,6 +251,7 @@ async def running_worker(
         decode=decode or DecodeConfig(),
         registry=registry or RegistryConfig(),
     )
+    config = replace(config, **changes)  # type: ignore[arg-type]
     rank = await asyncio.to_thread(build_rank, config, RankPlace())
     worker = Worker(config, rank)
     serving = asyncio.create_task(worker.serve())

@@ -21,6 +21,7 @@ from baton.status import from_rpc_error
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
+from cluster.registry.units import UnitList
 from cluster.worker.registration import Beat, Registrar
 from tests.cluster.pool_settings import settings_of
 from tests.router.proxy import Proxy
@@ -319,3 +320,58 @@ async def test_scaling_beyond_the_pools_max_replicas_is_refused_by_the_fields_na
             await asyncio.to_thread(scale)
     assert caught.value.field == "replicas"
     assert registry.pools.desired_replicas() == {"decode": 1}
+
+
+# --- units ----------------------------------------------------------------------------------------
+
+
+def unit(code: str, share: float, address: str = "") -> control_pb2.Unit:
+    return control_pb2.Unit(code=code, control_address=address, share=share)
+
+
+async def test_the_units_are_told_at_once_on_every_change_and_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.registry.control_service.UNITS_EVERY_S", 0.3)
+    registry = Registry(PATIENT, time.monotonic, units=UnitList("a"))
+    async with (
+        serve(registry, Changes(), "127.0.0.1:0") as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        watch = control_pb2_grpc.ControlServiceStub(channel).WatchUnits(
+            control_pb2.WatchUnitsRequest(), timeout=20
+        )
+        messages = aiter(watch)
+        assert list((await anext(messages)).units) == [unit("a", 1.0)]
+        both = [unit("a", 0.75), unit("b", 0.25, "elsewhere:1")]
+        with ControlClient(address) as client:
+            await asyncio.to_thread(client.set_units, both)
+        while list((told := await anext(messages)).units) != both:
+            assert list(told.units) == [unit("a", 1.0)]
+        assert list((await anext(messages)).units) == both
+        watch.cancel()
+
+
+@pytest.mark.parametrize(
+    ("units", "field"),
+    [
+        ([], "units"),
+        ([unit(code, 0.0) for code in "ab"] + [unit("c", 1.0)], "units"),
+        ([unit("a", 0.5), unit("a", 0.5)], "units[1].code"),
+        ([unit("a", 1.5), unit("b", -0.5)], "units[0].share"),
+        ([unit("a", float("nan"))], "units[0].share"),
+        ([unit("a", 1.0), unit("b", float("inf"))], "units[1].share"),
+        ([unit("a", 0.5), unit("b", 0.49)], "units"),
+    ],
+)
+async def test_units_that_cannot_be_are_refused_by_their_field(
+    units: list[control_pb2.Unit], field: str
+) -> None:
+    registry = Registry(PATIENT, time.monotonic, units=UnitList("a"))
+    async with serve(registry, Changes(), "127.0.0.1:0") as address:
+        with ControlClient(address) as client:
+            with pytest.raises(InvalidRequestError) as refused:
+                await asyncio.to_thread(client.set_units, units)
+            assert refused.value.field == field
+            await asyncio.to_thread(client.set_units, [unit("a", 0.5), unit("b", 0.5 + 1e-7)])
+    assert [each.code for each in registry.units.all] == ["a", "b"]

@@ -131,6 +131,7 @@ async def serving(
         model_name="fake",
         model_path="",
         model_revision=None,
+        tokenizer=None,
         engine=kit.engine,
         transfer=TransferConfig(transport="memory"),
         tp_size=1,

@@ -51,8 +51,13 @@ def test_a_pool_comes_back_from_zero_until_its_first_worker_is_live() -> None:
     assert coming_back(book) == []  # it has died
 
 
-def test_a_pool_that_has_yet_to_start_for_the_first_time_does_not_come_back() -> None:
-    assert coming_back(book_of(settings_of("decode", Role.DECODE), replicas=1)) == []
+def test_a_role_has_yet_to_come_until_its_first_worker_is_live_or_fails_to_start() -> None:
+    pools = settings_of("prefill", Role.PREFILL), settings_of("decode", Role.DECODE)
+    book = book_of(*pools, replicas=1)
+    assert coming_back(book) == ["prefill", "decode"]
+    assert coming_back(book, prefill=1) == ["decode"]
+    book.failed("decode", "decode-0", "no room", served=False)
+    assert coming_back(book) == []
 
 
 def test_a_pool_that_fails_to_start_again_comes_back_no_more() -> None:
@@ -80,9 +85,9 @@ def test_a_role_is_away_only_when_all_pools_are_that_can_do_it() -> None:
 def test_a_mixed_pool_comes_back_for_the_roles_alone_that_were_away() -> None:
     book = book_of(settings_of("mixed", Role.MIXED))
     book.add(settings_of("decode", Role.DECODE), 1)
-    assert coming_back(book) == []
+    assert coming_back(book, decode=1) == []
     book.set_replicas("mixed", 1)
-    assert coming_back(book) == ["mixed"]
+    assert coming_back(book, decode=1) == ["mixed"]
     (mixed, decode) = book.shown()
     assert (mixed.comes_back_for, decode.comes_back_for) == ((Role.PREFILL,), ())
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
 
 from baton.config.cluster import ClusterConfig, PoolConfig
+from baton.config.workers import RegistryConfig
 from baton.errors import ConfigError
 from cluster.pools.pool_settings import added_settings
 from cluster.pools.pool_table import PoolBook
 from cluster.pools.role_plan import Role, RolePlan
+from cluster.registry.registry import Registry
+from cluster.registry.units import Unit, UnitList
 from cluster.supervisor.state import SupervisorState, state_file
 from tests.cluster.pool_settings import TOLD, told
 
@@ -25,8 +29,25 @@ def restored(run_dir: Path, cluster: ClusterConfig = CLUSTER) -> PoolBook:
     return book
 
 
-def kept(book: PoolBook, run_dir: Path) -> None:
-    SupervisorState(run_dir, CLUSTER).keep("127.0.0.1:7", book, b"model")
+def kept(book: PoolBook, run_dir: Path, units: UnitList | None = None) -> None:
+    registry = Registry(
+        RegistryConfig(), time.monotonic, model_fingerprint=b"model", units=units or UnitList()
+    )
+    registry.pools = book
+    SupervisorState(run_dir, CLUSTER).keep("127.0.0.1:7", registry)
+
+
+def test_the_units_that_were_set_survive_a_restart_and_the_cluster_s_own_is_no_such(
+    tmp_path: Path,
+) -> None:
+    own = dataclasses.replace(CLUSTER, unit="a")
+    assert SupervisorState(tmp_path, own).units.all == (Unit("a"),)
+    kept(restored(tmp_path), tmp_path, units=UnitList("former"))
+    units = SupervisorState(tmp_path, own).units
+    assert units.all == (Unit("a"),)
+    units.set([Unit("a", "a:1", 0.25), Unit("b", "b:1", 0.75)])
+    kept(restored(tmp_path), tmp_path, units)
+    assert SupervisorState(tmp_path, own).units.all == units.all
 
 
 def test_a_first_supervisor_begins_with_what_the_cluster_file_says(tmp_path: Path) -> None:
@@ -79,6 +100,7 @@ def test_roles_that_are_away_or_on_their_way_back_are_so_after_a_restart(tmp_pat
 
 def test_a_role_that_went_when_nobody_looked_is_away_after_a_restart(tmp_path: Path) -> None:
     book = restored(tmp_path)
+    book.see_live({"prefill": 2, "both": 3})
     book.set_replicas("both", 0)
     kept(book, tmp_path)
     again = restored(tmp_path)
@@ -113,8 +135,9 @@ def test_a_pool_whose_bound_in_the_file_is_smaller_by_now_is_cut_to_it(tmp_path:
 def test_the_file_is_written_once_also_where_nothing_differs_from_the_start(tmp_path: Path) -> None:
     cluster = dataclasses.replace(CLUSTER, runs_on="pods", pools={})
     state = SupervisorState(tmp_path, cluster)
-    state.restore(book := PoolBook())
-    state.keep(state.listen, book, b"")
+    registry = Registry(RegistryConfig(), time.monotonic)
+    state.restore(registry.pools)
+    state.keep(state.listen, registry)
     assert state_file(tmp_path).exists()
 
 

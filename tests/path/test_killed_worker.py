@@ -13,10 +13,10 @@ import yaml
 
 from baton.client import AsyncClient
 from baton.config.router import RouterConfig
+from router.door import Door
 from router.output import Routed
 from router.router import Router
 from router.server import RouterServer
-from router.text import TextModel
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine.checkpoints import VOCAB
 from tests.engine.driving import random_prompt
@@ -48,10 +48,10 @@ async def two_block_sizes(folder: Path) -> AsyncIterator[tuple[Fleet, Router, As
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(started(path))
         routing = RouterConfig(local_prefill="never")
-        text_model = await asyncio.to_thread(TextModel.load, folder / "model")
-        router = Router(routing, fleet.control, "one", text_model)
-        server = RouterServer(router, routing, "127.0.0.1:0")
+        door = Door(routing, fleet.control, "one")
+        server = RouterServer(door, routing, "127.0.0.1:0")
         await server.start()
+        router = await door.main_router()
         stack.push_async_callback(server.stop, 0.0)
         async with asyncio.timeout(60):
             while sum(entry.usable for entry in router.fleet) < 4:  # noqa: ASYNC110  no event

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.config.router import RouterConfig
 from baton.grpc_options import accepts_pings
+from baton.text_files import find_text_files
 from baton.v1 import (
     common_pb2,
     control_pb2,
@@ -26,9 +28,11 @@ from baton.v1 import (
     router_pb2,
     router_pb2_grpc,
 )
+from router.door import UNITS_EVERY_S, Door
 from router.router import Router
 from router.server import RouterServer
 from router.text import TextModel
+from router.tokenizer_reading import ReadTokenizer
 from tests.router.scripted_worker import MODEL, Fabric, ScriptedWorker
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -52,23 +56,32 @@ QUICK = RouterConfig(
 )
 
 
-def byte_model(folder: Path) -> TextModel:
-    """A model whose tokens are the bytes of the text; 256 ends a text."""
-    vocab = {character: byte for byte, character in enumerate(_byte_alphabet())}
+@functools.cache
+def byte_files(shift: int = 0) -> dict[str, bytes]:
+    """Of a model whose tokens are the bytes of the text, plus `shift`; 256 ends a text."""
+    vocab = {char: (byte + shift) % 256 for byte, char in enumerate(_byte_alphabet())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "vocab_size": 257,
         "eos_token_id": EOS,
         "max_position_embeddings": 512,
         "model_type": "llama",
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    return TextModel.load(folder)
+    return {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "config.json": json.dumps(config).encode(),
+        "tokenizer_config.json": json.dumps({"eos_token": "<end>"}).encode(),
+    }
+
+
+def byte_model(folder: Path, shift: int = 0) -> TextModel:
+    folder.mkdir(exist_ok=True)
+    for name, data in byte_files(shift).items():
+        (folder / name).write_bytes(data)
+    return TextModel.load(find_text_files(folder))
 
 
 def _byte_alphabet() -> list[str]:
@@ -78,6 +91,17 @@ def _byte_alphabet() -> list[str]:
     others = (byte for byte in range(256) if byte not in stand_in)
     stand_in.update({byte: chr(256 + n) for n, byte in enumerate(others)})
     return [stand_in[byte] for byte in range(256)]
+
+
+def reading(
+    text_model: TextModel, registry: Registry
+) -> Callable[[str, RouterConfig], Awaitable[ReadTokenizer]]:
+    """What a door gets that need not ask a worker."""
+
+    async def read(control_address: str, config: RouterConfig) -> ReadTokenizer:
+        return ReadTokenizer(text_model, registry.model_fingerprint)
+
+    return read
 
 
 class Registry(control_pb2_grpc.ControlServiceServicer):
@@ -109,6 +133,14 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
         async with self._changed:
             self._version += 1
             self._changed.notify_all()
+
+    async def WatchUnits(  # noqa: N802
+        self, request: control_pb2.WatchUnitsRequest, context: Context
+    ) -> AsyncIterator[control_pb2.WatchUnitsResponse]:
+        """Itself alone, as a registry that nobody set any units at."""
+        while True:
+            yield control_pb2.WatchUnitsResponse(units=[control_pb2.Unit(share=1.0)])
+            await asyncio.sleep(UNITS_EVERY_S)
 
     async def ReportRouter(  # noqa: N802
         self,
@@ -223,7 +255,12 @@ class Deployment:
 
     @property
     def router(self) -> Router:
-        return self.servers[0].router
+        return self.routers[0]
+
+    @property
+    def routers(self) -> list[Router]:
+        """Of the one unit, at each of the doors."""
+        return [server.door.routers[0] for server in self.servers]
 
     @property
     def client(self) -> Client:
@@ -238,24 +275,27 @@ class Deployment:
         """`shape`: what the worker registers of its KV memory, its pool and its model."""
         worker = await ScriptedWorker(worker_id, role, self.fabric, incarnation).start()
         vars(worker).update(shape)
+        worker.kv.text_files = byte_files()
         known = [w for w in self.registry.workers if w.worker_id != worker_id]
         self.registry.workers = [*known, worker]
         self.all_workers.append(worker)
         await self.registry.publish()
         return worker
 
-    async def add_router(self, **changes: Any) -> Client:
+    async def add_router(self, is_awaited: bool = True, **changes: Any) -> Client:
         config = RouterConfig(**{**vars(self.config), **changes})
-        router = Router(
+        door = Door(
             config,
             self.registry.address,
             MODEL,
-            self.text_model,
+            read=reading(self.text_model, self.registry),
             clock=self.clock,
             rng=random.Random(1),
         )
-        server = RouterServer(router, config, "127.0.0.1:0")
+        server = RouterServer(door, config, "127.0.0.1:0")
         await server.start()
+        if is_awaited:
+            await door.main_router()
         self.servers.append(server)
         self.clients.append(Client(server.address))
         return self.clients[-1]

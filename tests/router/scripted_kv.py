@@ -23,6 +23,7 @@ class ScriptedKv(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
         self.held: list[bytes] = []
+        self.text_files = dict[str, bytes]()
         self.queues: list[asyncio.Queue[worker_pb2.SubscribeKvResponse | None]] = []
         """One per subscriber; None: this message is lost on the way."""
 
@@ -44,6 +45,12 @@ class ScriptedKv(worker_pb2_grpc.WorkerServiceServicer):
             if message is not None:
                 message.sequence, message.incarnation = sequence, self.incarnation
                 yield message
+
+    async def ReadTokenizer(  # noqa: N802
+        self, request: worker_pb2.ReadTokenizerRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ReadTokenizerResponse]:
+        for name, data in self.text_files.items():
+            yield worker_pb2.ReadTokenizerResponse(name=name, data=data)
 
     def hold(self, kv_fingerprint: bytes, tokens: Sequence[int], salt: str = "") -> None:
         """A prompt's blocks became shareable here."""

@@ -89,7 +89,7 @@ async def test_a_handoff_that_another_router_began_is_nobody_s_fault_here(
             worker.faults.hang_prefills = 1
         request = ask_for(PROMPT, request_id="mine")
         second = await d.add_router()
-        await d.connected(4, d.servers[1].router)
+        await d.connected(4, d.routers[1])
         first = asyncio.create_task(d.client.ask(request))
         await d.until(lambda: any(worker.runs for worker in of_two(d, "d")))
         decode = next(worker for worker in of_two(d, "d") if worker.runs)
@@ -159,7 +159,7 @@ async def test_a_request_that_is_attached_before_its_first_token_is_waited_for(
         prefill, loop = d.worker("p0"), asyncio.get_running_loop()
         prefill.faults.hang_prefills = 1
         second = await d.add_router()
-        await d.connected(2, d.servers[1].router)
+        await d.connected(2, d.routers[1])
         first = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id="mine")))
         await d.until(lambda: prefill.num_prefilling == 1)
         request = ask_for(PROMPT, request_id="mine", resume_from_index=0)

@@ -216,9 +216,9 @@ async def left_behind(
     """Have a request run on a worker, and its router gone."""
     client, running = d.clients[router], d.worker(worker_id).runs
     d.worker(worker_id).may_decode.clear()
-    for entry in d.servers[router].router.fleet:
+    for entry in d.routers[router].fleet:
         if entry.facts.can_decode and entry.facts.worker_id != worker_id:
-            d.servers[router].router.fleet.hold(entry, 60.0)
+            d.routers[router].fleet.hold(entry, 60.0)
     asking = asyncio.create_task(client.ask(request))
     await d.until(lambda: any(run.task is not None for run in running.values()))
     await d.servers[router].stop(0.0)
@@ -232,7 +232,7 @@ async def test_abort_ends_a_request_that_is_still_looked_for_wherever_it_runs(
     async with deployment(text_model, decode=2, attach_timeout_s=20.0) as d:
         request = ask_for(PROMPT, request_id="mine")
         second = await d.add_router()
-        await d.connected(3, d.servers[1].router)
+        await d.connected(3, d.routers[1])
         await left_behind(d, 0, "d0", request)
         d.worker("d1").faults.hang_attaches = 1
         request.resume_from_index = 0
@@ -249,10 +249,10 @@ async def test_abort_ends_a_request_that_is_still_looked_for_wherever_it_runs(
 async def test_a_request_that_runs_is_resumed_where_the_line_is_full(text_model: TextModel) -> None:
     async with deployment(text_model, max_queue=1) as d:
         second = await d.add_router()
-        await d.connected(2, d.servers[1].router)
+        await d.connected(2, d.routers[1])
         request = ask_for(PROMPT, request_id="mine")
         await left_behind(d, 0, "d0", request)
-        router = d.servers[1].router
+        router = d.routers[1]
         router.fleet.arrays.max_running[:] = 0
         waiting = asyncio.create_task(second.ask(ask_for("another")))
         await d.until(lambda: len(router.admission) == 1)
@@ -267,7 +267,7 @@ async def test_a_request_that_its_worker_gave_up_goes_on_and_the_worker_is_not_b
 ) -> None:
     async with deployment(text_model, eject_s=30.0) as d:
         second = await d.add_router()
-        await d.connected(2, d.servers[1].router)
+        await d.connected(2, d.routers[1])
         request, worker = ask_for(PROMPT, request_id="mine"), d.worker("d0")
         await left_behind(d, 0, "d0", request)
         run = worker.finished["mine"] = worker.runs.pop("mine")
@@ -277,7 +277,7 @@ async def test_a_request_that_its_worker_gave_up_goes_on_and_the_worker_is_not_b
         worker.may_decode.set()
         request.resume_from_index = 0
         assert_whole(await second.ask(request), PROMPT)
-        router = d.servers[1].router
+        router = d.routers[1]
         assert {labels[0] for labels in router.metrics.failures._metrics} == {"GIVEN_UP"}
         assert not router.fleet.arrays.hold_until_s.any()
 
@@ -290,7 +290,7 @@ async def test_a_request_goes_on_though_another_body_runs_under_its_id_elsewhere
         await d.add_router()
         third = await d.add_router()
         for number in (1, 2):
-            await d.connected(3, d.servers[number].router)
+            await d.connected(3, d.routers[number])
         await left_behind(d, 0, "d0", other)
         await left_behind(d, 1, "d1", request)
         request.resume_from_index = 0
@@ -312,7 +312,7 @@ async def test_a_lost_session_takes_nothing_from_the_router_that_went_on_with_th
         worker.faults.lose_moves = 1
         request = ask_for(PROMPT, request_id="mine")
         second = await d.add_router()
-        await d.connected(2, d.servers[1].router)
+        await d.connected(2, d.routers[1])
         first_asking = asyncio.create_task(d.client.ask(request))
         await d.until(lambda: prefill.num_prefilling == 1 and prefill.faults.hang_prefills == 0)
         former = worker.runs["mine"].router_id
@@ -352,7 +352,7 @@ async def test_an_adopted_request_survives_its_decode_worker(text_model: TextMod
         asking = asyncio.create_task(client.ask(request))
         running = next(w for w in ("d0", "d1") if d.worker(w).runs)
         other = next(w for w in ("d0", "d1") if w != running)
-        await d.until(lambda: d.servers[1].router.fleet.num_bookings == 1)
+        await d.until(lambda: d.routers[1].fleet.num_bookings == 1)
         d.worker(other).on_token = lambda running: None
         await d.worker(running).die()
         rest = await asking

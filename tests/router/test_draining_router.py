@@ -30,7 +30,7 @@ def assert_whole(events: list[Event]) -> None:
 
 async def before_both(d: Deployment) -> AsyncClient:
     await d.add_router()
-    await d.connected(2, d.servers[1].router)
+    await d.connected(2, d.routers[1])
     return AsyncClient([server.address for server in d.servers])
 
 
@@ -44,7 +44,7 @@ async def test_a_request_that_came_while_it_drains_runs_at_the_next_router(
         stopping = asyncio.create_task(d.servers[0].stop(10.0))
         await d.until(lambda: d.router._closing)
         second = asyncio.create_task(ask(client))
-        await d.until(lambda: d.servers[1].router.num_active == 1)
+        await d.until(lambda: d.routers[1].num_active == 1)
         d.worker("d0").may_decode.set()
         for events in await asyncio.gather(first, second):
             assert_whole(events)

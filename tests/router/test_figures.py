@@ -79,7 +79,7 @@ async def test_a_router_counts_what_comes_in_and_tells_who_waits_for_which_worke
 ) -> None:
     async with deployment(text_model, prefill=1, decode=1) as d:
         await d.client.ask(ask_for(PROMPT))
-        counts = d.router.metrics.counts()
+        counts = d.router._parts.counts
         assert (counts.num_arrivals, counts.num_ended) == (1, 1)
         assert counts.prompt_tokens == counts.prefilled_tokens == len(PROMPT)
         assert counts.output_tokens > 0

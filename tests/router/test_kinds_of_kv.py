@@ -143,7 +143,7 @@ async def test_a_stream_goes_on_with_another_kind_of_kv_where_its_own_has_gone(
             seen = await d.client.ask(request, until=lambda answer: len(answer.ids) >= 1)
             await add_pair(d, "other")
             second = await d.add_router()
-            await d.connected(4, d.servers[1].router)
+            await d.connected(4, d.routers[1])
             await d.servers.pop(0).stop(0.0)
             await d.worker("d-one").die()
             d.registry.workers = [w for w in d.registry.workers if w is not worker]

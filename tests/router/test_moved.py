@@ -29,7 +29,7 @@ async def moved_in_prefill(
         prefill.faults.hang_prefills = 1
         request = ask_for(PROMPT, request_id="mine")
         second = await d.add_router()
-        await d.connected(2, d.servers[1].router)
+        await d.connected(2, d.routers[1])
         former = asyncio.create_task(d.client.ask(request))
         await d.until(lambda: prefill.num_prefilling == 1 and prefill.faults.hang_prefills == 0)
         again = ask_for(PROMPT, request_id="mine", resume_from_index=0)

@@ -20,11 +20,12 @@ from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2, worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.worker import Worker
 from engine.wire import read_spec
+from router.door import Door
 from router.router import Router
 from router.server import RouterServer
 from router.text import TextModel
 from tests.cluster.conftest import ENGINE, engine_tokens, nothing_held, running_worker
-from tests.router.deployment import QUICK, Answer, Client, Registry
+from tests.router.deployment import QUICK, Answer, Client, Registry, reading
 from tests.router.proxy import Proxy
 
 SMALL_VOCABULARY = dataclasses.replace(
@@ -71,9 +72,11 @@ async def router_over(
     registry = Registry()
     registry.workers = list(workers)  # type: ignore[arg-type]
     await registry.start()
-    router = Router(config, registry.address, "fake", text_model, rng=random.Random(0))
-    server = RouterServer(router, config, "127.0.0.1:0")
+    read = reading(text_model, registry)
+    door = Door(config, registry.address, "fake", read=read, rng=random.Random(0))
+    server = RouterServer(door, config, "127.0.0.1:0")
     await server.start()
+    router = await door.main_router()
     client = Client(server.address)
     try:
         await until(lambda: sum(entry.usable for entry in router.fleet) == len(workers))

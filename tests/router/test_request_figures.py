@@ -17,43 +17,26 @@ from tests.router.test_placement import Clock
 from tests.router.test_requests import assert_whole
 
 
-def test_figures_are_those_of_the_last_seconds() -> None:
+def test_figures_are_those_of_the_last_minute() -> None:
     clock = Clock()
     figures = RequestFigures(clock)
-    for second in range(30):
+    for second in range(90):
         clock.now_s += 1.0
         for gap_s in (0.01, 0.02, 0.03):
             figures.saw_gap(gap_s, clock.now_s)
-        figures.ended(failed=second >= 25)
+        figures.ended(failed=second >= 60)
     clock.now_s += 0.5
-    told = figures.report()
-    assert told is not None
-    assert told.requests_per_s == pytest.approx(1.0, rel=0.1)
-    assert told.failures_per_s == pytest.approx(told.requests_per_s / 2)
+    told = figures.report(num_active=3)
+    assert (told.num_requests, told.num_failures, told.num_active) == (60, 30, 3)
     assert told.itl_s == pytest.approx(0.02)
     clock.now_s += WINDOW_S
-    assert figures.report() is None
+    assert figures.report(0) == control_pb2.RequestFigures()
 
 
 def test_requests_without_a_gap_are_reported_without_one() -> None:
     figures = RequestFigures(Clock())
     figures.ended(failed=True)
-    told = figures.report()
-    assert told is not None
-    assert not told.HasField("itl_s")
-
-
-@pytest.mark.parametrize("pause_s", [0.3, 2.0, 12.0, 30.0])
-def test_summed_over_time_each_request_counts_as_one(pause_s: float) -> None:
-    clock, told_each_s, num_requests = Clock(), 0.5, 0.0
-    figures = RequestFigures(clock)
-    for tick in range(1200):
-        if tick * told_each_s % pause_s < told_each_s:
-            figures.ended(failed=True)
-        clock.now_s += told_each_s
-        if (told := figures.report()) is not None:
-            num_requests += told.failures_per_s * told_each_s
-    assert num_requests == pytest.approx(600 / max(pause_s, told_each_s), rel=0.1)
+    assert not figures.report(0).HasField("itl_s")
 
 
 def test_what_is_too_long_goes_by_first_tokens_and_is_remembered() -> None:
@@ -63,46 +46,40 @@ def test_what_is_too_long_goes_by_first_tokens_and_is_remembered() -> None:
     assert figures.too_long_s(least_s=2.0) == 20.0
     for wait_s in (0.1, 3.0, 9.0):
         figures.saw_first_token(wait_s)
-    figures.report()
+    figures.report(0)
     assert figures.too_long_s(least_s=0.1) == 30.0
     clock.now_s += WINDOW_S + 1.0  # everything hangs
-    figures.report()
+    figures.report(0)
     assert figures.too_long_s(least_s=0.1) == 30.0
 
 
 def test_what_clients_gave_up_on_is_reported_beside_what_ended() -> None:
     figures = RequestFigures(Clock())
     figures.abandoned()
-    told = figures.report()
-    assert told is not None
-    assert (told.requests_per_s, told.failures_per_s) == (0.0, 0.0)
-    assert told.abandoned_per_s * WINDOW_S == pytest.approx(1.0)
+    told = figures.report(0)
+    assert (told.num_requests, told.num_failures, told.num_abandoned) == (0, 0, 1)
 
 
 # --- a whole router -------------------------------------------------------------------------------
 
 
-def reported(d: Deployment) -> control_pb2.RequestFigures | None:
-    report = d.router._report()
-    return report.requests if report.HasField("requests") else None
+def reported(d: Deployment) -> control_pb2.RequestFigures:
+    return d.router._report().requests
 
 
-def num_counted(d: Deployment) -> tuple[float, float]:
+def num_counted(d: Deployment) -> tuple[int, int]:
     """(requests, failures)."""
     told = reported(d)
-    assert told is not None
-    return round(told.requests_per_s * WINDOW_S, 3), round(told.failures_per_s * WINDOW_S, 3)
+    return told.num_requests, told.num_failures
 
 
 async def test_a_request_that_is_served_after_a_retry_is_no_failure(text_model: TextModel) -> None:
     async with deployment(text_model) as d:
-        assert reported(d) is None
+        assert num_counted(d) == (0, 0)
         d.worker("p0").faults.fail_prefills = 1
         assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
         assert num_counted(d) == (1, 0)
-        told = reported(d)
-        assert told is not None
-        assert told.itl_s > 0
+        assert reported(d).itl_s > 0
 
 
 async def test_a_stream_whose_last_worker_dies_is_a_failure(text_model: TextModel) -> None:
@@ -147,8 +124,7 @@ async def test_a_deadline_in_which_nobody_could_have_served_a_request_is_no_fail
         with pytest.raises(grpc.aio.AioRpcError) as late:
             await d.client.ask(ask_for(PROMPT, timeout_ms=200))
         assert error_reason(late.value) == "DEADLINE"
-        told = reported(d)
-        assert (told is not None and told.failures_per_s > 0) is is_judged
+        assert (reported(d).num_failures > 0) is is_judged
 
 
 async def test_a_request_that_its_client_cancels_says_nothing(text_model: TextModel) -> None:
@@ -156,11 +132,13 @@ async def test_a_request_that_its_client_cancels_says_nothing(text_model: TextMo
         d.worker("p0").may_prefill.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id="r")))
         await d.until(lambda: d.worker("p0").num_prefilling == 1)
+        assert reported(d).num_active == 1
         await d.client.stub.Abort(router_pb2.AbortRequest(request_id="r"))
         answer = await asking
         assert answer.finished is not None
         assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
-        assert reported(d) is None
+        told = reported(d)
+        assert (told.num_requests, told.num_abandoned, told.num_active) == (0, 0, 0)
         await d.check_empty()
 
 
@@ -189,6 +167,5 @@ async def test_a_request_that_stood_still_until_its_client_gave_up_is_reported(
         clock.ahead_s = still_s
         await d.client.stub.Abort(router_pb2.AbortRequest(request_id="r"))
         assert (await asking).finished is not None
-        told = reported(d)
-        assert (told is not None and told.abandoned_per_s > 0) is is_counted
+        assert (reported(d).num_abandoned > 0) is is_counted
         await d.check_empty()

@@ -7,10 +7,12 @@ import random
 import pytest
 
 from baton.v1 import router_pb2, worker_pb2
+from router.metrics import RouterMetrics
 from router.output import Finished, FinishReason
 from router.request_output import RequestOutput
 from router.router import Router
 from router.run_parts import Arrival
+from router.served_model import ServedModel
 from router.text import TextModel
 from router.validate import RequestLimits, parse_generate
 from tests.router.deployment import QUICK, ask_for
@@ -21,7 +23,15 @@ from tests.router.test_placement import Clock
 def output_for(
     text_model: TextModel, clock: Clock, request: router_pb2.GenerateRequest
 ) -> tuple[Router, RequestOutput]:
-    router = Router(QUICK, "127.0.0.1:1", MODEL, text_model, clock=clock, rng=random.Random(0))
+    router = Router(
+        QUICK,
+        "127.0.0.1:1",
+        ServedModel(MODEL, text_model),
+        RouterMetrics(),
+        on_fault=lambda task: None,
+        clock=clock,
+        rng=random.Random(0),
+    )
     parsed = parse_generate(request, text_model, RequestLimits(512, model_names=(MODEL,)))
     arrival = Arrival("id", parsed, "", clock(), 0.0)
     return router, RequestOutput(arrival, router._parts)

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from router.text import Detokenizer, TextModel
-from tests.router.text_fixtures import byte_level_tokenizer, sentencepiece_tokenizer, write_model
+from tests.router.text_fixtures import (
+    byte_level_tokenizer,
+    load_text,
+    sentencepiece_tokenizer,
+    write_model,
+)
 
 KINDS = ["byte-level", "legacy", "always", "never", "wordpiece"]
 
@@ -35,7 +40,7 @@ def text_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tex
         **{kind: sentencepiece_tokenizer(kind) for kind in ("legacy", "always", "never")},
     }
     return {
-        kind: (TextModel.load(write_model(root / kind, tokenizer)), tokenizer)
+        kind: (load_text(write_model(root / kind, tokenizer)), tokenizer)
         for kind, tokenizer in tokenizers.items()
     }
 

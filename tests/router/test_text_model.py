@@ -21,6 +21,7 @@ from tests.router.text_fixtures import (
     CHAT_TOKENS,
     SENTENCES,
     byte_level_tokenizer,
+    load_text,
     sentencepiece_tokenizer,
     write_model,
 )
@@ -45,7 +46,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
         )
         folder = write_model(root / kind, tokenizer)
         reference = PreTrainedTokenizerFast.from_pretrained(str(folder))
-        result[kind] = (TextModel.load(folder), reference)
+        result[kind] = (load_text(folder), reference)
     return result
 
 
@@ -113,7 +114,7 @@ def test_spaces_that_the_template_s_special_tokens_take_are_taken_beside_quoted_
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens([AddedToken("<sep>", lstrip=True, rstrip=True)])
     template = "{% for m in messages %}{{ m.content }}  <sep>  {% endfor %}x"
-    model = TextModel.load(write_model(tmp_path, tokenizer, chat_template=template))
+    model = load_text(write_model(tmp_path, tokenizer, chat_template=template))
     plain = model.encode_chat([Turn("user", "a fox"), Turn("user", "b")])
     quoting = model.encode_chat([Turn("user", "a fox"), Turn("user", "b<sep>")])
     end = plain.index(tokenizer.token_to_id("<sep>")) + 1
@@ -126,7 +127,7 @@ def test_spaces_that_the_template_s_special_tokens_take_are_taken_beside_quoted_
     "template", ["{{ 1 // 0 }}", "{{ range(10**30) | list }}", "{{ 'x' * 10**18 }}", RECURSIVE]
 )
 def test_whatever_a_template_fails_with_is_told_as_a_refusal(tmp_path: Path, template: str) -> None:
-    model = TextModel.load(write_model(tmp_path, byte_level_tokenizer(), chat_template=template))
+    model = load_text(write_model(tmp_path, byte_level_tokenizer(), chat_template=template))
     with pytest.raises(InvalidRequestError, match="refuses"):
         model.encode_chat([Turn("user", "hello")])
 
@@ -145,7 +146,7 @@ def test_the_segments_that_are_kept_are_bounded_by_the_memory_they_take() -> Non
 def test_overlapping_special_tokens_are_all_broken(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens(["<<s>>", "<s><s>"])
-    model = TextModel.load(write_model(tmp_path, tokenizer))
+    model = load_text(write_model(tmp_path, tokenizer))
     for content in ("<<s>>", "<s><s><s>", "<<<s>>>", "<<s>><s>"):
         ids = model.encode_chat([Turn("user", content)])
         assert content in model.decode(ids)
@@ -153,7 +154,7 @@ def test_overlapping_special_tokens_are_all_broken(tmp_path: Path) -> None:
 
 def test_a_template_that_refuses_is_the_requests_fault(tmp_path: Path) -> None:
     template = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}x"
-    model = TextModel.load(write_model(tmp_path, byte_level_tokenizer(), chat_template=template))
+    model = load_text(write_model(tmp_path, byte_level_tokenizer(), chat_template=template))
     with pytest.raises(InvalidRequestError, match="user first") as caught:
         model.encode_chat([Turn("assistant", "hello")])
     assert caught.value.field == "chat"
@@ -161,7 +162,7 @@ def test_a_template_that_refuses_is_the_requests_fault(tmp_path: Path) -> None:
 
 def test_templates_cannot_leave_their_sandbox(tmp_path: Path) -> None:
     template = "{{ messages.append(1) }}{{ ''.__class__.__mro__ }}"
-    model = TextModel.load(write_model(tmp_path, byte_level_tokenizer(), chat_template=template))
+    model = load_text(write_model(tmp_path, byte_level_tokenizer(), chat_template=template))
     with pytest.raises(InvalidRequestError, match="refuses"):
         model.encode_chat([Turn("user", "hello")])
 
@@ -172,14 +173,14 @@ def test_templates_have_what_transformers_gives_them(tmp_path: Path) -> None:
         "{{ m | tojson }}{% generation %}{{ strftime_now('%Y') | length }}{% endgeneration %}"
         "{% endfor %}{{ eos_token }}{{ tools is none }}"
     )
-    model = TextModel.load(write_model(tmp_path, byte_level_tokenizer(), chat_template=template))
+    model = load_text(write_model(tmp_path, byte_level_tokenizer(), chat_template=template))
     ids = model.encode_chat([Turn("user", "a"), Turn("user", "<b>")])
     assert model.decode(ids) == '{"role": "user", "content": "<b>"}4True'
     assert ids[0] == 0
 
 
 def test_without_a_template_a_chat_is_refused(tmp_path: Path) -> None:
-    model = TextModel.load(write_model(tmp_path, byte_level_tokenizer(), chat_template=None))
+    model = load_text(write_model(tmp_path, byte_level_tokenizer(), chat_template=None))
     with pytest.raises(InvalidRequestError, match="no chat template"):
         model.encode_chat([Turn("user", "hello")])
 
@@ -190,13 +191,13 @@ def test_a_template_in_tokenizer_config_is_found(tmp_path: Path) -> None:
     config = json.loads(path.read_text())
     config["chat_template"] = [{"name": "default", "template": "{{ messages[0].content }}!"}]
     path.write_text(json.dumps(config))
-    model = TextModel.load(folder)
+    model = load_text(folder)
     assert model.decode(model.encode_chat([Turn("user", "hey")])) == "hey!"
 
 
 def test_end_of_sequence_ids_come_from_all_who_name_one(tmp_path: Path) -> None:
     generation = {"eos_token_id": [3, 2], "temperature": 0.6, "top_p": 0.95}
-    model = TextModel.load(write_model(tmp_path, byte_level_tokenizer(), generation=generation))
+    model = load_text(write_model(tmp_path, byte_level_tokenizer(), generation=generation))
     assert model.eos_token_ids == {1, 2, 3}
     assert model.sampling_defaults.temperature == 0.6
     assert model.sampling_defaults.top_p == 0.95
@@ -209,12 +210,12 @@ def test_a_generation_config_that_says_null_leaves_the_end_of_sequence_to_the_mo
     folder = write_model(tmp_path, byte_level_tokenizer(), generation={"eos_token_id": None})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 4}))
-    assert TextModel.load(folder).eos_token_ids == {1, 4}
+    assert load_text(folder).eos_token_ids == {1, 4}
 
 
 def test_greedy_by_default_where_the_model_says_so(tmp_path: Path) -> None:
     generation = {"do_sample": False, "temperature": 0.6}
-    model = TextModel.load(write_model(tmp_path, byte_level_tokenizer(), generation=generation))
+    model = load_text(write_model(tmp_path, byte_level_tokenizer(), generation=generation))
     assert model.sampling_defaults.temperature == 0.0
 
 
@@ -228,15 +229,15 @@ def test_a_tokenizer_of_its_own_comes_with_its_template_and_the_rest_from_the_mo
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (model / file).unlink()
     with pytest.raises(ConfigError, match=r"tokenizer\.json: missing; .*: set tokenizer to"):
-        TextModel.load(model)
+        load_text(model)
     (model / "config.json").write_text('{"max_position_embeddings": 99}')
-    both, own = TextModel.load(model, tokenizer=str(text)), TextModel.load(text)
+    both, own = load_text(model, tokenizer=str(text)), load_text(text)
     assert both.encode("relay race") == own.encode("relay race")
     turn = [Turn("user", "hello")]
     assert both.encode_chat(turn) == own.encode_chat(turn)
     assert (both.max_model_len, both.sampling_defaults.top_k) == (99, 7)
     with pytest.raises(ConfigError, match="nowhere at all: no such tokenizer folder"):
-        TextModel.load(model, tokenizer="nowhere at all")
+        load_text(model, tokenizer="nowhere at all")
 
 
 def test_a_models_revision_on_the_hub_is_read(
@@ -247,18 +248,18 @@ def test_a_models_revision_on_the_hub_is_read(
     folder = write_model(tmp_path / "model", byte_level_tokenizer())
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     fill_cache(tmp_path / "hub", "baton-test/tiny", files, revision="v2")
-    model = TextModel.load("baton-test/tiny", revision="v2")
-    assert model.encode("hello") == TextModel.load(folder).encode("hello")
+    model = load_text("baton-test/tiny", revision="v2")
+    assert model.encode("hello") == load_text(folder).encode("hello")
     with pytest.raises(ConfigError, match="baton-test/tiny, revision v3: cannot be fetched"):
-        TextModel.load("baton-test/tiny", revision="v3")
+        load_text("baton-test/tiny", revision="v3")
 
 
 def test_a_model_that_is_nowhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="models/none/here: no such model folder"):
-        TextModel.load("models/none/here")
+        load_text("models/none/here")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"nobody/nothing.*: cannot be fetched"):
-        TextModel.load("nobody/nothing-of-this-name")
+        load_text("nobody/nothing-of-this-name")
 
 
 @pytest.mark.parametrize(
@@ -279,4 +280,4 @@ def test_a_broken_file_is_named(tmp_path: Path, file: str, content: str | None, 
     else:
         (folder / file).write_text(content)
     with pytest.raises(ConfigError, match=named):
-        TextModel.load(folder)
+        load_text(folder)

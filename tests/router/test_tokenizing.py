@@ -39,7 +39,7 @@ class SlowModel(TextModel):
 @pytest.fixture
 def slow_model(tmp_path: Path) -> Iterator[SlowModel]:
     byte_model(tmp_path)
-    model = SlowModel.load(tmp_path)
+    model = SlowModel.load(tmp_path.iterdir())
     assert isinstance(model, SlowModel)
     model.gate = threading.Event()
     yield model
@@ -251,7 +251,7 @@ async def test_an_abort_while_it_is_tokenized_again_ends_a_request_that_another_
     async with deployment(slow_model) as d:
         slow_model.gate.set()
         await d.add_router()
-        await d.connected(2, d.servers[1].router)
+        await d.connected(2, d.routers[1])
         request = ask_for(PROMPT, request_id="mine", tenant="a")
         await left_behind(d, 1, "d0", request)
         slow_model.gate.clear()

@@ -46,7 +46,7 @@ async def left_on_a_worker_that_hangs(
     async with deployment(text_model, decode=2, **changes) as d:
         request = ask_for(PROMPT, request_id="mine")
         second = await d.add_router()
-        await d.connected(3, d.servers[1].router)
+        await d.connected(3, d.routers[1])
         await left_behind(d, 0, "d0", request)
         d.servers.pop(0)
         d.worker("d0").may_decode.set()
@@ -100,21 +100,18 @@ async def test_what_a_worker_keeps_that_the_registry_suspects_is_run_again(
         assert num_reserves(d) == 2
 
 
-async def test_a_router_that_knows_of_no_fleet_yet_runs_nothing_again(
+async def test_a_stream_waits_at_a_door_that_knows_of_no_units_yet(
     text_model: TextModel,
 ) -> None:
     async with left_on_a_worker_that_hangs(text_model, 0, attach_timeout_s=0.3) as left:
         d, _, request = left
         port = int(d.registry.address.rpartition(":")[2])
         await d.registry.stop()
-        third = await d.add_router(fleet_wait_s=10.0)
-        router = d.servers[-1].router
-        asking = asyncio.create_task(refused(third, request))
-        await asyncio.wait({asking}, timeout=1.0)
+        third = await d.add_router(is_awaited=False, attach_timeout_s=5.0)
+        asking = asyncio.create_task(third.ask(request))
+        await d.until(lambda: d.servers[-1].door.num_waiting == 1)
         await d.registry.start(port)
-        await d.connected(3, router)
-        await asking
-        answer = await third.ask(request)
+        answer = await asking
         assert answer.ids == expected(PROMPT, 12)[1:]
         assert num_reserves(d) == 1
 
@@ -130,7 +127,7 @@ async def test_nothing_is_run_again_while_the_registry_settles(
         d.registry.settles = True
         await d.registry.publish()
         third = await d.add_router(fleet_wait_s=10.0)
-        router = d.servers[-1].router
+        router = d.routers[-1]
         await router.links.wait_heard()
         await d.connected(len(registered), router)
         await refused(third, request)

@@ -18,7 +18,7 @@ from baton.v1.router_pb2 import (
 )
 from router.text import TextModel
 from router.validate import RequestLimits, check_tokenize_names, parse_generate
-from tests.router.text_fixtures import byte_level_tokenizer, write_model
+from tests.router.text_fixtures import byte_level_tokenizer, load_text, write_model
 
 LIMITS = RequestLimits(max_model_len=64, model_names=("demo",))
 
@@ -27,7 +27,7 @@ LIMITS = RequestLimits(max_model_len=64, model_names=("demo",))
 def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     folder = tmp_path_factory.mktemp("model")
     generation = {"temperature": 0.5, "top_k": 20, "top_p": 0.9}
-    return TextModel.load(write_model(folder, byte_level_tokenizer(), generation=generation))
+    return load_text(write_model(folder, byte_level_tokenizer(), generation=generation))
 
 
 def sampled(**values: float) -> Callable[[GenerateRequest], None]:
@@ -219,6 +219,6 @@ def test_text_that_is_not_unicode_never_gets_into_a_message() -> None:
 
 
 def test_text_that_needs_tokens_the_model_lacks_is_refused(tmp_path: Path) -> None:
-    small = TextModel.load(write_model(tmp_path, byte_level_tokenizer(), vocab_size=8))
+    small = load_text(write_model(tmp_path, byte_level_tokenizer(), vocab_size=8))
     with pytest.raises(InvalidRequestError, match="outside the vocabulary of 8"):
         parse_generate(GenerateRequest(text="the fox"), small, LIMITS)

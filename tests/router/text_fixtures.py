@@ -17,6 +17,9 @@ from tokenizers import (
     trainers,
 )
 
+from baton.text_files import find_text_files
+from router.text import TextModel
+
 SENTENCES = [
     "Once upon a time a fox lived near the river and sang to the moon.",
     "The miller asked the fox for bread, and the fox asked for a song.",
@@ -31,6 +34,12 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}\n"
 )
 CHAT_TOKENS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+
+
+def load_text(
+    model: str | Path, revision: str | None = None, tokenizer: str | None = None
+) -> TextModel:
+    return TextModel.load(find_text_files(model, revision, tokenizer))
 
 
 @functools.cache

@@ -1,94 +1,66 @@
-"""Pools at zero by plan: requests are held, up to their own deadline, until workers are live."""
+"""Roles that are away: requests are held, up to their own deadline, until workers are live."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import grpc.aio
 import pytest
 
 from baton.errors import OverloadedError, UnavailableError
-from baton.v1 import control_pb2
-from router.stopped_pools import PoolReport, StoppedPools
+from baton.v1 import common_pb2, control_pb2
+from router.fleet_watch import read_fleet
+from router.roles_away import RolesAway
 from router.text import TextModel
-from tests.router.deployment import DECODE, PREFILL, PROMPT, Deployment, ask_for, deployment
+from tests.router.deployment import DECODE, MIXED, PREFILL, PROMPT, Deployment, ask_for, deployment
 from tests.router.test_admission import admission_of, prompt, rounds
 from tests.router.test_placement import Clock, fleet_of, two_and_two
 from tests.router.test_requests import assert_whole
 
 
-def prefill(desired: int, live: int = 0, failed: int = 0) -> PoolReport:
-    return PoolReport("prefill", True, False, desired, live, failed)
-
-
-def decode(desired: int, live: int = 0, failed: int = 0) -> PoolReport:
-    return PoolReport("decode", False, True, desired, live, failed)
-
-
-def stopped_pools(*history: tuple[PoolReport, ...]) -> StoppedPools:
-    stopped = StoppedPools()
-    for pools in history:
-        stopped.update(pools)
-    return stopped
-
-
-AT_ZERO = (prefill(0), decode(0))
-
-
-def test_requests_are_held_from_the_order_to_stop_until_a_worker_of_each_role_is_live() -> None:
-    coming = (prefill(1), decode(1))
-    assert stopped_pools((prefill(0, live=1), decode(0, live=1))).holds("never")  # they drain
-    assert stopped_pools(AT_ZERO).holds("never")
-    assert stopped_pools(AT_ZERO, coming).holds("never")
-    half = (prefill(1), decode(1, live=1))
-    assert stopped_pools(AT_ZERO, coming, half).holds("never")
-    assert not stopped_pools(AT_ZERO, coming, half).holds("auto")  # it may prefill by itself
-    assert not stopped_pools(AT_ZERO, coming, (prefill(1, live=1), decode(1, live=1))).holds(
-        "never"
+def pool(
+    role: common_pb2.WorkerRole.ValueType,
+    desired: int,
+    *comes_back_for: common_pb2.WorkerRole.ValueType,
+) -> control_pb2.PoolStatus:
+    return control_pb2.PoolStatus(
+        role=role, desired_replicas=desired, comes_back_for=comes_back_for
     )
 
 
-def test_a_router_that_starts_while_pools_come_back_holds_as_those_do_that_saw_them_go() -> None:
-    coming = (prefill(1), replace(decode(1), decode_comes_back=True))
-    assert stopped_pools(coming).holds("auto")
-    assert not stopped_pools(coming, (prefill(1), decode(1, live=1))).holds("auto")
-    assert not stopped_pools(
-        (replace(prefill(1), prefill_comes_back=True), decode(1, live=1))
-    ).holds("auto")
-    assert stopped_pools((replace(prefill(1), prefill_comes_back=True), decode(1, live=1))).holds(
-        "never"
-    )
+def away(*pools: control_pb2.PoolStatus) -> RolesAway:
+    return read_fleet(control_pb2.WatchFleetResponse(pools=pools)).away
 
 
-def test_what_has_no_worker_without_having_been_stopped_holds_nothing() -> None:
-    assert not stopped_pools().holds("never")
-    assert not stopped_pools((prefill(1), decode(1))).holds("never")  # they have yet to load
-    died = (prefill(1), decode(1))
-    back = (prefill(1, live=1), decode(1, live=1))
-    assert not stopped_pools(AT_ZERO, back, died).holds("never")
+AT_ZERO = RolesAway(prefill=True, decode=True)
 
 
-def test_a_pool_that_fails_to_start_again_is_waited_for_no_longer_than_any_other() -> None:
-    assert not stopped_pools(AT_ZERO, (prefill(1), decode(1, failed=1))).holds("auto")
+def test_a_role_is_away_while_no_pool_is_to_have_workers_for_it() -> None:
+    assert away(pool(PREFILL, 0), pool(DECODE, 0)) == AT_ZERO
+    assert away(pool(PREFILL, 0), pool(DECODE, 0), pool(MIXED, 1)) == RolesAway()
+    assert away(pool(PREFILL, 1), pool(DECODE, 0)) == RolesAway(decode=True)
 
 
-def test_a_pool_that_is_new_brings_a_role_back_as_one_that_was_stopped_does() -> None:
-    """Another revision of it, say: the stopped one stays at zero."""
-    assert stopped_pools(AT_ZERO, (*AT_ZERO, prefill(1), decode(1))).holds("auto")
-    assert not stopped_pools(AT_ZERO, (*AT_ZERO, prefill(1), decode(1, live=1))).holds("auto")
+def test_a_role_is_away_until_the_registry_says_that_it_is_back() -> None:
+    assert away(pool(PREFILL, 1), pool(DECODE, 1)) == RolesAway()
+    assert away(pool(PREFILL, 1), pool(DECODE, 1, DECODE)) == RolesAway(decode=True)
+    assert away(pool(MIXED, 1, PREFILL), pool(DECODE, 1)) == RolesAway(prefill=True)
 
 
-def test_a_registry_that_was_started_again_and_knows_no_pool_yet_ends_no_hold() -> None:
-    assert stopped_pools(AT_ZERO, (), (prefill(1), decode(1))).holds("auto")
-    assert not stopped_pools((), (prefill(1), decode(1))).holds("auto")
+def test_a_role_that_no_pool_can_do_is_not_waited_for() -> None:
+    assert away(pool(DECODE, 1)) == RolesAway()
 
 
-def test_a_role_is_away_only_when_all_pools_that_can_do_it_are() -> None:
-    mixed = PoolReport("mixed", True, True, 1, 1)
-    assert not stopped_pools((*AT_ZERO, mixed)).holds("never")
-    assert stopped_pools((prefill(1, live=1), decode(0))).holds("auto")
-    assert not stopped_pools((prefill(0), decode(1, live=1))).holds("always")
+def test_a_registry_that_keeps_pools_and_was_told_of_none_has_all_of_them_to_come() -> None:
+    assert read_fleet(control_pb2.WatchFleetResponse(keeps_pools=True)).away == AT_ZERO
+    assert away() == RolesAway()  # workers that somebody else starts
+
+
+def test_requests_wait_for_the_roles_that_they_cannot_do_without() -> None:
+    assert RolesAway(decode=True).hold("always")
+    assert RolesAway(prefill=True).hold("never")
+    assert not RolesAway(prefill=True).hold("auto")  # decode workers prefill by themselves
+    assert not RolesAway().hold("never")
 
 
 # --- the line -------------------------------------------------------------------------------------
@@ -97,14 +69,11 @@ def test_a_role_is_away_only_when_all_pools_that_can_do_it_are() -> None:
 async def test_a_held_request_outwaits_a_stopped_pool_and_patience_begins_when_it_is_back() -> None:
     clock = Clock()
     fleet = fleet_of(clock=clock)
-    fleet.stopped.update(AT_ZERO)
+    fleet.away = AT_ZERO
     admission = admission_of(fleet, clock, fleet_wait_s=10.0)
     held = asyncio.create_task(admission.place(admission.ticket(prompt(10), 4)))
     await rounds(admission, clock, 100.0)
-    fleet.stopped.update((prefill(1), decode(1)))
-    await rounds(admission, clock, 100.0)
-    assert not held.done()
-    fleet.stopped.update((prefill(1, live=1), decode(1, live=1)))  # but no worker is connected
+    fleet.away = RolesAway()  # but no worker is connected
     await rounds(admission, clock, 9.0)
     assert not held.done()
     await rounds(admission, clock, 2.0)
@@ -115,7 +84,7 @@ async def test_a_held_request_outwaits_a_stopped_pool_and_patience_begins_when_i
 async def test_held_requests_are_a_bounded_line_and_go_on_in_order_with_the_first_workers() -> None:
     clock = Clock()
     fleet = fleet_of(clock=clock)
-    fleet.stopped.update(AT_ZERO)
+    fleet.away = AT_ZERO
     admission = admission_of(fleet, clock, max_queue=2)
     held = [
         asyncio.create_task(admission.place(admission.ticket(prompt(10, n * 10), 4)))
@@ -139,11 +108,10 @@ async def test_held_requests_are_a_bounded_line_and_go_on_in_order_with_the_firs
 
 async def tell_pools(d: Deployment, desired: int, live: int = 0) -> None:
     d.registry.pools = [
-        control_pb2.PoolStatus(name=name, role=role, desired_replicas=desired, live_replicas=live)
-        for name, role in (("prefill", PREFILL), ("decode", DECODE))
+        pool(role, desired, *([] if live or not desired else [role])) for role in (PREFILL, DECODE)
     ]
     await d.registry.publish()
-    await d.until(lambda: d.router.fleet.stopped.holds("never") is (live == 0))
+    await d.until(lambda: d.router.fleet.away.hold("never") is (live == 0))
 
 
 async def test_a_request_that_comes_while_nothing_runs_is_told_as_held_and_then_answered(
