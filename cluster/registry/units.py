@@ -23,12 +23,15 @@ class Unit:
     """Of the requests."""
 
 
+_LONE = Unit()
+
+
 class UnitList:
     """Own the list, the oldest unit first."""
 
-    def __init__(self, code: str = "", given: Sequence[Unit] = ()) -> None:
-        """`code`: of the unit that this registry is part of. It is the only one until `set`."""
-        self._own = (Unit(code),)
+    def __init__(self, own: Unit = _LONE, given: Sequence[Unit] = ()) -> None:
+        """`own`: the unit that this registry is part of. It is the only one until `set`."""
+        self._own = (own,)
         self.given = tuple(given)
         """As it was set; empty: nobody has."""
 

@@ -61,7 +61,10 @@ class SupervisorState:
 
     @property
     def units(self) -> UnitList:
-        return UnitList(self._cluster.unit, [Unit(**unit) for unit in self._kept["units"]])
+        control = self._cluster.control
+        address = f"{control.announced_host}:{control.port}" if control.announced_host else ""
+        own = Unit(self._cluster.unit, address)
+        return UnitList(own, [Unit(**unit) for unit in self._kept["units"]])
 
     def restore(self, book: PoolBook) -> None:
         """Fill an empty book: the pools of the cluster's own file, and all changes since."""

@@ -21,7 +21,7 @@ from baton.status import from_rpc_error
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
-from cluster.registry.units import UnitList
+from cluster.registry.units import Unit, UnitList
 from cluster.worker.registration import Beat, Registrar
 from tests.cluster.pool_settings import settings_of
 from tests.router.proxy import Proxy
@@ -333,7 +333,7 @@ async def test_the_units_are_told_at_once_on_every_change_and_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cluster.registry.control_service.UNITS_EVERY_S", 0.3)
-    registry = Registry(PATIENT, time.monotonic, units=UnitList("a"))
+    registry = Registry(PATIENT, time.monotonic, units=UnitList(Unit("a")))
     async with (
         serve(registry, Changes(), "127.0.0.1:0") as address,
         grpc.aio.insecure_channel(address) as channel,
@@ -367,7 +367,7 @@ async def test_the_units_are_told_at_once_on_every_change_and_every_few_seconds(
 async def test_units_that_cannot_be_are_refused_by_their_field(
     units: list[control_pb2.Unit], field: str
 ) -> None:
-    registry = Registry(PATIENT, time.monotonic, units=UnitList("a"))
+    registry = Registry(PATIENT, time.monotonic, units=UnitList(Unit("a")))
     async with serve(registry, Changes(), "127.0.0.1:0") as address:
         with ControlClient(address) as client:
             with pytest.raises(InvalidRequestError) as refused:

@@ -42,7 +42,7 @@ def test_the_units_that_were_set_survive_a_restart_and_the_cluster_s_own_is_no_s
 ) -> None:
     own = dataclasses.replace(CLUSTER, unit="a")
     assert SupervisorState(tmp_path, own).units.all == (Unit("a"),)
-    kept(restored(tmp_path), tmp_path, units=UnitList("former"))
+    kept(restored(tmp_path), tmp_path, units=UnitList(Unit("former")))
     units = SupervisorState(tmp_path, own).units
     assert units.all == (Unit("a"),)
     units.set([Unit("a", "a:1", 0.25), Unit("b", "b:1", 0.75)])

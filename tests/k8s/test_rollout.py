@@ -351,7 +351,7 @@ sys.meta_path.insert(0, Finder())
 
 
 def failing(kubelet: Kubelet) -> dict[str, Any]:
-    """Workers whose every fifth prefill fails: their interpreters load a module that makes it so."""
+    """Workers whose every fifth prefill fails, by a module that their interpreters load."""
     folder = kubelet.claim("faults")
     (folder / "sitecustomize.py").write_text(_FAILS)
     (folder / "sitecustomize.py").chmod(0o644)

@@ -23,6 +23,7 @@ from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
+from cluster.registry.units import Unit as Listed
 from cluster.registry.units import UnitList
 from cluster.worker.worker import Worker
 from engine.wire import read_spec
@@ -103,7 +104,7 @@ async def unit(code: str, folder: Path, shift: int = 0, step_s: float = 0.0) -> 
     text = byte_model(folder, shift)
     window = 20 + shift  # of another model
     fake = FakeEngineConfig(window=window, vocab_size=257, decode_step_s=step_s)
-    registry, changes = Registry(REGISTRY, time.monotonic, units=UnitList(code)), Changes()
+    registry, changes = Registry(REGISTRY, time.monotonic, units=UnitList(Listed(code))), Changes()
     for role in (Role.PREFILL, Role.DECODE):
         registry.pools.add(settings_of(role.value, role), 1)
     async with serve(registry, changes, "127.0.0.1:0") as control, AsyncExitStack() as stack:

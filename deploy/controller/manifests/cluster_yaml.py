@@ -79,6 +79,7 @@ def cluster_config(
         model_revision=spec.model.revision,
         tokenizer=spec.tokenizer,
         served_model_name=model_name(spec),
+        unit=unit or "",
         log_level=spec.log_level,
         runs_on="pods",
         pools={name: _pool_config(spec, pool) for name, pool in pools.items()},
