@@ -193,7 +193,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
             ),
             router_pb2.RouteCandidate(decode_worker="decode-0", cost_ms=1400, prefill_ms=1400),
         ]
-        return router_pb2.ExplainRouteResponse(candidates=candidates)
+        return router_pb2.ExplainRouteResponse(candidates=candidates, unit="a/0123")
 
     def WatchFleet(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         self._refuse(context)

@@ -189,6 +189,7 @@ def test_explain_shows_every_candidate_cheapest_first(router: str, capsys: Captu
     shown = capsys.readouterr().out
     assert shown.index("14.2 ms") < shown.index("1.4 s")
     assert "(by itself)" in shown
+    assert "unit a/0123" in shown
 
 
 def test_nothing_at_the_address_says_what_to_do(capsys: Capture) -> None:

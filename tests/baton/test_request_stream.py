@@ -71,12 +71,13 @@ def test_a_gap_in_the_stream_is_an_error_and_what_was_seen_is_dropped() -> None:
         stream.absorb(tokens(3, [7], "c"))
 
 
-def test_a_reconnect_brings_back_the_seed_that_the_last_router_drew() -> None:
+def test_a_reconnect_brings_back_seed_and_unit_as_the_last_router_named_them() -> None:
     stream = RequestStream(build_request("a"), ["nowhere"])
     assert not stream.request().HasField("seed")
-    for seed in (5, 6):
-        stream.absorb(GenerateResponse(routed=Routed(seed=seed)))
-        assert stream.request().seed == seed
+    assert not stream.request().unit
+    for seed, unit in ((5, "a/01"), (6, "b/02")):
+        stream.absorb(GenerateResponse(routed=Routed(seed=seed, unit=unit)))
+        assert (stream.request().seed, stream.request().unit) == (seed, unit)
 
 
 class Refused:

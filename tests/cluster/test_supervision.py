@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -20,8 +21,7 @@ from baton.config.cluster import ClusterConfig, parse_config
 from baton.control_client import ControlClient
 from baton.errors import ConfigError, InUseError, OtherModelError
 from baton.v1 import common_pb2, control_pb2
-from cluster.pools.pool_table import PoolBook
-from cluster.registry.registry import Progress, Registration
+from cluster.registry.registry import Progress, Registration, Registry
 from cluster.supervisor.bundles import Spot
 from cluster.supervisor.replica import Replica, ReplicaName, Replicas
 from cluster.supervisor.state import SupervisorState
@@ -364,12 +364,12 @@ async def test_a_run_directory_that_takes_nothing_ends_no_supervisor_and_is_trie
     running = asyncio.create_task(supervision.run(lambda address: None))
     await until(lambda: supervision._keepers)
     run_dir.rename(tmp_path / "gone")
-    supervision._registry.pools.set_replicas("all", 0)
+    supervision._registry.pools.see_live({"all": 1})
     await until(lambda: "supervisor.new" in caplog.text)
     await until(lambda: len(attempts) > 3)
     assert caplog.text.count("supervisor.new") == 1, "told once"
     (tmp_path / "gone").rename(run_dir)
-    await until(lambda: kept_away(run_dir) == ["decode", "prefill"])
+    await until(lambda: kept_away(run_dir) == [])
     supervision.stop()
     await asyncio.wait_for(running, 10)
 
@@ -391,8 +391,7 @@ def test_a_supervisor_without_its_port_tells_who_started_it_or_ends_for_ray_to_t
         cluster = cluster_of()
         if restarted:
             state = SupervisorState(tmp_path, cluster)
-            state.restore(book := PoolBook())
-            state.keep(listen, book, b"")
+            state.keep(listen, Registry(cluster.registry, time.monotonic))
         else:
             control = dataclasses.replace(cluster.control, port=taken.getsockname()[1])
             cluster = dataclasses.replace(cluster, control=control)
