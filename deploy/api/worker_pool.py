@@ -54,7 +54,7 @@ class PoolShape(Checked):
     """prefill, decode, or mixed: both. Cannot be changed."""
     min_replicas: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
     """What the planner, and a person, may scale to at least; 0 lets the planner stop the pool."""
-    max_replicas: int = bounded(64, minimum=1, maximum=MAX_REPLICAS)
+    max_replicas: int = bounded(8, minimum=1, maximum=MAX_REPLICAS)
     """What anyone may scale to at most."""
     parallelism: Parallelism = field(default_factory=Parallelism)
     engine: Mapping[str, Any] = bounded(dict, partial_of=EngineConfig)

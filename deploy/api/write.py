@@ -15,6 +15,7 @@ from baton.errors import ConfigError
 from deploy.api.naming import API_VERSION, camel
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.worker_pool import PoolTemplate
 
 _SHARED = ("engine", "transfer", "worker", "decode", "registry", "supervisor", "planner")
 _MACHINES_OWN = ("host", "port", "metrics_port", "health_port", "reuse_port", "tls", "auth")
@@ -123,7 +124,7 @@ def _pool(pool: PoolConfig) -> dict[str, Any]:
         made["initialReplicas"] = pool.replicas
     if pool.min_replicas:
         made["minReplicas"] = pool.min_replicas
-    if pool.max_replicas != usual.max_replicas:
+    if pool.max_replicas != usual.max_replicas or pool.replicas > PoolTemplate.max_replicas:
         made["maxReplicas"] = pool.max_replicas
     if pool.tensor_parallel != usual.tensor_parallel:
         made["parallelism"] = {"tensor": pool.tensor_parallel}

@@ -61,7 +61,7 @@ from deploy.controller.manifests.routers import (
 )
 from deploy.controller.observed import Pod
 from deploy.controller.planning import Planning
-from deploy.controller.pool_size import within_bounds
+from deploy.controller.pool_size import with_accepted_size
 from deploy.controller.pools import Pools
 from deploy.controller.resources import (
     CONFIG_MAPS,
@@ -134,7 +134,7 @@ class ClusterReconciler:
             pools, failed = self._pools.keep(obj, owner, spec)
             if "deletionTimestamp" in obj["metadata"] and not pools:
                 return self._let_go(obj)
-            specs = self._pool_specs(pools)
+            specs = self._pool_specs(obj, pools)
             wanted = unit_of(obj["spec"], _staying(pools, specs))
             view = self._view(obj, owner, spec, pools, specs, wanted)
             context = self._context(view, wanted)
@@ -237,12 +237,14 @@ class ClusterReconciler:
         poolless = [pod for pod in pods if not pod.pool]
         return ClusterView(key, obj, owner, spec, views, heard, step, ray, poolless)
 
-    def _pool_specs(self, pools: Mapping[str, Object]) -> dict[str, WorkerPoolSpec]:
+    def _pool_specs(
+        self, cluster: Object, pools: Mapping[str, Object]
+    ) -> dict[str, WorkerPoolSpec]:
         """Each that cannot be read is told so, too. Raises ConfigError."""
         specs, problems = {}, []
         for name, pool in pools.items():
             try:
-                specs[name] = read_spec(WorkerPoolSpec, within_bounds(pool))
+                specs[name] = read_spec(WorkerPoolSpec, with_accepted_size(name, pool, cluster))
             except ConfigError as error:
                 problems.append(str(error))
                 told = hindrances.invalid_spec(pool, str(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,31 @@ def test_a_pool_that_the_spec_names_no_more_is_deleted(
     control_plane.apply(cluster(namespace, pools=pools))
     eventually(lambda: seen("wp/main-more") is None, "the pool is gone")
     assert seen("wp/main-decode")
+
+
+@pytest.mark.full
+def test_a_pool_that_is_deleted_and_that_the_spec_names_is_made_again_at_its_size(
+    control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen
+) -> None:
+    control_plane.apply(cluster(namespace))
+    before = seen.soon("wp/main-decode")["metadata"]["uid"]
+    control_plane.kubectl("-n", namespace, "scale", "wp/main-decode", "--replicas=3")
+    eventually(lambda: group_sizes(seen)["decode"] == 3, "its size is known")
+    unit = seen.unit_soon()
+    control_plane.kubectl("-n", namespace, "delete", "wp/main-decode", "--timeout=20s")
+
+    def again() -> bool:
+        found = seen("wp/main-decode")
+        return bool(found and found["metadata"]["uid"] != before)
+
+    eventually(again, "it is made again")
+    for _ in range(20):
+        assert group_sizes(seen)["decode"] == 3, "no worker of it goes"
+        time.sleep(0.1)
+    made = seen.soon("wp/main-decode")
+    assert made["spec"]["replicas"] == 3
+    assert FINALIZER in made["metadata"]["finalizers"]
+    assert seen.unit_soon()["metadata"]["uid"] == unit["metadata"]["uid"]
 
 
 @pytest.mark.full

@@ -61,10 +61,10 @@ BAD_CLUSTERS = [
     ("pools", {"prefill": {"role": "prefill"}}, "spec.pools"),
     ("pools", {"Decode_1": {"role": "decode"}}, "spec.pools"),
     ("pools.decode.role", "decoder", "spec.pools.decode.role"),
-    ("pools.decode.initialReplicas", 65, "spec.pools.decode.initialReplicas"),
+    ("pools.decode.initialReplicas", 9, "spec.pools.decode.initialReplicas"),
     ("pools.decode.minReplicas", 99, "spec.pools.decode.minReplicas"),
     ("pools.decode.minReplicas", 3, "spec.pools.decode.initialReplicas"),
-    ("pools.mixed", {"role": "mixed", "rolePlan": {"prefill": 65}}, "spec.pools.mixed.rolePlan"),
+    ("pools.mixed", {"role": "mixed", "rolePlan": {"prefill": 9}}, "spec.pools.mixed.rolePlan"),
     ("pools.decode.parallelism", {"tensor": 0}, "spec.pools.decode.parallelism.tensor"),
     ("pools.decode.parallelism", {"expert": 2}, "spec.pools.decode.parallelism.expert"),
     ("pools.decode.drainTimeout", "soon", "spec.pools.decode.drainTimeout"),
@@ -143,12 +143,12 @@ GOOD_CLUSTERS: list[tuple[str, object]] = [
 BAD_NAMES = ["7b", "qwen3.8b", "c" * 54]
 """Which Kubernetes takes for custom resources."""
 BAD_POOLS = [
-    ("replicas", 65, "spec.replicas"),
+    ("replicas", 9, "spec.replicas"),
     ("minReplicas", 3, "spec.replicas"),
     ("minReplicas", 99, "spec.minReplicas"),
     ("role", None, "spec.role"),
     ("rolePlan", {"decode": 1}, "spec.rolePlan"),
-    ("rolePlan", {"decode": 65}, "spec.rolePlan"),
+    ("rolePlan", {"decode": 9}, "spec.rolePlan"),
 ]
 
 
@@ -249,7 +249,7 @@ CASES = [
     *((WorkerPoolSpec, "WorkerPool", POOL, path, value) for path, value, _ in BAD_POOLS),
     *((ServingClusterSpec, CLUSTER_KIND, CLUSTER, *case) for case in GOOD_CLUSTERS),
     (ServingClusterSpec, CLUSTER_KIND, ONE_POOL, "router.settings", {"localPrefill": "never"}),
-    (WorkerPoolSpec, "WorkerPool", POOL, "replicas", 64),
+    (WorkerPoolSpec, "WorkerPool", POOL, "replicas", 8),
 ]  # fmt: skip
 
 
