@@ -13,10 +13,16 @@ from deploy.controller.pool_size import size_problem
 from deploy.controller.rollout import State
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
 from deploy.controller.status.pool_status import num_serving
-from deploy.controller.status.waiting import head_waits, pool_waits, router_waits, with_waits
+from deploy.controller.status.waiting import (
+    SILENT,
+    STARTING,
+    Silence,
+    pool_waits,
+    router_waits,
+    silence,
+    with_waits,
+)
 from deploy.controller.view import ClusterView, PoolView
-
-_SILENT = "the supervisor does not answer"
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,12 @@ def _external(router: RouterSpec) -> str | None:
     return f"grpcs://{router.hostname}"
 
 
-def cluster_verdicts(view: ClusterView, routers: Seen | None, refusals: Refusals) -> list[Verdict]:
+def cluster_verdicts(
+    view: ClusterView, routers: Seen | None, refusals: Refusals, now: str
+) -> list[Verdict]:
     """Available: a prompt would be answered; Progressing: something is still to become as wanted;
     Degraded: something has failed. `routers`: their Deployment."""
+    silent = silence(view, now)
     num_ready = 0 if routers is None else routers.get("status", {}).get("readyReplicas", 0)
     errors = [f"{name}: {p.fleet.last_error}" for name, p in view.pools.items()
               if p.fleet is not None and p.fleet.last_error]  # fmt: skip
@@ -74,15 +83,20 @@ def cluster_verdicts(view: ClusterView, routers: Seen | None, refusals: Refusals
     if num_ready < view.spec.router.replicas:
         late.append(_noted(f"routers {num_ready}/{view.spec.router.replicas}", routers_wait))
     return [
-        availability(view, num_ready, routers_wait),
-        _progressing(view, late),
+        availability(view, num_ready, routers_wait, silent),
+        _progressing(view, late, silent),
         _degraded(view, refusals, errors),
     ]
 
 
-def availability(view: ClusterView, num_routers_ready: int, routers_wait: str = "") -> Verdict:
-    """Whether a prompt would be answered. `routers_wait`: what their pods wait for."""
+def availability(
+    view: ClusterView, num_routers_ready: int, routers_wait: str = "", silent: Silence = SILENT
+) -> Verdict:
+    """Whether a prompt would be answered. `routers_wait`: what their pods wait for. A silent head
+    prevents none by itself, but explains the rest."""
     missing = _missing(view, num_routers_ready, routers_wait)
+    if missing is not None and view.fleet is None:
+        return Verdict(AVAILABLE, False, *silent)
     if missing is not None:
         return missing
     if any(map(_is_stopped, view.pools.values())):
@@ -91,16 +105,16 @@ def availability(view: ClusterView, num_routers_ready: int, routers_wait: str = 
     return Verdict(AVAILABLE, True, "Serving", "requests are served")
 
 
-def _progressing(view: ClusterView, late: Sequence[str]) -> Verdict:
+def _progressing(view: ClusterView, late: Sequence[str], silent: Silence) -> Verdict:
     """A unit that takes another one's place comes first: it explains the rest."""
     if view.step.state is not State.AS_WANTED:
         return Verdict(PROGRESSING, True, f"Unit{view.step.state.value}", view.step.reason)
     if view.fleet is None:
-        silent = with_waits(_SILENT, head_waits(view))
-        return Verdict(PROGRESSING, True, "SupervisorSilent", with_waits(silent, ", ".join(late)))
+        message = with_waits(silent.message, ", ".join(late))
+        return Verdict(PROGRESSING, True, silent.reason, message)
     if untold := [name for name, pool in view.pools.items() if pool.is_untold]:
-        told = f"the supervisor has yet to find what runs of {', '.join(untold)}"
-        return Verdict(PROGRESSING, True, "SupervisorStarts", with_waits(told, ", ".join(late)))
+        told = f"Ray's head has just started, and waits for workers of {', '.join(untold)}"
+        return Verdict(PROGRESSING, True, STARTING.reason, with_waits(told, ", ".join(late)))
     if late:
         return Verdict(PROGRESSING, True, "Changing", ", ".join(late))
     return Verdict(PROGRESSING, False, "AsWanted", "all workers and routers are there")
@@ -113,7 +127,7 @@ def _degraded(view: ClusterView, refusals: Refusals, errors: Sequence[str]) -> V
         "InvalidSpec": [f"{name}: {problem}" for name, problem in problems.items() if problem],
         "Refused": refusals.by_api_server,
         "SupervisorRefused": [
-            ": ".join(filter(None, ("the supervisor", *refusal)))
+            ": ".join(filter(None, ("Ray's head", *refusal)))
             for refusal in refusals.by_supervisor.items()
         ],
         "StartFailed": errors,
@@ -126,16 +140,7 @@ def _degraded(view: ClusterView, refusals: Refusals, errors: Sequence[str]) -> V
 
 
 def _missing(view: ClusterView, num_routers_ready: int, routers_wait: str) -> Verdict | None:
-    """What keeps a prompt from being answered; None: nothing. A silent supervisor keeps none by
-    itself, but explains the rest."""
-    missing = _missing_part(view, num_routers_ready, routers_wait)
-    if missing is None or view.fleet is not None:
-        return missing
-    silent = with_waits(_SILENT, head_waits(view))
-    return Verdict(AVAILABLE, False, "SupervisorSilent", silent)
-
-
-def _missing_part(view: ClusterView, num_routers_ready: int, routers_wait: str) -> Verdict | None:
+    """What prevents an answer to a prompt; None: nothing."""
     if not num_routers_ready:
         told = with_waits("no router is ready", routers_wait)
         return Verdict(AVAILABLE, False, "NoRouterReady", told)

@@ -23,7 +23,7 @@ from deploy.controller.status.cluster_status import (
 )
 from deploy.controller.status.conditions import Verdict
 from deploy.controller.status.pool_status import pool_status, pool_verdicts
-from deploy.controller.status.waiting import pool_waits, router_waits
+from deploy.controller.status.waiting import Silence, pool_waits, router_waits, silence
 from deploy.controller.view import ClusterView
 from tests.deploy.controller.test_cluster_status import at
 from tests.deploy.controller.test_pod_waits import UNSCHEDULABLE
@@ -97,8 +97,49 @@ def test_a_silent_supervisor_is_told_with_what_its_pod_waits_for(
     head: list[Pod], ray: Any, why: str
 ) -> None:
     view = seen(set(), 1, *head, heard=Heard(is_certain=True), ray_cluster=ray)
-    message = f"the supervisor does not answer{why}"
-    assert told(available(view)) == (False, "SupervisorSilent", message)
+    message = f"Ray's head does not answer{why}"
+    silent = Silence("SupervisorSilent", message)
+    assert told(availability(view, 2, silent=silent)) == (False, "SupervisorSilent", message)
+    verdicts = verdicts_of(answered(view))
+    assert told(verdicts["Available"]) == (False, "SupervisorSilent", message)
+    assert verdicts["Progressing"].message.startswith(message)
+
+
+MADE = "2026-01-01T00:00:00Z"
+
+
+@pytest.mark.parametrize(
+    ("reason", "made", "now", "expected"),
+    [
+        ("", None, MADE, "Starting"),
+        ("UnitMaking", MADE, "2026-01-01T00:09:59Z", "Starting"),
+        ("Starting", MADE, "2026-01-01T00:09:59Z", "Starting"),
+        ("Starting", MADE, "2026-01-01T00:10:00Z", "SupervisorSilent"),
+        ("Changing", MADE, "2026-01-01T00:01:00Z", "SupervisorSilent"),
+        ("AsWanted", MADE, "2026-01-01T00:01:00Z", "SupervisorSilent"),
+        ("SupervisorSilent", MADE, "2026-01-01T00:01:00Z", "SupervisorSilent"),
+    ],
+)
+def test_a_head_starts_until_it_has_once_answered_or_for_ten_minutes(
+    reason: str, made: str | None, now: str, expected: str
+) -> None:
+    ray = {"metadata": {"creationTimestamp": made}, "spec": {}} if made else None
+    view = seen(
+        set(), 1, pod("head", **UNSCHEDULABLE), heard=Heard(is_certain=True), ray_cluster=ray
+    )
+    if reason:
+        condition = {"type": "Progressing", "status": "True", "reason": reason}
+        view = dataclasses.replace(view, obj=view.obj | {"status": {"conditions": [condition]}})
+    found = silence(view, now)
+    assert found.reason == expected
+    words = "is starting" if expected == "Starting" else "does not answer"
+    assert found.message == f"Ray's head {words}; pod a-head: {NO_GPU}"
+
+
+def answered(view: ClusterView) -> ClusterView:
+    """Its head has spoken before."""
+    condition = {"type": "Progressing", "status": "False", "reason": "AsWanted"}
+    return dataclasses.replace(view, obj=view.obj | {"status": {"conditions": [condition]}})
 
 
 def silent(*ready: str, local_prefill: Literal["auto", "never"] = "auto") -> ClusterView:
@@ -118,10 +159,10 @@ def silent(*ready: str, local_prefill: Literal["auto", "never"] = "auto") -> Clu
 
 def test_while_a_supervisor_is_silent_what_serves_is_available() -> None:
     """As while a head moves to another node: routers and workers go on without it."""
-    view = silent("prefill", "decode")
+    view = answered(silent("prefill", "decode"))
     verdicts = verdicts_of(view)
     assert told(verdicts["Available"]) == (True, "Serving", "requests are served")
-    message = "the supervisor does not answer"
+    message = "Ray's head does not answer"
     assert told(verdicts["Progressing"]) == (True, "SupervisorSilent", message)
     found, progressing, degraded = pool_verdicts(view.pools["decode"], "")
     assert told(found) == (True, "Live", "1 of 1 workers are ready, as their pods say")
@@ -218,7 +259,7 @@ NO_MODEL = {"decode": "no model"}
 
 def verdicts_of(view: ClusterView, refusals: Refusals = NONE) -> dict[str, Verdict]:
     ready = {"status": {"readyReplicas": 2}}
-    found = cluster_verdicts(view, ready, refusals)
+    found = cluster_verdicts(view, ready, refusals, MADE)
     return {each.type: each for each in found}
 
 
@@ -233,9 +274,9 @@ def test_a_cluster_says_what_the_pods_wait_for_that_are_still_to_come() -> None:
     [
         (NONE, "Sound", "nothing has failed"),
         (Refusals(["no right"], NO_MODEL, ["routes are not served"]), "Refused",
-         "no right; the supervisor: decode: no model; routes are not served"),
+         "no right; Ray's head: decode: no model; routes are not served"),
         (Refusals([], {"": "no room"} | NO_MODEL), "SupervisorRefused",
-         "the supervisor: no room; the supervisor: decode: no model"),
+         "Ray's head: no room; Ray's head: decode: no model"),
         (Refusals([], {}, ["routes are not served"]), "NotServed", "routes are not served"),
     ],
 )  # fmt: skip
@@ -248,16 +289,21 @@ def test_a_fault_has_the_reason_of_what_is_worst_and_says_all_of_it(
 
 
 @pytest.mark.parametrize(
-    ("asked", "kept", "bound"), [(65, 64, "above maxReplicas"), (0, 1, "below minReplicas")]
+    ("asked", "kept", "problem"),
+    [
+        (65, 3, "above maxReplicas 8: the size stays 3; scale to 8 at most, or raise maxReplicas"),
+        (0, 3, "below minReplicas 0: the size stays 3; scale to 0 at least, or lower minReplicas"),
+    ],
 )
 def test_a_size_that_its_bounds_leave_out_is_told_of_its_pool_and_the_cluster(
-    asked: int, kept: int, bound: str
+    asked: int, kept: int, problem: str
 ) -> None:
     view = seen({"prefill", "decode"}, kept)
     decode = view.pools["decode"]
     asked_for = dataclasses.replace(decode, obj={"metadata": {}, "spec": {"replicas": asked}})
     view = dataclasses.replace(view, pools={**view.pools, "decode": asked_for})
-    message = f"spec.replicas: must not be {bound}, and is {asked}: {kept} are kept"
+    where = "of spec.pools.decode in ServingCluster main"
+    message = f"spec.replicas is {asked}, {problem} {where}"
     assert told(verdicts_of(view)["Degraded"]) == (True, "InvalidSpec", f"decode: {message}")
     *others, degraded = pool_verdicts(asked_for, "")
     assert told(degraded) == (True, "InvalidSpec", message)
