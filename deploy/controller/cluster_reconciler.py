@@ -56,6 +56,7 @@ from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import unit_in
 from deploy.controller.manifests.routers import (
     control_service,
+    first_routers,
     router_deployment,
     router_service,
 )
@@ -296,7 +297,7 @@ class ClusterReconciler:
             raise failed[0]
         if view.step.state is not State.AS_WANTED:
             return _TOLD_EVERY_S
-        return min(_LOOK_AGAIN_S, max(_TOLD_EVERY_S, view.spec.planner.panic_window_s))
+        return min(_LOOK_AGAIN_S, max(_TOLD_EVERY_S, view.spec.advanced.planner.panic_window_s))
 
     def _keep_routers(self, view: ClusterView, context: PodContext) -> None:
         """They read the text of the model that serves: so they are left as they are until the unit
@@ -306,7 +307,10 @@ class ClusterReconciler:
         if view.has_wanted_unit or self._caches.deployments.get(key) is None:
             config = cluster_config(owner, view.spec, {})
             self._apply(CONFIG_MAPS, router_config_map(owner, config))
-            self._apply(DEPLOYMENTS, router_deployment(context))
+            routers = router_deployment(context)
+            if self._caches.deployments.get(key) is None:
+                self._applied.make(view.key, DEPLOYMENTS, first_routers(routers))
+            self._apply(DEPLOYMENTS, routers)
         self._apply(SERVICES, control_service(owner, view.step.unit or context.unit.code))
         self._apply(SERVICES, router_service(owner, view.spec.router))
 
@@ -328,7 +332,7 @@ class ClusterReconciler:
         if told is None or not view.has_wanted_unit:
             return {}
         try:
-            specs, config = view.staying_specs, view.spec.planner
+            specs, config = view.staying_specs, view.spec.planner_config
             return self._planning.plan(view.key, told, specs, config)
         except ValueError as error:  # a figure that is none
             log.warning("%s: not planned: %s", view.key, error)

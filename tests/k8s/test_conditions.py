@@ -9,6 +9,7 @@ import pytest
 
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import POOL_LABEL, Owner
+from deploy.controller.manifests.model_files import FETCH
 from deploy.controller.resources import PODS, RAY_CLUSTERS
 from tests.deploy.controller.test_pod_waits import UNSCHEDULABLE
 from tests.deploy.controller.test_unavailable import REFUSED
@@ -81,6 +82,34 @@ def test_a_size_that_its_bounds_leave_out_is_told_of_its_pool_and_its_cluster(
     wait_for_size(control_plane, namespace, 3)
     told.soon("wp/main-decode", "Degraded", "Starting")
     told.soon("servingcluster/main", "Degraded", "Sound")
+
+
+NO_MODEL = "cannot fetch the model: org/nothing: no such model on the hub"
+
+
+def test_a_model_that_is_not_there_is_one_fault_of_the_cluster(
+    control_plane: ControlPlane, namespace: str, operator: Operator, told: Told
+) -> None:
+    control_plane.apply(cluster(namespace))
+    told.soon("wp/main-decode", "Available", "Starting")
+    administrator = kube_of(control_plane)
+    labels = Owner("main", namespace, "").labels("worker") | {POOL_LABEL: "decode"}
+    container = {"name": "ray-worker", "image": "none"}
+    made = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "failing", "namespace": namespace, "labels": labels},
+        "spec": {"containers": [container], "initContainers": [container | {"name": FETCH}]},
+    }
+    administrator.create(PODS, made)
+    ended = {"terminated": {"exitCode": 1, "reason": "Error", "message": NO_MODEL}}
+    init = {"name": FETCH, "image": "none", "imageID": "", "ready": False, "restartCount": 0}
+    status = {"initContainerStatuses": [init | {"state": ended}]}
+    administrator.merge_patch(PODS, Key(namespace, "failing"), {"status": status}, "status")
+    found = told.soon("servingcluster/main", "Degraded", "ModelUnavailable")
+    assert found["message"] == f"spec.model.name: {NO_MODEL}"
+    found = told.soon("wp/main-decode", "Degraded", "ModelUnavailable")
+    assert NO_MODEL in found["message"]
 
 
 def wait_for_size(control_plane: ControlPlane, namespace: str, size: int) -> None:

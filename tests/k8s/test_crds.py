@@ -19,10 +19,10 @@ from tests.k8s.control_plane.plane import ControlPlane
 
 pytestmark = pytest.mark.usefixtures("crds")
 
-BAD_ROUTER = {"template": {"spec": {"containers": ["x"]}}}
+BAD_ROUTER = {"podTemplate": {"spec": {"containers": ["x"]}}}
 """A spec's part that every API server takes, with CEL or without, and the operator refuses by the
 name of its field: no schema goes into templates."""
-BAD_FIELD = "spec.router.template.spec.containers[0]"
+BAD_FIELD = "spec.router.podTemplate.spec.containers[0]"
 
 
 def cluster(namespace: str, **spec: Any) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def test_kubectl_get_shows_what_a_cluster_serves_or_why_it_does_not(
 @pytest.mark.parametrize(
     "section",
     [
-        {"template": {"spec": {"containers": [{"name": "ray-worker", "image": "a"}]}}},
+        {"podTemplate": {"spec": {"containers": [{"name": "ray-worker", "image": "a"}]}}},
         {"engine": {"fake": {"vocabSize": 300}}},
         {"parallelism": {"tensor": 2}},
         {"rolePlan": {"prefill": 1, "decode": 1}, "role": "mixed"},

@@ -110,7 +110,7 @@ def test_a_pools_size_is_whoever_scales_its_and_never_the_operators(
     seen.soon("wp/main-decode")
     control_plane.kubectl("-n", namespace, "scale", "wp/main-decode", "--replicas=4")
     eventually(lambda: group_sizes(seen)["decode"] == 4, "four decode pods are asked for")
-    control_plane.apply(cluster(namespace, router={"settings": {"maxQueue": 7}}))
+    control_plane.apply(cluster(namespace, advanced={"router": {"maxQueue": 7}}))
     config = lambda: seen.soon("configmap/main-config")["data"]["cluster.yaml"]  # noqa: E731
     eventually(lambda: "max_queue: 7" in config(), "the change is taken over")
     pool = seen.soon("wp/main-decode")

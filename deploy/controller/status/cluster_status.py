@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from deploy.api.model_source import ModelSource
+from deploy.api.naming import as_written
 from deploy.api.serving_cluster import RouterSpec
 from deploy.controller.kit.objects import Object as Seen
-from deploy.controller.manifests.cluster_yaml import model_name
+from deploy.controller.manifests.cluster_yaml import model_field, model_name, model_path
 from deploy.controller.manifests.common import ROUTER_PORT, Object
+from deploy.controller.manifests.routers import FIRST_ROUTERS
 from deploy.controller.pool_size import size_problem
 from deploy.controller.rollout import State
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
@@ -17,6 +20,7 @@ from deploy.controller.status.waiting import (
     SILENT,
     STARTING,
     Silence,
+    model_problem,
     pool_waits,
     router_waits,
     silence,
@@ -74,19 +78,31 @@ def cluster_verdicts(
     Degraded: something has failed. `routers`: their Deployment."""
     silent = silence(view, now)
     num_ready = 0 if routers is None else routers.get("status", {}).get("readyReplicas", 0)
-    errors = [f"{name}: {p.fleet.last_error}" for name, p in view.pools.items()
+    errors = [f"{name}: {_start_error(view.spec.model, p.fleet.last_error)}"
+              for name, p in view.pools.items()
               if p.fleet is not None and p.fleet.last_error]  # fmt: skip
     routers_wait = router_waits(view, routers)
     late = [_noted(f"{name} {num_serving(pool)}/{pool.replicas}", pool_waits(view, pool))
             for name, pool in view.pools.items()
             if num_serving(pool) != pool.replicas]  # fmt: skip
-    if num_ready < view.spec.router.replicas:
-        late.append(_noted(f"routers {num_ready}/{view.spec.router.replicas}", routers_wait))
+    num_routers = view.spec.router.replicas or _size_of(routers)
+    if num_ready < num_routers:
+        late.append(_noted(f"routers {num_ready}/{num_routers}", routers_wait))
     return [
         availability(view, num_ready, routers_wait, silent),
         _progressing(view, late, silent),
         _degraded(view, refusals, errors),
     ]
+
+
+def _start_error(model: ModelSource, error: str) -> str:
+    """With the field that it is about."""
+    field = f"{model_field(model)}: " if model_path(model) in error else ""
+    return field + as_written(error)
+
+
+def _size_of(routers: Seen | None) -> int:
+    return FIRST_ROUTERS if routers is None else int(routers.get("spec", {}).get("replicas", 1))
 
 
 def availability(
@@ -130,6 +146,7 @@ def _degraded(view: ClusterView, refusals: Refusals, errors: Sequence[str]) -> V
             ": ".join(filter(None, ("Ray's head", *refusal)))
             for refusal in refusals.by_supervisor.items()
         ],
+        "ModelUnavailable": _model_faults(view),
         "StartFailed": errors,
         "NotServed": refusals.unserved,
     }
@@ -139,13 +156,20 @@ def _degraded(view: ClusterView, refusals: Refusals, errors: Sequence[str]) -> V
     return Verdict(DEGRADED, True, next(iter(found)), "; ".join(found.values()))
 
 
+def _model_faults(view: ClusterView) -> list[str]:
+    """The first worker that does not get the model speaks for all."""
+    pods = [pod for pool in view.pools.values() for pod in pool.pods]
+    problem = model_problem(pods)
+    return [f"{model_field(view.spec.model)}: {problem}"] if problem else []
+
+
 def _missing(view: ClusterView, num_routers_ready: int, routers_wait: str) -> Verdict | None:
     """What prevents an answer to a prompt; None: nothing."""
     if not num_routers_ready:
         told = with_waits("no router is ready", routers_wait)
         return Verdict(AVAILABLE, False, "NoRouterReady", told)
     missing = _without_worker(view, "decode", "NoDecodeWorker", "no worker that decodes is live")
-    if missing is None and view.spec.router.settings.local_prefill == "never":
+    if missing is None and view.spec.advanced.router.local_prefill == "never":
         told = "no worker that prefills is live"
         missing = _without_worker(view, "prefill", "NoPrefillWorker", told)
     return missing

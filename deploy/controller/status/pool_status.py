@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import datetime
 
-from baton.config.planner import PlannerConfig
+from baton.config.planner import PlannerTargets
+from deploy.api.naming import as_written
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.drains import held_by, is_overdue
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, Object
 from deploy.controller.observed import Place
 from deploy.controller.pool_size import size_problem
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict, shortened
-from deploy.controller.status.waiting import SILENT, STARTING, Silence, with_waits
+from deploy.controller.status.waiting import SILENT, STARTING, Silence, model_problem, with_waits
 from deploy.controller.view import PoolView
 
 _LOOKS = Silence(STARTING.reason, "Ray's head has just started, and waits for workers to report")
 
 
-def pool_status(view: PoolView, targets: PlannerConfig, now: str) -> Object:
+def pool_status(view: PoolView, targets: PlannerTargets, now: str) -> Object:
     """Without conditions, None for what is not known; no places while nobody tells of them, but for
     those that drained before."""
     spec, pool = view.spec, view.fleet
@@ -31,7 +32,7 @@ def pool_status(view: PoolView, targets: PlannerConfig, now: str) -> Object:
         "selector": f"{CLUSTER_LABEL}={spec.cluster},{POOL_LABEL}={spec.pool}",
         "queue": sum(place.num_waiting for place in places),
         "kvUsePercent": round(100 * max((place.kv_use for place in view.live), default=0.0)),
-        "lastError": (shortened(pool.last_error) or None) if pool is not None else None,
+        "lastError": (shortened(as_written(pool.last_error)) or None) if pool is not None else None,
         "ttftSeconds": _seconds(pool.seen.ttft_s) if pool is not None else None,
         "ttftTargetSeconds": targets.ttft_target_s if spec.role != "decode" else None,
         "itlSeconds": _seconds(pool.seen.itl_s) if pool is not None else None,
@@ -107,10 +108,13 @@ def _degraded(view: PoolView, refused: str, silent: Silence) -> Verdict:
         return Verdict(DEGRADED, True, "InvalidSpec", problem)
     if refused:
         return Verdict(DEGRADED, True, "SupervisorRefused", f"Ray's head: {refused}")
+    if problem := model_problem(view.pods):
+        where = f"spec.model of ServingCluster {view.spec.cluster}"
+        return Verdict(DEGRADED, True, "ModelUnavailable", f"{where}: {problem}")
     if view.is_silent:
         return Verdict(DEGRADED, False, *silent)
     if pool is not None and pool.last_error:
-        return Verdict(DEGRADED, True, "StartFailed", pool.last_error)
+        return Verdict(DEGRADED, True, "StartFailed", as_written(pool.last_error))
     return Verdict(DEGRADED, False, "Sound", "nothing has failed")
 
 

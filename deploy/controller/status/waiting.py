@@ -4,14 +4,17 @@ messages of conditions. Pure; an empty answer: nothing tells of it."""
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from deploy.controller.kit.objects import Object
+from deploy.controller.manifests.model_files import FETCH
 from deploy.controller.observed import Pod
 from deploy.controller.status.pod_waits import pods_refused, together
 from deploy.controller.view import ClusterView, PoolView
 
+_NO_MODEL = re.compile(rf"{FETCH}: .*?exit code \d+(: )?(?P<why>.*)")
 START_WITHIN = datetime.timedelta(minutes=10)
 """A head that has not answered by then is silent, and no longer starting."""
 _BEFORE_THE_HEAD_ANSWERS = ("Starting", "InvalidSpec", "KubeRayMissing")
@@ -60,6 +63,12 @@ def router_waits(view: ClusterView, routers: Object | None) -> str:
     """`routers`: their Deployment."""
     pods = [pod for pod in view.poolless_pods if pod.component == "router"]
     return _joined(_of(pods), pods_refused(routers))
+
+
+def model_problem(pods: Sequence[Pod]) -> str:
+    """Why a worker's pod does not get the model's files; empty: none says so."""
+    found = (_NO_MODEL.match(pod.waits_for) for pod in pods if not pod.is_going)
+    return next((match["why"] for match in found if match), "")
 
 
 def with_waits(told: str, waits: str) -> str:

@@ -87,7 +87,7 @@ def test_shares_are_those_of_errors_that_baton_answers_with() -> None:
 
 
 def test_conditions_are_asked_for_by_reasons_that_the_operator_gives() -> None:
-    told = "".join(path.read_text() for path in (DEPLOY / "controller").glob("*.py"))
+    told = "".join(path.read_text() for path in (DEPLOY / "controller").rglob("*.py"))
     asked = [re.findall(r'reason!?="(\w+)"', rule["expr"]) for rule in ALERTS.values()]
     reasons = {reason for each in asked for reason in each}
     assert reasons == {reason for reason in reasons if f'"{reason}"' in told}

@@ -214,7 +214,7 @@ def existing(spec: dict[str, Any], *, pods: tuple[str, ...] = ("a", "b")) -> dic
     labels = group["template"]["metadata"]["labels"]
     metadata = {"namespace": OWNER.namespace, "labels": labels, "resourceVersion": "1"}
     there = [{"metadata": metadata | {"name": name}, "spec": {}} for name in pods]
-    (routers,) = server.written("deployments")
+    _, routers = server.written("deployments")
     routers = with_metadata(routers, uid="uid-4", resourceVersion="1")
     return {"rayclusters": [made], "pods": there, "deployments": [routers]}
 
@@ -283,7 +283,7 @@ def test_what_has_drained_is_deleted_and_the_next_unit_is_made_when_its_last_pod
     [
         {},
         {"router": {"replicas": 3}},
-        {"planner": {"panicWindowS": 5}},
+        {"advanced": {"planner": {"panicWindowSeconds": 5}}},
         {"aFieldOfALaterRelease": None},
     ],
 )
@@ -311,7 +311,7 @@ def test_a_quiet_cluster_is_looked_at_as_often_as_its_planner_asks_for(
     panic_window_s: float, again_s: float
 ) -> None:
     """What was not looked at for longer counts as unknown, and nothing would ever shrink."""
-    spec = CLUSTER["spec"] | {"planner": {"panicWindowS": panic_window_s}}
+    spec = CLUSTER["spec"] | {"advanced": {"planner": {"panicWindowSeconds": panic_window_s}}}
     server = server_with(existing(spec), spec)
     with looking(server) as reconciler:
         assert reconciler.reconcile(KEY) == again_s

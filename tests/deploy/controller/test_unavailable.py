@@ -11,6 +11,7 @@ import pytest
 
 from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
+from deploy.api.advanced import Advanced
 from deploy.api.serving_cluster import RouterIngress, RouterSpec, RouterTls
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
 from deploy.controller.observed import FleetPool, Heard, Place, PlaceState, Pod
@@ -152,8 +153,8 @@ def silent(*ready: str, local_prefill: Literal["auto", "never"] = "auto") -> Clu
         )
         for name, pool in view.pools.items()
     }
-    router = RouterSpec(settings=RouterConfig(local_prefill=local_prefill))
-    spec = dataclasses.replace(view.spec, router=router)
+    advanced = Advanced(router=RouterConfig(local_prefill=local_prefill))
+    spec = dataclasses.replace(view.spec, advanced=advanced)
     return dataclasses.replace(view, pools=pools, spec=spec)
 
 
@@ -221,8 +222,9 @@ def test_workers_that_are_not_live_are_told_with_what_they_wait_for() -> None:
 def test_without_a_prefill_worker_a_cluster_serves_unless_decode_workers_may_not_prefill() -> None:
     view = seen({"decode"})
     assert available(view).is_true
-    never = RouterSpec(settings=RouterConfig(local_prefill="never"))
-    view = dataclasses.replace(view, spec=dataclasses.replace(view.spec, router=never))
+    never = Advanced(router=RouterConfig(local_prefill="never"))
+    spec = dataclasses.replace(view.spec, advanced=never)
+    view = dataclasses.replace(view, spec=spec)
     message = "no worker that prefills is live"
     assert told(available(view)) == (False, "NoPrefillWorker", message)
 
@@ -286,6 +288,41 @@ def test_a_fault_has_the_reason_of_what_is_worst_and_says_all_of_it(
     view = seen({"prefill", "decode"})
     degraded = verdicts_of(view, refusals)["Degraded"]
     assert told(degraded) == (reason != "Sound", reason, message)
+
+
+NO_CONFIG = "cannot fetch the model: org/name: no such model on the hub"
+
+
+def failing(message: str) -> Pod:
+    """A worker whose init container ends."""
+    ended = {"terminated": {"exitCode": 1, "reason": "Error", "message": f"asks\n{message}\n"}}
+    return pod("worker", initContainerStatuses=[{"name": "fetch-model", "state": ended}])
+
+
+def test_a_model_that_is_not_there_is_told_by_the_field_that_names_it() -> None:
+    view = seen(set(), 1, failing(NO_CONFIG))
+    message = f"spec.model.name: {NO_CONFIG}"
+    assert told(verdicts_of(view)["Degraded"]) == (True, "ModelUnavailable", message)
+    of_pool = pool_verdicts(view.pools["decode"], "")[-1]
+    message = f"spec.model of ServingCluster main: {NO_CONFIG}"
+    assert told(of_pool) == (True, "ModelUnavailable", message)
+
+
+def test_an_image_that_cannot_be_pulled_is_no_fault_of_the_model() -> None:
+    waits = {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}
+    worker = pod("worker", initContainerStatuses=[{"name": "fetch-model", "state": waits}])
+    assert not verdicts_of(seen(set(), 1, worker))["Degraded"].is_true
+
+
+def test_what_a_worker_says_of_its_start_names_settings_as_people_write_them() -> None:
+    view = seen({"prefill"})
+    fleet = FleetPool(1, (), last_error="a/model: no room for KV: lower engine.max_num_seqs")
+    decode = dataclasses.replace(view.pools["decode"], fleet=fleet)
+    view = dataclasses.replace(view, pools={**view.pools, "decode": decode})
+    message = "a/model: no room for KV: lower spec.engine.maxNumSeqs"
+    assert told(pool_verdicts(decode, "")[-1]) == (True, "StartFailed", message)
+    message = f"decode: spec.model.name: {message}"
+    assert told(verdicts_of(view)["Degraded"]) == (True, "StartFailed", message)
 
 
 @pytest.mark.parametrize(
