@@ -23,7 +23,7 @@ _HEAD = """\
 
 # Fields of the custom resources
 
-What each is for and when to use it: [kubernetes.md](../kubernetes.md). A default in brackets is the
+What each is for and when to use it: [operations.md](../operations.md). A default in brackets is the
 release's own and not written into the stored object. `cluster.yaml` spells the same sections in
 snake_case.
 """

@@ -225,7 +225,7 @@ class ServingClusterSpec(Checked):
     hub: HubSettings = field(default_factory=HubSettings)
     served_model_name: str | None = bounded(None, max_size=SOURCE)
     """What clients call the model; None: the last part of the source of the first that was
-    available (`status.servedModelName`), so that another one takes its place under its name."""
+    available (`status.model`), so that another one takes its place under its name."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of every process."""
     router: RouterSpec = field(default_factory=RouterSpec)

@@ -92,7 +92,7 @@ def test_a_cluster_gets_its_pools_its_ray_cluster_and_its_routers(
     told = eventually(
         lambda: condition(seen.soon("servingcluster/main"), "Available"), "a condition"
     )
-    silent = "the supervisor does not answer; Ray's head has no pod"
+    silent = "Ray's head is starting; Ray's head has no pod"
     assert (told["status"], told["message"]) == ("False", silent)
     code = seen.unit_soon()["metadata"]["labels"][UNIT_LABEL]
     assert seen.unit_soon()["metadata"]["name"] == f"main-{code}"
@@ -127,7 +127,7 @@ def test_a_model_that_was_available_leaves_its_name_to_the_next_one(
     control_plane.apply(cluster(namespace))
     config = lambda: seen.soon("configmap/main-config")["data"]["cluster.yaml"]  # noqa: E731
     assert "served_model_name: demo" in config()
-    served = {"status": {"servedModelName": "demo"}}
+    served = {"status": {"model": "demo"}}
     kube_of(control_plane).merge_patch(SERVING_CLUSTERS, Key(namespace, "main"), served, "status")
     control_plane.apply(cluster(namespace, model={"name": "models/other"}))
     eventually(lambda: "model: models/other" in config(), "the change is taken over")

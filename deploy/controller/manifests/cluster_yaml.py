@@ -62,7 +62,7 @@ def model_name(spec: ServingClusterSpec) -> str:
 def with_name(spec: ServingClusterSpec, cluster: Seen) -> ServingClusterSpec:
     """Where people give none, with the name that clients have called the model by so far: a router
     uses no worker of another name, so with each model's own the one before would serve nobody."""
-    name = spec.served_model_name or cluster.get("status", {}).get("servedModelName")
+    name = spec.served_model_name or cluster.get("status", {}).get("model")
     return dataclasses.replace(spec, served_model_name=name)
 
 

@@ -44,13 +44,12 @@ def cluster_status(view: ClusterView, verdicts: Sequence[Verdict]) -> Object:
     """Without conditions, None for what was told and is no more. What clients call the model stays
     once they could."""
     is_available = any(each.type == AVAILABLE and each.is_true for each in verdicts)
-    called = {"servedModelName": model_name(view.spec)} if is_available else {}
+    called = {"model": model_name(view.spec)} if is_available else {}
     router = f"{view.owner.router_name}.{view.owner.namespace}.svc:{ROUTER_PORT}"
     if view.spec.router.tls is not None:
         router = f"grpcs://{router}"
     former = dict.fromkeys(view.obj.get("status", {}).get("pools", ()))
     return called | {
-        "model": model_name(view.spec),
         "endpoints": {
             "grpc": router,
             "external": _external(view.spec.router),

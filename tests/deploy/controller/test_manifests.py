@@ -414,8 +414,8 @@ def test_another_model_is_called_as_the_first_was_unless_the_spec_says_otherwise
         return cluster_config(OWNER, named, pools_of(named)).model_name
 
     assert called({}) == "qwen-v2"
-    assert called({"servedModelName": "qwen-v1"}) == "qwen-v1"
-    assert called({"servedModelName": "qwen-v1"}, servedModelName="mine") == "mine"
+    assert called({"model": "qwen-v1"}) == "qwen-v1"
+    assert called({"model": "qwen-v1"}, servedModelName="mine") == "mine"
 
 
 def test_the_longest_name_that_a_model_can_have_stays_its_own() -> None:
@@ -423,8 +423,8 @@ def test_the_longest_name_that_a_model_can_have_stays_its_own() -> None:
     spec = spec_of(model={"uri": "s3://b/".ljust(2048, "m")})
     name = model_name(spec)
     assert len(name) > 1024
-    status = ServingClusterStatus(model=name, served_model_name=name)
-    assert with_name(spec, {"status": {"servedModelName": name}}).served_model_name == name
+    status = ServingClusterStatus(model=name)
+    assert with_name(spec, {"status": {"model": name}}).served_model_name == name
     assert status.model == name
 
 
