@@ -23,6 +23,7 @@ from baton.errors import ConfigError
 
 Tell = Callable[[str], None]
 
+CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -94,8 +95,10 @@ def main() -> int:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     tell = partial(print, flush=True)
     try:
-        if Path(options.name).is_dir():  # of the image: its name may look like one on the hub
+        if (Path(options.name) / CONFIG).is_file():  # its name may look like one on the hub
             tell(f"{options.name} is there")
+        elif not is_hub_name(options.name):
+            raise ConfigError(f"{options.name} holds no {CONFIG}", field="model")
         else:
             tell(f"it is in {_fetched(options.name, options.revision, tell, tell)}")
     except ConfigError as error:

@@ -42,7 +42,7 @@ def load_model_spec(model_path: str, config: EngineConfig, tp: TpGroup | None = 
     from engine.dtype import choose_dtype
     from engine.models.folder import describe
 
-    dtype = config.dtype
+    dtype: str = config.dtype
     if dtype == AUTO:
         choice = choose_dtype(model_path, [device_of(config).type])
         dtype = choice.dtype

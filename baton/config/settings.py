@@ -153,7 +153,7 @@ class _Reader:
         """A dataclass names the field first in its ValueError: move it into the key."""
         spelt = re.sub(r"\b[a-z]+(_[a-z0-9]+)+\b", lambda word: self._spell(word[0]), problem)
         first, _, rest = spelt.partition(" ")
-        if first.partition(".")[0] in map(self._spell, names):
+        if re.split(r"[.\[]", first)[0] in map(self._spell, names):
             return _join(key, first), rest
         return key, spelt
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -38,7 +39,8 @@ from engine.step_batch import StepBatch, pack
 from kv_transfer.layout import RegionLayout
 
 _GIB = 1 << 30
-_DTYPE, _TORCH_DTYPE = "bfloat16", torch.bfloat16
+_DTYPE: Literal["bfloat16"] = "bfloat16"
+_TORCH_DTYPE = torch.bfloat16
 _BLOCK_SIZE = 16
 _PART_S = 440.0
 _ROUNDS = 5
@@ -265,7 +267,7 @@ def measure_model(
             return
     config = EngineConfig(
         dtype=_DTYPE,
-        device=device.type,
+        device="cuda" if device.type == "cuda" else "cpu",
         block_size=_BLOCK_SIZE,
         num_blocks=num_tokens // _BLOCK_SIZE + 8,
         num_regions=1,

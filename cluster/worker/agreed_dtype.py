@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from typing import cast
 
-from baton.config.engine import AUTO
+from baton.config.engine import AUTO, Dtype
 from baton.control_client import ControlClient
 from baton.errors import NotFoundError, UnavailableError
 from cluster.worker.config import WorkerConfig
@@ -39,7 +40,7 @@ def with_agreed_dtype(config: WorkerConfig, model: str) -> WorkerConfig:
     if dtype != own.dtype:
         reason = f"agreed with the other workers; {own.dtype} by itself"
     log.info("%s computes in %s: %s", config.pool, dtype, reason)
-    return dataclasses.replace(config, engine=dataclasses.replace(engine, dtype=dtype))
+    return dataclasses.replace(config, engine=dataclasses.replace(engine, dtype=cast(Dtype, dtype)))
 
 
 def _agreed(config: WorkerConfig, own: str) -> str:

@@ -19,7 +19,8 @@ FOLDERS = (CHART / "crds", CHART / "dashboards", CHART / "alerts")
 
 Schema = dict[str, Any]
 
-_POD_TEMPLATES = ("template", "headTemplate")
+_FREE = {"podTemplate": "podTemplate", "headTemplate": "podTemplate", "env": "env"}
+"""What is Kubernetes' own: by the field's name, what values.schema.yaml defines."""
 _KEPT = ("description", "type", "enum", "items", "minimum", "maximum", "pattern")
 _SIZES = ("maxLength", "maxItems", "maxProperties")
 
@@ -56,7 +57,7 @@ def _from_crd(crd: Schema) -> Schema:
         schema["items"] = _from_crd(crd["items"])
     if "properties" in crd:
         schema["properties"] = {
-            name: _pod_template(value) if name in _POD_TEMPLATES else _from_crd(value)
+            name: _defined(_FREE[name], value) if name in _FREE else _from_crd(value)
             for name, value in crd["properties"].items()
         }
     if "additionalProperties" in crd:
@@ -68,8 +69,8 @@ def _from_crd(crd: Schema) -> Schema:
     return schema
 
 
-def _pod_template(crd: Schema) -> Schema:
-    reference = {"$ref": "#/definitions/podTemplate"}
+def _defined(name: str, crd: Schema) -> Schema:
+    reference = {"$ref": f"#/definitions/{name}"}
     return {"description": crd["description"], "allOf": [reference]}
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from deploy.api import pod_template
 from deploy.api.naming import camel
+from deploy.api.pod_template import Foreign
 
 _KEY = "bounds"
 
@@ -27,8 +27,10 @@ class Bounds:
     max_size: int | None = None
     partial_of: type | None = None
     """A mapping of some of this dataclass's fields."""
-    is_pod_template: bool = False
-    """A PodTemplateSpec, laid over one of ours (see `pod_template`)."""
+    foreign: Foreign | None = None
+    """Kubernetes' own."""
+    is_free: bool = False
+    """An API server takes anything; the dataclass checks it."""
 
 
 def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
@@ -75,8 +77,8 @@ class Checked:
             value, bounds = getattr(self, field.name), bounds_of(field)
             if value is not None and (problem := _problem(value, bounds)):
                 raise ValueError(f"{field.name} {problem}")
-            if bounds.is_pod_template:
-                pod_template.check(value, field.name)
+            if bounds.foreign is not None:
+                bounds.foreign.check(value, camel(field.name))
         for rule in self.rules:
             if rule.holds is not None and not rule.holds(self):
                 raise ValueError(rule.message)

@@ -1,10 +1,12 @@
-"""A PodTemplateSpec that people wrote, to be laid over the operator's own: what in it would break
-that, or go unnoticed, by the name of its field. What values may be is for the API server to say.
+"""What people write as Kubernetes spells it, to be laid over the operator's own pods: what in it
+would break those, or go unnoticed, by the name of its field. What values may be is for the API
+server to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from baton.config.settings import unknown_key
@@ -51,6 +53,44 @@ SHARED_LABELS = frozenset(
 )
 """Services, the routers' Deployment and KubeRay select by these, too. A template may say them,
 since people's tools write them everywhere; the operator's own stand."""
+
+
+FREE: Mapping[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A type of Kubernetes': its schema here, and what checks a value by the name of its field."""
+
+    schema: Mapping[str, Any]
+    check: Callable[[Any, str], None]
+
+
+def _keys(*known: str, members: int = 0, needed: tuple[str, ...] = ()) -> Foreign:
+    """An object with these keys, or a list of `members` such at most."""
+
+    def check(value: Any, field: str) -> None:
+        parts = (
+            {f"{field}[{i}]": each for i, each in enumerate(value)} if members else {field: value}
+        )
+        for way, part in parts.items():
+            _check_keys(part, known, way)
+            if needed:
+                _identity(part, needed, way)
+
+    schema = {"type": "array", "maxItems": members, "items": dict(FREE)} if members else FREE
+    return Foreign(schema, check)
+
+
+RESOURCES = _keys("claims", "limits", "requests")
+TOLERATIONS = _keys("effect", "key", "operator", "tolerationSeconds", "value", members=64)
+AFFINITY = _keys("nodeAffinity", "podAffinity", "podAntiAffinity")
+SPREAD_CONSTRAINTS = _keys(
+    "labelSelector", "matchLabelKeys", "maxSkew", "minDomains", "nodeAffinityPolicy",
+    "nodeTaintsPolicy", "topologyKey", "whenUnsatisfiable",
+    members=16, needed=MERGE_KEYS["topologySpreadConstraints"],
+)  # fmt: skip
+ENV = _keys("name", "value", "valueFrom", members=256, needed=MERGE_KEYS["env"])
 
 
 def check(template: Mapping[str, Any], field: str) -> None:
@@ -126,3 +166,6 @@ def _check_mapping(value: Any, field: str) -> None:
     if not isinstance(value, Mapping):
         given = "null" if value is None else repr(value)
         raise ValueError(f"{field} must be a mapping, not {given}")
+
+
+POD_TEMPLATE = Foreign(FREE, check)

@@ -8,7 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from deploy.api.advanced import OPERATORS, Advanced
 from deploy.api.crd import KINDS, Kind
+from deploy.api.naming import camel
+from deploy.api.schema import schema_of
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 """Where every file is generated."""
@@ -20,7 +23,7 @@ _HEAD = """\
 
 # Fields of the custom resources
 
-What each is for and when to use it: [kubernetes.md](../kubernetes.md). A default in brackets is the
+What each is for and when to use it: [operations.md](../operations.md). A default in brackets is the
 release's own and not written into the stored object. `cluster.yaml` spells the same sections in
 snake_case.
 """
@@ -28,8 +31,26 @@ _COLUMNS = "| field | type | default | what it says |\n| --- | --- | --- | --- |
 _IN_WORDS = re.compile(r"\s*Default: (?P<default>.*)\.$")
 
 
+_ADVANCED = """\
+## spec.advanced of a ServingCluster
+
+The stored object keeps this map as it is written. The operator refuses a key that is not here. The
+settings of tests and benchmarks are under `engine`.
+"""
+
+
 def reference_files() -> dict[Path, str]:
-    return {FOLDER / "fields.md": "\n".join([_HEAD, *map(_of_kind, KINDS)])}
+    parts = [_HEAD, *map(_of_kind, KINDS), _ADVANCED, _section("spec.advanced", advanced_schema())]
+    return {FOLDER / "fields.md": "\n".join(parts)}
+
+
+def advanced_schema() -> dict[str, Any]:
+    """Without what the operator sets itself."""
+    schema = schema_of(Advanced)
+    for section, names in OPERATORS.items():
+        for name in names:
+            del schema["properties"][section]["properties"][camel(name)]
+    return schema
 
 
 def _of_kind(kind: Kind) -> str:
@@ -101,7 +122,7 @@ def _type(field: Schema) -> str:
     if "enum" in field:
         return ", ".join(f"`{choice}`" for choice in field["enum"])
     if field.get("x-kubernetes-preserve-unknown-fields"):
-        return "PodTemplateSpec"
+        return "map"
     words = {"array": "list", "object": "mapping" if "additionalProperties" in field else "object"}
     kind = words.get(field["type"]) or str(field["type"])
     if "items" in field:

@@ -20,6 +20,7 @@ from typing import Any
 
 from deploy.api.checked import Bounds, Checked, bounds_of
 from deploy.api.naming import camel
+from deploy.api.pod_template import FREE
 
 _SCALARS = {
     bool: {"type": "boolean"},
@@ -51,11 +52,11 @@ def schema_of(cls: type) -> dict[str, Any]:
 def _property(cls: type, field: dataclasses.Field[Any], kind: Any, text: str) -> dict[str, Any]:
     """One field: its type, bounds, default and description."""
     inner, optional = _without_none(kind)
-    schema = _bounded(inner, bounds_of(field))
+    schema, is_free = _bounded(inner, bounds_of(field)), bounds_of(field).is_free
     default = _default(field)
     if default is not dataclasses.MISSING and default is not None:
         if dataclasses.is_dataclass(default) or isinstance(default, Mapping):
-            if issubclass(cls, Checked) and _holds_defaults(inner):
+            if issubclass(cls, Checked) and _holds_defaults(inner) and not is_free:
                 schema["default"] = {}
         elif issubclass(cls, Checked):
             if default != ():
@@ -73,12 +74,14 @@ def _type_schema(kind: Any, bounds: Bounds) -> dict[str, Any]:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return {"type": "string", "enum": list(arguments)}
-    if origin is tuple:
-        return {"type": "array", "items": _bounded(arguments[0], Bounds())}
     if bounds.partial_of is not None:
         return _all_optional(schema_of(bounds.partial_of))
-    if bounds.is_pod_template:
-        return {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    if bounds.foreign is not None:
+        return dict(bounds.foreign.schema)
+    if bounds.is_free:
+        return dict(FREE)
+    if origin is tuple:
+        return {"type": "array", "items": _bounded(arguments[0], Bounds())}
     if _is_mapping(kind):
         return {"type": "object", "additionalProperties": _bounded(arguments[1], Bounds())}
     if dataclasses.is_dataclass(kind):

@@ -7,15 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from baton.config.decode import DecodeConfig
-from baton.config.engine import EngineConfig
-from baton.config.planner import PlannerConfig
-from baton.config.router import RouterConfig
-from baton.config.transfer import TransferConfig
-from baton.config.workers import RegistryConfig, SupervisorConfig, WorkerSettings
+from baton.config import settings
+from baton.config.engine import EngineConfig, EngineSettings
+from baton.config.planner import PlannerConfig, PlannerTargets
+from baton.errors import ConfigError
+from deploy.api.advanced import Advanced
 from deploy.api.checked import Checked, Rule, bounded
 from deploy.api.model_source import SOURCE, HubSettings, ModelSource
-from deploy.api.naming import HOSTNAME, LABEL_KEY, NAMESPACED_NAME, OBJECT_NAME
+from deploy.api.naming import (
+    HOSTNAME,
+    LABEL_KEY,
+    NAMESPACED_NAME,
+    OBJECT_NAME,
+    camel,
+    camel_keys,
+)
+from deploy.api.pod_settings import PodSettings
+from deploy.api.pod_template import POD_TEMPLATE
 from deploy.api.worker_pool import DURATION, PoolTemplate
 
 ZONE = "topology.kubernetes.io/zone"
@@ -76,24 +84,21 @@ class RouterIngress(Checked):
 
 
 @dataclass(frozen=True)
-class RouterSpec(Checked):
+class RouterSpec(PodSettings):
     """The routers: a Deployment and a Service."""
 
-    replicas: int = bounded(2, minimum=1, maximum=64)
+    replicas: int | None = bounded(None, minimum=1, maximum=64)
+    """None: two at first, and then as many as `kubectl scale` or a HorizontalPodAutoscaler writes
+    into the Deployment."""
     tls: RouterTls | None = None
     """None: plain text; the Service is then meant for the cluster's inside."""
     auth: RouterAuth | None = None
-    settings: RouterConfig = field(default_factory=RouterConfig)
-    """Limits, deadlines and cost weights of each router."""
     service_type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     hostname: str | None = bounded(None, max_size=253, pattern=HOSTNAME)
     """Where given, a GRPCRoute or Ingress leads this name to the routers."""
     gateway: str | None = bounded(None, max_size=317, pattern=NAMESPACED_NAME)
     """The Gateway that the GRPCRoute hangs on, `name` or `namespace/name`; None: an Ingress."""
     ingress: RouterIngress | None = None
-    template: Mapping[str, Any] = bounded(dict, is_pod_template=True)
-    """A PodTemplateSpec that is merged over the operator's own."""
-
     rules = (
         Rule(
             "!has(self.gateway) || has(self.hostname)",
@@ -117,12 +122,6 @@ class RouterSpec(Checked):
                 or not router.wants_certificates
                 or (router.ingress is not None and bool(router.ingress.annotations))
             ),
-        ),
-        Rule(
-            "!has(self.settings) || !has(self.settings.tls) && !has(self.settings.auth)",
-            "settings must hold no tls and auth: the router's own fields of these names say what "
-            "Secrets they are in",
-            lambda router: router.settings.tls is None and router.settings.auth is None,
         ),
     )
 
@@ -173,7 +172,7 @@ class RaySpec(Checked):
     """A Secret whose key `auth_token` Ray's processes share; None: the operator makes one."""
     gcs_fault_tolerance: GcsFaultTolerance | None = None
     """None: losing the head's pod takes the pools down with it."""
-    head_template: Mapping[str, Any] = bounded(dict, is_pod_template=True)
+    head_template: Mapping[str, Any] = bounded(dict, foreign=POD_TEMPLATE)
     """A PodTemplateSpec that is merged over the operator's own for the head."""
 
 
@@ -258,17 +257,12 @@ class ServingClusterSpec(Checked):
     hub: HubSettings = field(default_factory=HubSettings)
     served_model_name: str | None = bounded(None, max_size=SOURCE)
     """What clients call the model; None: the last part of the source of the first that was
-    available (`status.servedModelName`), so that another one takes its place under its name."""
+    available (`status.model`), so that another one takes its place under its name."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of every process."""
     router: RouterSpec = field(default_factory=RouterSpec)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    transfer: TransferConfig = field(default_factory=TransferConfig)
-    worker: WorkerSettings = field(default_factory=WorkerSettings)
-    decode: DecodeConfig = field(default_factory=DecodeConfig)
-    registry: RegistryConfig = field(default_factory=RegistryConfig)
-    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
-    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    planner: PlannerTargets = field(default_factory=PlannerTargets)
     """Of pools whose `scaling.mode` is planner."""
     images: Images = field(default_factory=Images)
     ray: RaySpec = field(default_factory=RaySpec)
@@ -276,6 +270,9 @@ class ServingClusterSpec(Checked):
     spot_notices: SpotNotices | None = None
     """None: nobody asks whether a machine is called back."""
     rollout: UnitRollout = field(default_factory=UnitRollout)
+    advanced: Advanced = bounded(Advanced, is_free=True)  # noqa: RUF009
+    """Timeouts and tuning of `router`, `transfer`, `worker`, `decode`, `registry`, `supervisor`,
+    `planner` and `engine`: the operator checks them. The reference lists all."""
 
     object_rules = (
         Rule(
@@ -297,18 +294,40 @@ class ServingClusterSpec(Checked):
             "pools need at least one of role decode or mixed",
             lambda spec: any(pool.role != "prefill" for pool in spec.pools.values()),
         ),
-        Rule(
-            "!(has(self.router.settings) && has(self.router.settings.localPrefill) && "
-            "self.router.settings.localPrefill == 'never') || "
-            "self.pools.exists(name, self.pools[name].role != 'decode')",
-            "router.settings.localPrefill must not be never without a pool of role prefill or "
-            "mixed",
-            lambda spec: (
-                spec.router.settings.local_prefill != "never"
-                or any(pool.role != "decode" for pool in spec.pools.values())
-            ),
-        ),
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        has_prefill = any(pool.role != "decode" for pool in self.pools.values())
+        if self.advanced.router.local_prefill == "never" and not has_prefill:
+            raise ValueError(
+                "advanced.router.local_prefill must not be never without a pool of role prefill "
+                "or mixed"
+            )
+        try:
+            _ = self.planner_config
+        except ValueError as error:
+            raise ValueError(f"planner.{error}") from error
+        for name, pool in self.pools.items():
+            self._check_engine(name, pool)
+
+    def _check_engine(self, name: str, pool: PoolTemplate) -> None:
+        merged = settings.merge(camel_keys(settings.dump(self.engine)), pool.engine)
+        key = f"pools.{name}.engine"
+        try:
+            settings.parse(EngineSettings, merged, source="spec", key=key, spell=camel)
+        except ConfigError as error:
+            raise ValueError(
+                f"{error.field} {str(error).partition(f'{error.field}: ')[2]}"
+            ) from error
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(**vars(self.engine), **vars(self.advanced.engine))
+
+    @property
+    def planner_config(self) -> PlannerConfig:
+        return PlannerConfig(**vars(self.planner), **vars(self.advanced.planner))
 
 
 def _is_pool_name(name: str) -> bool:

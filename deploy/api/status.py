@@ -72,11 +72,11 @@ class WorkerPoolStatus(Checked):
     """From arrival to first token, of prompts that the pool prefilled in the last minute: the 95th
     percentile of what clients saw."""
     ttft_target_seconds: float | None = None
-    """`spec.planner.ttftTargetS` of the ServingCluster, where the pool prefills."""
+    """`spec.planner.ttftTargetSeconds` of the ServingCluster, where the pool prefills."""
     itl_seconds: float | None = None
     """Between two tokens of the streams that the pool decodes, likewise."""
     itl_target_seconds: float | None = None
-    """`spec.planner.itlTargetS`, where the pool decodes."""
+    """`spec.planner.itlTargetSeconds`, where the pool decodes."""
     last_error: str = bounded("", max_size=MESSAGE)
     """Why a replica last failed to start, in its own words."""
     desired_replicas: int | None = None
@@ -89,10 +89,8 @@ class WorkerPoolStatus(Checked):
 @dataclass(frozen=True)
 class ServingClusterStatus(Checked):
     model: str = bounded("", max_size=SOURCE)
-    """What clients call it."""
-    served_model_name: str = bounded("", max_size=SOURCE)
-    """What they called it when it was last available: it stays that where the spec gives no
-    `servedModelName`, whatever the model is then."""
+    """What clients call the model, since it was first available. It stays that when the spec names
+    another model and no `servedModelName`."""
     endpoints: Mapping[str, str] = field(default_factory=dict)
     """Where what is served: `grpc` (grpcs:// before it: by TLS alone), `control`, and `external`,
     the name of `spec.router.hostname`, at the port of the Gateway or Ingress."""

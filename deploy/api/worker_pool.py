@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from baton.config.cluster import Role
-from baton.config.engine import EngineConfig
+from baton.config.engine import EngineSettings
 from deploy.api.checked import Checked, Rule, bounded
+from deploy.api.pod_settings import PodSettings
 
 MAX_REPLICAS = 1024
 DURATION = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
@@ -46,7 +47,7 @@ class RolePlan(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolShape(Checked):
+class PoolShape(PodSettings):
     """What a pool's workers are, whoever says how many there are."""
 
     # By the enumeration alone Kubernetes 1.25 cannot tell what the rule on 32 pools' roles costs.
@@ -54,15 +55,11 @@ class PoolShape(Checked):
     """prefill, decode, or mixed: both. Cannot be changed."""
     min_replicas: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
     """What the planner, and a person, may scale to at least; 0 lets the planner stop the pool."""
-    max_replicas: int = bounded(64, minimum=1, maximum=MAX_REPLICAS)
+    max_replicas: int = bounded(8, minimum=1, maximum=MAX_REPLICAS)
     """What anyone may scale to at most."""
     parallelism: Parallelism = field(default_factory=Parallelism)
-    engine: Mapping[str, Any] = bounded(dict, partial_of=EngineConfig)
+    engine: Mapping[str, Any] = bounded(dict, partial_of=EngineSettings)
     """Engine settings of this pool that differ from the cluster's."""
-    template: Mapping[str, Any] = bounded(dict, is_pod_template=True)
-    """A PodTemplateSpec that is merged over the operator's own: resources, node selection,
-    tolerations, annotations, volumes, further containers. Labels by which pods are found
-    (baton.dev, app.kubernetes.io) stay the operator's."""
     drain_timeout: str = bounded("10m", pattern=DURATION, max_size=32)
     """How long a worker that leaves may finish what it runs."""
     scaling: Scaling = field(default_factory=Scaling)

@@ -10,16 +10,15 @@ from typing import Any
 
 from baton.config import settings
 from baton.config.cluster import ClusterConfig, PoolConfig
+from baton.config.engine import EngineSettings
+from baton.config.planner import PlannerTargets
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from deploy.api.naming import API_VERSION, camel
+from deploy.api.advanced import OPERATORS, Advanced
+from deploy.api.naming import API_VERSION, camel_keys
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
-
-_SHARED = ("engine", "transfer", "worker", "decode", "registry", "supervisor", "planner")
-_MACHINES_OWN = ("host", "port", "metrics_port", "health_port", "reuse_port", "tls", "auth")
-"""Of the router's settings: where it listens on one machine, and files there; in a pod the operator
-says that."""
+from deploy.api.worker_pool import PoolTemplate
 
 
 def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> dict[str, Any]:
@@ -49,10 +48,10 @@ def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> 
     spec["pools"] = {name: _pool(pool) for name, pool in config.pools.items()}
     if router := _router(config.router, name):
         spec["router"] = router
-    for section in _SHARED:
-        changed = settings.dump(getattr(config, section), base=getattr(usual, section))
-        if changed:
-            spec[section] = camel_keys(changed)
+    sections = {"engine": EngineSettings(), "planner": PlannerTargets()}
+    spec |= _changed(config, sections)
+    if advanced := _changed(config, vars(Advanced())):
+        spec["advanced"] = advanced
     place = {"namespace": namespace} if namespace else {}
     made = {
         "apiVersion": API_VERSION,
@@ -64,12 +63,19 @@ def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> 
     return made
 
 
+def _changed(config: ClusterConfig, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """What differs from the sections' defaults, without what the operator sets itself."""
+    made = {}
+    for section, usual in sections.items():
+        ours = getattr(config, section)
+        names = {field.name for field in dataclasses.fields(usual)} - {*OPERATORS.get(section, ())}
+        theirs = dataclasses.replace(usual, **{name: getattr(ours, name) for name in names})
+        made[section] = camel_keys(settings.dump(theirs, base=usual))
+    return {section: changed for section, changed in made.items() if changed}
+
+
 def _router(config: RouterConfig, name: str) -> dict[str, Any]:
     made: dict[str, Any] = {}
-    usual = RouterConfig()
-    own = {key: getattr(usual, key) for key in _MACHINES_OWN}
-    if changed := settings.dump(dataclasses.replace(config, **own), base=usual):
-        made["settings"] = camel_keys(changed)
     if config.tls is not None:
         made["tls"] = {"secretName": _tls_secret(name)}
         if config.tls.client_ca_file is not None:
@@ -108,14 +114,6 @@ def _create(secret: str, files: Sequence[str]) -> str:
     return shlex.join(["kubectl", "create", "secret", "generic", secret, *sources])
 
 
-def camel_keys(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping of settings, with those inside it, as Kubernetes spells it."""
-    return {
-        camel(name): camel_keys(item) if isinstance(item, Mapping) else item
-        for name, item in value.items()
-    }
-
-
 def _pool(pool: PoolConfig) -> dict[str, Any]:
     usual = PoolConfig(role=pool.role)
     made: dict[str, Any] = {"role": pool.role}
@@ -123,7 +121,7 @@ def _pool(pool: PoolConfig) -> dict[str, Any]:
         made["initialReplicas"] = pool.replicas
     if pool.min_replicas:
         made["minReplicas"] = pool.min_replicas
-    if pool.max_replicas != usual.max_replicas:
+    if pool.max_replicas != usual.max_replicas or pool.replicas > PoolTemplate.max_replicas:
         made["maxReplicas"] = pool.max_replicas
     if pool.tensor_parallel != usual.tensor_parallel:
         made["parallelism"] = {"tensor": pool.tensor_parallel}

@@ -65,12 +65,13 @@ from deploy.controller.manifests.ray_cluster import (
 from deploy.controller.manifests.routers import (
     RouterContext,
     control_service,
+    first_routers,
     router_deployment,
     router_service,
 )
 from deploy.controller.observed import NOTHING_HEARD, Heard, Pod
 from deploy.controller.planning import Planning
-from deploy.controller.pool_size import within_bounds
+from deploy.controller.pool_size import with_accepted_size
 from deploy.controller.pools import Pools
 from deploy.controller.resources import (
     CONFIG_MAPS,
@@ -143,7 +144,7 @@ class ClusterReconciler:
             pools, failed = self._pools.keep(obj, owner, spec)
             if "deletionTimestamp" in obj["metadata"] and not pools:
                 return self._let_go(obj)
-            specs = self._pool_specs(pools)
+            specs = self._pool_specs(obj, pools)
             staying = {name: pool["spec"] for name, pool in pools.items() if not _is_going(pool)}
             wanted = unit_of(obj["spec"], staying)
             view = self._view(obj, owner, spec, pools, specs, wanted)
@@ -237,7 +238,7 @@ class ClusterReconciler:
             strategy_of(spec, found.values()),
             [_unit_seen(ray, made[code], heard[code]) for code, ray in found.items()],
             sum(_counts(pod) and pod.unit not in found for pod in pods),
-            spec.router.settings.max_timeout_s,
+            spec.advanced.router.max_timeout_s,
             self._now().timestamp(),
         )
         units = []
@@ -268,12 +269,14 @@ class ClusterReconciler:
         poolless = [pod for pod in pods if not pod.pool]
         return ClusterView(key, obj, owner, spec, over_all, told, step, units, poolless)
 
-    def _pool_specs(self, pools: Mapping[str, Object]) -> dict[str, WorkerPoolSpec]:
+    def _pool_specs(
+        self, cluster: Object, pools: Mapping[str, Object]
+    ) -> dict[str, WorkerPoolSpec]:
         """Each that cannot be read is told so, too. Raises ConfigError."""
         specs, problems = {}, []
         for name, pool in pools.items():
             try:
-                specs[name] = read_spec(WorkerPoolSpec, within_bounds(pool))
+                specs[name] = read_spec(WorkerPoolSpec, with_accepted_size(name, pool, cluster))
             except ConfigError as error:
                 problems.append(str(error))
                 told = hindrances.invalid_spec(pool, str(error))
@@ -330,7 +333,7 @@ class ClusterReconciler:
             raise failed[0]
         if view.is_rolling:
             return _TOLD_EVERY_S
-        return min(_LOOK_AGAIN_S, max(_TOLD_EVERY_S, view.spec.planner.panic_window_s))
+        return min(_LOOK_AGAIN_S, max(_TOLD_EVERY_S, view.spec.advanced.planner.panic_window_s))
 
     def _keep_routers(self, view: ClusterView) -> None:
         """They are of no unit: none comes or goes with their settings."""
@@ -341,7 +344,10 @@ class ClusterReconciler:
         context = RouterContext(
             owner, view.spec, self._release, _routers_hash_of(config), has_grpc_probes
         )
-        self._apply(DEPLOYMENTS, router_deployment(context))
+        routers = router_deployment(context)
+        if self._caches.deployments.get(Key(owner.namespace, owner.router_name)) is None:
+            self._applied.make(view.key, DEPLOYMENTS, first_routers(routers))
+        self._apply(DEPLOYMENTS, routers)
         if view.step.unit:  # while there is none it leads where it did
             self._apply(SERVICES, control_service(owner, view.step.unit))
         self._apply(SERVICES, router_service(owner, view.spec.router))
@@ -371,7 +377,7 @@ class ClusterReconciler:
         if told is None or not any(unit.is_wanted for unit in view.units):
             return {}
         try:
-            specs, config = view.staying_specs, view.spec.planner
+            specs, config = view.staying_specs, view.spec.planner_config
             plans = self._planning.plan(view.key, told, specs, config)
         except ValueError as error:  # a figure that is none
             log.warning("%s: not planned: %s", view.key, error)

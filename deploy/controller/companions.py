@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deploy.api.serving_cluster import RouterSpec
+from deploy.api.serving_cluster import RouterSpec, ServingClusterSpec
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.discovery import Discovery
 from deploy.controller.kit.errors import KubeError
@@ -69,7 +69,7 @@ def companions(
     return [
         *(_wanted(NETWORK_POLICIES, policy) for policy in policies),
         *(_wanted(budgets.resource, budget) for budget in (router_budget(owner, budgets), *pools)),
-        *_ways_in(owner, view.spec.router),
+        *_ways_in(owner, view.spec),
         _certificate(owner, view.spec.router),
         _monitor(owner, release),
     ]
@@ -86,12 +86,13 @@ def _pool_budget(owner: Owner, name: str, pool: PoolView, budgets: BudgetKind) -
     return pool_budget(owner, name, pool.obj["metadata"]["uid"], budgets, num_expected)
 
 
-def _ways_in(owner: Owner, router: RouterSpec) -> list[Companion]:
+def _ways_in(owner: Owner, spec: ServingClusterSpec) -> list[Companion]:
+    router = spec.router
     key = Key(owner.namespace, owner.router_name)
     route = None if router.gateway is None else grpc_route(owner, router)
     return [
         Companion(GRPC_ROUTES, key, route),
-        Companion(INGRESSES, key, ingress(owner, router) if router.has_ingress else None),
+        Companion(INGRESSES, key, ingress(owner, spec) if router.has_ingress else None),
     ]
 
 

@@ -1,5 +1,8 @@
-"""The WorkerPools of a ServingCluster: there is one for each pool of its spec; others go when they
-have drained. What the spec says of a pool is applied, but never its size.
+"""The WorkerPools of a ServingCluster: one for each pool of its spec. The operator applies what the
+spec says of a pool, but never its size.
+
+A pool that leaves the spec drains, and its WorkerPool goes. A WorkerPool that somebody deletes
+while the spec names its pool is made again at its size; its workers serve on.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from deploy.controller.kit.objects import Key, Object, key_of
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner
 from deploy.controller.manifests.worker_pool import kept, worker_pool
+from deploy.controller.pool_size import last_size, with_accepted_size
 from deploy.controller.resources import WORKER_POOLS
 from deploy.controller.view import ClusterView
 
@@ -53,9 +57,12 @@ class Pools:
             names.get(pool["metadata"]["name"], pool["spec"].get("pool")): pool
             for pool in self._of(key_of(cluster))
         }
+        for name in pools.keys() & wanted.keys():
+            if _is_made_again(pools[name], wanted[name]):
+                pools[name] = _undeleted(pools[name])
 
         def keep(name: str) -> None:
-            pools[name] = self._keep(key_of(cluster), wanted[name], spec.pools[name])
+            pools[name] = self._keep(cluster, wanted[name], spec.pools[name])
 
         failed = each(partial(keep, name) for name in wanted)  # as it was, if it was
         failed += each(partial(self._delete, pools[name]) for name in pools.keys() - wanted.keys())
@@ -71,20 +78,29 @@ class Pools:
         if problems:
             raise ConfigError(f"ServingCluster {key_of(cluster)}: {'; '.join(problems)}")
 
-    def _keep(self, cluster: Key, wanted: Manifest, template: PoolTemplate) -> Object:
-        """Made with its first size; afterwards whoever scales it says what it is."""
-        first = wanted | {"spec": wanted["spec"] | {"replicas": template.initial_replicas}}
-        seen = self._caches.pools.get(key_of(wanted))
-        if seen is not None and "deletionTimestamp" in seen["metadata"]:
-            return seen
+    def _keep(self, cluster: Object, wanted: Manifest, template: PoolTemplate) -> Object:
+        """Made with the size that it last had, or its first; then whoever scales it writes it."""
+        name, seen = wanted["spec"]["pool"], self._caches.pools.get(key_of(wanted))
         if seen is None:
             with contextlib.suppress(AlreadyExistsError):  # the cache has yet to hear of it
-                self._kube.create(WORKER_POOLS, first)
+                self._create(wanted, last_size(name, cluster))
+        elif _is_made_again(seen, wanted):
+            log.info("%s was deleted, and the spec names its pool: made again", key_of(seen))
+            self._finalizers.drop(WORKER_POOLS, seen)
+            try:
+                self._create(wanted, _size_of(name, seen, cluster))
+            except AlreadyExistsError:  # others have finalizers, or the cache is old
+                return _undeleted(seen)
+        elif "deletionTimestamp" in seen["metadata"]:
+            return seen
         elif template.scaling.mode == "planner":
             self._fit(seen, template)
         else:
-            _check_size(wanted["spec"]["pool"], seen, template)
-        return self._applied.apply(cluster, WORKER_POOLS, wanted)
+            _check_size(name, seen, _size_of(name, seen, cluster), template)
+        return self._applied.apply(key_of(cluster), WORKER_POOLS, wanted)
+
+    def _create(self, wanted: Manifest, size: int) -> None:
+        self._kube.create(WORKER_POOLS, wanted | {"spec": wanted["spec"] | {"replicas": size}})
 
     def _delete(self, pool: Object) -> None:
         if "deletionTimestamp" not in pool["metadata"]:
@@ -140,6 +156,22 @@ class Pools:
         return self._caches.of_cluster(self._caches.pools, cluster)
 
 
+def _size_of(name: str, seen: Object, cluster: Object) -> int:
+    return int(with_accepted_size(name, seen, cluster)["spec"].get("replicas", 1))
+
+
+def _is_made_again(seen: Object, made: Manifest) -> bool:
+    """Whether somebody deleted the WorkerPool, and one of the same role is wanted. One of another
+    role waits until the workers of the former have drained."""
+    is_going = "deletionTimestamp" in seen["metadata"]
+    return is_going and kept(seen, made)["role"] == made["spec"]["role"]
+
+
+def _undeleted(pool: Object) -> Object:
+    metadata = {key: value for key, value in pool["metadata"].items() if key != "deletionTimestamp"}
+    return {**pool, "metadata": metadata}
+
+
 def _problems(name: str, seen: Object, made: Manifest) -> list[str]:
     """Why the WorkerPool that is there does not become what the pool of that name is made to. One
     that is being deleted makes way for another of its cluster."""
@@ -152,16 +184,14 @@ def _problems(name: str, seen: Object, made: Manifest) -> list[str]:
     return [f"spec.pools.{name} needs another name: WorkerPool {key_of(seen)} is {whose}"]
 
 
-def _check_size(name: str, seen: Object, template: PoolTemplate) -> None:
+def _check_size(name: str, seen: Object, size: int, template: PoolTemplate) -> None:
     """Raises UnfitError where new bounds leave out the pool's size, which is somebody else's to
     change. With them no API server that has CEL takes the pool, and nobody could read it."""
-    spec = seen["spec"]
-    size = spec.get("replicas", 1)
     bounds = {
         "minReplicas": (template.min_replicas, size < template.min_replicas),
         "maxReplicas": (template.max_replicas, size > template.max_replicas),
     }
     for bound, (value, is_outside) in bounds.items():
-        if is_outside and spec.get(bound) != value:
+        if is_outside and seen["spec"].get(bound) != value:
             has = f"WorkerPool {key_of(seen)} has {size} replicas"
             raise UnfitError(f"spec.pools.{name}.{bound} is {value}, and {has}: scale it first")

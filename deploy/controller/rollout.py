@@ -448,7 +448,8 @@ def _sizes(
         goal = math.ceil(total * target)
         room = total + strategy.max_surge - was.pods
         grown = max(0, min(goal, room))
-        of_coming[name] = max(grown, min(comes.size, goal))
+        needed = total - strategy.max_unavailable - was.live
+        of_coming[name] = max(grown, min(comes.size, max(goal, needed)))
         least = 1 if keeps_former and total else 0
         stays = max(total - goal, total - strategy.max_unavailable - comes.live, least)
         of_former[name] = min(total, stays)

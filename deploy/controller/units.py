@@ -9,11 +9,15 @@ pool comes or goes.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from deploy.api.naming import camel
+from deploy.api.pod_settings import PodSettings
 
 _SHARED = (
     ("model", "name"),
@@ -28,11 +32,12 @@ _SHARED = (
     ("servedModelName",),
     ("logLevel",),
     ("engine",),
-    ("transfer",),
-    ("worker",),
-    ("decode",),
-    ("registry",),
-    ("supervisor",),
+    ("advanced", "engine"),
+    ("advanced", "transfer"),
+    ("advanced", "worker"),
+    ("advanced", "decode"),
+    ("advanced", "registry"),
+    ("advanced", "supervisor"),
     ("images", "worker"),
     ("images", "pullSecrets"),
     ("fabric", "nodeLabel"),
@@ -54,7 +59,10 @@ _MODEL = (
     ("engine", "dtype"),
 )
 """Of these: what clients would notice."""
-_OF_POOL = ("role", "parallelism", "engine", "template", "drainTimeout")
+_OF_POOL = (
+    *("role", "parallelism", "engine", "drainTimeout"),
+    *(camel(field.name) for field in dataclasses.fields(PodSettings)),
+)
 """Of a WorkerPool's spec."""
 _LETTERS = "bcdfghjkmnpqrstvwxz23456789"
 """None that makes words, none that is taken for another."""

@@ -1,7 +1,7 @@
 """kill -9 of Ray's head and of a raylet under 50 streams, with a Redis that keeps the state of the
 GCS and without: what becomes of the streams, of new requests, of the pools.
 
-Each case prints its figures (`pytest -s`), which docs/kubernetes.md has a table of. Without a Redis
+Each case prints its figures (`pytest -s`; bench/results has some). Without a Redis
 the pools are lost with the head and come back: what is asserted then is that no stream ends with
 wrong tokens, and that all is whole again.
 """

@@ -104,7 +104,7 @@ def test_a_workers_own_ucx_has_cuda_and_rdma_and_is_that_of_the_wheel() -> None:
     assert final.index("COPY --from=ucx") < final.index("ldconfig")
     assert "libucx0" not in final
     preset = yaml.safe_load((CHART / "presets" / "gpu-rdma.yaml").read_text())
-    assert preset["transfer"] == {"ucxLibrary": "system"}
+    assert preset["advanced"]["transfer"] == {"ucxLibrary": "system"}
 
 
 def test_chart_and_images_are_of_one_version() -> None:

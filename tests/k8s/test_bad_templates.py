@@ -30,7 +30,7 @@ def test_a_bad_template_is_told_by_its_field_and_served_once_it_is_mended(
         assert f"{BAD_FIELD}: must be a mapping, not 'x'" in told["message"]
         assert seen.soon("deployment/main-router")
         assert seen("deployment/bad-router") is None
-        bad["spec"]["router"] = {"template": {"spec": {"nodeSelector": {"rack": "7"}}}}
+        bad["spec"]["router"] = {"podTemplate": {"spec": {"nodeSelector": {"rack": "7"}}}}
         control_plane.apply(bad)
         made = seen.soon("deployment/bad-router")
     assert made["spec"]["template"]["spec"]["nodeSelector"] == {"rack": "7"}

@@ -170,5 +170,5 @@ def test_people_read_what_has_happened(
     bad = lambda: beside.kubectl("describe", "servingcluster/main").partition("Events:")[2]  # noqa: E731
     eventually(lambda: "InvalidSpec" in bad(), "what is wrong with it")
     assert BAD_FIELD in bad()
-    beside.change({"router": {"template": None}})
+    beside.change({"router": {"podTemplate": None}})
     eventually(lambda: "Recovered" in bad(), "it is well again")

@@ -19,10 +19,10 @@ from tests.k8s.control_plane.plane import ControlPlane
 
 pytestmark = pytest.mark.usefixtures("crds")
 
-BAD_ROUTER = {"template": {"spec": {"containers": ["x"]}}}
+BAD_ROUTER = {"podTemplate": {"spec": {"containers": ["x"]}}}
 """A spec's part that every API server takes, with CEL or without, and the operator refuses by the
 name of its field: no schema goes into templates."""
-BAD_FIELD = "spec.router.template.spec.containers[0]"
+BAD_FIELD = "spec.router.podTemplate.spec.containers[0]"
 
 
 def cluster(namespace: str, **spec: Any) -> dict[str, Any]:
@@ -52,7 +52,9 @@ def test_a_small_cluster_is_taken_and_its_defaults_are_seen(
 ) -> None:
     control_plane.apply(cluster(namespace))
     spec = control_plane.read("servingcluster/main", "-n", namespace)["spec"]
-    assert spec["router"]["replicas"] == 2
+    assert spec["router"]["serviceType"] == "ClusterIP"
+    assert "replicas" not in spec["router"], "whoever scales the routers says it"
+    assert spec["pools"]["decode"]["maxReplicas"] == 8
     assert spec["pools"]["decode"]["initialReplicas"] == 1
     assert spec["pools"]["decode"]["scaling"] == {"mode": "manual"}
     assert "engine" not in spec, "what cluster.yaml shares is not written into stored objects"
@@ -145,8 +147,10 @@ def test_kubectl_get_shows_what_a_cluster_serves_or_why_it_does_not(
 @pytest.mark.parametrize(
     "section",
     [
-        {"template": {"spec": {"containers": [{"name": "ray-worker", "image": "a"}]}}},
-        {"engine": {"fake": {"vocabSize": 300}}},
+        {"podTemplate": {"spec": {"containers": [{"name": "ray-worker", "image": "a"}]}}},
+        {"engine": {"maxNumSeqs": 300}},
+        {"env": [{"name": "A", "value": "1"}]},
+        {"nodeSelector": {"rack": "7"}},
         {"parallelism": {"tensor": 2}},
         {"rolePlan": {"prefill": 1, "decode": 1}, "role": "mixed"},
     ],
@@ -172,6 +176,8 @@ def test_a_section_that_the_operator_takes_back_leaves_nothing_behind(
         ({"pools": {"decode": {"role": "decode", "drainTimeout": "soon"}}}, "drainTimeout"),
         ({"pools": {"decode": {}}}, 'spec.pools.decode.* "role"'),
         ({"engine": {"blockSize": "16"}}, "spec.engine.blockSize"),
+        ({"engine": {"dtype": "bf16"}}, "spec.engine.dtype"),
+        ({"pools": {"decode": {"role": "decode", "engine": {"device": "gpu"}}}}, "engine.device"),
         ({"model": {"uri": "ftp://host/model"}}, "spec.model.uri"),
         ({"logLevel": "loud"}, "spec.logLevel"),
         ({"ray": {"version": "2.51.0"}}, "spec.ray.version"),

@@ -12,7 +12,7 @@ from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.operating import eventually, operator_of
 from tests.k8s.streaming import NUM_STREAMS, Streaming, streaming
 from tests.k8s.test_crds import cluster
-from tests.k8s.test_serving import FAKE, MODEL, Installed
+from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine
 
 pytestmark = [
     pytest.mark.cluster,
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 600
-ROUTER = {"localPrefill": "never", "drainTimeoutS": 1.0}
+ROUTER = {"localPrefill": "never", "drainTimeoutSeconds": 1.0}
 """A router that goes before the streams have ended loses them."""
 KINDS = (
     "servingclusters,workerpools,rayclusters.ray.io,deployments,replicasets,pods,services,"
@@ -41,8 +41,8 @@ def installed(
     made = Installed(control_plane, namespace, tmp_path)
     made.install(
         model={"name": str(MODEL)},
-        engine=FAKE,
-        router={"replicas": 1, "settings": ROUTER},
+        **with_engine(FAKE, router=ROUTER),
+        router={"replicas": 1},
     )
     made.wait_available()
     return made

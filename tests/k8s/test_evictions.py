@@ -15,7 +15,7 @@ from tests.k8s.kubelet.objects import evict, name_of
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import NUM_STREAMS, streaming
 from tests.k8s.test_deletion import Deletion
-from tests.k8s.test_serving import FAKE, MODEL, Installed, workers_of
+from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine, workers_of
 
 pytestmark = [
     pytest.mark.cluster,
@@ -64,9 +64,9 @@ def installed(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> In
     made = Installed(control_plane, namespace, tmp_path)
     made.install(
         model={"name": str(MODEL)},
-        engine=FAKE,
+        **with_engine(FAKE, router={"localPrefill": "never"}),
         pools={"prefill": {"role": "prefill"}, "decode": {"role": "decode", "initialReplicas": 2}},
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        router={"replicas": 1},
     )
     made.wait_available()
 

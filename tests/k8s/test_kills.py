@@ -18,7 +18,7 @@ from tests.k8s.operating import eventually
 from tests.k8s.patches import check_patches
 from tests.k8s.streaming import streaming
 from tests.k8s.test_pools_change import change, is_whole, unit_named
-from tests.k8s.test_serving import FAKE, MODEL, Installed, workers_of
+from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine, workers_of
 from tests.k8s.units import unit_of, units_of
 
 pytestmark = [
@@ -117,8 +117,8 @@ def test_an_operator_that_is_killed_at_every_step_scales_out_and_in_and_no_strea
     installed = Installed(control_plane, namespace, tmp_path)
     installed.install(
         model={"name": str(MODEL)},
-        engine=FAKE,
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        **with_engine(FAKE, router={"localPrefill": "never"}),
+        router={"replicas": 1},
     )
     installed.wait_available()
     first = workers_of(kubelet, "decode")
@@ -157,8 +157,8 @@ def test_an_operator_that_is_killed_at_every_step_has_another_unit_take_over(
     installed = Installed(control_plane, namespace, tmp_path)
     installed.install(
         model={"name": str(MODEL)},
-        engine=FAKE,
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        **with_engine(FAKE, router={"localPrefill": "never"}),
+        router={"replicas": 1},
     )
     installed.wait_available()
     before, operator = unit_named(installed), DyingOperator(control_plane, kubelet, namespace)

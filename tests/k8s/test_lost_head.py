@@ -16,7 +16,7 @@ from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.objects import name_of, restarts_of
 from tests.k8s.operating import condition, eventually
 from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed, workers_of
+from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine, workers_of
 
 pytestmark = [
     pytest.mark.cluster,
@@ -65,9 +65,9 @@ def test_a_head_that_is_lost_costs_no_stream_and_no_worker(
     installed = Installed(control_plane, namespace, tmp_path, has_redis=True)
     installed.install(
         model={"name": str(MODEL)},
-        engine=FAKE,
+        **with_engine(FAKE, router={"localPrefill": "never"}),
         pools={"prefill": {"role": "prefill"}, "decode": {"role": "decode", "initialReplicas": 2}},
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        router={"replicas": 1},
     )
     installed.wait_available()
     spec = installed.read("servingcluster/default")["spec"]

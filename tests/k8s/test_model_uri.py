@@ -53,9 +53,9 @@ def test_a_model_on_a_web_server_is_fetched_once_and_answers(
         installed.install(
             model={"uri": f"{server.address}/demo"},
             servedModelName="demo",
-            router={"replicas": 1, "template": template},
+            router={"replicas": 1},
             ray={"headTemplate": template},
-            pools={name: {"role": name, "template": template} for name in ("prefill", "decode")},
+            pools={name: {"role": name, "podTemplate": template} for name in ("prefill", "decode")},
         )
         installed.wait_available()
     with Client(router_address(kubelet)) as client:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_a_cluster_gets_its_pools_its_ray_cluster_and_its_routers(
     told = eventually(
         lambda: condition(seen.soon("servingcluster/main"), "Available"), "a condition"
     )
-    silent = "the supervisor does not answer; Ray's head has no pod"
+    silent = "Ray's head is starting; Ray's head has no pod"
     assert (told["status"], told["message"]) == ("False", silent)
     code = seen.unit_soon()["metadata"]["labels"][UNIT_LABEL]
     assert seen.unit_soon()["metadata"]["name"] == f"main-{code}"
@@ -112,7 +113,7 @@ def test_a_pools_size_is_whoever_scales_its_and_never_the_operators(
     seen.soon("wp/main-decode")
     control_plane.kubectl("-n", namespace, "scale", "wp/main-decode", "--replicas=4")
     eventually(lambda: group_sizes(seen)["decode"] == 4, "four decode pods are asked for")
-    control_plane.apply(cluster(namespace, router={"settings": {"maxQueue": 7}}))
+    control_plane.apply(cluster(namespace, advanced={"router": {"maxQueue": 7}}))
     config = lambda: seen.soon("configmap/main-config")["data"]["cluster.yaml"]  # noqa: E731
     eventually(lambda: "max_queue: 7" in config(), "the change is taken over")
     pool = seen.soon("wp/main-decode")
@@ -129,7 +130,7 @@ def test_a_model_that_was_available_leaves_its_name_to_the_next_one(
     control_plane.apply(cluster(namespace))
     config = lambda: seen.soon("configmap/main-config")["data"]["cluster.yaml"]  # noqa: E731
     assert "served_model_name: demo" in config()
-    served = {"status": {"servedModelName": "demo"}}
+    served = {"status": {"model": "demo"}}
     kube_of(control_plane).merge_patch(SERVING_CLUSTERS, Key(namespace, "main"), served, "status")
     control_plane.apply(cluster(namespace, model={"name": "models/other"}))
     eventually(lambda: "model: models/other" in config(), "the change is taken over")
@@ -217,6 +218,31 @@ def test_a_pool_that_the_spec_names_no_more_is_deleted(
     control_plane.apply(cluster(namespace, pools=pools))
     eventually(lambda: seen("wp/main-more") is None, "the pool is gone")
     assert seen("wp/main-decode")
+
+
+@pytest.mark.full
+def test_a_pool_that_is_deleted_and_that_the_spec_names_is_made_again_at_its_size(
+    control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen
+) -> None:
+    control_plane.apply(cluster(namespace))
+    before = seen.soon("wp/main-decode")["metadata"]["uid"]
+    control_plane.kubectl("-n", namespace, "scale", "wp/main-decode", "--replicas=3")
+    eventually(lambda: group_sizes(seen)["decode"] == 3, "its size is known")
+    unit = seen.unit_soon()
+    control_plane.kubectl("-n", namespace, "delete", "wp/main-decode", "--timeout=20s")
+
+    def again() -> bool:
+        found = seen("wp/main-decode")
+        return bool(found and found["metadata"]["uid"] != before)
+
+    eventually(again, "it is made again")
+    for _ in range(20):
+        assert group_sizes(seen)["decode"] == 3, "no worker of it goes"
+        time.sleep(0.1)
+    made = seen.soon("wp/main-decode")
+    assert made["spec"]["replicas"] == 3
+    assert FINALIZER in made["metadata"]["finalizers"]
+    assert seen.unit_soon()["metadata"]["uid"] == unit["metadata"]["uid"]
 
 
 @pytest.mark.full

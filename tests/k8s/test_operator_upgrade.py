@@ -15,7 +15,7 @@ from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.objects import name_of, restarts_of
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed
+from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine
 
 pytestmark = [
     pytest.mark.cluster,
@@ -82,9 +82,9 @@ def test_an_upgrade_of_the_operator_leaves_pools_alone_and_no_stream_changes(
     installed = Installed(control_plane, namespace, tmp_path)
     installed.install(
         model={"name": str(MODEL)},
-        engine=FAKE,
+        **with_engine(FAKE, router={"localPrefill": "never"}),
         images={"router": ROUTER_IMAGE},
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        router={"replicas": 1},
     )
     installed.wait_available()
     running = Running(installed, kubelet)

@@ -17,7 +17,7 @@ from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.kubelet.place import place
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed
+from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine
 from tests.k8s.units import group_sizes_in
 
 pytestmark = [
@@ -82,8 +82,8 @@ def test_a_silent_cut_and_a_restart_are_noticed_and_what_was_asked_meanwhile_is_
     installed = Installed(control_plane, namespace, tmp_path)
     installed.install(
         model={"name": str(MODEL)},
-        engine=FAKE,
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        **with_engine(FAKE, router={"localPrefill": "never"}),
+        router={"replicas": 1},
         pools={"decode": {"role": "decode", "initialReplicas": 2}},
     )
     installed.wait_available()

@@ -11,7 +11,7 @@ from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.operating import eventually
-from tests.k8s.test_serving import FAKE, MODEL, Installed
+from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine
 
 pytestmark = [
     pytest.mark.cluster,
@@ -20,7 +20,12 @@ pytestmark = [
     pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
 ]
 
-PLANNER = {"panicWindowS": 2.0, "stableWindowS": 6.0, "scaleInHoldS": 1.0, "warmUpS": 1.0}
+PLANNER = {
+    "panicWindowSeconds": 2.0,
+    "stableWindowSeconds": 6.0,
+    "scaleInHoldSeconds": 1.0,
+    "warmUpSeconds": 1.0,
+}
 PLANNED = {
     "role": "decode",
     "initialReplicas": 1,
@@ -42,8 +47,7 @@ def test_what_a_person_scales_in_planner_mode_is_the_planners_again_and_is_told(
     installed = Installed(control_plane, namespace, tmp_path)
     installed.install(
         model={"name": str(MODEL)},
-        engine=FAKE,
-        planner=PLANNER,
+        **with_engine(FAKE, planner=PLANNER),
         pools={"decode": PLANNED},
         router={"replicas": 1},
     )

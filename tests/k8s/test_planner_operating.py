@@ -32,7 +32,7 @@ from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.operating import eventually
-from tests.k8s.test_serving import MODEL, Installed
+from tests.k8s.test_serving import MODEL, Installed, with_engine
 
 pytestmark = [
     pytest.mark.cluster,
@@ -50,18 +50,20 @@ MOST, MOST_NEEDED = 6, 3
 """Replicas that a pool may have, and that the load takes at most, once those that it has serve."""
 STABLE_S, ZERO_AFTER_S = 16.0, 40.0
 PLANNER = {
-    "ttftTargetS": 1.0,
-    "itlTargetS": 0.2,
-    "catchUpS": 20.0,
-    "panicWindowS": 6.0,
-    "stableWindowS": STABLE_S,
-    "scaleInHoldS": 5.0,
-    "warmUpS": 1.0,
-    "scaleToZeroAfterS": ZERO_AFTER_S,
+    "catchUpSeconds": 20.0,
+    "panicWindowSeconds": 6.0,
+    "stableWindowSeconds": STABLE_S,
+    "scaleInHoldSeconds": 5.0,
+    "warmUpSeconds": 1.0,
+}
+TARGETS = {
+    "ttftTargetSeconds": 1.0,
+    "itlTargetSeconds": 0.2,
+    "scaleToZeroAfterSeconds": ZERO_AFTER_S,
 }
 ENGINE = {
     "backend": "fake",
-    "fake": {"prefillTokenS": 0.0006, "decodeStepS": 0.1},
+    "fake": {"prefillTokenSeconds": 0.0006, "decodeStepSeconds": 0.1},
     "maxNumSeqs": 16,
 }
 FLEET_WAIT_S = 2.0
@@ -188,13 +190,14 @@ def test_pools_follow_the_load_stop_together_and_come_back_for_the_next_request(
     installed = Installed(control_plane, namespace, tmp_path)
     installed.install(
         model={"name": str(MODEL)},
-        engine=ENGINE,
-        planner=PLANNER,
+        **with_engine(
+            ENGINE,
+            router={"localPrefill": "never", "fleetWaitSeconds": FLEET_WAIT_S},
+            planner=PLANNER,
+        ),
+        planner=TARGETS,
         pools={role: planned_pool(role) for role in ("prefill", "decode")},
-        router={
-            "replicas": 2,
-            "settings": {"localPrefill": "never", "fleetWaitS": FLEET_WAIT_S},
-        },
+        router={"replicas": 2},
     )
     installed.wait_available()
     eventually(lambda: len(router_addresses(kubelet)) == 2, "both routers are ready", 60)

@@ -14,7 +14,7 @@ from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.operating import condition, eventually
 from tests.k8s.patches import check_patches
 from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed
+from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine
 from tests.k8s.units import group_sizes_in, unit_of
 
 pytestmark = [
@@ -37,9 +37,9 @@ def installed(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> In
     made = Installed(control_plane, namespace, tmp_path)
     made.install(
         model={"name": str(MODEL)},
-        engine=FAKE,
+        **with_engine(FAKE, router={"localPrefill": "never"}),
         pools=POOLS,
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        router={"replicas": 1},
     )
     made.wait_available()
     eventually(lambda: is_whole(made, "decode", 2), "both decode workers are live", 150)
@@ -74,14 +74,14 @@ def test_a_version_that_does_not_start_gives_way_to_the_one_before(
     before = unit_named(installed)
     broken = {"name": "ray-worker", "args": ["echo this version is broken; exit 3"]}
     template = {"spec": {"containers": [broken]}}
-    change(control_plane, installed.namespace, decode={"template": template})
+    change(control_plane, installed.namespace, decode={"podTemplate": template})
 
     def is_stuck() -> bool:
         told = condition(installed.read("wp/decode"), "Available")
         return unit_named(installed) != before and "exit code 3" in told.get("message", "")
 
     eventually(is_stuck, "the pool says what keeps it from starting", 240)
-    change(control_plane, installed.namespace, decode={"template": None})
+    change(control_plane, installed.namespace, decode={"podTemplate": None})
 
     def is_back() -> bool:
         unit_of(control_plane, installed.namespace)  # never two

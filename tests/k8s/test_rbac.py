@@ -177,7 +177,7 @@ class Life:
         for count in (1, 2):  # what happens again raises its event's count
             self._change({"router": BAD_ROUTER})
             eventually(lambda: ("InvalidSpec", count) in self._events(), "refused")  # noqa: B023
-            self._change({"router": {"template": None}})
+            self._change({"router": {"podTemplate": None}})
             eventually(lambda: ("Recovered", count) in self._events(), "taken back")  # noqa: B023
         (unit,) = self._names(RAY_CLUSTERS)
         self._change({"logLevel": "debug"})

@@ -31,7 +31,7 @@ from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import prompt_of
-from tests.k8s.test_serving import MODEL, Installed
+from tests.k8s.test_serving import MODEL, Installed, with_engine
 from tests.k8s.units import units_of
 
 pytestmark = [
@@ -42,8 +42,12 @@ pytestmark = [
 ]
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "first": {"backend": "fake", "fake": {"decodeStepS": 0.05}, "maxNumSeqs": 64},
-    "second": {"backend": "fake", "fake": {"decodeStepS": 0.05, "window": 8}, "maxNumSeqs": 64},
+    "first": {"backend": "fake", "fake": {"decodeStepSeconds": 0.05}, "maxNumSeqs": 64},
+    "second": {
+        "backend": "fake",
+        "fake": {"decodeStepSeconds": 0.05, "window": 8},
+        "maxNumSeqs": 64,
+    },
 }
 """By the models' names. A fake engine that looks back less says something else."""
 NUM_AT_ONCE = 4
@@ -55,7 +59,8 @@ REQUEST_S = 600.0
 
 def spec_of(model: str) -> dict[str, Any]:
     claim = {"claimName": f"models-{model}", "path": "model"}
-    return {"model": {"claim": claim}, "engine": ENGINES[model]}
+    router = {"localPrefill": "never", "fleetWaitSeconds": REQUEST_S}
+    return {"model": {"claim": claim}, **with_engine(ENGINES[model], router=router)}
 
 
 @pytest.fixture
@@ -169,7 +174,7 @@ def test_streams_end_whole_and_what_is_asked_meanwhile_is_answered_by_the_next_u
     installed = Installed(control_plane, namespace, tmp_path)
     installed.install(
         servedModelName="both",
-        router={"replicas": 1, "settings": {"localPrefill": "never", "fleetWaitS": REQUEST_S}},
+        router={"replicas": 1},
         **spec_of("first"),
     )
     installed.wait_available(OVER_WITHIN_S)

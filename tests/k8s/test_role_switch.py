@@ -23,7 +23,7 @@ from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.kubelet.objects import restarts_of
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed
+from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine
 
 pytestmark = [
     pytest.mark.cluster,
@@ -37,7 +37,7 @@ WITHIN_S = 5.0
 PLACED_WITHIN_S = 60.0
 """To be told how long it took where that is longer."""
 PROBES_EACH, PROBE_TOKENS = 4, 150
-ENGINE = {**FAKE, "fake": {**FAKE["fake"], "prefillTokenS": 0.001}}
+ENGINE = {**FAKE, "fake": {**FAKE["fake"], "prefillTokenSeconds": 0.001}}
 CONTROL_PORT = 7101
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 
@@ -122,8 +122,8 @@ def test_roles_are_switched_within_seconds_and_no_stream_changes_and_no_pod_rest
     installed = Installed(control_plane, namespace, tmp_path)
     installed.install(
         model={"name": str(MODEL)},
-        engine=ENGINE,
-        router={"replicas": 2, "settings": {"localPrefill": "never"}},
+        **with_engine(ENGINE, router={"localPrefill": "never"}),
+        router={"replicas": 2},
         pools={
             "prefill": None,  # the chart's own
             "decode": None,

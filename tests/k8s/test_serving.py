@@ -117,10 +117,8 @@ def test_helm_install_ends_with_an_answer_whose_kv_crossed_from_pod_to_pod(
     installed.install(
         model={"name": str(MODEL)},
         # On a loaded machine a handoff's figures come later than a short answer's last token.
-        router={
-            "replicas": 1,
-            "settings": {"localPrefill": "never", "handoffReportWaitS": 10.0},
-        },
+        router={"replicas": 1},
+        advanced={"router": {"localPrefill": "never", "handoffReportWaitSeconds": 10.0}},
     )
     installed.wait_available()
     with Client(router_address(kubelet)) as client:
@@ -157,10 +155,17 @@ NUM_TOKENS = 300
 DECODE_STEP_S = 0.03
 FAKE: dict[str, Any] = {
     "backend": "fake",
-    "fake": {"decodeStepS": DECODE_STEP_S},
+    "fake": {"decodeStepSeconds": DECODE_STEP_S},
     "maxNumSeqs": 64,
     "numBlocks": 4096,
 }
+
+
+def with_engine(engine: dict[str, Any], **advanced: dict[str, Any]) -> dict[str, Any]:
+    """Sections of a spec: the engine's settings, with what only tests set among the advanced."""
+    of_tests = {key: engine[key] for key in ("backend", "fake") if key in engine}
+    rest = {key: value for key, value in engine.items() if key not in of_tests}
+    return {"engine": rest, "advanced": {"engine": of_tests, **advanced}}
 
 
 class Drains:
@@ -232,8 +237,8 @@ def test_a_pool_is_scaled_out_and_in_under_streams_beside_a_bad_cluster_and_none
 ) -> None:
     installed.install(
         model={"name": str(MODEL)},
-        engine=FAKE,
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        **with_engine(FAKE, router={"localPrefill": "never"}),
+        router={"replicas": 1},
     )
     installed.wait_available()
     with streaming(kubelet, NUM_TOKENS) as streams:

@@ -16,7 +16,7 @@ from tests.k8s.kubelet.objects import name_of
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import NUM_STREAMS, streaming
 from tests.k8s.test_evictions import DRAINED_WITHIN_S, NUM_TOKENS, OUTLAST_S, Drain
-from tests.k8s.test_serving import FAKE, MODEL, Installed, workers_of
+from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine, workers_of
 
 pytestmark = [
     pytest.mark.cluster,
@@ -47,10 +47,10 @@ def installed(
     made = Installed(control_plane, namespace, tmp_path)
     made.install(
         model={"name": str(MODEL)},
-        engine=FAKE,
+        **with_engine(FAKE, router={"localPrefill": "never"}),
         spotNotices={"cloud": "aws", "address": metadata.address},
         pools={"prefill": {"role": "prefill"}, "decode": {"role": "decode", "initialReplicas": 2}},
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        router={"replicas": 1},
     )
     made.wait_available()
 

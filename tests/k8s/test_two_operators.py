@@ -20,7 +20,7 @@ from tests.k8s.operating import eventually
 from tests.k8s.patches import check_patches
 from tests.k8s.streaming import streaming
 from tests.k8s.telling_operator import MARK
-from tests.k8s.test_serving import FAKE, MODEL, Installed
+from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine
 from tests.k8s.units import group_sizes_in
 
 pytestmark = [
@@ -96,9 +96,9 @@ def test_who_stood_still_in_a_scale_in_does_not_act_and_the_other_one_ends_it(
     installed = Installed(control_plane, namespace, tmp_path)
     installed.install(
         model={"name": str(MODEL)},
-        engine=FAKE,
+        **with_engine(FAKE, router={"localPrefill": "never"}),
         pools={"prefill": {"role": "prefill"}, "decode": {"role": "decode", "initialReplicas": 3}},
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        router={"replicas": 1},
     )
     operators = Operators(control_plane, installed, kubelet)
     installed.wait_available()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import AUTO
 from deploy.api.model_source import ModelSource
-from deploy.api.naming import snake_keys
+from deploy.api.naming import as_written, snake_keys
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import MAX_REPLICAS, PoolShape, WorkerPoolSpec
 from deploy.controller.kit.objects import Object as Seen
@@ -43,6 +43,12 @@ def model_path(model: ModelSource) -> str:
     return model.name
 
 
+def model_field(model: ModelSource) -> str:
+    """Which field of the ServingCluster says where the model comes from."""
+    (given,) = (name for name in ("name", "claim", "uri") if getattr(model, name) is not None)
+    return f"spec.model.{given}"
+
+
 def model_name(spec: ServingClusterSpec) -> str:
     """What clients call the model where nobody says: the last part of its source."""
     model = spec.model
@@ -56,7 +62,7 @@ def model_name(spec: ServingClusterSpec) -> str:
 def with_name(spec: ServingClusterSpec, cluster: Seen) -> ServingClusterSpec:
     """Where people give none, with the name that clients have called the model by so far: a router
     uses no worker of another name, so with each model's own the one before would serve nobody."""
-    name = spec.served_model_name or cluster.get("status", {}).get("servedModelName")
+    name = spec.served_model_name or cluster.get("status", {}).get("model")
     return dataclasses.replace(spec, served_model_name=name)
 
 
@@ -72,40 +78,46 @@ def cluster_config(
     Raises ValueError or ConfigError where one section does not suit another.
     """
     drains_s = [seconds(pool.drain_timeout) for pool in pools.values()]
-    longest_s = max([spec.worker.drain_timeout_s, *drains_s])
+    advanced = spec.advanced
+    longest_s = max([advanced.worker.drain_timeout_s, *drains_s])
     host = owner.control_host if unit is None else owner.head_host(unit)
-    config = ClusterConfig(
-        model=model_path(spec.model),
-        model_revision=spec.model.revision,
-        tokenizer=spec.tokenizer,
-        served_model_name=model_name(spec),
-        unit=unit or "",
-        log_level=spec.log_level,
-        runs_on="pods",
-        pools={name: _pool_config(spec, pool) for name, pool in pools.items()},
-        engine=spec.engine,
-        transfer=spec.transfer,
-        router=router_settings(spec.router),
-        control=ControlConfig(host="0.0.0.0", port=CONTROL_PORT, announced_host=host),
-        worker=dataclasses.replace(spec.worker, metrics_port=METRICS_PORT),
-        decode=spec.decode,
-        registry=spec.registry,
-        supervisor=dataclasses.replace(
-            spec.supervisor, drain_timeout_s=longest_s + _LEAVE_MARGIN_S
-        ),
-    )
+    try:
+        config = ClusterConfig(
+            model=model_path(spec.model),
+            model_revision=spec.model.revision,
+            tokenizer=spec.tokenizer,
+            served_model_name=model_name(spec),
+            unit=unit or "",
+            log_level=spec.log_level,
+            runs_on="pods",
+            pools={name: _pool_config(spec, pool) for name, pool in pools.items()},
+            engine=spec.engine_config,
+            transfer=advanced.transfer,
+            router=router_settings(spec),
+            control=ControlConfig(host="0.0.0.0", port=CONTROL_PORT, announced_host=host),
+            worker=dataclasses.replace(advanced.worker, metrics_port=METRICS_PORT),
+            decode=advanced.decode,
+            registry=advanced.registry,
+            supervisor=dataclasses.replace(
+                advanced.supervisor, drain_timeout_s=longest_s + _LEAVE_MARGIN_S
+            ),
+        )
+    except ValueError as error:
+        raise ValueError(as_written(str(error))) from error
     for name in pools:
         config.pool_engine(name)
     return config
 
 
 def pool_device(spec: ServingClusterSpec, pool: PoolShape) -> str:
-    """cpu or cuda. `auto` is a GPU where the pool's pod template limits one of nvidia.com."""
+    """cpu or cuda. `auto` is a GPU where the pool's resources, or its pod template's,
+    limit one of nvidia.com."""
     device: str = pool.engine.get("device", spec.engine.device)
     if device != AUTO:
         return device
-    containers = pool.template.get("spec", {}).get("containers", [])
-    limits = [name for each in containers for name in each.get("resources", {}).get("limits", {})]
+    containers = pool.pod_template.get("spec", {}).get("containers", [])
+    resources = [pool.resources, *(each.get("resources", {}) for each in containers)]
+    limits = [name for each in resources for name in each.get("limits", {})]
     return "cuda" if any(name.startswith("nvidia.com/") for name in limits) else "cpu"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deploy.api.pod_settings import PodSettings
 from deploy.api.pod_template import MERGE_DEFAULTS, MERGE_KEYS, SHARED_LABELS
 
 _RETAINING = frozenset({"volumes"})
@@ -26,6 +27,12 @@ def merged_template(own: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str
     labels = own["metadata"]["labels"]
     kept = {name: value for name, value in labels.items() if name in SHARED_LABELS}
     return result | {"metadata": merged(result["metadata"], {"labels": kept})}
+
+
+def with_settings(own: Mapping[str, Any], over: PodSettings, container: str) -> dict[str, Any]:
+    """A pod's template with a user's settings of pods laid over it. `container`: whose resources
+    and variables they are."""
+    return merged_template(merged(own, over.own_template(container)), over.pod_template)
 
 
 def merged(own: Any, over: Any, key: str = "") -> Any:

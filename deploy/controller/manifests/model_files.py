@@ -1,12 +1,12 @@
-"""How a pod comes by the model's files: a claim, or an init container that fetches them.
+"""How a worker's pod comes by the model's files: a claim, or an init container that fetches them.
+The init container also checks that there is a model, so that a wrong name is seen at once.
 
-Every pod has the volume `weights`, where what is fetched lies; a template that puts a folder of the
-node or a claim there has it outlive the pod, and shared by the node's pods.
+Workers and Ray's head have the volume `weights`, where what is fetched lies. A template that puts a
+folder of the node or a claim there lets it outlive the pod, and the node's pods share it.
 """
 
 from __future__ import annotations
 
-from baton.model_folder import is_hub_name
 from deploy.api.model_source import ModelSource
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.controller.manifests.cluster_yaml import model_path
@@ -35,15 +35,14 @@ def model_env(spec: ServingClusterSpec) -> list[Object]:
 
 
 def fetching(spec: ServingClusterSpec, image: str, *, text_only: bool) -> Object:
-    """The pod's init containers. `text_only`: without weights, for who only reads text, which of a
-    hub's model is so little that its reader fetches it."""
+    """The pod's init containers. `text_only`: nobody in the pod reads weights."""
     model = spec.model
     if model.uri is not None:
         fetch = ["baton.fetch", "--uri", model.uri, "--folder", model_path(model)]
         fetch += ["--text-only"] if text_only else []
         environment = [env("HOME", "/tmp")]
-    elif model.name is not None and is_hub_name(model.name) and not text_only:
-        fetch = ["baton.model_folder", "--name", model.name]
+    elif not text_only:
+        fetch = ["baton.model_folder", "--name", model_path(model)]
         fetch += ["--revision", model.revision] if model.revision is not None else []
         environment = model_env(spec)
     else:
@@ -57,7 +56,7 @@ def fetching(spec: ServingClusterSpec, image: str, *, text_only: bool) -> Object
         "env": environment,
         "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [dict(_WEIGHTS_MOUNT)],
+        "volumeMounts": model_mounts(model),
         "securityContext": dict(CONTAINER_SECURITY),
     }
     if model.credentials_secret_name is not None:
@@ -66,7 +65,6 @@ def fetching(spec: ServingClusterSpec, image: str, *, text_only: bool) -> Object
 
 
 def model_mounts(model: ModelSource) -> list[Object]:
-    """Where the model's files lie, for who reads only its tokenizer, too."""
     mounts: list[Object] = [dict(_WEIGHTS_MOUNT)]
     if model.claim is not None:
         folder = model.claim.folder

@@ -30,7 +30,7 @@ from deploy.controller.manifests.common import (
     config_volume,
     env,
 )
-from deploy.controller.manifests.merge import merged_template
+from deploy.controller.manifests.merge import merged_template, with_settings
 from deploy.controller.manifests.model_files import (
     fetching,
     model_env,
@@ -48,6 +48,7 @@ _OUTLIVED_S = 120
 is there still, as after hibernation, keeps a pod whose node has left Ray until its container starts
 anew."""
 HEAD_CONTAINER = "ray-head"
+WORKER_CONTAINER = "ray-worker"
 
 _OWN_LABEL = f"--labels={POD_LABEL}=$POD_NAME"
 """KubeRay writes one command for all pods of a group; each tells Ray its own name."""
@@ -107,7 +108,7 @@ def worker_template(context: PodContext, pool: WorkerPoolSpec) -> Object:
     drain_s = int(seconds(pool.drain_timeout))
     watch = _spot_watch(context.spec.spot_notices, drain_s)
     container = {
-        "name": "ray-worker",
+        "name": WORKER_CONTAINER,
         "command": ["/bin/sh", "-c"],
         "args": [f'ulimit -n 65536; {watch}eval "exec $KUBERAY_GEN_RAY_START_CMD {_OWN_LABEL}"'],
         "ports": [_port("grpc", WORKER_PORT), _port("metrics", METRICS_PORT)],
@@ -116,13 +117,13 @@ def worker_template(context: PodContext, pool: WorkerPoolSpec) -> Object:
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", _drain_command(drain_s)]}}},
         "resources": _worker_resources(context.spec, pool),
     }
-    is_fake = pool.engine.get("backend", context.spec.engine.backend) == "fake"
+    is_fake = context.spec.advanced.engine.backend == "fake"
     grace_s = drain_s + GRACE_MARGIN_S
     own = _template(context, "worker", container, grace_s=grace_s, text_only=is_fake)
     own["metadata"]["labels"] |= {POOL_LABEL: pool.pool, ROLE_LABEL: pool.role}
     own["spec"]["containers"][0]["env"].append(env(PORT_VARIABLE, str(WORKER_PORT)))
     own["spec"]["affinity"] = _same_fabric(context)
-    return merged_template(own, pool.template)
+    return with_settings(own, pool, WORKER_CONTAINER)
 
 
 def _drain_command(timeout_s: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from baton.config.router import AuthConfig, RouterConfig, TlsConfig
-from deploy.api.serving_cluster import RouterSpec, RouterTls
+from deploy.api.serving_cluster import RouterSpec, RouterTls, ServingClusterSpec
 from deploy.controller.manifests.common import METRICS_PORT, ROUTER_PORT, Object, Owner
 
 HEALTH_PORT = 7103
@@ -19,10 +19,11 @@ _TOKENS_FOLDER = "/etc/baton-tokens"
 _OWNER_AND_GROUP = 0o440
 
 
-def router_settings(router: RouterSpec) -> RouterConfig:
+def router_settings(spec: ServingClusterSpec) -> RouterConfig:
     """What the routers of a cluster are to do, in a pod."""
+    router = spec.router
     return dataclasses.replace(
-        router.settings,
+        spec.advanced.router,
         host="0.0.0.0",
         port=ROUTER_PORT,
         metrics_port=METRICS_PORT,

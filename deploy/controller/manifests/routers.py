@@ -18,17 +18,15 @@ from deploy.controller.manifests.common import (
     Owner,
     Release,
     config_volume,
+    env,
 )
-from deploy.controller.manifests.merge import merged_template
-from deploy.controller.manifests.model_files import (
-    fetching,
-    model_env,
-    model_mounts,
-    model_volumes,
-)
+from deploy.controller.manifests.merge import with_settings
 from deploy.controller.manifests.pods import probe_of, pull_secrets
 from deploy.controller.manifests.router_access import HEALTH_PORT, access_mounts, access_volumes
 
+ROUTER_CONTAINER = "router"
+FIRST_ROUTERS = 2
+"""As long as nobody says how many."""
 _DRAIN_MARGIN_S = 15
 _CONFIG_HASH = f"{GROUP}/config-hash"
 
@@ -60,15 +58,20 @@ def router_deployment(context: RouterContext) -> Object:
         "kind": "Deployment",
         "metadata": owner.metadata(owner.router_name, "router"),
         "spec": {
-            "replicas": router.replicas,
+            **({} if router.replicas is None else {"replicas": router.replicas}),
             "selector": {"matchLabels": labels},
             "strategy": {
                 "type": "RollingUpdate",
                 "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
             },
-            "template": merged_template(own, router.template),
+            "template": with_settings(own, router, ROUTER_CONTAINER),
         },
     }
+
+
+def first_routers(deployment: Object) -> Object:
+    """The Deployment as it is made, where nobody has said how many routers there are."""
+    return deployment | {"spec": {"replicas": FIRST_ROUTERS} | deployment["spec"]}
 
 
 def _router_pod(context: RouterContext) -> Object:
@@ -77,7 +80,7 @@ def _router_pod(context: RouterContext) -> Object:
     image = spec.images.router or context.release.router_image
     probe = probe_of(HEALTH_PORT if has_tls else ROUTER_PORT, context.has_grpc_probes)
     container = {
-        "name": "router",
+        "name": ROUTER_CONTAINER,
         "image": image,
         "imagePullPolicy": spec.images.pull_policy,
         "command": ["python", "-m", "router"],
@@ -86,30 +89,28 @@ def _router_pod(context: RouterContext) -> Object:
             *("--config", CONFIG_FILE),
             *("--listen", f"0.0.0.0:{ROUTER_PORT}"),
         ],
-        "env": [*POD_ENV, *model_env(spec)],
+        "env": [*POD_ENV, env("HOME", "/tmp")],
         "ports": [
             {"name": "grpc", "containerPort": ROUTER_PORT, "protocol": "TCP"},
             {"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"},
             *([{"name": "health", "containerPort": HEALTH_PORT, "protocol": "TCP"}] * has_tls),
         ],
-        "startupProbe": probe | {"periodSeconds": 5, "failureThreshold": 120},  # a hub may be slow
+        "startupProbe": probe | {"periodSeconds": 5, "failureThreshold": 120},
         "readinessProbe": probe | {"periodSeconds": 5},
         "livenessProbe": probe | {"periodSeconds": 10, "failureThreshold": 6},
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}},
-        "volumeMounts": [CONFIG_MOUNT, *model_mounts(spec.model), *access_mounts(spec.router)],
+        "volumeMounts": [CONFIG_MOUNT, *access_mounts(spec.router)],
         "securityContext": dict(CONTAINER_SECURITY),
     }
-    drain_s = int(spec.router.settings.drain_timeout_s)
+    drain_s = int(spec.advanced.router.drain_timeout_s)
     return {
         "serviceAccountName": f"{owner.name}-pods",
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": drain_s + _DRAIN_MARGIN_S,
         "securityContext": {"fsGroup": 1000, "runAsUser": 1000, "runAsNonRoot": True},
-        **fetching(spec, image, text_only=True),
         "containers": [container],
         "volumes": [
             config_volume(owner.config_name),
-            *model_volumes(spec.model),
             *access_volumes(owner, spec.router),
         ],
         **pull_secrets(spec.images),

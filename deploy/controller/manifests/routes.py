@@ -6,7 +6,7 @@ BackendTLSPolicy, which only those can write who know its authority.
 
 from __future__ import annotations
 
-from deploy.api.serving_cluster import RouterIngress, RouterSpec
+from deploy.api.serving_cluster import RouterIngress, RouterSpec, ServingClusterSpec
 from deploy.controller.manifests.common import ROUTER_PORT, Object, Owner
 from deploy.controller.manifests.router_access import tls_secret
 
@@ -29,12 +29,13 @@ def grpc_route(owner: Owner, router: RouterSpec) -> Object:
     }
 
 
-def ingress(owner: Owner, router: RouterSpec) -> Object:
+def ingress(owner: Owner, spec: ServingClusterSpec) -> Object:
     """gRPC is no part of the kind: our own annotations are ingress-nginx's, which others ignore; it
     gives a stream up that says nothing for its read timeout."""
+    router = spec.router
     assert router.hostname is not None
     settings = router.ingress or RouterIngress()
-    longest_s = str(int(router.settings.max_timeout_s))
+    longest_s = str(int(spec.advanced.router.max_timeout_s))
     metadata = owner.metadata(owner.router_name, "router")
     metadata["annotations"] = {
         "nginx.ingress.kubernetes.io/backend-protocol": "GRPC" if router.tls is None else "GRPCS",
@@ -44,15 +45,15 @@ def ingress(owner: Owner, router: RouterSpec) -> Object:
     }
     service = {"name": owner.router_name, "port": {"number": ROUTER_PORT}}
     path = {"path": "/", "pathType": "Prefix", "backend": {"service": service}}
-    spec: Object = {"rules": [{"host": router.hostname, "http": {"paths": [path]}}]}
+    made: Object = {"rules": [{"host": router.hostname, "http": {"paths": [path]}}]}
     if settings.class_name is not None:
-        spec["ingressClassName"] = settings.class_name
+        made["ingressClassName"] = settings.class_name
     secret = settings.tls_secret_name or (router.tls and tls_secret(owner, router.tls))
     if secret is not None:
-        spec["tls"] = [{"hosts": [router.hostname], "secretName": secret}]
+        made["tls"] = [{"hosts": [router.hostname], "secretName": secret}]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "Ingress",
         "metadata": metadata,
-        "spec": spec,
+        "spec": made,
     }

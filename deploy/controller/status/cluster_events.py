@@ -17,6 +17,7 @@ from deploy.controller.kit.event_series import EventType
 from deploy.controller.kit.objects import Key, Object, key_of
 from deploy.controller.observed import Place
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING
+from deploy.controller.status.waiting import SILENT
 from deploy.controller.view import ClusterView, PoolView
 
 _ROUTINE = frozenset(
@@ -27,8 +28,6 @@ _ROUTINE = frozenset(
         "Draining",
         "InvalidSpec",
         "KubeRayMissing",
-        "Starting",
-        "SupervisorStarts",
     }
 )
 """Reasons of Progressing that other events tell better, or that come and go."""
@@ -121,11 +120,10 @@ def _condition_happening(kind: str, then: Condition | None, now: Condition) -> H
         return _warning(now.reason, now.message)
     if kind == DEGRADED and was_true:
         return _normal("Recovered", now.message)
-    if now.reason == "SupervisorSilent":  # of one that is made nobody has heard yet
-        return None if then in (None, now) else _warning(now.reason, now.message)
     is_new = then is None or then.reason != now.reason
     if kind == PROGRESSING and is_new and now.reason not in _ROUTINE:
-        return (_normal if now.is_true else _warning)(now.reason, now.message)
+        is_normal = now.is_true and now.reason != SILENT.reason
+        return (_normal if is_normal else _warning)(now.reason, now.message)
     return None
 
 

@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from deploy.api.model_source import ModelSource
+from deploy.api.naming import as_written
 from deploy.api.serving_cluster import RouterSpec
 from deploy.controller.kit.objects import Object as Seen
-from deploy.controller.manifests.cluster_yaml import model_name
+from deploy.controller.manifests.cluster_yaml import model_field, model_name, model_path
 from deploy.controller.manifests.common import ROUTER_PORT, Object
+from deploy.controller.manifests.routers import FIRST_ROUTERS
 from deploy.controller.pool_size import size_problem
 from deploy.controller.rollout import State
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
 from deploy.controller.status.pool_status import num_serving
-from deploy.controller.status.waiting import head_waits, pool_waits, router_waits, with_waits
+from deploy.controller.status.waiting import (
+    SILENT,
+    STARTING,
+    Silence,
+    model_problem,
+    pool_waits,
+    router_waits,
+    silence,
+    with_waits,
+)
 from deploy.controller.view import ClusterView, PoolView
-
-_SILENT = "the supervisor does not answer"
 
 
 @dataclass(frozen=True)
@@ -34,13 +44,12 @@ def cluster_status(view: ClusterView, verdicts: Sequence[Verdict]) -> Object:
     """Without conditions, None for what was told and is no more. What clients call the model stays
     once they could."""
     is_available = any(each.type == AVAILABLE and each.is_true for each in verdicts)
-    called = {"servedModelName": model_name(view.spec)} if is_available else {}
+    called = {"model": model_name(view.spec)} if is_available else {}
     router = f"{view.owner.router_name}.{view.owner.namespace}.svc:{ROUTER_PORT}"
     if view.spec.router.tls is not None:
         router = f"grpcs://{router}"
     former = dict.fromkeys(view.obj.get("status", {}).get("pools", ()))
     return called | {
-        "model": model_name(view.spec),
         "endpoints": {
             "grpc": router,
             "external": _external(view.spec.router),
@@ -75,28 +84,48 @@ def _external(router: RouterSpec) -> str | None:
     return f"grpcs://{router.hostname}"
 
 
-def cluster_verdicts(view: ClusterView, routers: Seen | None, refusals: Refusals) -> list[Verdict]:
+def cluster_verdicts(
+    view: ClusterView, routers: Seen | None, refusals: Refusals, now: str
+) -> list[Verdict]:
     """Available: a prompt would be answered; Progressing: something is still to become as wanted;
     Degraded: something has failed. `routers`: their Deployment."""
+    silent = silence(view, now)
     num_ready = 0 if routers is None else routers.get("status", {}).get("readyReplicas", 0)
-    errors = [f"{name}: {p.fleet.last_error}" for name, p in view.pools.items()
+    errors = [f"{name}: {_start_error(view.spec.model, p.fleet.last_error)}"
+              for name, p in view.pools.items()
               if p.fleet is not None and p.fleet.last_error]  # fmt: skip
     routers_wait = router_waits(view, routers)
     late = [_noted(f"{name} {num_serving(pool)}/{pool.replicas}", pool_waits(view, pool))
             for name, pool in view.pools.items()
             if num_serving(pool) != pool.replicas]  # fmt: skip
-    if num_ready < view.spec.router.replicas:
-        late.append(_noted(f"routers {num_ready}/{view.spec.router.replicas}", routers_wait))
+    num_routers = view.spec.router.replicas or _size_of(routers)
+    if num_ready < num_routers:
+        late.append(_noted(f"routers {num_ready}/{num_routers}", routers_wait))
     return [
-        availability(view, num_ready, routers_wait),
-        _progressing(view, late),
+        availability(view, num_ready, routers_wait, silent),
+        _progressing(view, late, silent),
         _degraded(view, refusals, errors),
     ]
 
 
-def availability(view: ClusterView, num_routers_ready: int, routers_wait: str = "") -> Verdict:
-    """Whether a prompt would be answered. `routers_wait`: what their pods wait for."""
+def _start_error(model: ModelSource, error: str) -> str:
+    """With the field that it is about."""
+    field = f"{model_field(model)}: " if model_path(model) in error else ""
+    return field + as_written(error)
+
+
+def _size_of(routers: Seen | None) -> int:
+    return FIRST_ROUTERS if routers is None else int(routers.get("spec", {}).get("replicas", 1))
+
+
+def availability(
+    view: ClusterView, num_routers_ready: int, routers_wait: str = "", silent: Silence = SILENT
+) -> Verdict:
+    """Whether a prompt would be answered. `routers_wait`: what their pods wait for. A silent head
+    prevents none by itself, but explains the rest."""
     missing = _missing(view, num_routers_ready, routers_wait)
+    if missing is not None and view.fleet is None:
+        return Verdict(AVAILABLE, False, *silent)
     if missing is not None:
         return missing
     if any(map(_is_stopped, view.pools.values())):
@@ -105,18 +134,18 @@ def availability(view: ClusterView, num_routers_ready: int, routers_wait: str = 
     return Verdict(AVAILABLE, True, "Serving", "requests are served")
 
 
-def _progressing(view: ClusterView, late: Sequence[str]) -> Verdict:
+def _progressing(view: ClusterView, late: Sequence[str], silent: Silence) -> Verdict:
     """A unit that takes another one's place comes first: it explains the rest."""
     if view.is_rolling:
         is_over = view.step.state is State.REVERTED
         reason = f"Unit{view.step.state.value}"
         return Verdict(PROGRESSING, not is_over, reason, view.step.reason)
     if view.fleet is None:
-        silent = with_waits(_SILENT, head_waits(view))
-        return Verdict(PROGRESSING, True, "SupervisorSilent", with_waits(silent, ", ".join(late)))
+        message = with_waits(silent.message, ", ".join(late))
+        return Verdict(PROGRESSING, True, silent.reason, message)
     if untold := [name for name, pool in view.pools.items() if pool.is_untold]:
-        told = f"the supervisor has yet to find what runs of {', '.join(untold)}"
-        return Verdict(PROGRESSING, True, "SupervisorStarts", with_waits(told, ", ".join(late)))
+        told = f"Ray's head has just started, and waits for workers of {', '.join(untold)}"
+        return Verdict(PROGRESSING, True, STARTING.reason, with_waits(told, ", ".join(late)))
     if late:
         return Verdict(PROGRESSING, True, "Changing", ", ".join(late))
     return Verdict(PROGRESSING, False, "AsWanted", "all workers and routers are there")
@@ -131,9 +160,10 @@ def _degraded(view: ClusterView, refusals: Refusals, errors: Sequence[str]) -> V
         "InvalidSpec": [f"{name}: {problem}" for name, problem in problems.items() if problem],
         "Refused": refusals.by_api_server,
         "SupervisorRefused": [
-            ": ".join(filter(None, ("the supervisor", *refusal)))
+            ": ".join(filter(None, ("Ray's head", *refusal)))
             for refusal in refusals.by_supervisor.items()
         ],
+        "ModelUnavailable": _model_faults(view),
         "StartFailed": errors,
         "NotServed": refusals.unserved,
     }
@@ -143,22 +173,20 @@ def _degraded(view: ClusterView, refusals: Refusals, errors: Sequence[str]) -> V
     return Verdict(DEGRADED, True, next(iter(found)), "; ".join(found.values()))
 
 
+def _model_faults(view: ClusterView) -> list[str]:
+    """The first worker that does not get the model speaks for all."""
+    pods = [pod for pool in view.pools.values() for pod in pool.pods]
+    problem = model_problem(pods)
+    return [f"{model_field(view.spec.model)}: {problem}"] if problem else []
+
+
 def _missing(view: ClusterView, num_routers_ready: int, routers_wait: str) -> Verdict | None:
-    """What keeps a prompt from being answered; None: nothing. A silent supervisor keeps none by
-    itself, but explains the rest."""
-    missing = _missing_part(view, num_routers_ready, routers_wait)
-    if missing is None or view.fleet is not None:
-        return missing
-    silent = with_waits(_SILENT, head_waits(view))
-    return Verdict(AVAILABLE, False, "SupervisorSilent", silent)
-
-
-def _missing_part(view: ClusterView, num_routers_ready: int, routers_wait: str) -> Verdict | None:
+    """What prevents an answer to a prompt; None: nothing."""
     if not num_routers_ready:
         told = with_waits("no router is ready", routers_wait)
         return Verdict(AVAILABLE, False, "NoRouterReady", told)
     missing = _without_worker(view, "decode", "NoDecodeWorker", "no worker that decodes is live")
-    if missing is None and view.spec.router.settings.local_prefill == "never":
+    if missing is None and view.spec.advanced.router.local_prefill == "never":
         told = "no worker that prefills is live"
         missing = _without_worker(view, "prefill", "NoPrefillWorker", told)
     return missing

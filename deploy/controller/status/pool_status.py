@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import datetime
 
-from baton.config.planner import PlannerConfig
+from baton.config.planner import PlannerTargets
+from deploy.api.naming import as_written
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.drains import held_by, is_overdue
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, Object
 from deploy.controller.observed import Place
 from deploy.controller.pool_size import size_problem
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict, shortened
-from deploy.controller.status.waiting import with_waits
+from deploy.controller.status.waiting import SILENT, STARTING, Silence, model_problem, with_waits
 from deploy.controller.view import PoolView
 
+_LOOKS = Silence(STARTING.reason, "Ray's head has just started, and waits for workers to report")
 
-def pool_status(view: PoolView, targets: PlannerConfig, now: str) -> Object:
+
+def pool_status(view: PoolView, targets: PlannerTargets, now: str) -> Object:
     """Without conditions, None for what is not known; no places while nobody tells of them, but for
     those that drained before."""
     spec, pool = view.spec, view.fleet
@@ -29,7 +32,7 @@ def pool_status(view: PoolView, targets: PlannerConfig, now: str) -> Object:
         "selector": f"{CLUSTER_LABEL}={spec.cluster},{POOL_LABEL}={spec.pool}",
         "queue": sum(place.num_waiting for place in places),
         "kvUsePercent": round(100 * max((place.kv_use for place in view.live), default=0.0)),
-        "lastError": (shortened(pool.last_error) or None) if pool is not None else None,
+        "lastError": (shortened(as_written(pool.last_error)) or None) if pool is not None else None,
         "ttftSeconds": _seconds(pool.seen.ttft_s) if pool is not None else None,
         "ttftTargetSeconds": targets.ttft_target_s if spec.role != "decode" else None,
         "itlSeconds": _seconds(pool.seen.itl_s) if pool is not None else None,
@@ -70,13 +73,15 @@ def num_serving(view: PoolView) -> int:
     return len(view.live)
 
 
-def pool_verdicts(view: PoolView, refused: str, waits: str = "") -> list[Verdict]:
+def pool_verdicts(
+    view: PoolView, refused: str, waits: str = "", silent: Silence = SILENT
+) -> list[Verdict]:
     """Available, Progressing and Degraded, each with a reason. `refused`: what the supervisor did
     not take of the pool; `waits`: what its pods wait for; both empty: nothing."""
     spec, num_live, num_draining = view.spec, num_serving(view), len(view.draining)
     has_enough = num_live >= min(spec.replicas, max(1, spec.min_replicas))
     if view.is_untold:
-        reason, why = _untold(view)
+        reason, why = silent if view.is_silent else _LOOKS
         told = with_waits(f"{why}; workers that run go on", waits)
         ready = f"{num_live} of {spec.replicas} workers are ready, as their pods say"
         return [
@@ -84,7 +89,7 @@ def pool_verdicts(view: PoolView, refused: str, waits: str = "") -> list[Verdict
             if has_enough
             else Verdict(AVAILABLE, False, reason, told),
             Verdict(PROGRESSING, True, reason, told),
-            _degraded(view, refused),
+            _degraded(view, refused, silent),
         ]
     told = f"{num_live} of {spec.replicas} workers live"
     late = waits if num_live < spec.replicas else ""
@@ -93,27 +98,23 @@ def pool_verdicts(view: PoolView, refused: str, waits: str = "") -> list[Verdict
             AVAILABLE, has_enough, "Live" if has_enough else "TooFewLive", with_waits(told, late)
         ),
         _progressing(view, num_draining, told, late),
-        _degraded(view, refused),
+        _degraded(view, refused, silent),
     ]
 
 
-def _untold(view: PoolView) -> tuple[str, str]:
-    """Why nobody tells what runs: a reason, and words."""
-    if view.is_silent:
-        return "SupervisorSilent", "the supervisor does not answer"
-    return "SupervisorStarts", "the supervisor has yet to find what runs"
-
-
-def _degraded(view: PoolView, refused: str) -> Verdict:
+def _degraded(view: PoolView, refused: str, silent: Silence) -> Verdict:
     pool = view.fleet
     if problem := size_problem(view):
         return Verdict(DEGRADED, True, "InvalidSpec", problem)
     if refused:
-        return Verdict(DEGRADED, True, "SupervisorRefused", f"the supervisor: {refused}")
+        return Verdict(DEGRADED, True, "SupervisorRefused", f"Ray's head: {refused}")
+    if problem := model_problem(view.pods):
+        where = f"spec.model of ServingCluster {view.spec.cluster}"
+        return Verdict(DEGRADED, True, "ModelUnavailable", f"{where}: {problem}")
     if view.is_silent:
-        return Verdict(DEGRADED, False, "SupervisorSilent", "the supervisor does not answer")
+        return Verdict(DEGRADED, False, *silent)
     if pool is not None and pool.last_error:
-        return Verdict(DEGRADED, True, "StartFailed", pool.last_error)
+        return Verdict(DEGRADED, True, "StartFailed", as_written(pool.last_error))
     return Verdict(DEGRADED, False, "Sound", "nothing has failed")
 
 

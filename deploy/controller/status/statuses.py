@@ -17,7 +17,7 @@ from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
 from deploy.controller.status.cluster_status import Refusals, cluster_status, cluster_verdicts
 from deploy.controller.status.conditions import Verdict, conditions
 from deploy.controller.status.pool_status import pool_status, pool_verdicts
-from deploy.controller.status.waiting import pool_waits
+from deploy.controller.status.waiting import pool_waits, silence
 from deploy.controller.view import ClusterView
 
 
@@ -37,13 +37,15 @@ class Statuses:
         if not view.heard.is_certain:
             return []
 
+        silent = silence(view, now)
+
         def tell(name: str) -> None:
             pool, plan = view.pools[name], plans.get(name)
             status = pool_status(pool, view.spec.planner, now) | {
                 "desiredReplicas": None if plan is None else plan.desired_replicas,
                 "desiredReason": None if plan is None else plan.reason,
             }
-            verdicts = pool_verdicts(pool, refused.get(name, ""), pool_waits(view, pool))
+            verdicts = pool_verdicts(pool, refused.get(name, ""), pool_waits(view, pool), silent)
             self._tell(WORKER_POOLS, pool.obj, status, verdicts, now)
 
         return each(partial(tell, name) for name in view.pools)
@@ -54,7 +56,7 @@ class Statuses:
         """`routers`: their Deployment. What is not known yet is not told."""
         if not view.heard.is_certain:
             return
-        verdicts = cluster_verdicts(view, routers, refusals)
+        verdicts = cluster_verdicts(view, routers, refusals, now)
         status = cluster_status(view, verdicts)
         self._tell(SERVING_CLUSTERS, view.obj, status, verdicts, now)
 

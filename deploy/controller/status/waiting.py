@@ -3,12 +3,47 @@ messages of conditions. Pure; an empty answer: nothing tells of it."""
 
 from __future__ import annotations
 
+import datetime
+import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from deploy.controller.kit.objects import Object
+from deploy.controller.manifests.model_files import FETCH
 from deploy.controller.observed import Pod
 from deploy.controller.status.pod_waits import pods_refused, together
 from deploy.controller.view import ClusterView, PoolView
+
+_NO_MODEL = re.compile(rf"{FETCH}: .*?exit code \d+(: )?(?P<why>.*)")
+START_WITHIN = datetime.timedelta(minutes=10)
+"""A head that has not answered by then is silent, and no longer starting."""
+_BEFORE_THE_HEAD_ANSWERS = ("Starting", "InvalidSpec", "KubeRayMissing")
+
+
+class Silence(NamedTuple):
+    """Why nobody reports what runs."""
+
+    reason: str
+    message: str
+
+
+SILENT = Silence("SupervisorSilent", "Ray's head does not answer")
+STARTING = Silence("Starting", "Ray's head is starting")
+
+
+def silence(view: ClusterView, now: str) -> Silence:
+    """Of a head that does not answer: it starts until it has once answered, or START_WITHIN."""
+    kind = STARTING if _may_start(view, datetime.datetime.fromisoformat(now)) else SILENT
+    return Silence(kind.reason, with_waits(kind.message, head_waits(view)))
+
+
+def _may_start(view: ClusterView, now: datetime.datetime) -> bool:
+    conditions = view.obj.get("status", {}).get("conditions", ())
+    reason = next((each["reason"] for each in conditions if each["type"] == "Progressing"), "")
+    if reason and reason not in _BEFORE_THE_HEAD_ANSWERS and not reason.startswith("Unit"):
+        return False
+    made = [ray["metadata"].get("creationTimestamp") for ray in view.ray_clusters]
+    return not made or now < datetime.datetime.fromisoformat(max(made)) + START_WITHIN
 
 
 def pool_waits(view: ClusterView, pool: PoolView) -> str:
@@ -30,6 +65,12 @@ def router_waits(view: ClusterView, routers: Object | None) -> str:
     """`routers`: their Deployment."""
     pods = [pod for pod in view.poolless_pods if pod.component == "router"]
     return _joined(_of(pods), pods_refused(routers))
+
+
+def model_problem(pods: Sequence[Pod]) -> str:
+    """Why a worker's pod does not get the model's files; empty: none says so."""
+    found = (_NO_MODEL.match(pod.waits_for) for pod in pods if not pod.is_going)
+    return next((match["why"] for match in found if match), "")
 
 
 def with_waits(told: str, waits: str) -> str:

@@ -64,7 +64,7 @@ GOOD_TEMPLATES: list[dict[str, Any]] = [
     of_container(ports=[{"containerPort": 53}, {"containerPort": 53, "protocol": "UDP"}]),
     {"spec": {"imagePullSecrets": [{"name": "mirror"}, {"name": "mirror"}]}},
 ]  # fmt: skip
-PLACES = ["pools.decode.template", "router.template", "ray.headTemplate"]
+PLACES = ["pools.decode.podTemplate", "router.podTemplate", "ray.headTemplate"]
 
 
 def error_of(path: str, template: object) -> ConfigError:
@@ -85,10 +85,10 @@ def test_a_bad_template_is_refused_by_the_name_of_its_field(
 
 
 def test_a_pool_that_somebody_changed_is_refused_alike() -> None:
-    spec = changed(POOL, "template", {"spec": {"containers": ["x"]}})
+    spec = changed(POOL, "podTemplate", {"spec": {"containers": ["x"]}})
     with pytest.raises(ConfigError) as caught:
         read_spec(WorkerPoolSpec, custom_object("WorkerPool", spec))
-    assert caught.value.field == "spec.template.spec.containers[0]"
+    assert caught.value.field == "spec.podTemplate.spec.containers[0]"
 
 
 @pytest.mark.parametrize("template", GOOD_TEMPLATES)

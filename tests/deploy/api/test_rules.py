@@ -22,7 +22,6 @@ CLUSTER: dict[str, Any] = {
     "model": {"name": "models/demo"},
     "pools": {"prefill": {"role": "prefill"}, "decode": {"role": "decode", "initialReplicas": 2}},
 }
-ONE_POOL = {"model": {"name": "models/demo"}, "pools": {"decode": {"role": "decode"}}}
 POOL: dict[str, Any] = {"role": "decode", "cluster": "main", "pool": "decode", "replicas": 2}
 
 
@@ -47,9 +46,29 @@ def changed(spec: dict[str, Any], path: str, value: object) -> dict[str, Any]:
 MUTUAL = {"secretName": "cert", "requireClientCertificate": True}
 PASSED_THROUGH = {"annotations": {"nginx.ingress.kubernetes.io/ssl-passthrough": "true"}}
 
+BAD_ADVANCED = [
+    ("advanced.router", {"auth": {"tokens": "/tokens"}}, "spec.advanced.router.auth"),
+    ("advanced.router", {"port": 7000}, "spec.advanced.router.port"),
+    ("advanced.router", {"maxQueue": 0}, "spec.advanced.router.maxQueue"),
+    ("advanced.router", {"fleetWaitSecond": 9}, "spec.advanced.router.fleetWaitSecond"),
+    ("advanced.router", {"localPrefill": "never"}, "spec.advanced.router.localPrefill"),
+    ("advanced.planner", {"ttftTargetSeconds": 1}, "spec.advanced.planner.ttftTargetSeconds"),
+    ("advanced.planner", {"stableWindowSeconds": 1}, "spec.advanced.planner.stableWindowSeconds"),
+    ("advanced.engine", {"backend": "none"}, "spec.advanced.engine.backend"),
+    ("advanced", {"routers": {}}, "spec.advanced.routers"),
+    ("planner", {"scaleToZeroAfterSeconds": 1}, "spec.planner.scaleToZeroAfterSeconds"),
+    ("pools.decode.engine", {"maxNumSeqs": 600}, "spec.pools.decode.engine.maxNumBatchedTokens"),
+]
+"""Of settings that no schema knows, and of several together."""
 BAD_CLUSTERS = [
     ("rollout", {"maxSurge": 0}, "spec.rollout.maxUnavailable"),
     ("rollout", {"steps": [0, 50]}, "spec.rollout.steps"),
+    ("pools.decode.tolerations", [{"kee": "a"}], "spec.pools.decode.tolerations[0].kee"),
+    ("pools.decode.resources", {"limit": {"cpu": "1"}}, "spec.pools.decode.resources.limit"),
+    ("router.env", [{"value": "x"}], "spec.router.env[0].name"),
+    ("router.affinity", {"podAffinities": {}}, "spec.router.affinity.podAffinities"),
+    ("router.topologySpreadConstraints", [{"maxSkew": 1}],
+     "spec.router.topologySpreadConstraints[0].topologyKey"),
     ("model.name", None, "spec.model.name"),
     ("model.claim", {"claimName": "weights"}, "spec.model.name"),
     ("model.uri", "ftp://host/model", "spec.model.uri"),
@@ -63,10 +82,10 @@ BAD_CLUSTERS = [
     ("pools", {"prefill": {"role": "prefill"}}, "spec.pools"),
     ("pools", {"Decode_1": {"role": "decode"}}, "spec.pools"),
     ("pools.decode.role", "decoder", "spec.pools.decode.role"),
-    ("pools.decode.initialReplicas", 65, "spec.pools.decode.initialReplicas"),
+    ("pools.decode.initialReplicas", 9, "spec.pools.decode.initialReplicas"),
     ("pools.decode.minReplicas", 99, "spec.pools.decode.minReplicas"),
     ("pools.decode.minReplicas", 3, "spec.pools.decode.initialReplicas"),
-    ("pools.mixed", {"role": "mixed", "rolePlan": {"prefill": 65}}, "spec.pools.mixed.rolePlan"),
+    ("pools.mixed", {"role": "mixed", "rolePlan": {"prefill": 9}}, "spec.pools.mixed.rolePlan"),
     ("pools.decode.parallelism", {"tensor": 0}, "spec.pools.decode.parallelism.tensor"),
     ("pools.decode.parallelism", {"expert": 2}, "spec.pools.decode.parallelism.expert"),
     ("pools.decode.drainTimeout", "soon", "spec.pools.decode.drainTimeout"),
@@ -84,17 +103,14 @@ BAD_CLUSTERS = [
     ("router", {"hostname": "a.b", "tls": MUTUAL}, "spec.router.tls.requireClientCertificate"),
     ("router", {"hostname": "a.b", "tls": MUTUAL, "ingress": {"className": "nginx"}},
      "spec.router.tls.requireClientCertificate"),
-    ("router.settings.auth", {"tokens": "/tokens"}, "spec.router.settings"),
-    (
-        "router.settings.tls",
-        {"certificateFile": "/tls/tls.crt", "keyFile": "/tls/tls.key"},
-        "spec.router.settings",
-    ),
-    ("router.settings", {"maxQueue": 0}, "spec.router.settings.maxQueue"),
-    ("router.settings", {"maxQeue": 9}, "spec.router.settings.maxQeue"),
     ("engine.blockSize", "16", "spec.engine.blockSize"),
     ("engine.maxNumBatchedTokens", 8, "spec.engine.maxNumBatchedTokens"),
-    ("planner", {"ttftTargetS": 0}, "spec.planner.ttftTargetS"),
+    ("engine.dtype", "bf16", "spec.engine.dtype"),
+    ("engine.device", "gpu", "spec.engine.device"),
+    ("engine.backend", "fake", "spec.engine.backend"),
+    ("pools.decode.engine", {"dtype": "bf16"}, "spec.pools.decode.engine.dtype"),
+    ("pools.decode.engine", {"maxNumSeq": 4}, "spec.pools.decode.engine.maxNumSeq"),
+    ("planner", {"ttftTargetSeconds": 0}, "spec.planner.ttftTargetSeconds"),
     ("rollout.strategy", "Canary", "spec.rollout.strategy"),
     ("ray.gcsFaultTolerance", {"redisAddress": "x"}, "spec.ray.gcsFaultTolerance.redisAddress"),
     (
@@ -124,7 +140,9 @@ BAD_CLUSTERS = [
     ("images.pullSecrets", ["Bad Name"], "spec.images.pullSecrets"),
 ]  # fmt: skip
 GOOD_CLUSTERS: list[tuple[str, object]] = [
-    ("router.settings", {"localPrefill": "never"}),
+    ("advanced.router", {"localPrefill": "never", "fleetWaitSeconds": 20}),
+    ("advanced", {"engine": {"backend": "fake"}}),
+    ("pools.decode.engine", {"maxNumSeqs": 600, "maxNumBatchedTokens": 900}),
     ("router.tls", {"secretName": "cert"}),
     ("router.tls", {"issuerRef": {"name": "ca.example.com"}}),
     ("router.hostname", "*.llm.example.com"),
@@ -145,21 +163,24 @@ GOOD_CLUSTERS: list[tuple[str, object]] = [
 BAD_NAMES = ["7b", "qwen3.8b", "c" * 54]
 """Which Kubernetes takes for custom resources."""
 BAD_POOLS = [
-    ("replicas", 65, "spec.replicas"),
+    ("replicas", 9, "spec.replicas"),
     ("minReplicas", 3, "spec.replicas"),
     ("minReplicas", 99, "spec.minReplicas"),
     ("role", None, "spec.role"),
     ("rolePlan", {"decode": 1}, "spec.rolePlan"),
-    ("rolePlan", {"decode": 65}, "spec.rolePlan"),
+    ("rolePlan", {"decode": 9}, "spec.rolePlan"),
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "field"), BAD_CLUSTERS)
+@pytest.mark.parametrize(("path", "value", "field"), BAD_CLUSTERS + BAD_ADVANCED)
 def test_a_bad_cluster_is_refused_by_the_name_of_its_field(
     path: str, value: object, field: str
 ) -> None:
+    spec = changed(CLUSTER, path, value)
+    if "localPrefill" in str(value):
+        del spec["pools"]["prefill"]
     with pytest.raises(ConfigError) as caught:
-        read_spec(ServingClusterSpec, custom_object(CLUSTER_KIND, changed(CLUSTER, path, value)))
+        read_spec(ServingClusterSpec, custom_object(CLUSTER_KIND, spec))
     assert caught.value.field == field
     assert "_" not in str(caught.value).replace(str(value), ""), "spelt as in Kubernetes"
 
@@ -181,6 +202,10 @@ def test_a_bad_pool_is_refused_by_the_name_of_its_field(
 def test_a_misspelt_key_is_told_with_the_nearest_one_in_kubernetes_spelling() -> None:
     bad = changed(CLUSTER, "engine.maxNumSeq", 4)
     with pytest.raises(ConfigError, match="did you mean 'maxNumSeqs'"):
+        read_spec(ServingClusterSpec, custom_object(CLUSTER_KIND, bad))
+    bad = changed(CLUSTER, "advanced.router", {"fleetWaitSecs": 4})
+    hint = r"spec\.advanced\.router\.fleetWaitSecs: .*did you mean 'fleetWaitSeconds'"
+    with pytest.raises(ConfigError, match=hint):
         read_spec(ServingClusterSpec, custom_object(CLUSTER_KIND, bad))
 
 
@@ -250,8 +275,7 @@ CASES = [
     *((ServingClusterSpec, CLUSTER_KIND, CLUSTER, path, value) for path, value, _ in BAD_CLUSTERS),
     *((WorkerPoolSpec, "WorkerPool", POOL, path, value) for path, value, _ in BAD_POOLS),
     *((ServingClusterSpec, CLUSTER_KIND, CLUSTER, *case) for case in GOOD_CLUSTERS),
-    (ServingClusterSpec, CLUSTER_KIND, ONE_POOL, "router.settings", {"localPrefill": "never"}),
-    (WorkerPoolSpec, "WorkerPool", POOL, "replicas", 64),
+    (WorkerPoolSpec, "WorkerPool", POOL, "replicas", 8),
 ]  # fmt: skip
 
 

@@ -40,9 +40,9 @@ def test_a_cluster_file_is_printed_as_the_resource_that_means_the_same(
     assert spec.model.name == config.model
     assert spec.model.revision == config.model_revision == "v2"
     assert spec.tokenizer == config.tokenizer == "Qwen/Qwen3-8B"
-    assert spec.engine == config.engine
-    assert spec.router.settings.max_queue == 7
-    assert spec.router.settings.port == 7100, "where one machine listens is no setting of pods"
+    assert spec.engine_config == config.engine
+    assert spec.advanced.router.max_queue == 7
+    assert spec.advanced.router.port == 7100, "where one machine listens is no setting of pods"
     assert spec.pools["prefill"].parallelism.tensor == 2
     assert spec.pools["decode"].initial_replicas == 3
     assert spec.pools["decode"].max_replicas == 5

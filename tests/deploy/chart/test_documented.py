@@ -11,7 +11,9 @@ from deploy.api.chart import CHART
 from tests.deploy.chart.permissions import PERMISSIONS
 
 README = (CHART / "README.md").read_text()
-GUIDE = (CHART.parents[2] / "docs" / "kubernetes.md").read_text()
+DOCS = CHART.parents[2] / "docs"
+OPERATIONS = (DOCS / "operations.md").read_text()
+TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
 REDIS = (CHART / "templates" / "redis.yaml").read_text()
 NOTES = (CHART / "templates" / "NOTES.txt").read_text()
 
@@ -36,7 +38,7 @@ def test_who_grants_by_hand_is_told_every_permission_and_no_more() -> None:
 
 
 def test_the_way_out_of_a_refused_name_takes_that_rule_out_and_no_other() -> None:
-    (patch,) = re.findall(r"--patch '(.*x-kubernetes-validations.*)'", GUIDE)
+    (patch,) = re.findall(r"--patch '(.*x-kubernetes-validations.*)'", TROUBLESHOOTING)
     (operation,) = json.loads(patch)
     assert operation["op"] == "remove"
     found = yaml.safe_load((CHART / "crds" / "servingclusters.baton.dev.yaml").read_text())
@@ -50,7 +52,7 @@ def test_all_that_changes_the_pod_of_redis_is_told() -> None:
     pod = REDIS.rpartition("\nkind: Deployment")[2].partition("  template:")[2]
     used = set(re.findall(r"\$redis\.(\w+)", pod)) - {"storage"}  # which is told of by itself
     assert {"nodeSelector", "resources", "secretName", "tolerations"} <= used
-    (row,) = [line for line in GUIDE.splitlines() if "an upgrade that changes its pod" in line]
+    (row,) = [line for line in OPERATIONS.splitlines() if "an upgrade that changes its pod" in line]
     assert used <= set(re.findall(r"`(\w+)`", row))
 
 

@@ -89,7 +89,9 @@ def test_a_pools_job_lands_where_its_pods_do(helm: Helm) -> None:
 
 
 def test_a_job_ends_runs_once_and_keeps_what_it_said(helm: Helm) -> None:
-    sidecar = {"template": {"spec": {"containers": [{"name": "exporter", "image": "exporter:1"}]}}}
+    sidecar = {
+        "podTemplate": {"spec": {"containers": [{"name": "exporter", "image": "exporter:1"}]}}
+    }
     job = jobs(helm, nodes={"preset": "cpu"}, spec=ON | {"pools": {"decode": sidecar}})["decode"]
     assert job["metadata"]["annotations"] == {
         "helm.sh/hook": "test",
@@ -108,7 +110,7 @@ def test_a_job_ends_runs_once_and_keeps_what_it_said(helm: Helm) -> None:
 def test_a_shared_gpu_is_asked_for_as_the_pool_asks_for_it(helm: Helm, none: object) -> None:
     share = {"nvidia.com/gpu": none, "rdma/hca": none, "nvidia.com/gpu.shared": 1}
     worker = {"name": "ray-worker", "resources": {"requests": share, "limits": share}}
-    both = {"role": "mixed", "template": {"spec": {"containers": [worker]}}}
+    both = {"role": "mixed", "podTemplate": {"spec": {"containers": [worker]}}}
     pools = {"prefill": None, "decode": None, "both": both}
     (job,) = jobs(helm, spec=ON | {"pools": pools}).values()
     assert container(job)["resources"]["limits"] == {"nvidia.com/gpu.shared": 1}
@@ -126,7 +128,7 @@ def test_the_images_are_those_of_the_workers(helm: Helm) -> None:
 
 def of_worker(helm: Helm, model: dict[str, Any] | None = None, **spec: Any) -> Object:
     """The job of a pool whose template says `spec`."""
-    both = {"role": "mixed", "template": {"spec": spec}}
+    both = {"role": "mixed", "podTemplate": {"spec": spec}}
     pools = {"prefill": None, "decode": None, "both": both}
     (job,) = jobs(helm, spec={"model": model or ON["model"], "pools": pools}).values()
     return job
@@ -165,7 +167,7 @@ def test_volumes_that_only_a_worker_has_are_not_mounted(helm: Helm, model: dict[
 def test_a_weights_cache_is_mounted_where_a_template_says(helm: Helm) -> None:
     mount = {"name": "weights", "mountPath": "/weights"}
     worker = {"name": "ray-worker", "volumeMounts": [mount]}
-    pools = {"decode": {"template": {"spec": {"containers": [worker]}}}}
+    pools = {"decode": {"podTemplate": {"spec": {"containers": [worker]}}}}
     job = jobs(helm, nodes=RDMA, spec=ON | {"pools": pools})["decode"]
     assert mount in container(job)["volumeMounts"]
 

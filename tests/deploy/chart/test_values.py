@@ -21,13 +21,17 @@ SECRET_ENV = {"name": "HF_TOKEN", "value": "hf_abc"}
 
 def pods_with(env: dict[str, Any]) -> dict[str, Any]:
     containers = [{"name": "ray-worker", "env": [env]}]
-    pool = {"role": "decode", "template": {"spec": {"containers": containers}}}
+    pool = {"role": "decode", "podTemplate": {"spec": {"containers": containers}}}
     return first_cluster(spec={"pools": {"decode": pool}})
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
+        (
+            first_cluster(spec={"pools": {"decode": {"role": "decode", "env": [SECRET_ENV]}}}),
+            "valueFrom",
+        ),
         ({"replicas": 2}, "Additional property replicas is not allowed"),
         ({"operator": {"replica": 2}}, "operator: Additional property replica is not allowed"),
         ({"operator": {"replicas": "2"}}, "operator.replicas: Invalid type"),
@@ -114,7 +118,7 @@ def test_a_secret_by_reference_is_taken(helm: Helm) -> None:
     cluster = one(
         helm.template(pods_with({"name": "HF_TOKEN", "valueFrom": source})), "ServingCluster"
     )
-    (container,) = cluster["spec"]["pools"]["decode"]["template"]["spec"]["containers"]
+    (container,) = cluster["spec"]["pools"]["decode"]["podTemplate"]["spec"]["containers"]
     assert container["env"] == [{"name": "HF_TOKEN", "valueFrom": source}]
 
 

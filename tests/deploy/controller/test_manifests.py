@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -15,7 +16,7 @@ from baton.errors import ConfigError
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.status import ServingClusterStatus
-from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.api.worker_pool import PoolShape, WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import (
     cluster_config,
     model_name,
@@ -38,6 +39,7 @@ from deploy.controller.manifests.ray_cluster import (
 from deploy.controller.manifests.routers import (
     RouterContext,
     control_service,
+    first_routers,
     router_deployment,
     router_service,
 )
@@ -64,7 +66,16 @@ def spec_of(**changes: Any) -> ServingClusterSpec:
 
 
 def pools_of(spec: ServingClusterSpec, **changes: Any) -> dict[str, WorkerPoolSpec]:
-    shared = ("role", "parallelism", "engine", "template", "drain_timeout", "max_replicas")
+    shared = (
+        "role",
+        "parallelism",
+        "engine",
+        "pod_template",
+        "resources",
+        "env",
+        "drain_timeout",
+        "max_replicas",
+    )
     return {
         name: WorkerPoolSpec(
             **{field: getattr(pool, field) for field in shared},
@@ -170,10 +181,10 @@ def test_a_rank_has_a_gpu_where_the_engine_computes_on_one() -> None:
 
 
 def test_a_device_left_open_is_a_gpu_where_the_pools_pods_ask_for_one() -> None:
-    gpus = {"name": "ray-worker", "resources": {"limits": {"nvidia.com/gpu.shared": "1"}}}
+    gpus = {"nvidia.com/gpu.shared": "1"}
     pools = {
         "prefill": {"role": "prefill"},
-        "decode": {"role": "decode", "template": {"spec": {"containers": [gpus]}}},
+        "decode": {"role": "decode", "resources": {"limits": gpus}},
     }
     spec = spec_of(pools=pools)
     settings = cluster_config(OWNER, spec, pools_of(spec))
@@ -193,7 +204,7 @@ def test_a_pools_own_template_is_laid_over_ours() -> None:
             ],
         },
     }
-    pools = {"decode": {"role": "decode", "template": template}}
+    pools = {"decode": {"role": "decode", "podTemplate": template}}
     made = group_of(ray_of(spec_of(pools=pools)), "decode")["template"]
     assert made["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rdma"
     assert made["spec"]["nodeSelector"] == {"gpu": "h100"}
@@ -284,7 +295,8 @@ def test_another_release_of_the_operator_leaves_head_and_groups_as_they_are() ->
 
 def test_the_processes_read_the_configuration_that_the_spec_means() -> None:
     spec = spec_of(
-        engine={"maxNumSeqs": 8, "backend": "fake"}, router={"settings": {"maxQueue": 9}}
+        engine={"maxNumSeqs": 8},
+        advanced={"engine": {"backend": "fake"}, "router": {"maxQueue": 9}},
     )
     config = cluster_config(OWNER, spec, pools_of(spec))
     assert parse_config(yaml.safe_load(config.to_yaml())) == config
@@ -308,11 +320,62 @@ def test_a_pools_own_engine_settings_reach_its_workers() -> None:
     assert cluster_config(OWNER, spec, pools_of(spec)).pool_engine("decode").max_num_seqs == 4
 
 
-def test_an_engine_setting_of_a_pool_that_is_misspelt_is_refused() -> None:
-    pools = {"decode": {"role": "decode", "engine": {"maxNumSeq": 4}}}
-    spec = spec_of(pools=pools)
-    with pytest.raises(ConfigError, match="max_num_seq"):
+def test_settings_that_do_not_suit_each_other_are_told_as_people_write_them() -> None:
+    spec = spec_of(advanced={"registry": {"goneAfterSeconds": 4}})
+    said = (
+        r"^spec\.advanced\.registry\.goneAfterSeconds must be above "
+        r"spec\.advanced\.registry\.silentAfterSeconds \+ "
+        r"spec\.advanced\.supervisor\.fenceAfterSeconds"
+    )
+    with pytest.raises(ValueError, match=said):
         cluster_config(OWNER, spec, pools_of(spec))
+
+
+def test_first_class_settings_of_pods_lie_under_the_template() -> None:
+    own = {
+        "resources": {"limits": {"rdma/hca": 1}},
+        "nodeSelector": {"gpu": "h100", "rack": "1"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+        ],
+        "priorityClassName": "serving",
+        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}],
+        "podTemplate": {
+            "spec": {
+                "nodeSelector": {"rack": "2"},
+                "containers": [{"name": "ray-worker", "env": [{"name": "B", "value": "3"}]}],
+            }
+        },
+    }
+    router = own | {"podTemplate": {"spec": {"nodeSelector": {"rack": "2"}}}}
+    spec = spec_of(pools={"decode": {"role": "decode", **own}}, router=router)
+    (pool,) = spec.pools.values()
+    shape = {each.name: getattr(pool, each.name) for each in dataclasses.fields(PoolShape)}
+    made = worker_group(context_of(spec), WorkerPoolSpec(**shape, cluster="main", pool="decode"))
+    for pod, b in (
+        (made["template"]["spec"], "3"),
+        (routers_of(spec)["spec"]["template"]["spec"], "2"),
+    ):
+        assert pod["nodeSelector"] == {"gpu": "h100", "rack": "2"}
+        for field in ("tolerations", "topologySpreadConstraints", "priorityClassName"):
+            assert pod[field] == own[field]
+        assert "nodeAffinity" in pod["affinity"]
+        (container,) = pod["containers"]
+        assert container["resources"]["limits"] == {"rdma/hca": 1}
+        env = {each["name"]: each.get("value") for each in container["env"]}
+        assert (env["A"], env["B"]) == ("1", b)
+        assert "POD_NAME" in env
+
+
+def test_routers_that_somebody_else_scales_have_a_size_only_when_they_are_made() -> None:
+    deployment = routers_of(spec_of())
+    assert "replicas" not in deployment["spec"]
+    assert first_routers(deployment)["spec"]["replicas"] == 2
+    deployment = routers_of(spec_of(router={"replicas": 3}))
+    assert deployment["spec"]["replicas"] == 3
+    assert first_routers(deployment) == deployment
 
 
 @pytest.mark.parametrize(("text", "wanted_s"), [("90s", 90), ("1h30m", 5400), ("500ms", 0.5)])
@@ -342,15 +405,12 @@ def test_the_service_leads_to_the_routers() -> None:
     assert router_service(OWNER, spec.router)["spec"]["selector"].items() <= labels.items()
 
 
-def test_routers_read_the_tokenizer_where_workers_read_the_model() -> None:
+def test_workers_read_the_model_from_its_claim() -> None:
     spec = spec_of(model={"claim": {"claimName": "weights", "path": "qwen"}})
-    context = context_of(spec)
-    router = routers_of(context.spec)["spec"]["template"]["spec"]
-    worker = group_of(ray_of(spec), "decode")["template"]["spec"]
-    for pod in (router, worker):
-        assert any(volume["name"] == "model" for volume in pod["volumes"])
-        mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
-        assert mounts["model"]["mountPath"] == "/claims/weights"
+    pod = group_of(ray_of(spec), "decode")["template"]["spec"]
+    assert any(volume["name"] == "model" for volume in pod["volumes"])
+    mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts["model"]["mountPath"] == "/claims/weights"
     assert cluster_config(OWNER, spec, pools_of(spec)).model == "/claims/weights/qwen"
 
 
@@ -362,8 +422,8 @@ def test_another_model_is_called_as_the_first_was_unless_the_spec_says_otherwise
         return cluster_config(OWNER, named, pools_of(named)).model_name
 
     assert called({}) == "qwen-v2"
-    assert called({"servedModelName": "qwen-v1"}) == "qwen-v1"
-    assert called({"servedModelName": "qwen-v1"}, servedModelName="mine") == "mine"
+    assert called({"model": "qwen-v1"}) == "qwen-v1"
+    assert called({"model": "qwen-v1"}, servedModelName="mine") == "mine"
 
 
 def test_the_longest_name_that_a_model_can_have_stays_its_own() -> None:
@@ -371,8 +431,8 @@ def test_the_longest_name_that_a_model_can_have_stays_its_own() -> None:
     spec = spec_of(model={"uri": "s3://b/".ljust(2048, "m")})
     name = model_name(spec)
     assert len(name) > 1024
-    status = ServingClusterStatus(model=name, served_model_name=name)
-    assert with_name(spec, {"status": {"servedModelName": name}}).served_model_name == name
+    status = ServingClusterStatus(model=name)
+    assert with_name(spec, {"status": {"model": name}}).served_model_name == name
     assert status.model == name
 
 
@@ -412,8 +472,8 @@ def test_what_finds_a_pod_finds_it_whatever_its_template_says_of_those_labels(
 ) -> None:
     labels = {"app.kubernetes.io/name": said, "app.kubernetes.io/instance": said, "team": "red"}
     template = {"metadata": {"labels": labels}}
-    pools = {"decode": {"role": "decode", "template": template}}
-    spec = spec_of(pools=pools, router={"template": template}, ray={"headTemplate": template})
+    pools = {"decode": {"role": "decode", "podTemplate": template}}
+    spec = spec_of(pools=pools, router={"podTemplate": template}, ray={"headTemplate": template})
     ray, router = ray_of(spec), routers_of(spec)
     for component, made in (
         ("head", ray["spec"]["headGroupSpec"]),

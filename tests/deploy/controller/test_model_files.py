@@ -15,15 +15,25 @@ from tests.deploy.controller.test_manifests import OWNER, context_of, pools_of, 
 URI = "s3://bucket/models/qwen"
 
 
-def pods(engine: dict[str, Any] | None = None, **spec: Any) -> dict[str, dict[str, Any]]:
-    """Each kind's pod spec. `engine`: the pool's own settings."""
+def pods(**spec: Any) -> dict[str, dict[str, Any]]:
+    """Each kind's pod spec."""
     context = context_of(spec_of(**spec))
-    pool = WorkerPoolSpec(role="decode", cluster="main", pool="decode", engine=engine or {})
+    pool = WorkerPoolSpec(role="decode", cluster="main", pool="decode")
     return {
         "head": head_template(context)["spec"],
         "worker": worker_template(context, pool)["spec"],
-        "router": routers_of(context.spec)["spec"]["template"]["spec"],
     }
+
+
+@pytest.mark.parametrize(
+    "model", [{"name": "org/name"}, {"uri": URI}, {"claim": {"claimName": "weights"}}]
+)
+def test_a_routers_pod_has_nothing_of_the_model(model: dict[str, Any]) -> None:
+    pod = routers_of(spec_of(model=model, hub=HUB))["spec"]["template"]["spec"]
+    assert "initContainers" not in pod
+    assert [volume["name"] for volume in pod["volumes"]] == ["config"]
+    assert not {"HF_HOME", "HF_TOKEN"} & set(environment_of(pod))
+    assert environment_of(pod)["HOME"] == "/tmp", "which this user may write"
 
 
 def environment_of(pod: dict[str, Any]) -> dict[str, Any]:
@@ -80,21 +90,39 @@ def test_text_of_a_hubs_model_is_fetched_by_who_reads_it() -> None:
 
 
 def test_an_engine_that_reads_no_weights_has_none_fetched() -> None:
-    fake = {"backend": "fake"}
-    assert not any("initContainers" in pod for pod in pods(fake, model={"name": "o/n"}).values())
-    (init,) = pods(fake, model={"uri": URI})["worker"]["initContainers"]
+    fake = {"engine": {"backend": "fake"}}
+    made = pods(advanced=fake, model={"name": "o/n"})
+    assert not any("initContainers" in pod for pod in made.values())
+    (init,) = pods(advanced=fake, model={"uri": URI})["worker"]["initContainers"]
     assert "--text-only" in init["args"]
 
 
-@pytest.mark.parametrize("model", [{"name": "/opt/m"}, {"claim": {"claimName": "weights"}}])
-def test_nothing_is_fetched_of_other_sources(model: dict[str, Any]) -> None:
-    assert not any("initContainers" in pod for pod in pods(model=model).values())
+@pytest.mark.parametrize(
+    ("model", "folder"),
+    [
+        ({"name": "/opt/m"}, "/opt/m"),
+        ({"claim": {"claimName": "weights", "path": "m"}}, "/claims/weights/m"),
+    ],
+)
+def test_of_other_sources_the_workers_pod_checks_that_the_model_is_there(
+    model: dict[str, Any], folder: str
+) -> None:
+    made = pods(model=model)
+    (init,) = made["worker"]["initContainers"]
+    assert init["command"] == ["python", "-m", "baton.model_folder"]
+    assert init["args"] == ["--name", folder]
+    assert init["volumeMounts"] == [
+        mount
+        for mount in made["worker"]["containers"][0]["volumeMounts"]
+        if mount["name"] in ("weights", "model")
+    ]
+    assert "initContainers" not in made["head"]
 
 
 def test_a_template_may_add_to_what_fetches() -> None:
     proxy = {"name": "HTTPS_PROXY", "value": "http://proxy:3128"}
     template = {"spec": {"initContainers": [{"name": "fetch-model", "env": [proxy]}]}}
-    made = pods(model={"uri": URI}, router={"template": template})["router"]
+    made = pods(model={"uri": URI}, ray={"headTemplate": template})["head"]
     (init,) = made["initContainers"]
     assert proxy in init["env"]
     assert init["command"] == ["python", "-m", "baton.fetch"]

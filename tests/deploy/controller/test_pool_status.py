@@ -115,7 +115,7 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_
     assert [(each.is_true, each.reason, each.message) for each in told] == [
         (False, "TooFewLive", "0 of 1 workers live; pod a waits"),
         (True, "Starting", "0 of 1 workers live; pod a waits"),
-        (True, "SupervisorRefused", "the supervisor: blockSize: must divide"),
+        (True, "SupervisorRefused", "Ray's head: blockSize: must divide"),
     ]
     assert pool_verdicts(other, "")[-1].reason == "Sound"
     status = pool_status(other, PlannerConfig(), BEGUN)
@@ -132,7 +132,7 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_
         Heard(waits, settles),
     ):  # it has yet to find what another left
         told = pool_verdicts(seen(begins), "")
-        assert [each.reason for each in told] == ["Live", "SupervisorStarts", "Sound"]
+        assert [each.reason for each in told] == ["Live", "Starting", "Sound"]
         status = pool_status(seen(begins), PlannerConfig(), BEGUN)
         assert status["readyReplicas"] == 1
         assert status["draining"] == before["draining"]

@@ -23,6 +23,7 @@ from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, ROLE_LABEL, Owner
 from deploy.controller.manifests.worker_pool import worker_pool
 from deploy.controller.observed import NOTHING_HEARD
+from deploy.controller.pool_size import with_accepted_size
 from deploy.controller.pools import Pools
 from deploy.controller.rollout import Record, State, Step, UnitPlan
 from deploy.controller.view import ClusterView, PoolView
@@ -196,6 +197,47 @@ def test_a_pool_that_was_written_meanwhile_is_let_go_at_the_next_look() -> None:
     assert (path, body["metadata"]) == (PATH, {"finalizers": [], "resourceVersion": "1"})
 
 
+# --- pools that somebody deletes ------------------------------------------------------------------
+
+GOING = {"deletionTimestamp": "2030-01-01T00:00:00Z"}
+
+
+def test_a_pool_that_the_spec_names_is_made_again_at_its_size_and_never_seen_going() -> None:
+    going = seen({"replicas": 5})
+    going["metadata"] |= GOING
+    wanted = cluster(decode=DECODE | {"initialReplicas": 1})
+    with pools_at(going) as (pools, server):
+        found, failed = pools.keep(wanted, OWNER, read_spec(ServingClusterSpec, wanted))
+    assert not failed
+    assert "deletionTimestamp" not in found["decode"]["metadata"]
+    finalizers, created, applied = server.writes
+    assert finalizers[2]["metadata"]["finalizers"] == []
+    assert (created[0], created[2]["spec"]["replicas"]) == ("POST", 5)
+    assert (applied[0], "replicas" in applied[2]["spec"]) == ("PATCH", False)
+
+
+@pytest.mark.parametrize("verb", ["PATCH", "POST"])
+def test_a_pool_that_cannot_be_made_again_yet_keeps_its_workers(verb: str) -> None:
+    going = seen()
+    going["metadata"] |= GOING
+    wanted = cluster(decode=DECODE)
+    with pools_at(going) as (pools, server):
+        server.refuses[verb] = (409, "AlreadyExists") if verb == "POST" else (403, "Forbidden")
+        found, failed = pools.keep(wanted, OWNER, read_spec(ServingClusterSpec, wanted))
+    assert len(failed) == (verb == "PATCH")
+    assert "deletionTimestamp" not in found["decode"]["metadata"]
+
+
+@pytest.mark.parametrize(("status", "size"), [({}, 2), ({"pools": {"decode": "0/6"}}, 6)])
+def test_a_pool_that_is_gone_is_made_with_the_size_that_the_status_remembers(
+    status: dict[str, Any], size: int
+) -> None:
+    wanted = cluster(decode=DECODE | {"initialReplicas": 2}) | {"status": status}
+    with pools_at() as (pools, server):
+        keep(pools, wanted)
+    assert server.writes[0][2]["spec"]["replicas"] == size
+
+
 # --- sizes and their bounds -----------------------------------------------------------------------
 
 
@@ -218,8 +260,26 @@ def test_a_size_that_new_bounds_leave_out_is_told_where_it_is_not_the_planners(
     assert {body["metadata"]["name"] for *_, body in server.writes} == {"main-prefill"}
 
 
+@pytest.mark.parametrize(
+    ("asked", "status", "kept"),
+    [
+        (100, {"decode": "3/3"}, 3),
+        (1, {"decode": "1/3"}, 3),
+        (100, {}, 4),
+        (5, {"decode": "3/3"}, 5),
+    ],
+)
+def test_a_size_outside_of_the_bounds_leaves_the_last_one(
+    asked: int, status: dict[str, str], kept: int
+) -> None:
+    spec = DECODE | {"minReplicas": 2, "maxReplicas": 8}
+    pool = seen(spec | {"replicas": asked})
+    of = cluster(decode=spec | {"initialReplicas": 4}) | {"status": {"pools": status}}
+    assert with_accepted_size("decode", pool, of)["spec"]["replicas"] == kept
+
+
 def test_a_size_that_somebody_gives_a_pool_beside_its_bounds_is_told_of_the_pool_alone() -> None:
-    found = seen({"replicas": 65, "minReplicas": 0, "maxReplicas": 64})
+    found = seen({"replicas": 65, "minReplicas": 0, "maxReplicas": 8})
     with pools_at(found) as (pools, server):
         keep(pools, cluster(decode=DECODE))
     assert [command for command, *_ in server.writes] == ["PATCH"]

@@ -37,7 +37,7 @@ def secrets_mounted(pod: dict[str, Any]) -> dict[str, str]:
 
 def test_what_routers_are_told_to_read_lies_in_the_secrets_that_they_mount() -> None:
     spec = spec_of(router={"tls": GIVEN, "auth": TOKENS})
-    settings = router_settings(spec.router)
+    settings = router_settings(spec)
     assert settings.tls is not None
     assert settings.auth is not None
     mounted = secrets_mounted(pod_of(spec))
@@ -66,9 +66,9 @@ def test_probes_which_speak_no_tls_ask_at_a_port_that_serves_health_alone(
     has_grpc_probes: bool, asks: str
 ) -> None:
     plain, secured = spec_of(), spec_of(router={"tls": GIVEN})
-    assert router_settings(plain.router).health_port is None
+    assert router_settings(plain).health_port is None
     for spec in (plain, secured):
-        settings = router_settings(spec.router)
+        settings = router_settings(spec)
         (container,) = pod_of(spec, has_grpc_probes)["containers"]
         asked = {container[f"{kind}Probe"][asks]["port"]
                  for kind in ("startup", "readiness", "liveness")}  # fmt: skip
@@ -78,7 +78,7 @@ def test_probes_which_speak_no_tls_ask_at_a_port_that_serves_health_alone(
 
 def test_without_tls_and_tokens_nothing_is_mounted() -> None:
     assert secrets_mounted(pod_of(spec_of())) == {}
-    settings = router_settings(spec_of().router)
+    settings = router_settings(spec_of())
     assert settings.tls is None
     assert settings.auth is None
 
@@ -111,13 +111,13 @@ def test_the_service_says_what_is_spoken_behind_it() -> None:
 
 
 def test_files_of_a_pod_cannot_be_named_in_a_serving_cluster() -> None:
-    with pytest.raises(ConfigError, match=r"spec\.router\.settings"):
-        spec_of(router={"settings": {"auth": {"tokens": "/tokens"}}})
+    with pytest.raises(ConfigError, match=r"spec\.advanced\.router\.auth"):
+        spec_of(advanced={"router": {"auth": {"tokens": "/tokens"}}})
 
 
 def test_the_routers_read_back_what_the_operator_writes() -> None:
-    spec = spec_of(router={"tls": GIVEN, "auth": TOKENS, "settings": {"maxQueue": 9}})
-    settings = router_settings(spec.router)
+    spec = spec_of(router={"tls": GIVEN, "auth": TOKENS}, advanced={"router": {"maxQueue": 9}})
+    settings = router_settings(spec)
     section = {
         "max_queue": settings.max_queue,
         "tls": vars(settings.tls),

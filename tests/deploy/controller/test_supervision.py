@@ -23,7 +23,8 @@ from deploy.controller.view import PoolView, UnitView
 from tests.deploy.controller.test_manifests import context_of, spec_of
 
 SPEC = spec_of(
-    engine={"backend": "fake"}, pools={"decode": {"role": "decode"}, "mixed": {"role": "mixed"}}
+    advanced={"engine": {"backend": "fake"}},
+    pools={"decode": {"role": "decode"}, "mixed": {"role": "mixed"}},
 )
 GOING = {"metadata": {"deletionTimestamp": "2026-01-01T10:00:00Z"}}
 

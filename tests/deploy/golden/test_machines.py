@@ -148,7 +148,9 @@ def test_the_product_of_the_gpus_is_named_where_nodes_differ() -> None:
 )
 def test_a_pod_has_its_adapters_and_may_pin_memory(machine: str, adapter: str, count: int) -> None:
     cluster = serving_cluster(machine)
-    assert cluster["spec"]["transfer"] == {"ucxLibrary": "system"}, "the wheel's has no RDMA"
+    assert cluster["spec"]["advanced"]["transfer"] == {"ucxLibrary": "system"}, (
+        "the wheel's has no RDMA"
+    )
     for pod in pods(machine).values():
         resources = container(pod)["resources"]
         assert resources["limits"][adapter] == resources["requests"][adapter] == count
@@ -197,7 +199,7 @@ def test_two_pools_share_one_gpu_in_time_slices_and_ray_knows_of_one_each(none: 
     containers = [{"name": "ray-worker", "resources": {"requests": share, "limits": share}}]
     template = {"spec": {"containers": containers}}
     cluster["spec"]["pools"] = {
-        role: {"role": role, "template": template} for role in ("prefill", "decode")
+        role: {"role": role, "podTemplate": template} for role in ("prefill", "decode")
     }
     for group in ray_cluster_of(cluster)["spec"]["workerGroupSpecs"]:
         resources = container(group["template"]["spec"])["resources"]

@@ -27,8 +27,8 @@
 {{- end -}}
 {{- end -}}
 
-{{- /* What every pool's pods have of cluster.nodes: a PodTemplateSpec over the operator's own. */ -}}
-{{- define "baton.workerTemplate" -}}
+{{- /* What every pool has of cluster.nodes: its own fields of pods, and a podTemplate. */ -}}
+{{- define "baton.workerPods" -}}
 {{- $nodes := include "baton.nodes" . | fromJson -}}
 {{- $env := list -}}
 {{- range $name, $value := default dict $nodes.env -}}
@@ -42,28 +42,29 @@
 {{- with include "baton.weights" . | fromJson -}}
 {{- $volumes = append $volumes . -}}
 {{- end -}}
-{{- $container := dict "name" "ray-worker" -}}
-{{- with $env -}}{{- $_ := set $container "env" . -}}{{- end -}}
+{{- $pool := dict -}}
+{{- with $env -}}{{- $_ := set $pool "env" . -}}{{- end -}}
 {{- with $nodes.resources -}}
-{{- $_ := set $container "resources" (dict "requests" . "limits" .) -}}
+{{- $_ := set $pool "resources" (dict "requests" . "limits" .) -}}
 {{- end -}}
-{{- if $nodes.ipcLock -}}
-{{- $capabilities := dict "drop" (list "ALL") "add" (list "IPC_LOCK") -}}
-{{- $_ := set $container "securityContext" (dict "capabilities" $capabilities "runAsUser" 0 "runAsNonRoot" false) -}}
+{{- range $name := tuple "nodeSelector" "tolerations" -}}
+{{- with get $nodes $name -}}{{- $_ := set $pool $name . -}}{{- end -}}
 {{- end -}}
 {{- $spec := dict -}}
 {{- if $nodes.sharedMemory -}}
 {{- $_ := merge $spec (dict "hostIPC" true "hostPID" true) -}}
 {{- end -}}
-{{- range $name := tuple "nodeSelector" "tolerations" -}}
-{{- with get $nodes $name -}}{{- $_ := set $spec $name . -}}{{- end -}}
-{{- end -}}
 {{- with $volumes -}}{{- $_ := set $spec "volumes" . -}}{{- end -}}
-{{- if gt (len $container) 1 -}}{{- $_ := set $spec "containers" (list $container) -}}{{- end -}}
+{{- if $nodes.ipcLock -}}
+{{- $capabilities := dict "drop" (list "ALL") "add" (list "IPC_LOCK") -}}
+{{- $security := dict "capabilities" $capabilities "runAsUser" 0 "runAsNonRoot" false -}}
+{{- $_ := set $spec "containers" (list (dict "name" "ray-worker" "securityContext" $security)) -}}
+{{- end -}}
 {{- $template := dict -}}
 {{- with $nodes.annotations -}}{{- $_ := set $template "metadata" (dict "annotations" .) -}}{{- end -}}
 {{- with $spec -}}{{- $_ := set $template "spec" . -}}{{- end -}}
-{{- $template | toJson -}}
+{{- with $template -}}{{- $_ := set $pool "podTemplate" . -}}{{- end -}}
+{{- $pool | toJson -}}
 {{- end -}}
 
 {{- /* The ServingCluster's spec: cluster.spec over what cluster.nodes, cluster.redis, hub and images
@@ -71,14 +72,14 @@ say. */ -}}
 {{- define "baton.clusterSpec" -}}
 {{- $preset := include "baton.preset" . | fromJson -}}
 {{- $own := dict "engine" $preset.engine "pools" dict -}}
-{{- with $preset.transfer -}}{{- $_ := set $own "transfer" . -}}{{- end -}}
+{{- with $preset.advanced -}}{{- $_ := set $own "advanced" . -}}{{- end -}}
 {{- $images := dict "pullPolicy" .Values.images.pullPolicy -}}
 {{- with .Values.images.pullSecrets -}}{{- $_ := set $images "pullSecrets" . -}}{{- end -}}
 {{- $_ := set $own "images" $images -}}
-{{- $worker := include "baton.workerTemplate" . | fromJson -}}
+{{- $worker := include "baton.workerPods" . | fromJson -}}
 {{- if $worker -}}
 {{- range $name, $pool := .Values.cluster.spec.pools -}}
-{{- $_ := set $own.pools $name (dict "template" $worker) -}}
+{{- $_ := set $own.pools $name $worker -}}
 {{- end -}}
 {{- end -}}
 {{- $hub := dict -}}
@@ -86,10 +87,9 @@ say. */ -}}
 {{- with $value -}}{{- $_ := set $hub $name . -}}{{- end -}}
 {{- end -}}
 {{- with $hub -}}{{- $_ := set $own "hub" . -}}{{- end -}}
-{{- /* A claim may be mounted anywhere; a node's folder is of the workers' nodes. */ -}}
+{{- /* A claim may be mounted anywhere; a node's folder is on the workers' nodes. */ -}}
 {{- with (include "baton.nodes" . | fromJson).weightsCache.claimName -}}
 {{- $template := dict "spec" (dict "volumes" (list (include "baton.weights" $ | fromJson))) -}}
-{{- $_ := set $own "router" (dict "template" $template) -}}
 {{- $_ := set $own "ray" (dict "headTemplate" $template) -}}
 {{- end -}}
 {{- with include "baton.faultTolerance" . | fromJson -}}

@@ -1,7 +1,7 @@
 {{- /* Of a pool: whether its engine computes on GPUs, its ranks, what its pods have of RDMA and huge
 pages: flags of cluster.preflight. `spec`: the ServingCluster's; `pool`; `resources`: the pod's. */ -}}
 {{- define "baton.preflightFlags" -}}
-{{- $flags := list "--ucx-library" (default "wheel" (default dict .spec.transfer).ucxLibrary) -}}
+{{- $flags := list "--ucx-library" (dig "advanced" "transfer" "ucxLibrary" "wheel" .spec) -}}
 {{- if eq (include "baton.poolDevice" .) "cuda" -}}
 {{- $flags = concat $flags (list "--gpus" (include "baton.poolRanks" .)) -}}
 {{- end -}}
@@ -17,7 +17,8 @@ pages: flags of cluster.preflight. `spec`: the ServingCluster's; `pool`; `resour
 {{- $device := default "auto" (default (default dict .spec.engine).device $own) -}}
 {{- if eq $device "auto" -}}
 {{- $device = "cpu" -}}
-{{- range (default dict (default dict .pool.template).spec).containers -}}
+{{- $containers := default list (dig "podTemplate" "spec" "containers" list .pool) -}}
+{{- range prepend $containers (dict "resources" .pool.resources) -}}
 {{- range $name, $_ := default dict (default dict .resources).limits -}}
 {{- if hasPrefix "nvidia.com/" $name -}}{{- $device = "cuda" -}}{{- end -}}
 {{- end -}}
@@ -46,7 +47,13 @@ pages: flags of cluster.preflight. `spec`: the ServingCluster's; `pool`; `resour
 {{- $secrets := list -}}
 {{- range (default dict .spec.images).pullSecrets -}}{{- $secrets = append $secrets (dict "name" .) -}}{{- end -}}
 {{- with $secrets -}}{{- $_ := set $spec "imagePullSecrets" . -}}{{- end -}}
-{{- $template := include "baton.merged" (dict "own" (dict "spec" $spec) "over" (default dict .pool.template) "key" "") | fromJson -}}
+{{- $over := dict -}}
+{{- range $name := tuple "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" -}}
+{{- with get $.pool $name -}}{{- $_ := set $over $name . -}}{{- end -}}
+{{- end -}}
+{{- $_ := set $over "containers" (list (merge (dict "name" "ray-worker") (pick .pool "resources" "env"))) -}}
+{{- $own := include "baton.merged" (dict "own" (dict "spec" $spec) "over" (dict "spec" $over) "key" "") | fromJson -}}
+{{- $template := include "baton.merged" (dict "own" $own.value "over" (default dict .pool.podTemplate) "key" "") | fromJson -}}
 {{- (include "baton.withoutNone" (dict "value" $template.value "key" "") | fromJson).value | toJson -}}
 {{- end -}}
 
