@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch._C._autograd import DeviceType
 
-from baton.config.engine import EngineConfig
+from baton.config.engine import Dtype, EngineConfig
 from bench.gpu.report import Report
 from bench.gpu.timing import CACHE_BYTES, device_s, host_s, wait_for
 from bench.random_model import SHAPES, Shape, random_model
@@ -38,7 +38,8 @@ from engine.step_batch import StepBatch, pack
 from kv_transfer.layout import RegionLayout
 
 _GIB = 1 << 30
-_DTYPE, _TORCH_DTYPE = "bfloat16", torch.bfloat16
+_DTYPE: Dtype = "bfloat16"
+_TORCH_DTYPE = torch.bfloat16
 _BLOCK_SIZE = 16
 _PART_S = 440.0
 _ROUNDS = 5
@@ -265,7 +266,7 @@ def measure_model(
             return
     config = EngineConfig(
         dtype=_DTYPE,
-        device=device.type,
+        device="cuda" if device.type == "cuda" else "cpu",
         block_size=_BLOCK_SIZE,
         num_blocks=num_tokens // _BLOCK_SIZE + 8,
         num_regions=1,
