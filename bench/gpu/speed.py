@@ -16,13 +16,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
 from torch._C._autograd import DeviceType
 
-from baton.config.engine import EngineConfig
+from baton.config.engine import Dtype, EngineConfig
 from bench.gpu.report import Report
 from bench.gpu.timing import CACHE_BYTES, device_s, host_s, wait_for
 from bench.random_model import SHAPES, Shape, random_model
@@ -39,7 +38,7 @@ from engine.step_batch import StepBatch, pack
 from kv_transfer.layout import RegionLayout
 
 _GIB = 1 << 30
-_DTYPE: Literal["bfloat16"] = "bfloat16"
+_DTYPE: Dtype = "bfloat16"
 _TORCH_DTYPE = torch.bfloat16
 _BLOCK_SIZE = 16
 _PART_S = 440.0

@@ -32,7 +32,7 @@ class ModelSource(Checked):
     """Exactly one of `name`, `claim` and `uri`."""
 
     name: str | None = bounded(None, max_size=1024, pattern=r"^\S")
-    """A name on the Hugging Face hub, or a folder that the images of workers and routers hold."""
+    """A name on the Hugging Face hub, or a folder that the worker's image holds."""
     claim: ClaimSource | None = None
     uri: str | None = bounded(None, max_size=SOURCE, pattern=r"^(s3|https)://[^/?#@]+/[^?#]+$")
     """An s3:// or https:// folder that holds config.json, or a tar file of one; fetched once to
@@ -67,8 +67,7 @@ class HubSettings(Checked):
     """The Hugging Face hub, for all pods that read a model or a tokenizer."""
 
     offline: bool = False
-    """Never asked: models and tokenizers that are named are in the weights cache, which heads and
-    routers mount, too."""
+    """Never asked: models and tokenizers that are named are in the weights cache."""
     endpoint: str | None = bounded(None, max_size=2048, pattern=r"^https?://[^/?#@]+(/[^?#]*)?$")
     """A mirror instead of https://huggingface.co."""
     token_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)

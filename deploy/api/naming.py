@@ -3,9 +3,13 @@ times end with Seconds."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import typing
 from collections.abc import Mapping
 from typing import Any
+
+from baton.config.cluster import ClusterConfig
 
 GROUP = "baton.dev"
 VERSION = "v1alpha1"
@@ -21,8 +25,12 @@ NAMESPACED_NAME = f"^({_LABEL}/)?{_SUBDOMAIN}$"
 LABEL_KEY = rf"^({_SUBDOMAIN}/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?$"
 
 
-_IN_ADVANCED = ("router", "transfer", "worker", "decode", "registry", "supervisor")
-_SETTING = re.compile(rf"(?<![\w.])(engine|{'|'.join(_IN_ADVANCED)})((?:\.[a-z_]+)+)")
+_KINDS = {
+    name: kind
+    for name, kind in typing.get_type_hints(ClusterConfig).items()
+    if dataclasses.is_dataclass(kind)
+}
+_SETTING = re.compile(rf"(?<![\w.])({'|'.join(_KINDS)})\.([a-z_]+)")
 
 
 def camel(name: str) -> str:
@@ -41,8 +49,10 @@ def as_written(problem: str) -> str:
     """What one of our processes says of a setting, by its path in a ServingCluster."""
 
     def path(match: re.Match[str]) -> str:
-        section = f"advanced.{match[1]}" if match[1] in _IN_ADVANCED else match[1]
-        return f"spec.{section}" + ".".join(map(camel, match[2].split(".")))
+        section, name = match.groups()
+        if name not in {field.name for field in dataclasses.fields(_KINDS[section])}:
+            return match[0]
+        return f"spec.{'' if section == 'engine' else 'advanced.'}{section}.{camel(name)}"
 
     return _SETTING.sub(path, problem)
 

@@ -252,7 +252,7 @@ class ServingClusterSpec(Checked):
     pools: Mapping[str, PoolTemplate] = bounded(max_size=32)
     """By name. A WorkerPool is made of each, called `<cluster>-<pool>`."""
     tokenizer: str | None = bounded(None, max_size=1024)
-    """A folder of the router's image or of the model's claim, or a name on the hub, where the
+    """A folder of the worker's image or of the model's claim, or a name on the hub, where the
     model's own files hold no tokenizer."""
     hub: HubSettings = field(default_factory=HubSettings)
     served_model_name: str | None = bounded(None, max_size=SOURCE)

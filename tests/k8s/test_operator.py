@@ -245,6 +245,25 @@ def test_a_pool_that_is_deleted_and_that_the_spec_names_is_made_again_at_its_siz
     assert seen.unit_soon()["metadata"]["uid"] == unit["metadata"]["uid"]
 
 
+def test_routers_that_somebody_scales_stay_as_they_are(
+    control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen
+) -> None:
+    control_plane.apply(cluster(namespace))
+    replicas = lambda: seen.soon("deployment/main-router")["spec"]["replicas"]  # noqa: E731
+    assert replicas() == 2
+    control_plane.kubectl("-n", namespace, "scale", "deployment/main-router", "--replicas=5")
+    control_plane.apply(cluster(namespace, router={"priorityClassName": "system-node-critical"}))
+
+    def is_rolled() -> bool:
+        pod = seen.soon("deployment/main-router")["spec"]["template"]["spec"]
+        return bool(pod.get("priorityClassName") == "system-node-critical")
+
+    eventually(is_rolled, "the operator writes the Deployment")
+    assert replicas() == 5
+    control_plane.apply(cluster(namespace, router={"replicas": 3}))
+    eventually(lambda: replicas() == 3, "the spec says it again")
+
+
 @pytest.mark.full
 def test_a_killed_operators_successor_goes_on(
     control_plane: ControlPlane, namespace: str, operator: Operator, seen: Seen, tmp_path: Path

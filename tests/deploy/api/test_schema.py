@@ -13,7 +13,7 @@ from baton.config.cluster import ClusterConfig
 from deploy.api import generate
 from deploy.api.checked import Checked
 from deploy.api.crd import KINDS, SERVING_CLUSTER, WORKER_POOL
-from deploy.api.naming import camel, snake
+from deploy.api.naming import as_written, camel, snake
 from deploy.api.schema import schema_of
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
@@ -48,6 +48,21 @@ def test_every_field_name_comes_back_from_its_spelling_in_kubernetes(cls: type) 
     for each in dataclasses_in(cls):
         for field in dataclasses.fields(each):
             assert snake(camel(field.name)) == field.name
+
+
+@pytest.mark.parametrize(
+    ("said", "written"),
+    [
+        ("lower engine.max_num_seqs.", "lower spec.engine.maxNumSeqs."),
+        ("router.fleet_wait_s (10)", "spec.advanced.router.fleetWaitSeconds (10)"),
+        ("engine.models.errors, router.py", "engine.models.errors, router.py"),
+        ("pools.decode.engine.dtype", "pools.decode.engine.dtype"),
+    ],
+)
+def test_what_a_process_says_of_a_setting_is_told_as_people_write_it(
+    said: str, written: str
+) -> None:
+    assert as_written(said) == written
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)

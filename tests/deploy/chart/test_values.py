@@ -101,7 +101,7 @@ def test_wrong_values_are_refused_by_name(helm: Helm, values: dict[str, Any], wo
         (
             first_cluster(nodes={"weightsCache": {"hostPath": "/mnt/weights"}})
             | {"hub": {"offline": True}},
-            "weightsCache.claimName that holds it: routers and the head read its text, too",
+            "weightsCache.claimName that holds it: the head reads its text, too",
         ),
         ({"kuberay": {"enabled": True}}, "kuberay.enabled: KubeRay's chart has not been fetched"),
     ],
