@@ -1,4 +1,4 @@
-"""Time as the lease table and the exporter see it: an event loop's, or one that a test moves."""
+"""Time as Baton's timers see it: an event loop's clock, or one that a test advances."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Clock(Protocol):
 
 
 class LoopClock:
-    """Callbacks of a running event loop, and its monotonic time: uvloop tells whole ms only."""
+    """Timers of a running event loop, and monotonic time: uvloop's own has whole ms only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -60,7 +60,7 @@ class ManualClock:
         return timer
 
     def advance(self, seconds: float) -> None:
-        """Move on, running every callback that falls due, in order, at its own time."""
+        """Advance by `seconds`; run every timer that falls due, in order, at its own time."""
         end_s = self._now_s + seconds
         while self._timers and self._timers[0][0] <= end_s:
             due_s, _, timer = heapq.heappop(self._timers)

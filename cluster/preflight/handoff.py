@@ -27,7 +27,7 @@ from cluster.preflight.lone_rank import LoneRank, MemoryShape
 from kv_transfer.errors import TransferError
 from kv_transfer.layout import BlockId
 from kv_transfer.lease import Lease, WorkerIdentity
-from kv_transfer.ucx.lanes import CUDA_COPIES, SHARED_MEMORY
+from kv_transfer.ucx.endpoint import CUDA_COPIES, SHARED_MEMORY
 from kv_transfer.ucx.transport import UcxTransport
 
 _TIMEOUT_S = 60.0

@@ -233,7 +233,7 @@ class Worker:
     async def _last_tokens_taken(self) -> None:
         """Until every router has them, but for one that takes nothing."""
         give_up_at = self._loop.time() + _TAKEN_WITHIN_S
-        while not self.decode.has_told_all:
+        while not self.decode.has_sent_all:
             if self._loop.time() > give_up_at:
                 log.warning("%s: a router does not take its tokens", self._config.worker_id)
                 return
@@ -384,7 +384,7 @@ class Worker:
     async def integrity(self, step_s: float | None = None) -> worker_pb2.CheckIntegrityResponse:
         """What every part's check finds, on every rank, and what is held. `step_s`: how long the
         engine's step under way may take. Raises EngineStoppedError, TimeoutError."""
-        on_ranks = await self.exporter.rank_books.problems()
+        on_ranks = await self.exporter.held_handoffs.problems()
         engine = self.engine.call(EngineBooks.of)
         books = await asyncio.wait_for(asyncio.wrap_future(engine), step_s)
         return report(

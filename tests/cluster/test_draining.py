@@ -113,7 +113,7 @@ async def test_a_worker_that_drained_gives_a_router_up_that_takes_nothing(
         worker.decode.submit(session, submission_of(kit.make_spec("last", 60)), None)
         worker.drain()
         await asyncio.wait_for(worker.left.wait(), 10)
-        assert not session.has_told_all
+        assert not session.has_sent_all
 
 
 async def test_a_drain_under_way_takes_no_longer_than_whoever_asks_for_it_again_lets_it(
