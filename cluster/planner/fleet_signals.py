@@ -1,7 +1,7 @@
-"""What the registry tells of a fleet, as the planner's signals.
+"""The registry's view of a fleet, as the planner's signals.
 
-The wire tells no times: who calls `take` with every answer of `WatchFleet` gives the moment it
-came, and this remembers since when each worker has been live and when it was heard of last.
+The wire carries no times. The caller passes every answer of `WatchFleet` to `take` with its time of
+arrival. This class remembers since when each worker is live and when it last reported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PHASES = {
 
 @dataclass(frozen=True)
 class PoolBounds:
-    """What a pool may be scaled to; both are its size where somebody else says that."""
+    """What a pool may be scaled to. Both are its size if something else sets that."""
 
     min_replicas: int
     max_replicas: int
@@ -52,7 +52,7 @@ class _Seen:
 
 
 class FleetSignals:
-    """Own what was seen of the workers before."""
+    """Own what was seen of the workers so far."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
@@ -63,10 +63,10 @@ class FleetSignals:
         bounds: Mapping[str, PoolBounds],
         now_s: float,
     ) -> Signals:
-        """`bounds` of every pool by name; a pool without any is left out."""
+        """The signals of one answer. `bounds`: by pool name; a pool without bounds is left out."""
         here = [worker for worker in fleet.workers if worker.state in _PHASES]
         names = {worker.info.ref.worker_id for worker in here}
-        if not fleet.settles:  # until then one that is not told of may have yet to register again
+        if not fleet.settles:  # else a missing worker may have yet to register again
             self._seen = {name: seen for name, seen in self._seen.items() if name in names}
         workers: dict[str, list[WorkerSignals]] = {pool.name: [] for pool in fleet.pools}
         for worker in here:
@@ -77,7 +77,7 @@ class FleetSignals:
             if pool.name in bounds
         ]
         routers = [_router(told, now_s) for told in fleet.routers]
-        # What they told last says nothing of now: their clients may have gone to the others.
+        # Their last reports are void: their clients may have moved to other routers.
         routers += [
             RouterSignals(each.router_id, None, each.silent_s) for each in fleet.silent_routers
         ]
@@ -124,7 +124,7 @@ def _pool(
 
 
 def _router(told: control_pb2.ReportRouterRequest, now_s: float) -> RouterSignals:
-    """Of one that speaks."""
+    """The signals of a router that reports."""
     return RouterSignals(
         router_id=told.router_id,
         measured_at_s=now_s,

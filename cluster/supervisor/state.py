@@ -11,7 +11,7 @@ from typing import Any
 from baton.config.cluster import ClusterConfig, read_config
 from baton.errors import BatonError, ConfigError
 from cluster.pools.pool_settings import ModelSource, PoolSettings, common_dtype, own_settings
-from cluster.pools.pool_table import PoolBook
+from cluster.pools.pool_table import PoolTable
 from cluster.pools.role_plan import Role, RolePlan
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class SupervisorState:
     def model_fingerprint(self) -> bytes:
         return bytes.fromhex(self._kept["model_fingerprint"])
 
-    def restore(self, book: PoolBook) -> None:
+    def restore(self, book: PoolTable) -> None:
         """Fill an empty book: the pools of the cluster's own file, and all changes since."""
         book.bind_model(ModelSource.of(self._cluster))
         added_pools = self._kept["added_pools"]
@@ -68,9 +68,9 @@ class SupervisorState:
             config = read_config(told["config"], source=f"pool {name}")
             digest = bytes.fromhex(told["digest"])
             self._restore_pool(book, PoolSettings(name, config, digest))
-        book.restore_away(self.away)
+        book.restore_away_roles(self.away)
 
-    def _restore_pool(self, book: PoolBook, settings: PoolSettings) -> None:
+    def _restore_pool(self, book: PoolTable, settings: PoolSettings) -> None:
         name, shape = settings.name, settings.shape
         if (dtype := self._kept["dtype"]) is not None:
             settings = settings.with_dtype(dtype)
@@ -87,7 +87,7 @@ class SupervisorState:
             except BatonError as error:  # the cluster's file has another pool of this name by now
                 log.warning("%s: its role plan is given up: %s", name, error.message)
 
-    def keep(self, listen: str, book: PoolBook, model_fingerprint: bytes) -> None:
+    def keep(self, listen: str, book: PoolTable, model_fingerprint: bytes) -> None:
         """Returns once the file says so."""
         pools = book.all_settings()
         told = {name: settings for name, settings in pools.items() if settings.digest}

@@ -32,11 +32,19 @@ from cluster.node.pod import PodWorkers
 from cluster.pools.role_plan import Role
 from cluster.registry.registry import Progress
 from cluster.worker.config import WorkerConfig
-from cluster.worker.integrity import EngineBooks, TokenCount, problems_of, report
 from cluster.worker.kv_feed import KvFeed
-from cluster.worker.metrics import WorkerCollector
 from cluster.worker.rank import Rank
-from cluster.worker.registration import Beat, Registrar, worker_info, worker_load
+from cluster.worker.reports import (
+    EngineCheck,
+    Heartbeat,
+    Registrar,
+    TokenCount,
+    WorkerCollector,
+    problems_of,
+    report,
+    worker_info,
+    worker_load,
+)
 from cluster.worker.service import WorkerService
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
@@ -151,8 +159,8 @@ class Worker:
             stack.enter_context(self._metrics(port))
         if self._config.pod is not None:
             workers, info = PodWorkers(self._config.pod), self.info()
-            workers.enter(info)
-            stack.callback(workers.strike, info)
+            workers.add(info)
+            stack.callback(workers.remove, info)
             if workers.is_closed:
                 log.info("%s leaves: its machine ends", self._config.worker_id)
                 self.stop()
@@ -305,9 +313,9 @@ class Worker:
     def info(self) -> control_pb2.WorkerInfo:
         return worker_info(self._config, self.rank, self._capacity, self.address)
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         self._ask_load()
-        return Beat(self._progress(), self._load, self._drain is not None)
+        return Heartbeat(self._progress(), self._load, self._drain is not None)
 
     def _progress(self) -> control_pb2.StepProgress:
         step = self._step_under_way()
@@ -385,7 +393,7 @@ class Worker:
         """What every part's check finds, on every rank, and what is held. `step_s`: how long the
         engine's step under way may take. Raises EngineStoppedError, TimeoutError."""
         on_ranks = await self.exporter.held_handoffs.problems()
-        engine = self.engine.call(EngineBooks.of)
+        engine = self.engine.call(EngineCheck.of)
         books = await asyncio.wait_for(asyncio.wrap_future(engine), step_s)
         return report(
             books,

@@ -18,7 +18,7 @@ from baton.config.transfer import TransferConfig
 from baton.config.workers import RegistryConfig, WorkerSettings
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from cluster.pools.role_plan import Role
-from cluster.worker.config import RankPlace, WorkerConfig
+from cluster.worker.config import RankPosition, WorkerConfig
 from cluster.worker.rank import build_rank
 from cluster.worker.worker import Worker
 from engine.api import EngineLoad
@@ -248,7 +248,7 @@ async def running_worker(
         decode=decode or DecodeConfig(),
         registry=registry or RegistryConfig(),
     )
-    rank = await asyncio.to_thread(build_rank, config, RankPlace())
+    rank = await asyncio.to_thread(build_rank, config, RankPosition())
     worker = Worker(config, rank)
     serving = asyncio.create_task(worker.serve())
     ready = asyncio.create_task(worker.ready.wait())

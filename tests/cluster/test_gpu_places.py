@@ -27,9 +27,8 @@ from cluster.local.bring_up import start_ray
 from cluster.local.reaper import watched_over
 from cluster.supervisor.bundles import rank_resources
 from cluster.supervisor.handle import SupervisorHandle
-from cluster.supervisor.replica import ReplicaName, Replicas
-from cluster.worker.config import WorkerConfig, worker_config
-from cluster.worker.rank_gpus import VISIBLE, rank_environments
+from cluster.supervisor.replica import RayReplicas, ReplicaName
+from cluster.worker.config import VISIBLE, WorkerConfig, rank_environments, worker_config
 from tests.cluster.whole_cluster import fake_cluster
 
 NUM_GPUS = 2
@@ -77,10 +76,10 @@ def test_only_a_rank_on_a_gpu_asks_for_one(tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 def test_each_rank_under_ray_sees_a_gpu_of_its_own(ray_with_gpus: None, tmp_path: Path) -> None:
-    replicas = Replicas(tmp_path)
+    replicas = RayReplicas(tmp_path)
     config = ranks_on_gpus(tmp_path, tp_size=NUM_GPUS)
     name = ReplicaName.new("decode", 0)
-    assert replicas.place(name, config)
+    assert replicas.reserve(name, config)
     replica = replicas.start(name, config)
     try:
         seen = sorted(visible_gpus(actor) for actor in replica.actors.values())
@@ -93,11 +92,11 @@ def test_each_rank_under_ray_sees_a_gpu_of_its_own(ray_with_gpus: None, tmp_path
 def test_a_replica_on_more_gpus_than_any_machine_has_is_refused_at_once(
     ray_with_gpus: None, tmp_path: Path
 ) -> None:
-    replicas = Replicas(tmp_path)
+    replicas = RayReplicas(tmp_path)
     config = ranks_on_gpus(tmp_path, tp_size=NUM_GPUS + 1)
     began_at = time.monotonic()
     with pytest.raises(ReplicaError, match="3 ranks need a GPU each; the largest machine has 2"):
-        replicas.place(ReplicaName.new("decode", 0), config)
+        replicas.reserve(ReplicaName.new("decode", 0), config)
     assert time.monotonic() - began_at < 15  # not as long as for a place that may come free
     assert replicas.find({"decode": NUM_GPUS + 1}) == []
 
@@ -106,13 +105,17 @@ def test_a_replica_on_more_gpus_than_any_machine_has_is_refused_at_once(
 def test_a_replica_for_which_too_few_gpus_are_free_is_refused_soon(
     ray_with_gpus: None, tmp_path: Path
 ) -> None:
-    replicas = Replicas(tmp_path)
+    replicas = RayReplicas(tmp_path)
     taken = ray.util.placement_group([{"GPU": 1}])
     assert taken.wait(30)
     began_at = time.monotonic()
     try:
-        with pytest.raises(ReplicaError, match="2 ranks with a GPU each; free on all together: 1"):
-            replicas.place(ReplicaName.new("decode", 0), ranks_on_gpus(tmp_path, tp_size=NUM_GPUS))
+        with pytest.raises(
+            ReplicaError, match="2 ranks with a GPU each; free GPUs on all machines: 1"
+        ):
+            replicas.reserve(
+                ReplicaName.new("decode", 0), ranks_on_gpus(tmp_path, tp_size=NUM_GPUS)
+            )
         assert time.monotonic() - began_at < 15
     finally:
         ray.util.remove_placement_group(taken)

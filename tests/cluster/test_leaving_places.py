@@ -56,8 +56,8 @@ def test_what_is_nearest_to_serving_stays_longest_then_the_lowest() -> None:
     registry = Registry(RegistryConfig(), clock)
     registry.pools.add(settings_of(), 7)
     for index in range(7):
-        registry.pools.open_place("decode", f"decode-{index}", is_adopted=index == 4)
-    registry.pools.waits("decode-0")
+        registry.pools.open_slot("decode", f"decode-{index}", is_adopted=index == 4)
+    registry.pools.set_pending("decode-0")
     serve(registry, "decode", 5)
     while clock.now <= RegistryConfig().silent_after_s:  # somebody looks all the time
         clock.now += registry.look_s
@@ -67,7 +67,7 @@ def test_what_is_nearest_to_serving_stays_longest_then_the_lowest() -> None:
     register(registry, "decode", 2)
     staying = [place.index for place in registry.staying("decode")]
     assert staying == [3, 6, 4, 5, 1, 2, 0]  # live; served, silent; starting; pending
-    registry.pools.leaves("decode-6")
+    registry.pools.set_leaving("decode-6")
     (told,) = fleet_message(registry.snapshot()).pools
     standings = {
         place.worker_id: place.standing for place in told.places if place.HasField("standing")
@@ -81,14 +81,14 @@ def test_a_place_is_no_nearer_to_serving_for_an_adopted_worker_that_is_over() ->
     registry = Registry(RegistryConfig(forget_after_s=0), Clock())
     book = registry.pools
     book.add(settings_of(), 3)
-    book.open_place("decode", "decode-0")
+    book.open_slot("decode", "decode-0")
     for index in (1, 2):
-        book.open_place("decode", f"decode-{index}", is_adopted=True)
+        book.open_slot("decode", f"decode-{index}", is_adopted=True)
         serve(registry, "decode", index)
         registry.gone(f"decode-{index}", 1)
-        book.placed(f"decode-{index}", None)  # nothing is left there
+        book.set_pod(f"decode-{index}", None)  # nothing is left there
     registry.refresh()  # and the registry has forgotten it
-    book.waits("decode-1")
+    book.set_pending("decode-1")
     assert [place.index for place in registry.staying("decode")] == [0, 2, 1]
 
 
@@ -96,8 +96,8 @@ def test_an_adopted_worker_is_waited_for_until_it_has_told_how_it_stands_or_is_o
     registry = Registry(RegistryConfig(), Clock())
     registry.pools.add(settings_of(), 3)
     for index, is_adopted in enumerate((True, True, False)):
-        registry.pools.open_place("decode", f"decode-{index}", is_adopted=is_adopted)
-    registry.pools.placed("decode-0", "pod")
+        registry.pools.open_slot("decode", f"decode-{index}", is_adopted=is_adopted)
+    registry.pools.set_pod("decode-0", "pod")
     assert registry.awaits_adopted("decode")
     stream = register(registry, "decode", 1)
     assert registry.awaits_adopted("decode")
@@ -149,7 +149,7 @@ async def started_again(
     cluster = dataclasses.replace(cluster_of(replicas), supervisor=limits)
     supervision = supervision_over(found, cluster, run_dir)
     running = asyncio.create_task(supervision.run(lambda address: None))
-    await asyncio.wait_for(supervision.places_known(), 10)
+    await asyncio.wait_for(supervision.slots_known(), 10)
     try:
         yield supervision
     finally:
@@ -158,7 +158,7 @@ async def started_again(
 
 
 def leaving(supervision: Supervision) -> list[str]:
-    places = supervision._registry.pools.places_of(POOL)
+    places = supervision._registry.pools.slots_of(POOL)
     return [place.worker_id for place in places if place.is_leaving]
 
 

@@ -255,7 +255,7 @@ def test_a_pod_drains_without_rays_head(tmp_path: Path) -> None:
             draining = gone.drain(60)
             said, _ = draining.communicate(timeout=90)
         assert draining.returncode == 0, said
-        assert "not closed to Ray, which is asked again: " in said
+        assert "not closed to Ray, trying again: " in said
         assert "decode-0 has left" in said
 
 

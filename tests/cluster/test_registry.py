@@ -303,7 +303,7 @@ def test_the_first_worker_s_model_binds_the_registry_while_any_worker_is_left() 
         registry.register(of_model(b"two", "decode-2"))
     assert caught.value.message == (
         f"worker decode-2 loaded {Path('models/demo').resolve()}: its weights or configuration "
-        f"differ from those that serve here: fingerprint {b'two'.hex()}, not {b'one'.hex()}. "
+        f"differ from the model that serves here: fingerprint {b'two'.hex()}, not {b'one'.hex()}. "
         "Pin `model_revision`, or start a new cluster for another model"
     )
     assert registry.register(of_model(b"one", "decode-2")) is not None
@@ -362,23 +362,23 @@ def drain(registry: Registry) -> None:
 
 def test_failed_starts_are_counted_in_a_row_and_forgiven_once_the_worker_is_live() -> None:
     registry, _ = make()
-    assert registry.pools.failed("decode", "decode-0", "no such model", served=False) == 1
-    assert registry.pools.failed("decode", "decode-1", "killed", served=True) == 0
-    assert registry.pools.failed("decode", "decode-0", "still none", served=False) == 2
+    assert registry.pools.record_failure("decode", "decode-0", "no such model", served=False) == 1
+    assert registry.pools.record_failure("decode", "decode-1", "killed", served=True) == 0
+    assert registry.pools.record_failure("decode", "decode-0", "still none", served=False) == 2
     (pool,) = registry.snapshot().pools
     assert (pool.last_error, pool.num_failed_starts) == ("still none", 2)
     beat(registry, register(registry))
     (pool,) = registry.snapshot().pools
     assert (pool.last_error, pool.num_failed_starts) == ("killed", 0)
-    registry.pools.forgive("decode-1")
+    registry.pools.clear_failure("decode-1")
     assert registry.snapshot().pools[0].last_error == ""
 
 
 def test_a_failure_after_service_begins_the_count_of_failed_starts_anew() -> None:
     registry, _ = make()
-    registry.pools.failed("decode", "decode-0", "bad luck", served=False)
-    registry.pools.failed("decode", "decode-0", "killed", served=True)
-    assert registry.pools.failed("decode", "decode-0", "bad luck again", served=False) == 1
+    registry.pools.record_failure("decode", "decode-0", "bad luck", served=False)
+    registry.pools.record_failure("decode", "decode-0", "killed", served=True)
+    assert registry.pools.record_failure("decode", "decode-0", "bad luck again", served=False) == 1
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_one_that_keeps_pools_settles_until_it_is_told_of_them_and_their_places_
     assert settles(registry)
     registry.pools.add(settings_of(), 2)
     assert settles(registry)
-    registry.pools.open_place("decode", "decode-0")
+    registry.pools.open_slot("decode", "decode-0")
     assert not settles(registry)
 
 
@@ -70,7 +70,7 @@ def test_it_settles_while_a_worker_is_of_a_pool_that_it_has_yet_to_be_told_of(
     assert settles(registry)
     if ends_well:
         registry.pools.add(settings_of("decode"), 1)
-        registry.pools.open_place("decode", "decode-0", is_adopted=True)
+        registry.pools.open_slot("decode", "decode-0", is_adopted=True)
     else:
         registry.gone("decode-0", 1)
     assert not settles(registry)
@@ -80,10 +80,10 @@ def test_it_settles_until_every_adopted_worker_has_told_how_it_stands_or_is_over
     registry, clock = make()
     registry.pools.add(settings_of(), 2)
     for index in (0, 1):
-        registry.pools.open_place("decode", f"decode-{index}", is_adopted=True)
+        registry.pools.open_slot("decode", f"decode-{index}", is_adopted=True)
     clock.pass_s(registry, 2 * SILENT_S)
     stream = register(registry, "decode", 0)
-    registry.pools.placed("decode-1", None)  # taken for hung: nothing is left there
+    registry.pools.set_pod("decode-1", None)  # taken for hung: nothing is left there
     assert settles(registry)
     registry.heartbeat(stream, Progress(False, 0.0, 0.01), b"", draining=False)
     assert not settles(registry)
@@ -92,7 +92,7 @@ def test_it_settles_until_every_adopted_worker_has_told_how_it_stands_or_is_over
 def test_an_adopted_worker_that_is_forgotten_is_not_waited_for_again() -> None:
     registry, clock = make()
     registry.pools.add(settings_of(), 1)
-    registry.pools.open_place("decode", "decode-0", is_adopted=True)
+    registry.pools.open_slot("decode", "decode-0", is_adopted=True)
     serve(registry, "decode", 0)
     clock.pass_s(registry, RegistryConfig().gone_after_s + RegistryConfig().forget_after_s + 1)
     assert not registry.snapshot().workers
@@ -108,13 +108,13 @@ async def test_a_pool_that_is_wanted_again_is_known_to_have_nothing_yet_to_regis
     supervision = supervision_over(Finds(), cluster, tmp_path)
     registry = supervision._registry
     running = asyncio.create_task(supervision.run(lambda address: None))
-    await asyncio.wait_for(supervision.places_known(), 10)
+    await asyncio.wait_for(supervision.slots_known(), 10)
     await until(lambda: registry.now_s() > 0.4)
     registry.pools.set_replicas(POOL, 1)
     assert not settles(registry)
     changes, told = PoolChanges(registry, supervision), []
     registry.pools.set_replicas(POOL, 0)
-    monkeypatch.setattr(supervision, "booked", lambda: told.append(settles(registry)))
+    monkeypatch.setattr(supervision, "save", lambda: told.append(settles(registry)))
     await changes.add("all-2", ANOTHER, 1)
     assert told == [False], "nothing was left of a new one either"
     supervision.stop()
@@ -142,7 +142,7 @@ async def test_a_restarted_supervisor_s_registry_settles_until_all_that_it_finds
     await until(lambda: registry.now_s() > 0.4)
     assert settles(registry)
     found.may_find.set()
-    await asyncio.wait_for(supervision.places_known(), 10)
+    await asyncio.wait_for(supervision.slots_known(), 10)
     serve(registry, POOL, 0)
     assert settles(registry)
     serve(registry, POOL, 1)

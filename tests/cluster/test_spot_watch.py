@@ -146,7 +146,7 @@ async def test_a_service_that_comes_late_is_told_once_and_heard_then(
             served.is_away = False
             said, _ = await asyncio.wait_for(watch.communicate(), 60)
     assert watch.returncode == 0, said.decode()
-    assert said.decode().count("nobody tells whether this machine ends") == 1
+    assert said.decode().count("the metadata service does not answer") == 1
     assert "pod pod-a is drained" in said.decode()
 
 

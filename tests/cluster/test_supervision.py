@@ -20,9 +20,9 @@ from baton.config.cluster import ClusterConfig, parse_config
 from baton.control_client import ControlClient
 from baton.errors import ConfigError, InUseError, OtherModelError
 from baton.v1 import common_pb2, control_pb2
-from cluster.pools.pool_table import PoolBook
+from cluster.pools.pool_table import PoolTable
 from cluster.registry.registry import Progress, Registration
-from cluster.supervisor.bundles import Spot
+from cluster.supervisor.bundles import BundleNode
 from cluster.supervisor.replica import Replica, ReplicaName, Replicas
 from cluster.supervisor.state import SupervisorState
 from cluster.supervisor.supervisor import Supervision
@@ -54,8 +54,8 @@ class SlowStarts:
     def find(self, tp_sizes: Mapping[str, int]) -> list[Replica]:
         return []
 
-    def place(self, name: ReplicaName, config: object) -> Spot | None:
-        return Spot("node")
+    def reserve(self, name: ReplicaName, config: object) -> BundleNode | None:
+        return BundleNode("node")
 
     def start(self, name: ReplicaName, config: object) -> Replica:
         self.num_begun += 1
@@ -354,13 +354,13 @@ async def test_a_run_directory_that_takes_nothing_ends_no_supervisor_and_is_trie
 ) -> None:
     supervision = supervision_over(Keeps(), cluster_of(), run_dir := tmp_path / "run")
     run_dir.mkdir()
-    attempts, booked = [], supervision.booked
+    attempts, booked = [], supervision.save
 
     def counted() -> None:
         attempts.append(supervision._registry.now_s())
         booked()
 
-    monkeypatch.setattr(supervision, "booked", counted)
+    monkeypatch.setattr(supervision, "save", counted)
     running = asyncio.create_task(supervision.run(lambda address: None))
     await until(lambda: supervision._keepers)
     run_dir.rename(tmp_path / "gone")
@@ -391,7 +391,7 @@ def test_a_supervisor_without_its_port_tells_who_started_it_or_ends_for_ray_to_t
         cluster = cluster_of()
         if restarted:
             state = SupervisorState(tmp_path, cluster)
-            state.restore(book := PoolBook())
+            state.restore(book := PoolTable())
             state.keep(listen, book, b"")
         else:
             control = dataclasses.replace(cluster.control, port=taken.getsockname()[1])

@@ -10,7 +10,7 @@ import pytest
 from baton.config.cluster import ClusterConfig, PoolConfig
 from baton.errors import ConfigError
 from cluster.pools.pool_settings import added_settings
-from cluster.pools.pool_table import PoolBook
+from cluster.pools.pool_table import PoolTable
 from cluster.pools.role_plan import Role, RolePlan
 from cluster.supervisor.state import SupervisorState, state_file
 from tests.cluster.pool_settings import TOLD, told
@@ -20,12 +20,12 @@ CLUSTER = ClusterConfig(
 )
 
 
-def restored(run_dir: Path, cluster: ClusterConfig = CLUSTER) -> PoolBook:
-    SupervisorState(run_dir, cluster).restore(book := PoolBook())
+def restored(run_dir: Path, cluster: ClusterConfig = CLUSTER) -> PoolTable:
+    SupervisorState(run_dir, cluster).restore(book := PoolTable())
     return book
 
 
-def kept(book: PoolBook, run_dir: Path) -> None:
+def kept(book: PoolTable, run_dir: Path) -> None:
     SupervisorState(run_dir, CLUSTER).keep("127.0.0.1:7", book, b"model")
 
 
@@ -53,7 +53,7 @@ def test_all_that_was_told_of_pools_survives_a_restart(tmp_path: Path) -> None:
     book.agree_dtype(told().name, "bfloat16")
     kept(book, tmp_path)
     again = restored(tmp_path)
-    assert again.shown() == book.shown()
+    assert again.status() == book.status()
     assert again.all_settings() == book.all_settings()
     state = SupervisorState(tmp_path, CLUSTER)
     assert (state.listen, state.model_fingerprint) == ("127.0.0.1:7", b"model")
@@ -61,17 +61,17 @@ def test_all_that_was_told_of_pools_survives_a_restart(tmp_path: Path) -> None:
 
 def test_roles_that_are_away_or_on_their_way_back_are_so_after_a_restart(tmp_path: Path) -> None:
     book = restored(tmp_path)
-    book.see_live({"prefill": 2, "both": 3})
+    book.set_live({"prefill": 2, "both": 3})
     book.set_replicas("both", 0)
-    book.see_live({"prefill": 2})
+    book.set_live({"prefill": 2})
     book.set_replicas("both", 1)
     kept(book, tmp_path)
     again = restored(tmp_path)
     assert again.away == {Role.DECODE}
-    again.see_live({"prefill": 2})
-    book.see_live({"prefill": 2})
-    assert again.shown() == book.shown()
-    again.see_live({"both": 1})
+    again.set_live({"prefill": 2})
+    book.set_live({"prefill": 2})
+    assert again.status() == book.status()
+    again.set_live({"both": 1})
     assert again.away == set()
     kept(again, tmp_path)
     assert restored(tmp_path).away == set()  # its workers may have died: it comes not from zero
@@ -83,7 +83,7 @@ def test_a_role_that_went_when_nobody_looked_is_away_after_a_restart(tmp_path: P
     kept(book, tmp_path)
     again = restored(tmp_path)
     again.set_replicas("both", 1)
-    again.see_live({})
+    again.set_live({})
     assert again.away == {Role.DECODE}
 
 
@@ -113,7 +113,7 @@ def test_a_pool_whose_bound_in_the_file_is_smaller_by_now_is_cut_to_it(tmp_path:
 def test_the_file_is_written_once_also_where_nothing_differs_from_the_start(tmp_path: Path) -> None:
     cluster = dataclasses.replace(CLUSTER, runs_on="pods", pools={})
     state = SupervisorState(tmp_path, cluster)
-    state.restore(book := PoolBook())
+    state.restore(book := PoolTable())
     state.keep(state.listen, book, b"")
     assert state_file(tmp_path).exists()
 
