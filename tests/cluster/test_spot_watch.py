@@ -20,9 +20,8 @@ import pytest
 
 from tests.cluster.fleet_processes import started
 from tests.cluster.metadata_server import MetadataServer, serving_metadata
-from tests.cluster.pods import PodProcess, running_head
-from tests.cluster.test_pod_drain import CONFIG, streaming
-from tests.cluster.test_pods import PodSite
+from tests.cluster.one_pod import CONFIG, streaming
+from tests.cluster.pods import PodProcess, PodSite, running_head
 from tests.cluster.whole_cluster import LIVE, fake_cluster, live_workers
 
 
