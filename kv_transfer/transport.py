@@ -61,11 +61,9 @@ class CopyPath:
     def packed(self) -> Words:
         """`struct copy_path` of `ucx/post_loop.c`, for compiled code."""
         words: list[int] = []
-        for place in (self.source, self.target):
-            offsets, strides = (
-                column.buffer_info()[0] for column in (place.offsets, place.strides)
-            )
-            words += place.bases.buffer_info()[0], place.num_blocks, offsets, strides
+        for side in (self.source, self.target):
+            offsets, strides = (column.buffer_info()[0] for column in (side.offsets, side.strides))
+            words += side.bases.buffer_info()[0], side.num_blocks, offsets, strides
         return array("Q", (*words, *self.lengths.buffer_info()))
 
 

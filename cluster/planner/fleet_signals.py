@@ -76,7 +76,7 @@ class FleetSignals:
             for pool in fleet.pools
             if pool.name in bounds
         ]
-        routers = [_router(told, now_s) for told in fleet.routers]
+        routers = [_router(report, now_s) for report in fleet.routers]
         # Their last reports are void: their clients may have moved to other routers.
         routers += [
             RouterSignals(each.router_id, None, each.silent_s) for each in fleet.silent_routers
@@ -123,29 +123,29 @@ def _pool(
     )
 
 
-def _router(told: control_pb2.ReportRouterRequest, now_s: float) -> RouterSignals:
+def _router(report: control_pb2.ReportRouterRequest, now_s: float) -> RouterSignals:
     """The signals of a router that reports."""
     return RouterSignals(
-        router_id=told.router_id,
+        router_id=report.router_id,
         measured_at_s=now_s,
-        requests_per_s=told.requests_per_s,
-        uncached_tokens_per_s=told.uncached_tokens_per_s,
-        output_tokens=told.output_tokens if told.HasField("output_tokens") else None,
-        num_held=told.num_held,
-        waiting_for_prefill=_queue(told.waiting_for_prefill),
-        waiting_for_decode=_queue(told.waiting_for_decode),
+        requests_per_s=report.requests_per_s,
+        uncached_tokens_per_s=report.uncached_tokens_per_s,
+        output_tokens=report.output_tokens if report.HasField("output_tokens") else None,
+        num_held=report.num_held,
+        waiting_for_prefill=_queue(report.waiting_for_prefill),
+        waiting_for_decode=_queue(report.waiting_for_decode),
         gaps=tuple(
             PoolGaps(pool.pool, pool.num_recent_gaps, pool.recent_itl_p95_s)
-            for pool in told.pools
+            for pool in report.pools
             if pool.num_recent_gaps
         ),
     )
 
 
-def _queue(told: control_pb2.QueueFigures) -> QueueSignals:
+def _queue(figures: control_pb2.QueueFigures) -> QueueSignals:
     return QueueSignals(
-        num_requests=told.num_requests,
-        num_tokens=told.num_tokens,
-        oldest_wait_s=told.oldest_wait_s,
-        median_wait_s=told.median_wait_s,
+        num_requests=figures.num_requests,
+        num_tokens=figures.num_tokens,
+        oldest_wait_s=figures.oldest_wait_s,
+        median_wait_s=figures.median_wait_s,
     )

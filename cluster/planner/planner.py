@@ -134,7 +134,7 @@ def _with_needs(
         )
         need = need_of(load, config)
         if need is None:
-            words = "prompts arrive, and no warm worker has told its prefill rate yet"
+            words = "prompts arrive, and no warm worker has reported its prefill rate yet"
             pools.append(Pool(pool, measure, memory, False, words))
         else:
             memory = memory.add(need[0], signals.now_s, config)

@@ -74,5 +74,5 @@ def as_table(checks: Sequence[Check]) -> str:
 
 
 def as_json(checks: Sequence[Check]) -> str:
-    told = {"ok": not has_failed(checks), "checks": [asdict(check) for check in checks]}
-    return json.dumps(told, indent=1)
+    result = {"ok": not has_failed(checks), "checks": [asdict(check) for check in checks]}
+    return json.dumps(result, indent=1)

@@ -205,7 +205,7 @@ def check_lanes(report: Report, device: str) -> Check:
 
 
 def _broken(found: str, wanted: Wanted) -> Check:
-    usual = f"python -m {__name__} --library {wanted.ucx_library} tells more"
+    usual = f"python -m {__name__} --library {wanted.ucx_library} shows more"
     fixes = [fix for words, fix in _FIXES.items() if words in found]
     return failure("handoff", found, fixes[0] if fixes else usual)
 

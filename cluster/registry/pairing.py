@@ -29,7 +29,7 @@ def unpaired(fleet: control_pb2.WatchFleetResponse) -> dict[str, str]:
         of_kind[info.kv_fingerprint].append(info)
     if len(of_kind) < 2:
         return {}
-    told = {}
+    messages = {}
     for worker in fleet.workers:
         mine, name = worker.info, worker.info.ref.worker_id
         if worker.state != control_pb2.WORKER_STATE_LIVE:
@@ -38,8 +38,8 @@ def unpaired(fleet: control_pb2.WatchFleetResponse) -> dict[str, str]:
             continue
         others = [other for other in here if _are_partners(mine, other)]
         if others:
-            told[name] = f"{name} {_difference(mine, others)}"
-    return told
+            messages[name] = f"{name} {_difference(mine, others)}"
+    return messages
 
 
 def _difference(mine: control_pb2.WorkerInfo, others: Sequence[control_pb2.WorkerInfo]) -> str:

@@ -26,7 +26,7 @@ class PoolBacking(Protocol):
         """Check that `pool` can grow. `replicas`: every pool's size afterwards. Raises
         BatonError."""
 
-    async def complete(self, told: PoolSettings) -> PoolSettings:
+    async def complete(self, settings: PoolSettings) -> PoolSettings:
         """The settings with `auto` resolved for all workers of the pool. Checks that the pool may
         run here. Raises BatonError."""
 
@@ -46,8 +46,8 @@ class Unbacked:
     async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
         """No limit."""
 
-    async def complete(self, told: PoolSettings) -> PoolSettings:
-        return told
+    async def complete(self, settings: PoolSettings) -> PoolSettings:
+        return settings
 
     def pool_added(self, pool: str) -> None:
         """Nothing to do."""
@@ -74,11 +74,11 @@ class PoolChanges:
 
     async def set_replicas(self, pool: str, replicas: int) -> int:
         """Set a pool's size and return the previous one."""
-        book = self._registry.pools
-        if book.check_size(pool, replicas) < replicas:
-            sizes = book.desired_replicas() | {pool: replicas}
-            await self._backing.check_room(book.settings(pool), sizes)
-        former = book.set_replicas(pool, replicas)
+        pools = self._registry.pools
+        if pools.check_size(pool, replicas) < replicas:
+            sizes = pools.desired_replicas() | {pool: replicas}
+            await self._backing.check_room(pools.settings(pool), sizes)
+        former = pools.set_replicas(pool, replicas)
         self._backing.save()
         return former
 
@@ -89,26 +89,26 @@ class PoolChanges:
     async def add(self, name: str, text: str, replicas: int) -> None:
         """Add a pool. `text`: a cluster file that defines it. A repeated call waits for the
         first."""
-        told = added_settings(name, text)
-        key = (name, told.digest)
+        settings = added_settings(name, text)
+        key = (name, settings.digest)
         addition = self._additions.get(key)
         if addition is None:
-            addition = asyncio.create_task(self._add(told, replicas))
+            addition = asyncio.create_task(self._add(settings, replicas))
             self._additions[key] = addition
             addition.add_done_callback(partial(self._ended, key))
         await asyncio.shield(addition)
 
-    async def _add(self, told: PoolSettings, replicas: int) -> None:
-        name, book = told.name, self._registry.pools
+    async def _add(self, settings: PoolSettings, replicas: int) -> None:
+        name, pools = settings.name, self._registry.pools
         async with self._adding:
-            if book.knows(told):
+            if pools.knows(settings):
                 self._backing.save()  # the first call may have ended before that
                 return
-            settings = await self._backing.complete(told)
+            completed = await self._backing.complete(settings)
             if replicas:
-                sizes = book.desired_replicas() | {name: replicas}
-                await self._backing.check_room(settings, sizes)
-            book.add(settings, replicas)
+                sizes = pools.desired_replicas() | {name: replicas}
+                await self._backing.check_room(completed, sizes)
+            pools.add(completed, replicas)
             self._backing.pool_added(name)
         self._backing.save()
 

@@ -217,18 +217,20 @@ class RayReplicas:
     def _left(self, pools: Collection[str]) -> list[Replica]:
         """Every replica of these pools with anything left: with the ranks that answer and were
         launched."""
-        booked, listed = self._processes.read(), _listed_actors()
-        names = {text for text in {*listed, *booked} if _name_of(text).pool in pools}
+        known, listed = self._processes.read(), _listed_actors()
+        names = {text for text in {*listed, *known} if _name_of(text).pool in pools}
         actors = {text: listed[text] for text in names}
         answers = self._answers(actors)
         left = []
         for text in names:
-            name, told = _name_of(text), answers[text]
-            entry = booked.get(text) or (_entry_of(list(told.values())) if told else None)
-            ranks = {r: a for r, a in actors[text].items() if r in told and told[r].launched}
+            name, statuses = _name_of(text), answers[text]
+            entry = known.get(text) or (_entry_of(list(statuses.values())) if statuses else None)
+            ranks = {
+                r: a for r, a in actors[text].items() if r in statuses and statuses[r].launched
+            }
             for rank in actors[text].keys() - ranks.keys():
                 _kill(actors[text][rank])
-            serves = 0 in ranks and told[0].serves
+            serves = 0 in ranks and statuses[0].serves
             left.append(_replica(name, ranks, entry, serves))
         return left
 
@@ -414,11 +416,11 @@ class RankWatch:
         """Wait for the first rank of these replicas to end, and return all that have."""
         give_up_at = time.monotonic() + timeout_s
         actors = {(r.name, rank): actor for r in replicas for rank, actor in r.actors.items()}
-        self._calls = {place: call for place, call in self._calls.items() if place in actors}
+        self._calls = {key: call for key, call in self._calls.items() if key in actors}
         while True:
-            for place, actor in actors.items():
-                if place not in self._calls:
-                    self._calls[place] = actor.wait_for_exit.remote(_ASK_S)
+            for key, actor in actors.items():
+                if key not in self._calls:
+                    self._calls[key] = actor.wait_for_exit.remote(_ASK_S)
             left_s = max(0.0, give_up_at - time.monotonic())
             if not self._calls:
                 time.sleep(left_s)
@@ -432,10 +434,10 @@ class RankWatch:
         ready, _ = ray.wait(calls, num_returns=1, timeout=timeout_s, fetch_local=False)
         if ready:  # collect all that are ready
             ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
-        places = {call: place for place, call in self._calls.items()}
+        keys = {call: key for key, call in self._calls.items()}
         ends = []
         for call in ready:
-            name, rank = places[call]
+            name, rank = keys[call]
             del self._calls[name, rank]
             over = _answer(call)
             if over is not None:

@@ -269,16 +269,16 @@ class TokenCount:
 
 
 def report(
-    books: EngineCheck,
+    check: EngineCheck,
     problems: list[str],
     tokens: TokenCount,
     num_open_leases: int,
     num_open_handoffs: int,
 ) -> worker_pb2.CheckIntegrityResponse:
     """The answer of CheckIntegrity. `problems`: problems of the parts above the engine."""
-    load = books.load
+    load = check.load
     return worker_pb2.CheckIntegrityResponse(
-        problems=books.problems + problems,
+        problems=check.problems + problems,
         num_waiting=load.num_waiting,
         num_running=load.num_running,
         num_reserved=load.num_reserved,

@@ -293,7 +293,7 @@ class HeldStep:
         self.begun, self.go_on = threading.Event(), threading.Event()
         runner = worker.rank.runner
         assert isinstance(runner, FakeRunner)
-        runner._sleep = self._hold
+        runner._sleep = self._hold  # the fake engine's only wait
 
     def _hold(self, _: float) -> None:
         self.begun.set()

@@ -57,6 +57,7 @@ async def test_a_worker_told_to_drain_takes_no_call_that_is_read_in_the_same_tur
         unserved = Lease(LeaseId("late"), 1, identity, identity, b"", (), 0, 2.0, ())
         with pytest.raises(DrainingError):
             worker.prefill.start(kit.make_spec("late"), unserved, None)
+        # A session would cost a turn of the loop, in which the drain goes on.
         refusal = worker.decode._refusal(submission_of(kit.make_spec("late")))
         assert refusal is not None
         assert refusal[0] is Refusal.DRAINING

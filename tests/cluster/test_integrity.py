@@ -54,6 +54,7 @@ async def test_books_show_what_a_handoff_holds_on_either_side_and_nothing_after_
 
 async def test_a_part_whose_books_do_not_agree_is_named(pair: Any) -> None:
     role = pair.decode.decode
+    # Only a bug could make the tables disagree, so the test writes into them.
     role._runs._by_request["ghost"] = None  # a request that nobody runs
     (problem,) = (await books_of(pair.decode)).problems
     assert problem.startswith("decode: ")
@@ -62,11 +63,13 @@ async def test_a_part_whose_books_do_not_agree_is_named(pair: Any) -> None:
 
 
 async def test_the_books_of_a_worker_cover_the_parts_of_both_roles(pair: Any) -> None:
+    # Only a bug could leave a block here, so the test writes into the table.
     written = pair.prefill.leases._writable
     written[(0, 1)] = "ghost"  # a block of a lease that nobody gave
     (problem,) = (await books_of(pair.prefill)).problems
     assert problem.startswith("leases: ")
     del written[(0, 1)]
+    # Only a bug could do this, so the test writes into the table.
     pair.decode.prefill._waiting["ghost"] = None
     (problem,) = (await books_of(pair.decode)).problems
     assert problem.startswith("prefill: ")

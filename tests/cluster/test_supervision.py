@@ -221,7 +221,10 @@ SUPERVISOR = """
 import pickle, sys
 from cluster.supervisor.supervisor import SupervisorActor
 actor = SupervisorActor(pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2])
-print(repr(actor._address.exception(20)))
+try:
+    actor.address()
+except OSError as error:
+    print(repr(error))
 """
 
 

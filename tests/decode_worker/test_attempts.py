@@ -48,6 +48,7 @@ async def test_an_attempt_that_comes_again_within_a_step_gets_its_own_tokens() -
         await link.cancel("x")
         heard = link.of("x")
         await link.until(lambda: heard.finished)
+        # The role's tables: neither step sends a message to wait for.
         await until(lambda: len(role._log) == 0)
         heard.finished = 0
         await link.reserve(latter)

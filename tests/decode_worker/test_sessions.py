@@ -254,7 +254,7 @@ async def test_a_worker_whose_engine_has_stopped_takes_nothing_more_and_blames_n
         async with running_worker("decode-0", Role.DECODE) as worker:
             link = DecodeLink(worker.address, "router-a/1")
             await link.open()
-            await until(lambda: worker.decode._sessions)
+            await until(lambda: worker.decode._sessions)  # opening it sends no answer
             worker.engine.post(fail)
             await link.reserve(make_spec("x"))
             await link.until(lambda: link.of("x").rejected)
