@@ -32,7 +32,7 @@ import uvloop
 
 from baton.config.transfer import TransferConfig
 from bench.table import markdown
-from cluster.preflight.lone_rank import LoneRank, MemoryShape
+from cluster.preflight.handoff import LoneRank, MemoryShape
 from kv_transfer.layout import BlockId
 from kv_transfer.lease import Lease, WorkerIdentity
 from kv_transfer.routes import Route

@@ -1,4 +1,4 @@
-"""Why a replica is not there; why nothing is known of a machine's end.
+"""The errors of this package, and an error's text as one line.
 
 ReplicaError
   PodLostError
@@ -17,4 +17,15 @@ class PodLostError(ReplicaError):
 
 
 class MetadataError(RuntimeError):
-    """A cloud's metadata service has not answered what it was asked."""
+    """A cloud's metadata service did not answer, or its answer cannot be read."""
+
+
+_LONGEST = 600
+
+
+def one_line(error: BaseException) -> str:
+    """The error's type and text on one line, at most 600 characters of text."""
+    text = " ".join(str(error).split())
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]} ..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -8,8 +8,7 @@ class NotHereError(LookupError):
 
 
 class OtherBodyError(ValueError):
-    """The request id runs here with another body or seed, in another attempt, or for another
-    router than the one that would go on with it."""
+    """The request id runs here with another body, seed or attempt, or for another router."""
 
 
 class StaleAttemptError(ValueError):

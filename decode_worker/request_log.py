@@ -1,8 +1,8 @@
-"""What every request on this worker has emitted, so that any router can take it over.
+"""What every request on this worker has emitted, so that any router can resume it.
 
-A record lives from the request's reservation until `forget` or until `finished_ttl_s` after its
-end. It holds the output from index 0: the tokens that earlier attempts emitted, the first token of
-a handoff, and what is decoded here.
+A record lives from the request's reservation until `forget`, or until `finished_ttl_s` after its
+end. It holds the output from index 0: tokens of earlier attempts, the first token of a handoff, and
+the tokens decoded here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from decode_worker.errors import NotHereError, OtherBodyError, StaleAttemptError
 from engine.request import FinishReason, RequestSpec, SampledToken, TokenLogprobs
 
-_TOKEN_BYTES = 40  # an integer and its place in a list
+_TOKEN_BYTES = 40  # an integer and its list entry
 
 
 def _num_bytes(logprobs: TokenLogprobs | None) -> int:
@@ -23,10 +23,10 @@ def _num_bytes(logprobs: TokenLogprobs | None) -> int:
 class Submission:
     """One attempt of a request as a router submitted it.
 
-    `spec.request_id` is the engine's key, which the role makes unique; `request_id` is the
-    router's name for the request. `wire` is the message it came as, given back to whoever attaches.
-    `emitted_logprobs` has one for each token that earlier attempts emitted, None where it is not
-    known; empty: none is.
+    `spec.request_id` is the engine's key, which the role makes unique. `request_id` is the
+    router's. `wire` is the request's message; a router that attaches gets it back.
+    `emitted_logprobs` has one entry per token of earlier attempts, None where unknown; it is empty
+    if none is known.
     """
 
     spec: RequestSpec
@@ -40,13 +40,13 @@ class Submission:
     emitted_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     def deadline_s(self, now_s: float) -> float | None:
-        """When it is taken now; None: it has none."""
+        """The deadline, if the request is taken at `now_s`; None without one."""
         return None if self.timeout_s is None else now_s + self.timeout_s
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What is remembered of an attempt to tell others under its id from it."""
+    """What distinguishes an attempt from others with the same request id."""
 
     tenant: str
     body_digest: bytes
@@ -59,7 +59,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Output tokens in a row; `index` is the first one's. `logprobs` is empty or one per token."""
+    """Consecutive output tokens from `index` on. `logprobs` is empty or has one per token."""
 
     request_id: str
     attempt: int
@@ -73,7 +73,7 @@ class TokenRun:
 
 @dataclass
 class Record:
-    """The output of one request. Written by the decode role only."""
+    """The output of one request. Only the decode role writes it."""
 
     submission: Submission
     token_ids: list[int] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Record:
     finished_at_s: float = 0.0
 
     def append(self, index: int, token: SampledToken) -> None:
-        """Take the next token; an index that is not the next one is a bug of the engine's."""
+        """Append the next token. Any other index is a bug in the engine."""
         assert index == len(self.token_ids), (
             self.submission.request_id,
             index,
@@ -95,7 +95,7 @@ class Record:
             self.logprobs.append(token.logprobs)
 
     def since(self, index: int) -> TokenRun:
-        """Everything from an output index on, with the end if it has ended."""
+        """Output from `index` on, and the finish reason if the request has ended."""
         return TokenRun(
             self.submission.request_id,
             self.submission.attempt,
@@ -109,7 +109,7 @@ class Record:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory; of one that has ended it stays the same."""
+        """Approximate memory of the record; constant once the request has ended."""
         submission = self.submission
         prompt = len(submission.wire) + submission.spec.token_ids.nbytes
         return prompt + _TOKEN_BYTES * len(self.token_ids) + sum(map(_num_bytes, self.logprobs))
@@ -120,7 +120,7 @@ class Record:
 
 
 class RequestLog:
-    """Own the records, by the routers' request ids."""
+    """Own the records, by the router's request id."""
 
     def __init__(self, finished_ttl_s: float, max_finished: int, max_finished_bytes: int) -> None:
         self._finished_ttl_s = finished_ttl_s
@@ -128,13 +128,13 @@ class RequestLog:
         self._finished_bytes = 0
         self._records: dict[str, Record] = {}
         self._finished: dict[str, Record] = {}  # in order of their end
-        self._used_up: dict[str, tuple[_Known, float]] = {}  # without a record, and when
+        self._used_up: dict[str, tuple[_Known, float]] = {}  # without a record, and since when
 
     def __len__(self) -> int:
         return len(self._records)
 
     def open(self, submission: Submission) -> Record:
-        """Begin a record, in place of an older attempt's; it starts with what that one emitted."""
+        """Begin a record with the tokens of earlier attempts; replaces the older record."""
         self.forget(submission.request_id)
         record = Record(submission)
         spec = submission.spec
@@ -153,7 +153,7 @@ class RequestLog:
         seed: int | None,
         attempt: int | None,
     ) -> Record:
-        """The record that is meant: a digest, seed or attempt that is given has to be its own.
+        """Find a record and check it against the digest, seed and attempt that are given.
 
         Raises NotHereError, OtherBodyError.
         """
@@ -171,10 +171,10 @@ class RequestLog:
         return record
 
     def check_new(self, submission: Submission) -> None:
-        """Whether an attempt may begin here. Raises OtherBodyError, StaleAttemptError.
+        """Check that an attempt may begin here. Raises OtherBodyError or StaleAttemptError.
 
-        An aborted request's id may be used for another body, under an attempt number of its own:
-        messages tell attempts apart by nothing else.
+        An aborted request's id may be reused for another body, but only with a higher attempt
+        number: messages carry nothing else to distinguish attempts.
         """
         was = self._newest(submission.request_id)
         if was is None:
@@ -188,14 +188,14 @@ class RequestLog:
             raise StaleAttemptError(f"attempt {was.attempt} is known here")
 
     def use_up(self, submission: Submission, now_s: float) -> None:
-        """Remember an attempt that left no record, so that it is not served again."""
+        """Remember an attempt without a record, so that it is not served again."""
         self._used_up.pop(submission.request_id, None)  # the newest is last
         self._used_up[submission.request_id] = (_Known.of(submission), now_s)
         if len(self._used_up) > self._max_finished:
             del self._used_up[next(iter(self._used_up))]
 
     def _newest(self, request_id: str) -> _Known | None:
-        """The newest attempt that is remembered."""
+        """The newest remembered attempt of a request."""
         record = self._records.get(request_id)
         if record is not None:
             return _Known.of(record.submission)
@@ -222,7 +222,7 @@ class RequestLog:
         self._used_up.pop(request_id, None)
 
     def expire(self, now_s: float) -> None:
-        """Forget what finished `finished_ttl_s` ago."""
+        """Forget records that finished at least `finished_ttl_s` ago."""
         while self._finished:
             request_id, record = next(iter(self._finished.items()))
             if now_s - record.finished_at_s < self._finished_ttl_s:

@@ -1,16 +1,16 @@
-"""The decode role: takes requests from routers, runs them, remembers what they emitted.
+"""The decode role: takes requests from routers, runs them, keeps what they emitted.
 
 One attempt of a request on this worker:
 
-1. `submit` with a writer: RESERVING. The engine sets blocks aside, the lease table grants them:
-   LEASED, and the session is told the lease. Without a writer the engine prefills: RUNNING.
-2. `admitted`: all KV is here, RUNNING. `failed`: the blocks are quarantined, the session is told.
-3. The engine's events fill the request log; sessions read from it.
-4. The end, in whatever way. An attempt whose lease may still be written stays in `_fenced` until
-   `quiescent`.
+1. `submit` with a writer: RESERVING. The engine reserves blocks and the lease table grants them:
+   LEASED, and the session sends the lease. Without a writer the engine prefills: RUNNING.
+2. `admitted`: all KV has arrived, RUNNING. `failed`: the blocks are quarantined and the session
+   sends a rejection.
+3. The engine's events fill the request log. Sessions read from it.
+4. ENDED. If its writer may still write, the attempt stays in `_fenced` until `quiescent`.
 
-A newer attempt ends the older one; an older one is refused. A request whose session is lost runs on
-as an orphan until another session attaches it or `orphan_ttl_s` passes.
+A newer attempt ends an older one; an attempt older than the newest is refused. A request whose
+session is lost runs on as an orphan until another session attaches it or `orphan_ttl_s` passes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeRole:
-    """Lives on the event loop; the engine runs on its own thread. Is the table's LeaseListener."""
+    """Runs on the event loop; the engine has its own thread. Implements `LeaseListener`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class DecodeRole:
         clock: Clock,
         fail: Callable[[str, BaseException], None],
     ) -> None:
-        """`fail` is told of an error that leaves nothing here to rely on."""
+        """`fail` ends the worker: it gets the error after which no state can be trusted."""
         self.tasks = RoleTasks(fail)
         self._engine = engine
         self._kv_fingerprint = kv_fingerprint
@@ -77,13 +77,13 @@ class DecodeRole:
         self._numbers = itertools.count(1)  # of submissions
 
     def bind(self, leases: LeaseTable) -> None:
-        """Give the role the table whose listener it is; once, before the first `submit`."""
+        """Set the table whose listener this role is: once, before the first `submit`."""
         self._leases = leases
 
     # --- sessions -------------------------------------------------------------------------------
 
     def open_session(self, router_id: str) -> RouterSession:
-        """A router's session; one that it had before is closed and its requests are orphans."""
+        """Open a router's session. Its previous session closes and leaves orphans."""
         former = self._sessions.get(router_id)
         if former is not None:
             self.close_session(former)
@@ -106,11 +106,11 @@ class DecodeRole:
         seed: int | None = None,
         attempt: int | None = None,
     ) -> Record:
-        """Move a request to the caller's session; its later tokens flow there.
+        """Move a request to the caller's session, which gets its later tokens.
 
-        Only if it is the one that is meant, as `RequestLog.find_for` tells. Who names an `attempt`
-        would go on with what it followed: what another router has attached since stays there.
-        Raises NotHereError, OtherBodyError, NoSessionError; then nothing has moved.
+        `RequestLog.find_for` checks that the request is the one meant. A caller that names an
+        `attempt` resumes its own stream: it may not take a request from another router.
+        Raises NotHereError, OtherBodyError or NoSessionError; then nothing has moved.
         """
         record = self._log.find_for(request_id, tenant, body_digest, seed, attempt)
         session = self._sessions.get(router_id)
@@ -128,7 +128,7 @@ class DecodeRole:
     def submit(
         self, session: RouterSession, submission: Submission, writer: WorkerIdentity | None
     ) -> None:
-        """Take a request, or tell the session why not; nothing is left of one that raises.
+        """Take a request, or reject it through the session. If it raises, nothing is left.
 
         `writer` None: prefill here.
         """
@@ -144,9 +144,9 @@ class DecodeRole:
             if former.session is not None:
                 former.session.drop(submission.request_id)
             if former.session is not session:
-                former.tell(Moved(submission.request_id, former.submission.attempt))
-        # An id that no other attempt ever has: the engine may still tell of one that is over here,
-        # while the request's own id and number have come again.
+                former.notify(Moved(submission.request_id, former.submission.attempt))
+        # The engine's key is unique to this attempt. The router may reuse its id and number while
+        # the engine still sends events of an attempt that has ended here.
         key = RequestId(f"{submission.spec.request_id}/{next(self._numbers)}")
         submission = replace(submission, spec=replace(submission.spec, request_id=key))
         record = self._log.open(submission)
@@ -154,19 +154,19 @@ class DecodeRole:
         run = Run(submission, record, session, session.router, Phase.RESERVING, deadline_s)
         self._runs.add(run)
         try:
-            # A writer tells the first token to the router itself: this worker starts after it.
+            # A writer sends the first token to the router itself: this worker starts after it.
             session.follow(record, len(record.token_ids) + (writer is not None))
             work = self._start(run) if writer is None else self._reserve(run, writer)
             self.tasks.spawn(self._guard(run, work))
-        except BaseException:  # whoever asked tells the session
+        except BaseException:  # the caller rejects it through the session
             self._forget(run, "it could not be taken")
             raise
 
     def cancel(self, session: RouterSession, request_id: str, attempt: int) -> None:
-        """Abort this attempt and every older one; unknown or newer: nothing to do.
+        """Abort this attempt and every older one. Does nothing if it is unknown or newer.
 
-        A router that another one has taken the request from has no say any more, also while that
-        one's session is lost, unless it asks for ANY_ATTEMPT: then the client wants it ended.
+        A router that lost the request to another router may cancel it only by ANY_ATTEMPT, which
+        means that the client wants it ended.
         """
         run = self._runs.of_request(request_id)
         if run is None or run.submission.attempt > attempt:
@@ -178,7 +178,7 @@ class DecodeRole:
         if self._draining:
             return Refusal.DRAINING, "this worker is draining"
         if submission.kv_fingerprint != self._kv_fingerprint:
-            return Refusal.FINGERPRINT, "this worker's KV is of another kind"
+            return Refusal.FINGERPRINT, "this worker has another kv_fingerprint"
         try:
             self._log.check_new(submission)
         except OtherBodyError as error:
@@ -188,15 +188,15 @@ class DecodeRole:
         return None
 
     async def _guard(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
-        """An attempt that this leaves where it was is over."""
+        """Run `work`; refuse an attempt that is still RESERVING afterwards."""
         refusal, why = Refusal.INTERNAL, "this worker failed to take the request"
         try:
             await work
-        except EngineStoppedError as error:  # the process's end, and reported there
-            log.warning("a request came to a stopped engine: %s", error)
+        except EngineStoppedError as error:  # the process is ending, and reports why itself
+            log.warning("a request reached a stopped engine: %s", error)
             refusal, why = Refusal.DRAINING, "this worker's engine has stopped"
         finally:
-            if run.phase is Phase.RESERVING:  # whatever failed, nobody waits for it
+            if run.phase is Phase.RESERVING:  # whatever failed, nothing else ends it
                 self._engine.post(lambda engine: engine.abort(run.key))
                 self._refuse(run, refusal, why)
 
@@ -214,13 +214,13 @@ class DecodeRole:
             self._started(run)
 
     def _started(self, run: Run) -> None:
-        """The engine has a request that it prefills itself."""
+        """The engine accepted a request that it prefills itself."""
         if run.phase is Phase.RESERVING:
             run.phase = Phase.RUNNING
-            run.tell(Reserved(run.submission.request_id, run.submission.attempt, None, 0))
+            run.notify(Reserved(run.submission.request_id, run.submission.attempt, None, 0))
 
     async def _reserve(self, run: Run, writer: WorkerIdentity) -> None:
-        """Set blocks aside and promise them to the writer."""
+        """Reserve blocks and lease them to the writer."""
         spec = run.submission.spec
         try:
             event = await asyncio.wrap_future(self._engine.call(lambda e: e.reserve(spec)))
@@ -229,12 +229,12 @@ class DecodeRole:
             return
         if isinstance(event, NoCapacityEvent):
             self._refuse(run, Refusal.NO_CAPACITY, event.message)
-        elif run.phase is Phase.ENDED:  # nobody was told of the blocks: nobody can write
+        elif run.phase is Phase.ENDED:  # no lease was granted: no writer knows the blocks
             self._engine.post(lambda engine: engine.release(spec.request_id))
         else:
             try:
                 self._grant(run, writer, event)
-            except LeaseError as error:  # nobody can write: the two workers' fault
+            except LeaseError as error:  # not granted: the two workers do not fit
                 self._engine.post(lambda engine: engine.release(spec.request_id))
                 self._refuse(run, Refusal.INTERNAL, f"writer: {error}")
 
@@ -245,10 +245,10 @@ class DecodeRole:
         )
         run.granted(lease, event.num_cached_tokens)
 
-    # --- what the lease table tells (LeaseListener) ---------------------------------------------
+    # --- LeaseListener --------------------------------------------------------------------------
 
     def admitted(self, request_id: str, first: FirstToken) -> None:
-        """All KV of a lease is here: the request joins the running batch."""
+        """All KV of a lease has arrived: the request joins the running batch."""
         run = self._runs.find(request_id)
         assert run is not None, request_id
         assert run.phase is Phase.LEASED, (request_id, run.phase)
@@ -257,29 +257,29 @@ class DecodeRole:
         run.record.append(len(run.record.token_ids), token)
         key = run.key
         self._engine.post(lambda engine: engine.admit(key, token))
-        run.tell_output()
-        run.tell(Admitted(run.submission.request_id, run.submission.attempt))
+        run.notify_output()
+        run.notify(Admitted(run.submission.request_id, run.submission.attempt))
 
     def failed(self, request_id: str, reason: LeaseFailure) -> None:
-        """A handoff will not finish; its blocks wait for the writer's silence."""
+        """A handoff failed; its blocks stay quarantined until `quiescent`."""
         run = self._without_lease(request_id)
         if run is not None:
             self._refuse(run, Refusal.HANDOFF_FAILED, reason.value)
 
     def ended(self, request_id: str, first: FirstToken) -> None:
-        """As `failed`; but the writer's token is all of the output, whoever follows the request."""
+        """As `failed`, but the writer's first token is the whole output."""
         reason = finish_reason_from_proto(first.finished)
-        if reason is None:  # a later release's
+        if reason is None:  # a reason that this release does not know
             self.failed(request_id, LeaseFailure.WRITER_FAILED)
             return
         run = self._without_lease(request_id)
         if run is not None:
             run.record.append(len(run.record.token_ids), sampled_token(first))
             self._close(run, reason, "")
-            run.tell_output()
+            run.notify_output()
 
     def _without_lease(self, request_id: str) -> Run | None:
-        """The attempt whose lease the table has let go of, if it has not ended before."""
+        """Quarantine the blocks of an attempt that lost its lease. None if it is not LEASED."""
         run = self._runs.find(request_id)
         if run is None or run.phase is not Phase.LEASED:
             return None
@@ -293,18 +293,18 @@ class DecodeRole:
         self._fenced.discard(key)
         self._engine.post(lambda engine: engine.unquarantine(key))
 
-    # --- what the engine tells ------------------------------------------------------------------
+    # --- the engine's events --------------------------------------------------------------------
 
     def on_events(self, events: Iterable[EngineEvent]) -> None:
-        """Book one step's events and let every session concerned send one message."""
+        """Record one step's events; each session concerned sends one message."""
         touched: set[RouterSession] = set()
         for event in events:
             if not isinstance(event, TokenEvent | FinishedEvent):
                 continue
             run = self._runs.find(event.request_id)
             if run is None:
-                continue  # another role's, or ended here already
-            self._started(run)  # its first token may come before `_start` hears of its success
+                continue  # another role's, or already ended here
+            self._started(run)  # its first token may come before `_start` resumes
             if isinstance(event, TokenEvent):
                 run.record.append(event.index, event.token)
                 run.record.num_cached_tokens = event.num_cached_tokens
@@ -322,7 +322,7 @@ class DecodeRole:
     # --- ends -----------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Let time pass: deadlines, orphans nobody claimed, records nobody will ask for."""
+        """End attempts past their deadline, unclaimed orphans and expired records."""
         now_s = self._clock.now_s()
         for run in self._runs:
             why = run.overdue(now_s, self._config.orphan_ttl_s)
@@ -331,7 +331,7 @@ class DecodeRole:
         self._log.expire(now_s)
 
     def _end(self, run: Run, reason: FinishReason, error: str) -> None:
-        """End an attempt from outside, wherever it is."""
+        """End an attempt in any phase, from outside the engine."""
         if run.phase is Phase.ENDED:
             return
         key, lease_id = run.key, run.lease_id
@@ -342,7 +342,7 @@ class DecodeRole:
         self._close(run, reason, error)
         if lease_id is not None:
             self._leases.release(lease_id)
-        run.tell_output()
+        run.notify_output()
 
     def _close(self, run: Run, reason: FinishReason, error: str) -> None:
         run.phase = Phase.ENDED
@@ -353,14 +353,14 @@ class DecodeRole:
         if run.phase is Phase.ENDED:
             return
         self._forget(run, message)
-        if refusal is Refusal.HANDOFF_FAILED:  # it was told of a lease: that attempt is used up
+        if refusal is Refusal.HANDOFF_FAILED:  # its router has a lease: the attempt is used up
             self._log.use_up(run.submission, self._clock.now_s())
         if run.session is not None:
             retry_s = self._config.no_capacity_retry_s if refusal is Refusal.NO_CAPACITY else 0.0
             run.session.reject(run.submission, refusal, message, retry_s, field)
 
     def _forget(self, run: Run, message: str) -> None:
-        """End an attempt that never ran. It emitted nothing here, so nobody may attach to it."""
+        """End an attempt that never ran. It emitted nothing, so no session may attach to it."""
         self._close(run, FinishReason.ERROR, message)
         self._log.forget(run.submission.request_id)
         if run.session is not None:
@@ -378,17 +378,17 @@ class DecodeRole:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, and no writer may still touch this worker's memory."""
+        """Nothing runs, and no writer may still write this worker's memory."""
         return not self._runs and not self._fenced and not self.tasks
 
     @property
-    def has_told_all(self) -> bool:
-        """No session has anything left that its router has not taken."""
-        return all(session.has_told_all for session in self._sessions.values())
+    def has_sent_all(self) -> bool:
+        """Every router has taken everything from its session."""
+        return all(session.has_sent_all for session in self._sessions.values())
 
     def num_orphans(self) -> int:
         return self._runs.num_orphans()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when an attempt is owned twice or by nobody."""
+        """Raise AssertionError when an attempt has two owners or none."""
         self._runs.check_integrity()

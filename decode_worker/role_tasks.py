@@ -1,4 +1,4 @@
-"""The decode role's tasks: an error that nothing in them understood is told of once, here."""
+"""The decode role's tasks, and the one place that reports their unexpected errors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ log = logging.getLogger(__name__)
 
 
 class RoleTasks:
-    """Own the tasks that take requests in; tells of what failed in these and in others' too."""
+    """Own the tasks that take requests in. Report errors of these and of watched tasks."""
 
     def __init__(self, fail: Callable[[str, BaseException], None]) -> None:
-        """`fail` is told of an error that leaves nothing here to rely on."""
+        """`fail` ends the worker: it gets the error after which no state can be trusted."""
         self._fail = fail
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        """Of those that were spawned and are not over."""
+        """Number of spawned tasks that have not finished."""
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -29,7 +29,7 @@ class RoleTasks:
         self.watch(task)
 
     def watch(self, task: asyncio.Task[None]) -> None:
-        """An assertion that fails in it ends the worker; it stays its caller's."""
+        """End the worker when an assertion fails in the task. The caller keeps the task."""
         task.add_done_callback(self._over)
 
     def _over(self, task: asyncio.Task[None]) -> None:

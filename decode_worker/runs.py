@@ -22,17 +22,17 @@ class Phase(enum.Enum):
 
 @dataclass(eq=False)
 class Run:
-    """One attempt on this worker, from `submit` to its end. Written by the decode role alone."""
+    """One attempt on this worker, from `submit` to its end. Only the decode role writes it."""
 
     submission: Submission
     record: Record
     session: RouterSession | None
     router: str
-    """Who submitted it or attached it last, also while its session is lost."""
+    """The router that submitted or last attached it, even while its session is lost."""
     phase: Phase
     deadline_s: float | None
     reserved: Reserved | None = None
-    """The lease that was told, while nothing has come of it: told again to who attaches."""
+    """The lease that was sent, until its handoff ends. A router that attaches gets it again."""
     orphaned_at_s: float | None = None
 
     @property
@@ -45,22 +45,22 @@ class Run:
         return None if lease is None else lease.lease_id
 
     def move_to(self, session: RouterSession) -> None:
-        """Its later tokens flow there, and who followed it is told so."""
+        """Send later tokens to `session`, and `Moved` to the session that followed it."""
         request_id = self.submission.request_id
         if self.session is not None and self.session is not session:
             self.session.drop(request_id)
-            self.tell(Moved(request_id, self.submission.attempt))
+            self.notify(Moved(request_id, self.submission.attempt))
         self.session, self.router, self.orphaned_at_s = session, session.router, None
         session.follow(self.record, sent=len(self.record.token_ids))
-        if self.reserved is not None:  # who was told may be gone: the writer may wait in vain
-            self.tell(self.reserved)
+        if self.reserved is not None:  # the lost router may never have passed it to the writer
+            self.notify(self.reserved)
 
     def left_s(self, now_s: float, otherwise_s: float) -> float:
-        """Until its deadline; `otherwise_s` when it has none."""
+        """Seconds until the deadline; `otherwise_s` without one."""
         return otherwise_s if self.deadline_s is None else max(0.0, self.deadline_s - now_s)
 
     def overdue(self, now_s: float, orphan_ttl_s: float) -> str | None:
-        """Why it has to end now; None when it may go on."""
+        """Why the attempt must end now; None if it may continue."""
         if self.deadline_s is not None and now_s >= self.deadline_s:
             return DEADLINE
         if self.orphaned_at_s is not None and now_s - self.orphaned_at_s >= orphan_ttl_s:
@@ -68,35 +68,37 @@ class Run:
         return None
 
     def granted(self, lease: Lease, num_cached_tokens: int) -> None:
-        """Its writer may write now; whoever follows it asks the writer to."""
+        """The writer may write from now on; the router that follows asks it to."""
         self.phase = Phase.LEASED
         request_id, attempt = self.submission.request_id, self.submission.attempt
         self.reserved = Reserved(request_id, attempt, lease, num_cached_tokens)
-        self.tell(self.reserved)
+        self.notify(self.reserved)
 
-    def tell(self, notice: Notice) -> None:
-        """To the router that follows it, if one does."""
+    def notify(self, notice: Notice) -> None:
+        """Send a notice to the router that follows it, if any."""
         if self.session is not None:
             self.session.notice(notice)
             self.session.flush()
 
-    def tell_output(self) -> None:
-        """What is new of it, and its end."""
+    def notify_output(self) -> None:
+        """Send new tokens, and the end if it has ended."""
         if self.session is not None:
             self.session.changed(self.record)
             self.session.flush()
 
 
 def sampled_token(first: FirstToken) -> SampledToken:
-    """A writer's first token as the engine and the records know tokens."""
-    told = first.logprobs
-    if told is None:
+    """A writer's first token as the engine's type."""
+    logprobs = first.logprobs
+    if logprobs is None:
         return SampledToken(first.token_id)
-    return SampledToken(first.token_id, TokenLogprobs(told.logprob, told.rank, told.top))
+    return SampledToken(
+        first.token_id, TokenLogprobs(logprobs.logprob, logprobs.rank, logprobs.top)
+    )
 
 
 class Runs:
-    """A request has one attempt here at most: its newest."""
+    """Own the attempts. A request has at most one here: its newest."""
 
     def __init__(self) -> None:
         self._by_key: dict[RequestId, Run] = {}
@@ -106,7 +108,7 @@ class Runs:
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[Run]:
-        """Those of now; they may end meanwhile."""
+        """The attempts at this moment; they may end during the iteration."""
         return iter(list(self._by_key.values()))
 
     def add(self, run: Run) -> None:
@@ -118,15 +120,15 @@ class Runs:
             del self._by_request[run.submission.request_id]
 
     def find(self, key: str) -> Run | None:
-        """By the engine's key, which names one attempt."""
+        """Find by the engine's key, which names one attempt."""
         return self._by_key.get(RequestId(key))
 
     def of_request(self, request_id: str) -> Run | None:
-        """By the router's name for the request."""
+        """Find by the router's request id."""
         return self._by_request.get(request_id)
 
     def orphan(self, session: RouterSession, now_s: float) -> None:
-        """The session is lost, and who it was with may be."""
+        """Mark the attempts of a lost session as orphans."""
         for run in self:
             if run.session is session:
                 run.session, run.orphaned_at_s = None, now_s
@@ -135,7 +137,7 @@ class Runs:
         return sum(run.orphaned_at_s is not None for run in self._by_key.values())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when an attempt is owned twice or by nobody."""
+        """Raise AssertionError when an attempt has two owners or none."""
         for key, run in self._by_key.items():
             assert run.key == key, (run.key, key)
             assert run.phase is not Phase.ENDED, key

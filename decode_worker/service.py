@@ -1,4 +1,4 @@
-"""`DecodeService`: the wire's side of the decode role. Protobuf messages stop here."""
+"""`DecodeService`: the gRPC side of the decode role. Protobuf messages stop here."""
 
 from __future__ import annotations
 
@@ -81,15 +81,17 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         except InvalidRequestError as error:
             _refuse(session, wire, Refusal.INVALID, error.message, error.field or "")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # A fault of ours, or of the router's; of this message alone: the session's other
-            # requests go on.
+            # A bug of the worker or the router, in this message only. The session's other requests
+            # continue.
             log.exception("request %r cannot be taken", wire.request_id)
             _refuse(session, wire, Refusal.INTERNAL, f"it cannot be taken: {error!r}")
 
     def _submission(self, message: worker_pb2.Reserve) -> tuple[Submission, WorkerIdentity | None]:
-        """With the writer, if there is one. Raises InvalidRequestError for a malformed request;
-        ValueError for what is no fault of the client's: a writer that is none, log-probabilities
-        that are not as many as the tokens that were emitted."""
+        """The submission, and the writer if there is one.
+
+        Raises InvalidRequestError for a malformed request. Raises ValueError for a router's fault:
+        a malformed writer, or a number of log-probabilities other than of emitted tokens.
+        """
         wire = message.spec
         spec, writer = read_spec(wire), None
         if message.HasField("writer"):
@@ -190,12 +192,12 @@ def _tokens_message(run: TokenRun) -> worker_pb2.RequestTokens:
 
 
 def _logprobs_message(logprobs: TokenLogprobs | None) -> common_pb2.Logprobs:
-    """Of rank 0 for a token that an earlier attempt emitted, where the router did not know more."""
+    """Rank 0 on the wire means: an earlier attempt emitted it and its logprobs are unknown."""
     return common_pb2.Logprobs() if logprobs is None else logprobs_to_proto(logprobs)
 
 
 def _read_logprobs(message: common_pb2.Logprobs) -> TokenLogprobs | None:
     if message.rank == 0:
         return None
-    told = logprobs_from_proto(message)
-    return TokenLogprobs(told.logprob, told.rank, told.top)
+    logprobs = logprobs_from_proto(message)
+    return TokenLogprobs(logprobs.logprob, logprobs.rank, logprobs.top)

@@ -1,8 +1,7 @@
-"""The worker's end of a session: what one router has still to be told.
+"""The worker's end of a session: what one router has yet to receive.
 
-Tokens are not queued: a session remembers up to which output index each request was sent and reads
-the rest from the request log. So a slow router costs nothing but the log that is kept anyway, and
-gets its tokens in fewer, longer runs.
+Tokens are not queued. A session remembers each request's last sent output index and reads the rest
+from the request log. So a slow router costs no memory beyond the log, and gets longer runs.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Reserved:
     request_id: str
     attempt: int
     lease: Lease | None
-    """None: the worker prefills by itself."""
+    """None: the worker prefills the prompt itself."""
     num_cached_tokens: int
 
 
@@ -44,7 +43,7 @@ class Rejected:
     message: str
     retry_after_s: float = 0.0
     field: str = ""
-    """Of an INVALID request: the one that is wrong, as the engine names it."""
+    """The wrong field of an INVALID request, as the engine names it."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ Notice = Reserved | Rejected | Admitted | Moved
 
 @dataclass(frozen=True)
 class Update:
-    """One message to the router: all that is new since the one before."""
+    """One message to the router: everything new since the previous message."""
 
     reserved: tuple[Reserved, ...]
     rejected: tuple[Rejected, ...]
@@ -76,27 +75,27 @@ class Update:
 
 
 class RouterSession:
-    """Owned by the event loop. Notices collect until `flush`, which lets the stream send them."""
+    """Owned by the event loop. Notices collect until `flush` wakes the stream."""
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
         self.router = router_id.rsplit("/", 1)[0]
-        """Whose session this is: a router's ids are `<router>/<n>`."""
+        """The router's name; its session ids are `<router>/<n>`."""
         self.closed = False
-        self._telling = False
+        self._sending = False
         self._notices: list[Notice] = []
         self._news: dict[str, Record] = {}
         self._sent: dict[str, int] = {}  # output tokens this router has, by request
         self._wake = asyncio.Event()
 
     def follow(self, record: Record, sent: int) -> None:
-        """From now on this router gets a request's tokens from output index `sent` on."""
+        """Send this router the request's tokens, starting at output index `sent`."""
         request_id = record.submission.request_id
-        self._news.pop(request_id, None)  # of a former attempt
+        self._news.pop(request_id, None)  # of the previous attempt
         self._sent[request_id] = sent
 
     def drop(self, request_id: str) -> None:
-        """Tell this router nothing more of a request."""
+        """Send this router nothing more about a request."""
         self._sent.pop(request_id, None)
         self._news.pop(request_id, None)
 
@@ -124,16 +123,16 @@ class RouterSession:
         self._wake.set()
 
     @property
-    def has_told_all(self) -> bool:
-        """Whether the stream has taken everything: a router that reads nothing holds it up."""
-        return not (self._notices or self._news or self._telling)
+    def has_sent_all(self) -> bool:
+        """Whether the stream has taken everything. A router that does not read delays it."""
+        return not (self._notices or self._news or self._sending)
 
     def close(self) -> None:
         self.closed = True
         self._wake.set()
 
     async def updates(self) -> AsyncIterator[Update]:
-        """One update per flush, or fewer while the reader is busy; ends when closed."""
+        """Yield one update per flush, or fewer while the reader is busy. Ends when closed."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -141,9 +140,9 @@ class RouterSession:
                 return
             update = self._take()
             if update is not None:
-                self._telling = True
+                self._sending = True
                 yield update
-                self._telling = False
+                self._sending = False
 
     def _take(self) -> Update | None:
         tokens = []

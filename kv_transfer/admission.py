@@ -1,12 +1,12 @@
-"""Which `done` admits its lease: decided and answered where it arrives, on the progress thread.
+"""Which `done` admits its lease, decided and answered on the progress thread.
 
-The writer waits for the answer, and an event loop that had to be woken for it would cost more than
-the bytes of a short prompt. The decision is one small step under a lock; everything that follows
-from it (timers, the listener, quarantine) is the `LeaseTable`'s, on the event loop, which is told
-what was decided. That a writer was heard of is only noted here: the lease's timer looks it up.
+The writer waits for the answer. Waking an event loop for it would cost more time than moving a
+short prompt's bytes. The decision is one small step under a lock. The `LeaseTable` on the event
+loop gets the decision through a `Mailbox` and does the rest: timers, the listener, quarantine.
+Renewals are only recorded here; the lease's timer reads them.
 
-Between the two a lease may be admitted here while its table has not heard of it yet. `withdraw`
-settles who was first: after it a lease that was not admitted never will be.
+So a lease may be admitted here before its table knows. `withdraw` decides who was first: after it,
+a lease that was not admitted never will be.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from baton.v1 import transfer_pb2
@@ -27,16 +28,16 @@ log = logging.getLogger(__name__)
 
 class Outcome(enum.Enum):
     PARTIAL = "other ranks have yet to report"
-    ADMITTED = "all is here"
+    ADMITTED = "all KV has arrived"
     REPEATED = "it was admitted before"
-    WRONG = "what has arrived is not what was to come"
+    WRONG = "what arrived is not what the lease expects"
     REFUSED = "the lease is fenced, unknown, or another writer's"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What one `done` led to. `first` is there when it admits, `reason` when it does not; `lease`
-    is None when it is not the sender's."""
+    """The outcome of one `done`. `first` is set if it admits, `reason` if it is refused. `lease` is
+    None if the sender does not hold it."""
 
     lease: Lease | None
     outcome: Outcome
@@ -46,12 +47,12 @@ class Decision:
 
 @dataclass
 class _Offer:
-    """A lease that may be admitted, until it is withdrawn."""
+    """A lease that can be admitted until it is withdrawn."""
 
     lease: Lease
     heard_at_s: float
     expected: dict[tuple[int, int], tuple[int, int, int]]
-    """(source rank, target rank) -> what its `done` must say: source ranks, blocks, bytes"""
+    """(source rank, target rank) -> (source ranks, blocks, bytes) that its `done` must report"""
     reported: set[tuple[int, int]] = field(default_factory=set)
     first: FirstToken | None = None
     is_admitted: bool = False
@@ -59,7 +60,7 @@ class _Offer:
 
 
 class Admission:
-    """Owns what has been reported of each lease. Any thread."""
+    """Own what the source ranks reported for each lease. Any thread."""
 
     def __init__(
         self,
@@ -68,18 +69,18 @@ class Admission:
         fingerprint: bytes,
         send: Callable[[bytes, transfer_pb2.TransferMessage], None],
         new_message: Callable[[str, int], transfer_pb2.TransferMessage],
-        tell: Callable[[Decision], None],
+        report: Callable[[Decision], None],
         now_s: Callable[[], float],
     ) -> None:
-        """`tell` hears of what is ADMITTED or WRONG; nothing else changes the lease's state."""
+        """`report` gets ADMITTED and WRONG decisions; no other changes the lease's state."""
         self._now_s = now_s
         self._layout, self._tp_size, self._fingerprint = layout, tp_size, fingerprint
-        self._send, self._new_message, self._tell = send, new_message, tell
+        self._send, self._new_message, self._report = send, new_message, report
         self._lock = threading.Lock()
         self._offers: dict[LeaseId, _Offer] = {}
 
     def offer(self, lease: Lease) -> None:
-        """The lease may be admitted from now on."""
+        """Let the lease be admitted from now on."""
         offer = _Offer(lease, self._now_s(), self._expected(lease))
         with self._lock:
             self._offers[lease.lease_id] = offer
@@ -98,7 +99,7 @@ class Admission:
         return expected
 
     def withdraw(self, lease_id: LeaseId) -> bool:
-        """Nothing will be admitted under this lease. False: it has been already."""
+        """Admit nothing under this lease any more. False: it is already admitted."""
         with self._lock:
             offer = self._offers[lease_id]
             offer.is_withdrawn = not offer.is_admitted
@@ -109,14 +110,14 @@ class Admission:
             del self._offers[lease_id]
 
     def heard(self, message: transfer_pb2.TransferMessage) -> None:
-        """The message's lease is still being served."""
+        """Record that the writer still serves the message's lease."""
         with self._lock:
             offer = self._offers.get(LeaseId(message.lease_id))
             if offer is not None and is_from_writer(offer.lease, message):
                 offer.heard_at_s = self._now_s()
 
     def heard_at_s(self, lease_id: LeaseId) -> float:
-        """When the writer was last heard of, or the lease was granted."""
+        """Time of the writer's last message, or of the grant before the first."""
         with self._lock:
             return self._offers[lease_id].heard_at_s
 
@@ -131,11 +132,12 @@ class Admission:
         done: transfer_pb2.TransferDone,
         error: str,
     ) -> None:
-        """A source rank has reported to one of our ranks, which found `error` in what has come."""
+        """Take a source rank's `done` to one of this worker's ranks. `error`: what that rank found
+        wrong, or empty."""
         decision = self._decide(message, source_rank, done, error)
-        # Before it is answered: whatever that leads to finds the table's event loop told already.
+        # Before the answer: whatever the answer causes comes after the decision in the mailbox.
         if decision.outcome in (Outcome.ADMITTED, Outcome.WRONG):
-            self._tell(decision)
+            self._report(decision)
         if decision.outcome in (Outcome.ADMITTED, Outcome.REPEATED):
             assert decision.lease is not None
             answer = self._new_message(message.lease_id, message.lease_epoch)
@@ -192,25 +194,25 @@ class Admission:
         return Decision(offer.lease, Outcome.ADMITTED, offer.first)
 
     def _mismatch(self, offer: _Offer, source_rank: int, done: transfer_pb2.TransferDone) -> str:
-        """What a `done` says that is not as it must be; empty when all is."""
+        """The first mismatch between a `done` and its lease; empty if there is none."""
         if done.kv_fingerprint != self._fingerprint:
-            return "the writer's kv_fingerprint is another"
+            return "the writer has another kv_fingerprint"
         expected = offer.expected.get((source_rank, done.target_rank))
         if expected is None:
             return f"rank {source_rank} owes rank {done.target_rank} nothing"
-        told = (done.num_source_ranks, done.num_blocks, done.num_bytes)
-        if told != expected:
-            return f"(ranks, blocks, bytes) are {told}, not {expected}"
+        sent = (done.num_source_ranks, done.num_blocks, done.num_bytes)
+        if sent != expected:
+            return f"(ranks, blocks, bytes) are {sent}, not {expected}"
         if not done.checksum_stride:
             return ""
         tables = [[b for b in table if b != NULL_BLOCK] for table in offer.lease.block_ids]
         if [list(g.block_ids) for g in done.groups] != tables:
-            return "the checksums are of other blocks"
+            return "the checksums cover other blocks"
         return ""
 
 
 def is_from_writer(lease: Lease, message: transfer_pb2.TransferMessage) -> bool:
-    """The message is about this grant, and of this start of its named writer."""
+    """Whether the message is about this grant and from this start of its named writer."""
     writer = lease.writer
     return (message.sender_worker_id, message.sender_incarnation, message.lease_epoch) == (
         writer.worker_id,
@@ -222,3 +224,74 @@ def is_from_writer(lease: Lease, message: transfer_pb2.TransferMessage) -> bool:
 def _first_token(done: transfer_pb2.TransferDone) -> FirstToken:
     logprobs = logprobs_from_proto(done.logprobs) if done.HasField("logprobs") else None
     return FirstToken(done.first_token, logprobs)
+
+
+@dataclass(frozen=True)
+class PeerLost:
+    """The process at this transfer address can no longer be reached."""
+
+    address: bytes
+
+
+Event = transfer_pb2.TransferMessage | PeerLost | Decision
+Post = Callable[[Callable[[], None]], object]
+
+
+class Mailbox:
+    """Events for one reader on an event loop: one wake-up for all that have collected.
+
+    Without a reader events are dropped. Ranks above 0 and workers of the other role never have a
+    reader, and no peer knows rank 0's address before its reader is bound."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: list[Event] = []
+        self._reader: tuple[Post, Callable[[Event], None]] | None = None
+        self._posted = False
+
+    def bind(self, post: Post, handle: Callable[[Event], None]) -> None:
+        """`post` runs a callback on the reader's thread (`loop.call_soon_threadsafe`)."""
+        with self._lock:
+            assert self._reader is None, "a mailbox has one reader"
+            self._reader = (post, handle)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._events)
+
+    def put(self, *events: Event) -> None:
+        with self._lock:
+            if self._reader is None:
+                return
+            self._events.extend(events)
+            if self._posted:
+                return
+            self._posted = True
+            post = self._reader[0]
+        try:
+            post(self._deliver)
+        except RuntimeError:
+            # The loop is closed: this process is ending and nothing reads any more.
+            self._posted = False
+
+    def _deliver(self) -> None:
+        with self._lock:
+            events, self._events = self._events, []
+            self._posted = False
+            assert self._reader is not None
+            handle = self._reader[1]
+        waiting = deque(events)
+        try:
+            while waiting:
+                handle(waiting.popleft())
+        finally:
+            if waiting:  # one event failed: the loop reports it and handles the others next
+                self._put_back(waiting)
+
+    def _put_back(self, events: Iterable[Event]) -> None:
+        with self._lock:
+            assert self._reader is not None
+            self._events[:0] = events
+            post, posted, self._posted = self._reader[0], self._posted, True
+        if not posted:
+            post(self._deliver)

@@ -1,7 +1,7 @@
-"""Identity of a full KV block across workers: a chained hash of the tokens that led to it.
+"""Identity of a full KV block across workers: a chained hash of its tokens and all before them.
 
-The chain is seeded with the KV fingerprint and the request's cache salt, so that blocks of unequal
-models or of salted requests never meet.
+The chain is seeded with the KV fingerprint and the request's cache salt, so that blocks of
+different models or differently salted requests never match.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def block_hash(parent: BlockHash, tokens: TokenIds) -> BlockHash:
 
 
 def block_hashes(seed: BlockHash, tokens: TokenIds, block_size: int) -> list[BlockHash]:
-    """Hashes of all full blocks of `tokens`, parents first; a shorter rest has none."""
+    """Hashes of all full blocks of `tokens`, parents first; a partial last block has none."""
     hashes = []
     parent = seed
     data = tokens.astype("<u4", copy=False).tobytes()

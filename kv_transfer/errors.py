@@ -5,12 +5,12 @@ TransferError
 ├── FingerprintError        the two workers' KV could differ: they never exchange any
 ├── LeaseError              the lease cannot be served
 │   ├── LeaseFencedError    its owner has fenced it (tombstone): never served any more
-│   ├── LeaseServedError    it is being served already: another router had asked for it
+│   ├── LeaseServedError    already being served: another router asked for it before
 │   └── WrongWriterError    it names another writer, or another incarnation of this one
 └── HandoffError            the handoff began and failed; nothing will be admitted for it
-    ├── PeerLostError       the receiver, or a rank of its, is gone
+    ├── PeerLostError       the receiver, or one of its ranks, is gone
     ├── RankLostError       a rank of the writer is gone
-    ├── FencedError         the receiver told us to stop
+    ├── FencedError         the receiver ordered the writer to stop
     ├── NackError           the receiver refuses the `done`
     ├── HandoffTimeoutError no acknowledgement in time: it may or may not have been admitted
     ├── PostFailedError     a put or a flush failed
@@ -28,7 +28,7 @@ class TransferError(Exception):
 
 class TransportError(TransferError):
     def __init__(self, message: str, status: int | None = None) -> None:
-        """`status`: libucp's, when it is one of its calls that failed."""
+        """`status`: libucp's status, if one of its calls failed."""
         super().__init__(message)
         self.status = status
 

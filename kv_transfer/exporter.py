@@ -1,33 +1,34 @@
-"""Handoffs this worker sends, seen from its rank 0.
+"""Handoffs that this worker sends, seen from its rank 0.
 
 A handoff:
-1. `open`: the lease is checked and delivered to the sink of every rank; the engine computes and the
-   ranks push while layers finish;
-2. `finish`: the first token is known. The ranks flush and send `done`; the receiver answers `Ack`;
-3. or it breaks at any moment (fenced, refused, a peer lost, no answer in time, cancelled): every
-   rank is told to stop, and once all have drained the receiver is told `Failed` and `Drained`.
+1. `open`: the lease is checked and sent to the sink of every rank. The engine computes, and the
+   ranks push each layer as it finishes.
+2. `finish`: the first token is known. The ranks flush and send `done`; the receiver answers `Ack`.
+3. Or it breaks at any time: fenced, refused, peer lost, no answer in time, or cancelled. Every rank
+   stops. Once all have drained, the receiver gets `Failed` and `Drained`.
 
-While it is open its lease is renewed, by time, for as long as the engine is well: a prompt that
-waits for others, or whose chunk takes long, is being served. A hung engine renews nothing, nor does
-a blocked one, for nothing says that its wait ends. What is being finished needs no engine.
+A timer renews the lease while the handoff is open and the engine is well. A prompt that waits
+behind others, or whose chunk takes long, is still being served. A hung or blocked engine renews
+nothing, because its wait may never end. After `finish` the engine is not needed.
 
-Either way the handoff is remembered by a tombstone, as is a lease that was fenced before it was
-ever seen: it is never opened (again), and a fence for it is answered with `Drained` at once.
-A handoff that broke ends for its caller after `ack_timeout_s` even when a rank has not answered;
-the receiver is told `Drained`, and `wait_drained` returns, only when all really have.
+An ended handoff leaves a tombstone, and so does a lease that was fenced before it arrived. It can
+never be opened (again), and a fence for it gets `Drained` at once. A broken handoff ends for its
+caller after `ack_timeout_s` even if a rank has not answered. The receiver gets `Drained`, and
+`wait_drained` returns, only when all ranks have drained.
 
-Lives on rank 0's event loop; not thread-safe.
+Runs on rank 0's event loop. Not thread-safe.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
+from kv_transfer.admission import Event, PeerLost
 from kv_transfer.clock import Clock, LoopClock, Timer
 from kv_transfer.errors import (
     CancelledHandoffError,
@@ -53,15 +54,13 @@ from kv_transfer.lease import (
     WorkerIdentity,
     handoff_id,
 )
-from kv_transfer.mailbox import Event, PeerLost
 from kv_transfer.rank import TransferRank
-from kv_transfer.rank_books import RankBooks
-from kv_transfer.tombstones import Tombstones
+from kv_transfer.rank_handoff import Tombstones
 
 log = logging.getLogger(__name__)
 
-_RENEWALS = 3  # so often within the time that a lease lasts: one may be late, or lost
-_RESENDS = 4  # a `done` is repeated this often within its timeout, until it is answered
+_RENEWALS = 3  # renewals per lease duration: one may be late or lost
+_RESENDS = 4  # `done` messages within the timeout, until one is answered
 
 
 class Exporter:
@@ -75,29 +74,30 @@ class Exporter:
         engine_is_well: Callable[[], bool],
         clock: Clock | None = None,
     ) -> None:
-        """On the running event loop. `send_to_sinks` delivers a payload to `KvSink.message` of
-        every rank of this worker, before anything of a later `add_prefill`. `engine_is_well`:
-        whether it lives, its step under way may still end, and it is not blocked."""
+        """Must be called on the running event loop.
+
+        `send_to_sinks` passes a payload to `KvSink.message` of every rank, ahead of any later
+        `add_prefill`. `engine_is_well`: the engine lives, and is neither hung nor blocked."""
         self._rank, self._identity, self._fingerprint = rank, identity, fingerprint
         self._config, self._send_to_sinks = config, send_to_sinks
         self._engine_is_well = engine_is_well
         self._loop = asyncio.get_running_loop()
         self._clock = clock or LoopClock(self._loop)
         self._exports: dict[HandoffId, Export] = {}
-        self.rank_books = RankBooks(rank, self._exports)
+        self.held_handoffs = HeldHandoffs(rank, self._exports)
         self._tombstones = Tombstones(config.tombstone_s)
-        self._can_still_land: set[HandoffId] = set()  # for good: `Drained` is never said of these
+        self._can_still_land: set[HandoffId] = set()  # these never get a `Drained`
         self.on_broken: Callable[[HandoffId, HandoffError], None] | None = None
-        """Told, once, when a handoff breaks: computing on for it is in vain."""
-        for other in identity.ranks[1:]:  # so that their death is noticed
+        """Called once when a handoff breaks, so that its computation can stop."""
+        for other in identity.ranks[1:]:  # a connection notices the rank's death
             rank.transport.connect(other.transfer_address)
         rank.exporter_mail.bind(self._loop.call_soon_threadsafe, self._handle)
 
     def open(self, lease: Lease) -> HandoffId:
-        """Begin to serve a lease; `finish` or `cancel` must be called for it in the end.
+        """Begin to serve a lease. The caller must later call `finish` or `cancel`.
 
-        Raises LeaseFencedError when its owner has fenced it or it is over, LeaseServedError,
-        FingerprintError, WrongWriterError, or LeaseError when it does not fit this worker's layout.
+        Raises LeaseFencedError if its owner fenced it or it is over, LeaseServedError,
+        FingerprintError, WrongWriterError, or LeaseError if it does not fit this worker's layout.
         """
         self.check_unserved(lease)
         handoff = lease.handoff_id
@@ -106,25 +106,25 @@ class Exporter:
             raise WrongWriterError(f"lease {lease.lease_id} is for {named[0]}, start {named[1]}")
         if lease.kv_fingerprint != self._fingerprint:
             raise FingerprintError(
-                f"KV of {lease.owner.worker_id} ({lease.kv_fingerprint.hex()}) is not of the kind "
-                f"of {self._identity.worker_id} ({self._fingerprint.hex()})"
+                f"{lease.owner.worker_id} has kv_fingerprint {lease.kv_fingerprint.hex()}, "
+                f"{self._identity.worker_id} has {self._fingerprint.hex()}"
             )
         self._rank.check_lease(lease)
         export = self._exports[handoff] = Export(lease)
         self._send_to_sinks(self._rank.open_payload(lease))
-        # Not before the engine has the prompt, which comes next.
+        # By a timer, so that the engine gets the prompt first.
         export.renewal = self._clock.call_later(0.0, lambda: self._renew(export))
         return handoff
 
     def check_unserved(self, lease: Lease) -> None:
-        """Raises LeaseFencedError or LeaseServedError for one that was asked for before."""
+        """Raise LeaseFencedError or LeaseServedError for a lease that was asked for before."""
         if self._tombstones.holds(lease.handoff_id, self._clock.now_s()):
             raise LeaseFencedError(f"lease {lease.lease_id} is fenced or over")
         if lease.handoff_id in self._exports:
-            raise LeaseServedError(f"lease {lease.lease_id} is being served already")
+            raise LeaseServedError(f"lease {lease.lease_id} is already being served")
 
     def _renew(self, export: Export) -> None:
-        """Now and from time to time, until the handoff is over."""
+        """Renew now and at intervals until the handoff is over."""
         if export.finishing_at_s is not None or self._engine_is_well():
             self._rank.send_progress(export.lease)
         export.renewal = self._clock.call_later(
@@ -138,12 +138,12 @@ class Exporter:
         logprobs: LogprobsLike | None,
         timeout_s: float | None = None,
     ) -> Receipt:
-        """Send `done` once all is pushed and wait for the receiver's `Ack`.
+        """Send `done` once all is pushed, and wait for the receiver's `Ack`.
 
-        Raises PeerLostError, RankLostError, FencedError, NackError, HandoffTimeoutError
-        (`timeout_s`, or the configured one, since the later of the first token and the last flush
-        to the receiver that it waited for), PostFailedError or CancelledHandoffError; then it has
-        drained on every rank, or `ack_timeout_s` more have passed.
+        Raises PeerLostError, RankLostError, FencedError, NackError, HandoffTimeoutError,
+        PostFailedError or CancelledHandoffError. Then every rank has drained, or `ack_timeout_s`
+        more seconds have passed. The timeout (`timeout_s`, or the configured one) counts from the
+        first token, or from the last flush to the receiver if that was later.
         """
         export = self._exports.get(handoff)
         if export is None:
@@ -180,7 +180,7 @@ class Exporter:
     def _await_ack(
         self, handoff: HandoffId, export: Export, timeout_s: float, is_repeat: bool = False
     ) -> None:
-        """Repeat the `done` from time to time, until nothing has moved for too long."""
+        """Repeat the `done` at intervals; break the handoff after `timeout_s` without progress."""
         assert export.finishing_at_s is not None
         since_s = self._rank.moved_at_s(handoff) or export.finishing_at_s
         left_s = since_s + timeout_s - self._clock.now_s()
@@ -197,12 +197,12 @@ class Exporter:
         )
 
     async def cancel(self, handoff: HandoffId, ended_by: FirstToken | None = None) -> bool:
-        """Stop a handoff; returns when it has drained on every rank, or after `ack_timeout_s`.
+        """Stop a handoff. Returns when every rank has drained, or after `ack_timeout_s`.
 
-        `ended_by`: the first token, where it ends the request; the receiver is told it.
+        `ended_by`: the first token if it ends the request; the receiver gets it.
 
-        False: it has not drained, and its blocks may still be read until `wait_drained` returns.
-        One that is over or unknown is drained already.
+        False: not drained, and its blocks may still be read until `wait_drained` returns. A handoff
+        that is over or unknown has drained.
         """
         export = self._exports.get(handoff)
         if export is None:
@@ -215,13 +215,13 @@ class Exporter:
         return self._is_drained(export)
 
     async def wait_drained(self, handoff: HandoffId) -> None:
-        """Return once nothing of a handoff is in flight on any rank, however long that takes."""
+        """Return once nothing of a handoff is in flight on any rank. Has no timeout."""
         export = self._exports.get(handoff)
         if export is not None:
             await export.all_drained.wait()
 
     def error(self, handoff: HandoffId) -> HandoffError | None:
-        """What broke an open handoff, if anything has."""
+        """What broke an open handoff; None if nothing did."""
         export = self._exports.get(handoff)
         return export.error if export is not None else None
 
@@ -245,7 +245,7 @@ class Exporter:
         kind = event.WhichOneof("message")
         handoff = handoff_id(event.lease_id, event.lease_epoch)
         if kind == "rank_books":
-            self.rank_books.told(event)
+            self.held_handoffs.answered(event)
             return
         if kind == "fence":
             self._fenced(handoff, event)
@@ -259,12 +259,12 @@ class Exporter:
             log.warning("%s of handoff %s from %s", kind, handoff, event.sender_worker_id)
         elif kind == "ack":
             export.acked_at_s = self._clock.now_s()
-            self._settle(handoff, export)
+            self._complete(handoff, export)
         elif kind == "nack" and self._is_own(event.nack):
             self._break(handoff, NackError(event.nack.reason))
 
     def _is_own(self, nack: transfer_pb2.TransferNack) -> bool:
-        """Not an answer to somebody who used our name or address."""
+        """Whether the `Nack` answers this start of this worker, not a reuser of its address."""
         return (nack.writer_worker_id, nack.writer_incarnation) == (
             self._identity.worker_id,
             self._identity.incarnation,
@@ -274,11 +274,11 @@ class Exporter:
         export = self._exports.get(handoff)
         if export is None:
             self._tombstones.bury(handoff, self._clock.now_s())
-            self._tell_drained(message.fence.reply_to.transfer_address, message)
+            self._send_drained(message.fence.reply_to.transfer_address, message)
         elif not export.is_from_owner(message):
             log.warning("fence of handoff %s from %s", handoff, message.sender_worker_id)
         elif export.over.is_set() and self._is_drained(export):
-            self._tell_drained(export.lease.owner.rank0_address, message)
+            self._send_drained(export.lease.owner.rank0_address, message)
         else:
             self._break(handoff, FencedError(f"lease {message.lease_id} was fenced by its owner"))
 
@@ -294,7 +294,7 @@ class Exporter:
         if report.error:
             kind = PeerLostError if report.peer_lost else PostFailedError
             self._break(handoff, kind(f"rank {message.sender_rank}: {report.error}"))
-        self._settle(handoff, export)
+        self._complete(handoff, export)
 
     def _peer_lost(self, address: bytes) -> None:
         own = address in (rank.transfer_address for rank in self._identity.ranks)
@@ -308,7 +308,7 @@ class Exporter:
     # --- what follows ----------------------------------------------------------------------------
 
     def _break(self, handoff: HandoffId, error: HandoffError) -> None:
-        """The handoff will not succeed: stop every rank. The first reason stands."""
+        """Stop a handoff on every rank. The first error is kept."""
         export = self._exports[handoff]
         if export.error is not None or export.over.is_set():
             return
@@ -322,8 +322,8 @@ class Exporter:
             self.on_broken(handoff, error)
 
     def _give_up_waiting(self, handoff: HandoffId, export: Export) -> None:
-        """A rank does not answer. What it has put can land yet, even if its process is gone: only
-        the receiver knows over what it came."""
+        """End the wait for a rank that does not answer. Its puts may still land, even if its
+        process is gone: only the receiver knows which transport they used."""
         if not export.over.is_set():
             log.error("handoff %s: not every rank has drained", handoff)
             self._end(export)
@@ -331,8 +331,8 @@ class Exporter:
     def _is_drained(self, export: Export) -> bool:
         return len(export.drained) == self._identity.tp_size
 
-    def _settle(self, handoff: HandoffId, export: Export) -> None:
-        """Give the outcome once every rank has drained."""
+    def _complete(self, handoff: HandoffId, export: Export) -> None:
+        """Set the outcome once every rank has drained."""
         if not self._is_drained(export):
             return
         export.all_drained.set()
@@ -341,9 +341,9 @@ class Exporter:
                 export.receipt = export.make_receipt()
                 self._end(export)
             return
-        if not export.owner_told:
-            export.owner_told = True
-            self._tell_failed(export)
+        if not export.owner_informed:
+            export.owner_informed = True
+            self._send_failed(export)
         self._end(export)
         if export.collected:
             self._exports.pop(handoff, None)
@@ -362,7 +362,7 @@ class Exporter:
 
     # --- what is said ----------------------------------------------------------------------------
 
-    def _tell_failed(self, export: Export) -> None:
+    def _send_failed(self, export: Export) -> None:
         lease = export.lease
         message = self._rank.new_message(lease.lease_id, lease.lease_epoch)
         assert export.error is not None
@@ -370,9 +370,9 @@ class Exporter:
         if export.ended_by is not None:
             message.failed.ended_by.CopyFrom(export.ended_by.to_proto())
         self._rank.send(lease.owner.rank0_address, message)
-        self._tell_drained(lease.owner.rank0_address, message)
+        self._send_drained(lease.owner.rank0_address, message)
 
-    def _tell_drained(self, address: bytes, about: transfer_pb2.TransferMessage) -> None:
+    def _send_drained(self, address: bytes, about: transfer_pb2.TransferMessage) -> None:
         if handoff_id(about.lease_id, about.lease_epoch) in self._can_still_land:
             return
         message = self._rank.new_message(about.lease_id, about.lease_epoch)
@@ -382,23 +382,21 @@ class Exporter:
 
 @dataclass(eq=False)
 class Export:
-    """One handoff as rank 0 of the writer sees it: who has drained, what is awaited, how it ends.
-
-    Owned by the exporter, and changed on its event loop only."""
+    """One handoff as rank 0 of the writer sees it. Only the exporter changes it."""
 
     lease: Lease
     drained: dict[int, transfer_pb2.RankDrained] = field(default_factory=dict)  # by rank
     all_drained: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """With a receipt, or the error that broke it."""
+    """Set with a receipt, or with the error that broke the handoff."""
     receipt: Receipt | None = None
     error: HandoffError | None = None
     acked_at_s: float | None = None
     finishing_at_s: float | None = None
-    ended_by: FirstToken | None = None  # so nothing has to move
-    owner_told: bool = False  # that it failed and has drained
-    collected: bool = False  # the caller of `finish` or `cancel` has its outcome
-    timer: Timer | None = None  # of the answer that is waited for: `Ack`, or that ranks drained
+    ended_by: FirstToken | None = None  # it ends the request, so no KV has to move
+    owner_informed: bool = False  # the owner got `Failed` and `Drained`
+    collected: bool = False  # the caller of `finish` or `cancel` has the outcome
+    timer: Timer | None = None  # for the awaited answer: `Ack`, or the ranks' RankDrained
     renewal: Timer | None = None
 
     def stop_timers(self) -> None:
@@ -407,7 +405,7 @@ class Export:
                 timer.cancel()
 
     def is_from_owner(self, message: transfer_pb2.TransferMessage) -> bool:
-        """The message is of this start of the worker that gave the lease."""
+        """Whether the message is from this start of the worker that granted the lease."""
         owner = self.lease.owner
         return (message.sender_worker_id, message.sender_incarnation) == (
             owner.worker_id,
@@ -415,7 +413,7 @@ class Export:
         )
 
     def make_receipt(self) -> Receipt:
-        """What was moved and how long it took, once every rank has drained and `Ack` has come."""
+        """The receipt, once every rank has drained and `Ack` has arrived."""
         reports = self.drained.values()
         assert self.acked_at_s is not None
         assert self.finishing_at_s is not None
@@ -425,3 +423,56 @@ class Export:
             put_s=max(report.put_s for report in reports),
             exposed_s=self.acked_at_s - self.finishing_at_s,
         )
+
+
+_ANSWER_S = 5.0
+
+
+class HeldHandoffs:
+    """Ask every rank above 0 which handoffs it holds. `open_here`: those open at rank 0.
+
+    A rank drops a handoff before it reports that it has drained, and rank 0 keeps it until every
+    rank has. Messages arrive in the order they were sent. So whenever rank 0 reads an answer, every
+    handoff in it must be open at rank 0."""
+
+    def __init__(self, rank: TransferRank, open_here: Container[HandoffId]) -> None:
+        self._rank = rank
+        self._open_here = open_here
+        self._waiting: dict[int, set[asyncio.Future[str]]] = {
+            other.tp_rank: set() for other in rank.identity.ranks[1:]
+        }
+
+    async def problems(self) -> list[str]:
+        """One line per rank that holds a handoff not open here or does not answer in time."""
+        loop = asyncio.get_running_loop()
+        answers: dict[int, asyncio.Future[str]] = {r: loop.create_future() for r in self._waiting}
+        for other in self._rank.identity.ranks[1:]:
+            self._waiting[other.tp_rank].add(answers[other.tp_rank])
+            question = self._rank.new_message("", 0)
+            question.rank_books_asked.SetInParent()
+            self._rank.send(other.transfer_address, question)
+        try:
+            if answers:
+                await asyncio.wait(answers.values(), timeout=_ANSWER_S)
+        finally:  # also if the caller is cancelled
+            for rank, answer in answers.items():
+                self._waiting[rank].discard(answer)
+        found = []
+        for rank, answer in answers.items():
+            silent = f"it did not answer within {_ANSWER_S:g} s"
+            problem = answer.result() if answer.done() else silent
+            if problem:
+                found.append(f"rank {rank}: {problem}")
+        return found
+
+    def answered(self, message: transfer_pb2.TransferMessage) -> None:
+        """Check a rank's answer now, before a later message of the rank is read."""
+        identity = self._rank.identity
+        sender = (message.sender_worker_id, message.sender_incarnation)
+        if sender != (identity.worker_id, identity.incarnation):
+            return
+        strays = [h for h in message.rank_books.handoffs if h not in self._open_here]
+        problem = f"it holds handoffs that are not open: {strays}" if strays else ""
+        for answer in self._waiting.get(message.sender_rank, ()):
+            if not answer.done():
+                answer.set_result(problem)

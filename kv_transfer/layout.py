@@ -1,8 +1,8 @@
-"""The shape of a KV block, its place in memory, and what two workers must share to exchange one.
+"""The shape of a KV block, its offset in memory, and the fingerprint two workers must share.
 
 A pool of blocks is made of regions of equal block count. Inside a region the order is
-[layer][tensor][block][kv head][slot][head_dim], so that a tensor-parallel slice of a block (a run
-of heads) is one contiguous run of bytes, and so are neighbouring blocks of one layer and tensor.
+[layer][tensor][block][kv head][token][head_dim]. So a tensor-parallel slice of a block (a run of
+heads) is one contiguous run of bytes, and so are neighbouring blocks of one layer and tensor.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass
 from typing import NewType
 
 BlockId = NewType("BlockId", int)
-HandoffId = NewType("HandoffId", str)  # one lease's KV on its way, as the writer's engine knows it
-NULL_BLOCK = BlockId(0)  # what a sliding window has left: readable, never written, never pushed
+HandoffId = NewType("HandoffId", str)  # names one grant of a lease in the writer's engine
+NULL_BLOCK = BlockId(0)  # replaces a block outside the window: readable, never written or pushed
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "uint8": 1}
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a layer's KV, for example K: `num_heads` is over all ranks."""
+    """One tensor of a layer's KV, for example K. `num_heads` counts the heads of all ranks."""
 
     name: str
     num_heads: int
@@ -29,9 +29,9 @@ class TensorSpec:
     dtype: str
 
     def heads_of_rank(self, tp_rank: int, tp_size: int) -> range:
-        """Heads that a rank holds; with fewer heads than ranks, each is replicated on several.
+        """Heads that a rank holds. With fewer heads than ranks, several ranks hold each head.
 
-        Raises ValueError when the heads cannot be split, or replicated, evenly.
+        Raises ValueError when the heads cannot be split or replicated evenly.
         """
         if self.num_heads % tp_size and tp_size % self.num_heads:
             raise ValueError(f"{self.num_heads} {self.name} heads do not fit {tp_size} ranks")
@@ -49,7 +49,7 @@ class LayerGroup:
     first_layer: int
     num_layers: int
     tensors: tuple[TensorSpec, ...]
-    window: int | None = None  # tokens a layer looks back, None for all
+    window: int | None = None  # tokens that a layer attends to; None: all
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class KvLayout:
         return self.block_size * tensor.head_dim * DTYPE_BYTES[tensor.dtype]
 
     def rank_block_bytes(self, group: int, tp_rank: int, tp_size: int) -> int:
-        """Bytes one block of a group takes on one rank, over all the group's layers."""
+        """Bytes of one block of a group on one rank, over all the group's layers."""
         spec = self.groups[group]
         return spec.num_layers * sum(
             len(tensor.heads_of_rank(tp_rank, tp_size)) * self.head_bytes(tensor)
@@ -93,8 +93,8 @@ class KvLayout:
 class RegionLayout:
     """Where a rank's block lies inside a region of `num_blocks` blocks. Offsets are in bytes.
 
-    All groups have the same number of blocks per region and ids of their own; a region holds, group
-    after group, each layer's tensors.
+    All groups have the same number of blocks per region, and each group has its own block ids. A
+    region holds each layer's tensors, group after group.
     """
 
     layout: KvLayout
@@ -109,7 +109,7 @@ class RegionLayout:
         )
 
     def tensor_offset(self, layer: int, tensor: str) -> int:
-        """Start of one layer's tensor in the region."""
+        """Offset of one layer's tensor in the region."""
         offset = 0
         for index, group in enumerate(self.layout.groups):
             block_bytes = self.layout.rank_block_bytes(index, self.tp_rank, self.tp_size)
@@ -132,20 +132,20 @@ class RegionLayout:
 
 
 def kv_fingerprint(layout: KvLayout, weights_digest: str, **model: object) -> bytes:
-    """16 bytes that differ when two workers' KV could differ; seeds every block hash.
+    """16 bytes that differ when two workers' KV could differ. They seed every block hash.
 
-    `model` is whatever else decides KV values, such as rope parameters or an adapter; plain JSON
-    values, for anything else has no form that two processes agree on (TypeError).
+    `model` is whatever else decides KV values, such as rope parameters or an adapter. Values must
+    be plain JSON, so that two processes encode them alike; anything else raises TypeError.
     """
     described = {"layout": asdict(layout), "weights": weights_digest, "model": model}
     return _fingerprint(described)
 
 
 def model_fingerprint(weights_digest: str, **model: object) -> bytes:
-    """16 bytes that differ when two workers' tokens could, by more than rounding: whatever the
-    block size and dtype are, one can go on with the other's stream by computing its KV anew.
+    """16 bytes that differ when two workers' tokens could differ by more than rounding.
 
-    `model` as of `kv_fingerprint`; two that are equal there are equal here.
+    Workers that share it can resume each other's streams by recomputing the KV, whatever their
+    block size and dtype. `model` as for `kv_fingerprint`: equal there implies equal here.
     """
     return _fingerprint({"weights": weights_digest, "model": model})
 

@@ -1,4 +1,4 @@
-"""Values of a handoff, and their conversion from and to the wire."""
+"""Values of a handoff, and their conversion to and from protobuf."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LeaseId = NewType("LeaseId", str)
 
 @dataclass(frozen=True)
 class RankAddress:
-    """One tensor-parallel rank of a worker as its transfer peers see it."""
+    """How peers reach one tensor-parallel rank of a worker."""
 
     tp_rank: int
     transfer_address: bytes
@@ -38,17 +38,18 @@ class RankAddress:
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """One start of one worker; `ranks` in order, one per tensor-parallel rank. ValueError when
-    there are none, out of order, or one has no address."""
+    """One start of one worker. `ranks`: one per tensor-parallel rank, in order.
+
+    Raises ValueError when there are none, they are out of order, or one has no address."""
 
     worker_id: str
     incarnation: int
     ranks: tuple[RankAddress, ...]
 
     def __post_init__(self) -> None:
-        told = [rank.tp_rank for rank in self.ranks]
-        if not told or told != list(range(len(told))):
-            raise ValueError(f"worker {self.worker_id!r} has ranks {told}, not 0, 1, ...")
+        found = [rank.tp_rank for rank in self.ranks]
+        if not found or found != list(range(len(found))):
+            raise ValueError(f"worker {self.worker_id!r} has ranks {found}, not 0, 1, ...")
         if not all(rank.transfer_address for rank in self.ranks):
             raise ValueError(f"worker {self.worker_id!r} has a rank without a transfer address")
 
@@ -75,7 +76,7 @@ class WorkerIdentity:
 
 @dataclass(frozen=True)
 class Region:
-    """A registered range that holds blocks [first_block, first_block + num_blocks) of a rank."""
+    """A registered memory range with a rank's blocks [first_block, first_block + num_blocks)."""
 
     first_block: int
     num_blocks: int
@@ -86,7 +87,7 @@ class Region:
 
 @dataclass(frozen=True)
 class RankLease:
-    """The memory one rank of the owner offers; `regions` of equal block count, in order."""
+    """The memory that one rank of the owner offers; `regions` in order, of equal block count."""
 
     tp_rank: int
     regions: tuple[Region, ...]
@@ -115,10 +116,10 @@ class RankLease:
 
 @dataclass(frozen=True)
 class Lease:
-    """The receiver's blocks promised to one named writer.
+    """The receiver's blocks, promised to one named writer.
 
-    `block_ids` has one table per layer group: the prompt's blocks from `num_cached_tokens` on;
-    the null block stands where a window has left, and nothing is pushed there.
+    `block_ids` has one table per layer group: the prompt's blocks from `num_cached_tokens` on. The
+    null block marks a block that has left the sliding window: nothing is pushed for it.
     """
 
     lease_id: LeaseId
@@ -133,11 +134,11 @@ class Lease:
 
     @property
     def handoff_id(self) -> HandoffId:
-        """Names this grant; the writer's engine and ranks know the handoff by it."""
+        """Name of this grant, by which the writer's engine and ranks know the handoff."""
         return handoff_id(self.lease_id, self.lease_epoch)
 
     def num_writable_blocks(self, group: int) -> int:
-        """Blocks of a layer group that the writer must push."""
+        """Number of blocks of a layer group that the writer must push."""
         return sum(block != NULL_BLOCK for block in self.block_ids[group])
 
     def to_proto(self) -> worker_pb2.Lease:
@@ -182,7 +183,7 @@ def split_handoff_id(handoff: HandoffId) -> tuple[str, int]:
 
 
 class LogprobsLike(Protocol):
-    """Log-probabilities of a sampled token: its own, its rank, and the likeliest (id, logprob)."""
+    """Log-probabilities of a sampled token: its own, its rank, and the top (id, logprob) pairs."""
 
     @property
     def logprob(self) -> float: ...
@@ -194,7 +195,7 @@ class LogprobsLike(Protocol):
 
 @dataclass(frozen=True)
 class FirstTokenLogprobs:
-    """As `engine.request.TokenLogprobs`, which this package does not know."""
+    """Same fields as `engine.request.TokenLogprobs`, which this package does not import."""
 
     logprob: float
     rank: int
@@ -205,7 +206,7 @@ class FirstTokenLogprobs:
 class FirstToken:
     """The prompt's first output token, sampled by the writer.
 
-    `finished` says why when it ends the request; UNSPECIFIED: it goes on.
+    `finished`: the reason if the token ends the request; UNSPECIFIED: it continues.
     """
 
     token_id: int
@@ -240,8 +241,8 @@ def logprobs_from_proto(message: common_pb2.Logprobs) -> FirstTokenLogprobs:
 class Receipt:
     """What a finished handoff moved and what it cost.
 
-    `put_s`: time the slowest rank spent posting and flushing; `exposed_s`: from the first token
-    until the receiver's acknowledgement.
+    `put_s`: seconds that the slowest rank spent posting and flushing. `exposed_s`: seconds from the
+    first token to the receiver's `Ack`.
     """
 
     num_bytes: int

@@ -1,23 +1,24 @@
-"""Leases this worker has given: who may write which of its blocks, and until when.
+"""Leases that this worker has granted: who may write which of its blocks, and until when.
 
 A lease:
-1. GRANTED: its named writer may write its blocks. Whatever is heard of the writer renews it;
-2. every source rank has reported `done` for every rank it feeds, and all agrees: `Admission` has
-   decided so on the progress thread, told this loop, and answers `Ack`: ADMITTED;
-3. released, expired, failed, or its writer lost: QUARANTINED. The writer is told to stop (`Fence`);
-   nothing is admitted any more (`Nack`), and nobody else may write the blocks;
-4. the writer has provably stopped: the lease is forgotten and the listener told that its blocks are
-   free. Never on a timeout.
+1. GRANTED: its named writer may write its blocks. Every message of the writer renews it.
+2. ADMITTED: every source rank has reported `done` for every rank it feeds, and the reports match
+   the lease. `Admission` decides this on the progress thread and answers `Ack`.
+3. QUARANTINED: the lease was released, expired or failed, or its writer is lost. The writer gets
+   `Fence` and every later `done` gets `Nack`. No other writer may get the blocks.
+4. Forgotten: the writer has provably stopped, and the listener gets `quiescent`. A timeout never
+   leads here.
 
-What proves that a writer has stopped. Its `Drained`, on every transport: it says so only when no
-connection broke under its puts, or when they were its own copies into shared memory. Over shared
-memory also that all its processes are gone (`process.is_gone`), for the same reason. For a writer
-over TCP, on another machine or in another pid namespace only `Drained` counts here: libucp does not
-tell when a TCP connection's receive queue is empty, nor does it revoke a registered region or
-destroy a queue pair on its own; such a writer's blocks stay quarantined until it answers or this
-worker ends. `num_quarantined_blocks` shows them.
+Two things prove that a writer has stopped:
+- Its `Drained`, on every transport. A writer sends it only if no connection broke under its puts,
+  or if the puts were its own copies into shared memory.
+- Over shared memory, the end of all its processes (`process.is_gone`).
+For a writer over TCP, on another machine or in another pid namespace only `Drained` counts. libucp
+does not report whether a TCP connection's receive queue is empty, and does not revoke a region or
+destroy a queue pair on its own. Such blocks stay quarantined until the writer answers or this
+worker ends. `num_quarantined_blocks` counts them.
 
-Lives on rank 0's event loop; not thread-safe, but for the `Admission` that it owns.
+Runs on rank 0's event loop. Not thread-safe, except for the `Admission` that it owns.
 """
 
 from __future__ import annotations
@@ -33,11 +34,10 @@ from typing import Protocol
 
 from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
-from kv_transfer.admission import Admission, Decision, Outcome, is_from_writer
+from kv_transfer.admission import Admission, Decision, Event, Outcome, PeerLost, is_from_writer
 from kv_transfer.clock import Clock, LoopClock, Timer
 from kv_transfer.layout import NULL_BLOCK, BlockId
 from kv_transfer.lease import FirstToken, Lease, LeaseId, RankAddress, WorkerIdentity
-from kv_transfer.mailbox import Event, PeerLost
 from kv_transfer.process import ProcessIdentity, is_gone
 from kv_transfer.rank import TransferRank
 from kv_transfer.routes import check_width
@@ -45,7 +45,7 @@ from kv_transfer.routes import check_width
 log = logging.getLogger(__name__)
 
 _LONGEST_POLL_S = 1.0
-_ADMITTED_ACK_TIMEOUTS = 2  # so long a `done` may be repeated: its writer waits for one, and drains
+_ADMITTED_ACK_TIMEOUTS = 2  # how long a `done` may repeat: the writer waits for one, then drains
 
 ProcessIsGone = Callable[[ProcessIdentity], bool | None]
 
@@ -57,26 +57,26 @@ class LeaseState(enum.Enum):
 
 
 class LeaseFailure(enum.Enum):
-    EXPIRED = "nothing was heard of the writer in time"
+    EXPIRED = "the writer did not renew the lease in time"
     WRITER_LOST = "the writer's process is lost"
     WRITER_FAILED = "the writer gave up"
-    CORRUPT = "what has arrived is not what was to come"
+    CORRUPT = "what arrived is not what the lease expects"
 
 
 class LeaseListener(Protocol):
-    """Owns the blocks. Called on the table's event loop."""
+    """The owner of the blocks. Called on the table's event loop."""
 
     def admitted(self, request_id: str, first: FirstToken) -> None:
-        """All KV is here; the writer will touch it no more."""
+        """All KV has arrived; the writer will not touch it again."""
 
     def failed(self, request_id: str, reason: LeaseFailure) -> None:
-        """It will not be admitted: quarantine the blocks until `quiescent`."""
+        """The lease will not be admitted: quarantine the blocks until `quiescent`."""
 
     def ended(self, request_id: str, first: FirstToken) -> None:
-        """As `failed`, but nothing has: the first token ends the request."""
+        """As `failed`, but without an error: the first token ends the request."""
 
     def quiescent(self, request_id: str) -> None:
-        """The writer has provably stopped: quarantined blocks may be freed."""
+        """The writer has provably stopped: the quarantined blocks may be freed."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class _Entry:
     num_polls: int = 0
 
     def writable(self) -> set[tuple[int, BlockId]]:
-        """(group, block) of every block that its writer could still touch."""
+        """(group, block) of every block that its writer may still write."""
         if self.state is LeaseState.ADMITTED:
             return set()
         return {
@@ -111,7 +111,7 @@ class LeaseTable:
         clock: Clock | None = None,
         process_is_gone: ProcessIsGone = is_gone,
     ) -> None:
-        """On the running event loop."""
+        """Must be called on the running event loop."""
         self._process_is_gone = process_is_gone
         self._rank, self._identity, self._fingerprint = rank, identity, fingerprint
         self._config, self._listener = config, listener
@@ -140,10 +140,10 @@ class LeaseTable:
         num_cached_tokens: int,
         deadline_s: float,
     ) -> Lease:
-        """Let `writer` write these blocks (per layer group, the prompt's from `num_cached_tokens`
-        on). It must be admitted within `deadline_s` seconds from now, however often it is renewed.
+        """Let `writer` write the blocks `reserved`: per layer group, from `num_cached_tokens` on.
 
-        Raises LeaseError, and nothing is granted, when the heads cannot be divided among its ranks.
+        The lease must be admitted within `deadline_s` seconds, however often it is renewed. Raises
+        LeaseError, and grants nothing, if the heads cannot be divided among the writer's ranks.
         """
         check_width(self._rank.region_layout.layout, writer.tp_size)
         lease = Lease(
@@ -163,18 +163,18 @@ class LeaseTable:
         self._admission.offer(lease)
         self._entries[lease.lease_id] = entry
         self._writable.update(dict.fromkeys(entry.writable(), lease.lease_id))
-        for writer_rank in writer.ranks:  # so that its death is noticed
+        for writer_rank in writer.ranks:  # a connection notices the rank's death
             self._rank.transport.connect(writer_rank.transfer_address)
         self._renew(entry)
         return lease
 
     def release(self, lease_id: LeaseId) -> bool:
-        """The lease is no longer wanted. True: its writer may still write, so quarantine the blocks
-        until `quiescent`. False: admitted, already quarantined, or unknown."""
+        """Give up a lease. True: its writer may still write, so the caller must quarantine the
+        blocks until `quiescent`. False: admitted, already quarantined, or unknown."""
         entry = self._entries.get(lease_id)
         if entry is None or entry.state is not LeaseState.GRANTED:
             return False
-        self._admission.withdraw(lease_id)  # too late perhaps: `_decided` will see to it
+        self._admission.withdraw(lease_id)  # may be too late: `_decided` handles that
         self._quarantine(entry)
         return True
 
@@ -185,16 +185,16 @@ class LeaseTable:
         )
 
     def state(self, lease_id: LeaseId) -> LeaseState | None:
-        """None: never granted, or forgotten."""
+        """State of a lease; None if it was never granted or is forgotten."""
         entry = self._entries.get(lease_id)
         return entry.state if entry else None
 
     def num_open_leases(self) -> int:
-        """Leases whose writer may still write."""
+        """Number of leases whose writer may still write."""
         return sum(e.state is not LeaseState.ADMITTED for e in self._entries.values())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a block is writable by two, or a lease has no timer."""
+        """Raise AssertionError when two leases share a writable block, or one has no timer."""
         seen: dict[tuple[int, BlockId], LeaseId] = {}
         for entry in self._entries.values():
             assert entry.timer is not None, f"lease {entry.lease.lease_id} has no timer"
@@ -228,7 +228,7 @@ class LeaseTable:
             self._fail(entry, LeaseFailure.WRITER_FAILED, first)
 
     def _decided(self, decision: Decision) -> None:
-        """What `Admission` has decided since this loop last looked; it is answering."""
+        """Apply a decision of `Admission`, which answers the writer itself."""
         assert decision.lease is not None, decision
         entry = self._entries.get(decision.lease.lease_id)
         if entry is None:
@@ -237,7 +237,7 @@ class LeaseTable:
             if entry.state is LeaseState.GRANTED:
                 assert decision.first is not None
                 self._admitted(entry, decision.first)
-            else:  # released in the meantime; but its writer has finished, and will write no more
+            else:  # released in the meantime, but its writer has finished: it writes no more
                 self._quiescent(entry)
         elif entry.state is LeaseState.GRANTED:
             self._fail(entry, LeaseFailure.CORRUPT)
@@ -252,7 +252,7 @@ class LeaseTable:
     # --- what follows ----------------------------------------------------------------------------
 
     def _left_s(self, entry: _Entry) -> float:
-        """Until the lease expires, if nothing more is heard of its writer."""
+        """Seconds until the lease expires, if its writer sends nothing more."""
         heard_at_s = self._admission.heard_at_s(entry.lease.lease_id)
         expires_at_s = min(heard_at_s + self._config.renew_within_s, entry.deadline_s)
         return expires_at_s - self._clock.now_s()
@@ -272,7 +272,7 @@ class LeaseTable:
             self._fail(entry, LeaseFailure.EXPIRED)
         elif entry.state is LeaseState.QUARANTINED:
             self._poll(entry)
-        else:  # admitted long ago: a repeated `done` is no longer to be expected
+        else:  # admitted long ago: no repeated `done` is expected any more
             self._forget(entry)
 
     def _admitted(self, entry: _Entry, first: FirstToken) -> None:
@@ -285,8 +285,8 @@ class LeaseTable:
         self, entry: _Entry, reason: LeaseFailure, ended_by: FirstToken | None = None
     ) -> None:
         if not self._admission.withdraw(entry.lease.lease_id):
-            return  # admitted a moment ago, of which `_decided` is about to hear
-        # The listener first: the blocks are in quarantine before they can be found quiescent.
+            return  # admitted a moment ago: `_decided` comes next
+        # The listener first: it must quarantine the blocks before `quiescent` can come.
         log.info("lease %s of %s failed: %s", entry.lease.lease_id, entry.request_id, reason.value)
         entry.state = LeaseState.QUARANTINED
         if ended_by is None:
@@ -297,12 +297,12 @@ class LeaseTable:
 
     def _quarantine(self, entry: _Entry) -> None:
         entry.state = LeaseState.QUARANTINED
-        # The first poll comes with a timer, so that `quiescent` never precedes this call's return.
+        # A timer makes the first poll, so that `quiescent` never comes before this call returns.
         self._fence(entry.lease)
         self._set_timer(entry, self._config.drain_poll_s)
 
     def _poll(self, entry: _Entry) -> None:
-        """Is the writer gone? If not, tell it to stop again, ever more rarely."""
+        """Check whether the writer is gone. If not, fence it again, at growing intervals."""
         if all(map(self._is_over, entry.lease.writer.ranks)):
             self._quiescent(entry)
             return
@@ -313,8 +313,8 @@ class LeaseTable:
         self._set_timer(entry, min(_LONGEST_POLL_S, pause_s))
 
     def _is_over(self, writer: RankAddress) -> bool:
-        """Nothing of what this rank has put can land any more. All ranks here see the same
-        transports, so rank 0's answers for them."""
+        """Whether no put of this writer's rank can land any more. All ranks of this worker use the
+        same transports, so rank 0 answers for all."""
         return self._process_is_gone(writer.process) is True and (
             self._rank.transport.puts_end_with_process(writer.transfer_address)
         )

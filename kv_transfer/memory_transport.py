@@ -1,9 +1,9 @@
-"""Transport inside one interpreter: several "processes", every fault on demand.
+"""The in-memory twin of the UCX transport: several "processes" in one interpreter, with faults.
 
-Every put, flush, message and loss is an `Operation` that a scheduler runs: a thread by default, or
-a `ManualScheduler` with which a test delays, drops and reorders them. A killed process runs no
-callback any more, but what it has posted stays with the scheduler and can still land, as it can
-on a network card, until it is reaped.
+Every put, flush, message and loss is an `Operation` that a scheduler runs. By default that is a
+thread; with a `ManualScheduler` a test delays, drops and reorders operations. A killed process runs
+no more callbacks. What it has posted stays with the scheduler and can still land, as it can on a
+network card, until it is reaped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ALIGNMENT = 4096
 
 @dataclass(eq=False)
 class Operation:
-    """Something one process has asked for. `payload` is a message's."""
+    """One operation that a process asked for. `payload` is set for a message."""
 
     kind: Literal["put", "flush", "message", "lost"]
     source: bytes
@@ -57,12 +57,12 @@ class Scheduler(Protocol):
     def schedule(self, operation: Operation) -> None: ...
 
     def discard(self, unwanted: Callable[[Operation], bool]) -> None:
-        """Forget the operations that have not begun and are unwanted, and wait for one that has;
-        the others keep their order."""
+        """Drop the unwanted operations, and wait for an unwanted one that is already running. The
+        others keep their order."""
 
 
 class ThreadScheduler:
-    """Runs everything in order on one thread."""
+    """Run all operations in order on one thread."""
 
     def __init__(self) -> None:
         self._pending: deque[Operation] = deque()
@@ -98,7 +98,7 @@ class ThreadScheduler:
 
 
 class ManualScheduler:
-    """Runs nothing by itself: `pending` is in the order things were asked for."""
+    """Run nothing by itself. `pending` is in the order of the calls."""
 
     def __init__(self) -> None:
         self.pending: list[Operation] = []
@@ -117,7 +117,7 @@ class ManualScheduler:
         self.pending.remove(operation)
 
     def run_all(self, kinds: tuple[str, ...] = ("put", "flush", "message", "lost")) -> int:
-        """Run the pending operations of these kinds, and what they cause; the number that ran."""
+        """Run pending operations of these kinds, and what they cause; returns how many ran."""
         ran = 0
         while chosen := next((o for o in self.pending if o.kind in kinds), None):
             self.run(chosen)
@@ -126,7 +126,7 @@ class ManualScheduler:
 
 
 class MemoryMemory:
-    """A pool in this interpreter's memory, in regions as UCX would make them."""
+    """A pool in this interpreter's memory, divided into regions as UCX divides it."""
 
     def __init__(
         self,
@@ -176,8 +176,8 @@ class MemoryNetwork:
     def __init__(
         self, scheduler: Scheduler | None = None, puts_outlive_connection: bool = False
     ) -> None:
-        """`puts_outlive_connection`: as over TCP, what was put lands even when the connection, or
-        the writer's process, is no more."""
+        """`puts_outlive_connection`: as over TCP, puts land even after the connection or the
+        writer's process has ended."""
         self.scheduler: Scheduler = scheduler or ThreadScheduler()
         self.puts_outlive_connection = puts_outlive_connection
         self._processes: dict[bytes, MemoryTransport] = {}
@@ -185,7 +185,7 @@ class MemoryNetwork:
 
     @classmethod
     def shared(cls) -> MemoryNetwork:
-        """The network that `make_transport` joins: one for this interpreter."""
+        """The interpreter-wide network that `make_transport` joins."""
         if cls._shared is None:
             cls._shared = cls()
         return cls._shared
@@ -196,22 +196,22 @@ class MemoryNetwork:
         return transport
 
     def process(self, address: bytes) -> MemoryTransport | None:
-        """None once it is dead or closed."""
+        """The process at an address; None once it is dead or closed."""
         return self._processes.get(address)
 
     def kill(self, address: bytes, noticed: bool = True) -> None:
-        """End a process; what it has posted may still land. `noticed`: its peers are told."""
+        """End a process; its posted operations may still land. `noticed`: its peers learn of it."""
         self._processes.pop(address).dead = True
         if noticed:
             self.notice(address)
 
     def notice(self, address: bytes) -> None:
-        """Tell everyone connected to a dead process that it is lost."""
+        """Report a dead process as lost to every process connected to it."""
         for process in list(self._processes.values()):
             process.schedule_loss(address)
 
     def reap(self, address: bytes) -> None:
-        """After this nothing that a dead process has posted can land any more."""
+        """Drop everything that a dead process has posted, so that nothing more can land."""
         self.scheduler.discard(lambda operation: operation.source == address)
 
 
@@ -243,22 +243,22 @@ class MemoryTransport:
 
     def register(self, buffer: Tensor, num_regions: int, blocks_per_region: int) -> TransferMemory:
         if buffer.device.type != "cpu":
-            raise TransportError(f"{buffer.device.type} memory cannot be handed over in memory")
+            raise TransportError(f"the memory transport cannot move {buffer.device.type} memory")
         array = np.ctypeslib.as_array(
             (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
         )
-        self._registered = buffer  # which the array's memory belongs to
+        self._registered = buffer  # owns the array's memory
         return self._have(array, num_regions, blocks_per_region)
 
     def _have(
         self, buffer: npt.NDArray[np.uint8], num_regions: int, blocks_per_region: int
     ) -> MemoryMemory:
-        assert self._memory is None, "the pool exists already"
+        assert self._memory is None, "the pool already exists"
         self._memory = MemoryMemory(self._address, buffer, num_regions, blocks_per_region)
         return self._memory
 
     def start(self, on_message: OnMessage, on_peer_lost: OnPeerLost) -> None:
-        assert self._started is None, "started already"
+        assert self._started is None, "already started"
         self._started = (on_message, on_peer_lost)
         early, self._early = self._early, []
         for payload in early:
@@ -277,7 +277,7 @@ class MemoryTransport:
         return not self._network.puts_outlive_connection
 
     def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
-        """Nothing has to be mapped."""
+        """Nothing to map."""
 
     def put(self, peer: Peer, batch: PutBatch, on_failed: OnFailed) -> None:
         assert isinstance(peer, MemoryPeer)
@@ -294,7 +294,7 @@ class MemoryTransport:
 
         def run() -> None:
             is_over = not (peer.lost and self._network.puts_outlive_connection)
-            error = "the peer is lost" if peer.lost else None
+            error = "lost the peer" if peer.lost else None
             result = FlushResult(error, peer.busy_s, is_over)
             peer.busy_s = 0.0
             if not self.dead:
@@ -339,19 +339,19 @@ class MemoryTransport:
             self._network.scheduler.schedule(operation)
 
     def _copy(self, peer: MemoryPeer, batch: PutBatch) -> str | None:
-        """Why a put was refused, if one was."""
+        """Copy the batch. Returns why a put was refused, or None."""
         receiver = self._network.process(peer.address)
         if receiver is None or (peer.lost and not self._network.puts_outlive_connection):
-            return None  # as over shared memory: nobody tells
+            return None  # as over shared memory: no error is reported
         assert self._memory is not None
         assert receiver._memory is not None
         start_s = time.perf_counter()
         by_rkey = {region.rkey: region for region in receiver._memory.regions}
         for source, target, length, here, there in batch.runs.coalesced():
             source, target = source + batch.source_offset, target + batch.target_offset
-            region = by_rkey.get(batch.runs.way.rkeys[there])
+            region = by_rkey.get(batch.runs.path.rkeys[there])
             if region is None:
-                return f"no region with rkey {batch.runs.way.rkeys[there]!r}"
+                return f"no region with rkey {batch.runs.path.rkeys[there]!r}"
             self._memory.check_within(self._memory.regions[here], source, length)
             receiver._memory.check_within(region, target, length)
             ctypes.memmove(target, source, length)
@@ -367,11 +367,11 @@ class MemoryTransport:
                 self._call(partial(self._started[1], address))
 
     def _call(self, callback: Callable[[], None]) -> None:
-        """A callback that fails ends this process's part, as it would end a progress thread."""
+        """Run a callback. A failure ends this process, as it would end a progress thread."""
         try:
             callback()
         except Exception as error:
-            log.critical("process %r can transfer no more", self._address, exc_info=error)
+            log.critical("the transfer thread of %r failed", self._address, exc_info=error)
             if self.on_fatal is None:
                 raise
             self._network.kill(self._address)

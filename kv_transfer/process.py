@@ -1,9 +1,9 @@
-"""Who a process is, and the proof that it is gone.
+"""The identity of a process, and the proof that it is gone.
 
-A process that no longer exists cannot write into shared memory. A pid alone proves nothing, for
-pids are used again; with its start time it names one process of one kernel. A zombie has released
-its memory already (the kernel drops it before a process can be waited for), once none of its
-threads is left: its main thread may be dead while others still run.
+A process that no longer exists cannot write into shared memory. A pid alone proves nothing, because
+pids are reused; pid and start time together name one process of one kernel. A zombie without other
+threads has released its memory: the kernel drops it before the process can be waited for. A zombie
+main thread proves nothing while other threads still run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from baton.v1 import common_pb2
 
-_STATE_FIELD = 0  # of what follows the command's name in /proc/<pid>/stat
+_STATE_FIELD = 0  # counted from the field after the command's name in /proc/<pid>/stat
 _START_TIME_FIELD = 19
 _DEAD_STATES = frozenset("ZXx")
 
@@ -54,9 +54,9 @@ def _pid_namespace() -> int:
 
 
 def _stat_fields(pid: int) -> list[str] | None:
-    """What follows the name in /proc/<pid>/stat; None: no such process."""
+    """The fields after the name in /proc/<pid>/stat; None: no such process."""
     try:
-        # Names are bytes: the kernel cuts long ones, also inside a letter.
+        # A name is bytes: the kernel cuts a long one, even inside a character.
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -71,7 +71,7 @@ def own_identity() -> ProcessIdentity:
 
 
 def identity_of(pid: int) -> ProcessIdentity | None:
-    """Of a process of this pid namespace; None: there is none of that pid."""
+    """Identity of a process in this pid namespace; None: no process has that pid."""
     fields = _stat_fields(pid)
     if fields is None:
         return None
@@ -79,9 +79,9 @@ def identity_of(pid: int) -> ProcessIdentity | None:
 
 
 def is_gone(identity: ProcessIdentity) -> bool | None:
-    """Whether the process can no longer touch memory; None: cannot be known from here.
+    """Whether the process can no longer touch memory.
 
-    It cannot be known of a process of another machine or of another pid namespace.
+    None: unknown, because the process is on another machine or in another pid namespace.
     """
     if identity.boot_id != _boot_id() or identity.pid_namespace != _pid_namespace():
         return None

@@ -1,21 +1,21 @@
 """One tensor-parallel rank's part in handoffs, sending and receiving: the `KvSink` of its engine.
 
 A handoff on a rank of the writer:
-1. `message`: rank 0's exporter has delivered the lease to every rank; routes are worked out;
-2. `layer_done`: the blocks of a layer are coalesced and enqueued, to every target rank owed any;
-3. when all is pushed (and, on rank 0, the first token known), every target is flushed;
-4. flushed: `done` goes to that target, from the progress thread; after the last, the rank is
-   drained and says so to its rank 0, whose own report waits for the receiver's answer: one wake-up
-   of the event loop for both.
-A cancel, a fence or a lost peer skips to 3 and sends no `done`. Once a rank has said that it is
-drained, nothing of the handoff is in flight and nothing will be, unless it says that it can still
-land: that a connection broke under it which delivers what it has taken (TCP).
+1. `message`: rank 0's exporter has sent the lease to every rank. The rank computes its routes.
+2. `layer_done`: the rank enqueues a layer's blocks to every target rank that needs them.
+3. When all is pushed (and rank 0 knows the first token), the rank flushes every target.
+4. After a target's flush the progress thread sends it `done`. After the last one the rank is
+   drained and reports this to rank 0. Rank 0's own report waits for the receiver's answer, so that
+   the event loop wakes once for both.
+A cancel, a fence or a lost peer skips to 3 and sends no `done`. After a rank reports that it is
+drained, nothing of the handoff is in flight or will be. The exception is `can_still_land`: a TCP
+connection broke, and the kernel may still deliver what it has taken.
 
-On the receiver, the rank's `RankArrivals` takes every `done` and renewal; what else is told to a
-worker goes to the `LeaseTable` or the `Exporter` of its rank 0.
+On the receiver, the rank's `RankArrivals` takes every `done` and renewal. All other messages go to
+the `LeaseTable` or the `Exporter` of rank 0.
 
-Three threads meet here (engine, progress, rank 0's event loop): `_lock` guards the handoffs, is
-held briefly, and never while a callback runs.
+Three threads call in here: engine, progress, rank 0's event loop. `_lock` guards the handoffs. It
+is held briefly, and never while a callback runs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from google.protobuf.message import DecodeError
 
 from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
+from kv_transfer.admission import Event, Mailbox, PeerLost
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import HandoffId, RegionLayout
 from kv_transfer.lease import (
@@ -41,12 +42,19 @@ from kv_transfer.lease import (
     handoff_id,
     split_handoff_id,
 )
-from kv_transfer.mailbox import Event, Mailbox, PeerLost
 from kv_transfer.process import own_identity
-from kv_transfer.rank_done import RankArrivals, add_checksums, fill_counts, fill_done
-from kv_transfer.rank_handoff import Lane, Phase, Push, RankHandoff
+from kv_transfer.rank_handoff import (
+    Lane,
+    Phase,
+    Push,
+    RankArrivals,
+    RankHandoff,
+    Tombstones,
+    add_checksums,
+    fill_counts,
+    fill_done,
+)
 from kv_transfer.routes import RankPair, Route, check_lease, pairs
-from kv_transfer.tombstones import Tombstones
 from kv_transfer.transport import FlushResult, Peer, TransferMemory, Transport
 
 log = logging.getLogger(__name__)
@@ -80,7 +88,7 @@ class TransferRank:
         self._lock = threading.Lock()
         self._handoffs: dict[HandoffId, RankHandoff] = {}
         self._tombstones = Tombstones(config.tombstone_s)
-        self._can_still_land: set[HandoffId] = set()  # for good: nothing here can prove it over
+        self._can_still_land: set[HandoffId] = set()  # for ever: nothing here proves the opposite
         self._offers = RankOffers(identity.tp_size)
         mine = RankLease(tp_rank, memory.regions)
         self._offers.add(mine)
@@ -93,7 +101,7 @@ class TransferRank:
             self.send(rank0_address, message)
 
     def _handler_of_kind(self) -> dict[str, Callable[[transfer_pb2.TransferMessage], None]]:
-        """By a message's kind, the name of its field."""
+        """Message kind (the name of its field) -> handler."""
         return {
             "done": self.arrivals.done,
             "rank_done": self.arrivals.rank_done,
@@ -105,7 +113,7 @@ class TransferRank:
             "fence": self.exporter_mail.put,
             "rank_drained": self.exporter_mail.put,
             "rank_cancel": self._receive_cancel,
-            "rank_books_asked": lambda _: self._tell_books(),
+            "rank_books_asked": lambda _: self._report_held(),
             "rank_books": self.exporter_mail.put,
             "rank_regions": lambda m: self._offers.add(RankLease.from_proto(m.rank_regions.lease)),
         }
@@ -116,17 +124,17 @@ class TransferRank:
         return RankAddress(tp_rank, transport.address, own_identity())
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """On rank 0: wait until every rank has told which memory it offers. Blocks the thread."""
+        """On rank 0: wait until every rank has reported its memory. Blocks the thread."""
         return self._offers.wait(timeout_s)
 
     def rank_leases(self) -> tuple[RankLease, ...]:
-        """On rank 0: the memory every rank offers, in order."""
+        """On rank 0: the memory that each rank offers, in rank order."""
         return self._offers.all()
 
     # --- the engine's thread: KvSink -------------------------------------------------------------
 
     def message(self, payload: bytes) -> None:
-        """A lease to serve, as `open_payload` made it."""
+        """Take a lease to serve, as `open_payload` encoded it."""
         opened = transfer_pb2.OpenHandoff.FromString(payload)
         lease = Lease.from_proto(opened.lease)
         handoff = RankHandoff(lease, self.region_layout.layout, {})
@@ -139,7 +147,7 @@ class TransferRank:
                 return  # cancelled before it began
             assert lease.handoff_id not in self._handoffs, lease.handoff_id
             self._handoffs[lease.handoff_id] = handoff
-            self._settle(handoff)
+            self._flush_when_ready(handoff)
 
     def layer_done(self, layer: int, pushes: Sequence[Push]) -> None:
         layout = self.region_layout.layout
@@ -156,7 +164,7 @@ class TransferRank:
                         lane.has_put(batch, is_first_layer)
                 except LeaseError as error:
                     handoff.error = str(error)
-                self._settle(handoff)
+                self._flush_when_ready(handoff)
 
     def step_done(self) -> None:
         with self._lock:
@@ -166,7 +174,7 @@ class TransferRank:
     # --- rank 0's event loop: the exporter and the lease table -----------------------------------
 
     def open_payload(self, lease: Lease) -> bytes:
-        """The sink message that opens a handoff on every rank."""
+        """The KvSink message that opens a handoff on every rank."""
         return transfer_pb2.OpenHandoff(lease=lease.to_proto()).SerializeToString()
 
     def check_lease(self, lease: Lease) -> None:
@@ -174,15 +182,15 @@ class TransferRank:
         check_lease(lease, self.region_layout, self._memory.regions)
 
     def finish(self, handoff: HandoffId, first: FirstToken) -> None:
-        """The first token is known: rank 0's `done` may go once all is pushed."""
+        """Set the first token: rank 0 sends its `done` once all is pushed."""
         with self._lock:
             found = self._handoffs.get(handoff)
             if found is not None:
                 found.first = first
-                self._settle(found)
+                self._flush_when_ready(found)
 
     def cancel(self, handoff: HandoffId) -> None:
-        """Stop on every rank; each reports RankDrained, also when it never knew the handoff."""
+        """Stop on every rank. Each reports RankDrained, even for a handoff it never knew."""
         self._cancel(handoff)
         if self.identity.tp_size > 1:
             lease_id, epoch = split_handoff_id(handoff)
@@ -192,12 +200,12 @@ class TransferRank:
                 self.send(rank.transfer_address, message)
 
     def forget(self, handoff: HandoffId) -> None:
-        """The handoff is over and acknowledged."""
+        """Forget a handoff that is over."""
         with self._lock:
             self._handoffs.pop(handoff, None)
 
     def resend_done(self, handoff: HandoffId) -> None:
-        """Send this rank's `done`s again, where they have been sent."""
+        """Resend this rank's `done` to each target that it was sent to."""
         with self._lock:
             found = self._handoffs.get(handoff)
             lanes = list(found.lanes.values()) if found is not None else []
@@ -206,13 +214,13 @@ class TransferRank:
                 self.transport.send(lane.peer, lane.sent)
 
     def moved_at_s(self, handoff: HandoffId) -> float | None:
-        """When its bytes, or those that stood before them to the same receiver, have last left."""
+        """When bytes to its receiver, its own or earlier ones, last finished leaving; else None."""
         with self._lock:
             found = self._handoffs.get(handoff)
             return found.moved_at_s if found is not None else None
 
     def send_progress(self, lease: Lease) -> None:
-        """Renew a lease that is being served."""
+        """Renew a lease at its owner."""
         message = self.new_message(lease.lease_id, lease.lease_epoch)
         message.progress.SetInParent()
         self.send(lease.owner.rank0_address, message)
@@ -221,7 +229,7 @@ class TransferRank:
         self.transport.send(self.transport.connect(address), message.SerializeToString())
 
     def new_message(self, lease_id: str, lease_epoch: int) -> transfer_pb2.TransferMessage:
-        """A message of this rank about a lease, without its content."""
+        """A message about a lease, with sender and lease filled in but no content."""
         return transfer_pb2.TransferMessage(
             sender_worker_id=self.identity.worker_id,
             sender_incarnation=self.identity.incarnation,
@@ -251,8 +259,8 @@ class TransferRank:
             lanes[rank] = Lane(peer, route, self._done_message(lease, route.pair))
         return lanes
 
-    def _settle(self, handoff: RankHandoff) -> None:
-        """Begin to flush when there is nothing left to push, or no sense in it."""
+    def _flush_when_ready(self, handoff: RankHandoff) -> None:
+        """Begin to flush once everything is pushed, or the handoff failed or was cancelled."""
         if handoff.phase is not Phase.PUSHING:
             return
         over = handoff.cancelled or handoff.error is not None
@@ -295,7 +303,7 @@ class TransferRank:
         self._report(message)
 
     def _report(self, message: transfer_pb2.TransferMessage) -> None:
-        """To this worker's rank 0."""
+        """Send a message to this worker's rank 0."""
         if self._rank0_address is None:
             self.exporter_mail.put(message)
         else:
@@ -306,7 +314,7 @@ class TransferRank:
     def _put_failed(self, handoff: RankHandoff, error: str) -> None:
         with self._lock:
             handoff.error = handoff.error or error
-            self._settle(handoff)
+            self._flush_when_ready(handoff)
 
     def _flushed(self, handoff: RankHandoff, target_rank: int, result: FlushResult) -> None:
         lane = handoff.lanes[target_rank]
@@ -331,7 +339,7 @@ class TransferRank:
                 self._drained(handoff)
 
     def _moved(self, peer: Peer) -> None:
-        """All that stood before a flush has left: what is behind it comes next."""
+        """Note that a flush to `peer` ended: the puts queued behind it are next."""
         for other in self._handoffs.values():
             lanes = other.lanes.values()
             if other.phase is Phase.FLUSHING and any(lane.peer is peer for lane in lanes):
@@ -342,7 +350,7 @@ class TransferRank:
             found = self._handoffs.get(handoff)
             if found is not None and found.phase is not Phase.DRAINED:
                 found.cancelled = True
-                self._settle(found)
+                self._flush_when_ready(found)
                 return
             self._handoffs.pop(handoff, None)
             self._tombstones.bury(handoff, self.now_s())
@@ -355,26 +363,26 @@ class TransferRank:
         try:
             message = transfer_pb2.TransferMessage.FromString(payload)
         except DecodeError as error:
-            log.error("a transfer message of %d bytes cannot be read: %s", len(payload), error)
+            log.error("cannot decode a transfer message of %d bytes: %s", len(payload), error)
             return
         handler = self._handlers.get(message.WhichOneof("message") or "")
         if handler is None:
-            log.error("a transfer message of an unknown kind from %s", message.sender_worker_id)
+            log.error("%s sent a transfer message of an unknown kind", message.sender_worker_id)
         else:
             handler(message)
 
     def _receive_cancel(self, message: transfer_pb2.TransferMessage) -> None:
         self._cancel(handoff_id(message.lease_id, message.lease_epoch))
 
-    def _tell_books(self) -> None:
+    def _report_held(self) -> None:
         message = self.new_message("", 0)
         message.rank_books.SetInParent()
-        with self._lock:  # so that what drains later is also told later
+        with self._lock:  # so that a later RankDrained is also sent later
             message.rank_books.handoffs.extend(self._handoffs)
             self._report(message)
 
     def _receive_ack(self, message: transfer_pb2.TransferMessage) -> None:
-        """The last `done` was sent before: this rank has drained."""
+        """Take the receiver's `Ack`. Every `done` was sent, so this rank has drained."""
         events = [message]
         with self._lock:
             found = self._handoffs.get(handoff_id(message.lease_id, message.lease_epoch))
@@ -388,8 +396,8 @@ class TransferRank:
             for handoff in list(self._handoffs.values()):
                 if any(lane.peer.address == address for lane in handoff.lanes.values()):
                     handoff.peer_lost = True
-                    handoff.error = handoff.error or "the receiver is lost"
-                    self._settle(handoff)
+                    handoff.error = handoff.error or "lost the receiver"
+                    self._flush_when_ready(handoff)
         event: Event = PeerLost(address)
         self.exporter_mail.put(event)
         self.lease_mail.put(event)
@@ -409,10 +417,10 @@ class RankOffers:
             self._complete.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until every rank has told. Blocks the thread."""
+        """Wait until every rank has reported. Blocks the thread."""
         return self._complete.wait(timeout_s)
 
     def all(self) -> tuple[RankLease, ...]:
-        """Of every rank, in order."""
-        assert self._complete.is_set(), "not every rank has told which memory it offers"
+        """The offers of all ranks, in order."""
+        assert self._complete.is_set(), "not every rank has reported its memory"
         return tuple(self._offers[rank] for rank in range(self._tp_size))

@@ -1,22 +1,59 @@
-"""One handoff as one rank of the writer sees it: what is pushed, what is missing, how it ends."""
+"""One rank's share of a handoff: what the writer pushes, and what the receiver verifies.
+
+On the writer, `RankHandoff` tracks what is pushed and what is missing, and the `fill_*` functions
+complete its `done`. On the receiver, every rank verifies what was pushed to it: `RankArrivals` on
+ranks above 0 reports to rank 0, whose `Admission` decides. It also takes renewals.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.v1 import transfer_pb2
+from baton.v1 import transfer_pb2, worker_pb2
+from kv_transfer.admission import Admission
 from kv_transfer.errors import LeaseError
-from kv_transfer.layout import NULL_BLOCK, BlockId, HandoffId, KvLayout
-from kv_transfer.lease import FirstToken, Lease
-from kv_transfer.routes import GroupRuns, Route
-from kv_transfer.transport import Peer, PutBatch
+from kv_transfer.layout import NULL_BLOCK, BlockId, HandoffId, KvLayout, RegionLayout
+from kv_transfer.lease import FirstToken, Lease, logprobs_to_proto
+from kv_transfer.routes import GroupRuns, RankPair, Route, block_checksums, pairs
+from kv_transfer.transport import Peer, PutBatch, TransferMemory
+
+log = logging.getLogger(__name__)
+
+
+class Tombstones:
+    """Handoffs that are over, each remembered for `keep_s` after it was first added.
+
+    A late message about one of them must not begin it again."""
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._until_s: dict[HandoffId, float] = {}  # in the order of burial, and so of expiry
+
+    def __len__(self) -> int:
+        return len(self._until_s)
+
+    def bury(self, handoff: HandoffId, now_s: float) -> None:
+        self._purge(now_s)
+        self._until_s.setdefault(handoff, now_s + self._keep_s)
+
+    def holds(self, handoff: HandoffId, now_s: float) -> bool:
+        self._purge(now_s)
+        return handoff in self._until_s
+
+    def _purge(self, now_s: float) -> None:
+        while self._until_s:
+            oldest = next(iter(self._until_s))
+            if self._until_s[oldest] > now_s:
+                return
+            del self._until_s[oldest]
 
 
 class Push(Protocol):
-    """As `engine.request.BlockPush`, which this package does not know."""
+    """Same fields as `engine.request.BlockPush`, which this package does not import."""
 
     @property
     def handoff_id(self) -> HandoffId: ...
@@ -30,23 +67,23 @@ class Push(Protocol):
 
 class Phase(enum.Enum):
     PUSHING = "pushing"
-    FLUSHING = "flushing"  # nothing more is posted; waiting for what is under way
-    DRAINED = "drained"  # nothing of it is in flight, and nothing will be
+    FLUSHING = "flushing"  # nothing more is posted; waiting for puts in flight
+    DRAINED = "drained"  # nothing is in flight, and nothing will be
 
 
 @dataclass
 class Lane:
-    """The way to one target rank."""
+    """The connection and route to one target rank."""
 
     peer: Peer
     route: Route
-    done: transfer_pb2.TransferMessage  # made when the handoff opens, completed for its flush
-    sent: bytes | None = None  # `done` as it was sent, to be sent again
-    num_bytes: int = 0  # handed to the transport: what `done` tells, whatever was to be handed
+    done: transfer_pb2.TransferMessage  # made when the handoff opens, completed before its flush
+    sent: bytes | None = None  # `done` as it was sent, for a resend
+    num_bytes: int = 0  # handed to the transport so far; `done` reports it
     num_blocks: int = 0
 
     def has_put(self, batch: PutBatch, is_first_layer: bool) -> None:
-        """A layer's runs were handed over; a block counts with the first layer of its group."""
+        """Count a layer's runs as handed over. A block counts with the first layer of its group."""
         self.num_bytes += batch.runs.num_bytes
         if is_first_layer:
             self.num_blocks += batch.runs.num_blocks
@@ -54,14 +91,14 @@ class Lane:
 
 @dataclass
 class _PushRuns:
-    push: Push  # keeps the key alive: its identity
-    flags: int  # of its wanted ordinals, as `_flags` makes them
+    push: Push  # kept alive, because its id() is the key
+    flags: int  # its wanted ordinals, as `_flags` encodes them
     runs: dict[int, GroupRuns]  # target rank ->
 
 
 @dataclass
 class RankHandoff:
-    """Owned by its rank and guarded by the rank's lock."""
+    """One handoff on one rank of the writer. Guarded by the rank's lock."""
 
     lease: Lease
     layout: KvLayout
@@ -71,14 +108,14 @@ class RankHandoff:
     cancelled: bool = False
     error: str | None = None
     peer_lost: bool = False
-    can_still_land: bool = False  # a connection broke under its puts, and may deliver them yet
+    can_still_land: bool = False  # a connection broke under its puts and may still deliver them
     put_s: float = 0.0
     num_flushing: int = 0
-    moved_at_s: float | None = None  # last flush to its receiver that has ended during its own
-    report: transfer_pb2.TransferMessage | None = None  # rank 0's that it has drained, until `Ack`
+    moved_at_s: float | None = None  # when a flush to its receiver last ended while it flushed
+    report: transfer_pb2.TransferMessage | None = None  # rank 0's RankDrained, held until `Ack`
     source_blocks: list[dict[int, BlockId]] = field(init=False)  # per group: ordinal -> block here
-    _missing: list[list[int]] = field(init=False)  # per group and layer: flags of what is wanted
-    _num_unfinished: int = field(init=False)  # layers of which blocks are missing
+    _missing: list[list[int]] = field(init=False)  # per group and layer: flags of missing blocks
+    _num_unfinished: int = field(init=False)  # layers with missing blocks
     _runs: dict[int, _PushRuns] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,11 +132,11 @@ class RankHandoff:
 
     @property
     def is_pushed(self) -> bool:
-        """Every layer of every block the lease lacks has been enqueued."""
+        """Whether every layer of every wanted block has been enqueued."""
         return self._num_unfinished == 0
 
     def layer_batches(self, layer: int, push: Push) -> list[tuple[Lane, PutBatch]]:
-        """The puts of one layer of a push. Raises LeaseError for a block that cannot be pushed."""
+        """The puts of one layer of a push. Raises LeaseError if a block cannot be pushed."""
         prepared = self._runs.get(id(push)) or self._prepare(push)
         layer_in_group = layer - self.layout.groups[push.group].first_layer
         self._mark(push.group, layer_in_group, prepared.flags)
@@ -118,7 +155,7 @@ class RankHandoff:
             self._num_unfinished -= 1
 
     def _prepare(self, push: Push) -> _PushRuns:
-        """Work out once a step what every layer of the step repeats."""
+        """Compute once per step what every layer of the step repeats."""
         table = self.lease.block_ids[push.group]
         kept = [
             (ordinal, block)
@@ -140,11 +177,11 @@ class RankHandoff:
     @staticmethod
     def _is_wanted(table: Sequence[BlockId], ordinal: int, block: BlockId) -> bool:
         if not 0 <= ordinal < len(table):
-            raise LeaseError(f"block {ordinal} is pushed, but the lease has {len(table)}")
+            raise LeaseError(f"block {ordinal} is pushed, but the lease has {len(table)} blocks")
         if table[ordinal] == NULL_BLOCK:
             return False
         if block == NULL_BLOCK:
-            raise LeaseError(f"block {ordinal} is wanted, but has left the window here")
+            raise LeaseError(f"block {ordinal} is wanted, but it has left the writer's window")
         return True
 
     def tables(self) -> tuple[list[list[BlockId]], list[list[BlockId]]]:
@@ -159,8 +196,129 @@ class RankHandoff:
 
 
 def _flags(ordinals: Sequence[int]) -> int:
-    """A number whose bytes are 1 at these places: a set that costs little to take from another."""
+    """A set of ordinals as a number whose bytes are 1 at them: cheap to subtract from another."""
     flags = bytearray(max(ordinals, default=-1) + 1)
     for ordinal in ordinals:
         flags[ordinal] = 1
     return int.from_bytes(flags, "little")
+
+
+def fill_done(
+    done: transfer_pb2.TransferDone, lease: Lease, pair: RankPair, layout: KvLayout
+) -> None:
+    """Fill in what is known when the handoff opens."""
+    fed = pairs(layout, pair.source_size, pair.target_size)
+    done.target_rank = pair.target_rank
+    done.num_source_ranks = sum(other.target_rank == pair.target_rank for other in fed)
+    done.num_writer_ranks = pair.source_size
+    done.kv_fingerprint = lease.kv_fingerprint
+
+
+def fill_counts(lane: Lane, first: FirstToken | None) -> None:
+    """Fill in what is known once every put of the lane is handed to the transport.
+
+    This runs before the flush, because the receiver waits for what follows the flush."""
+    done = lane.done.done
+    done.num_bytes, done.num_blocks = lane.num_bytes, lane.num_blocks
+    if first is not None:
+        done.first_token = first.token_id
+        if first.logprobs is not None:
+            done.logprobs.CopyFrom(logprobs_to_proto(first.logprobs))
+
+
+def add_checksums(
+    handoff: RankHandoff,
+    lane: Lane,
+    source: RegionLayout,
+    memory: TransferMemory,
+    stride: int,
+) -> None:
+    """Add the checksums and ids of every `stride`-th block that the lane has sent."""
+    sources, targets = handoff.tables()
+    done = lane.done.done
+    done.checksum_stride = stride
+    done.groups.extend(worker_pb2.GroupBlocks(block_ids=table) for table in targets)
+    done.checksums.extend(block_checksums(memory, source, lane.route.pair, sources, stride))
+
+
+def why_wrong(
+    done: transfer_pb2.TransferDone,
+    source_rank: int,
+    target: RegionLayout,
+    memory: TransferMemory,
+) -> str:
+    """Why the received blocks differ from the sent ones; empty if they do not or are unchecked."""
+    if done.target_rank != target.tp_rank:
+        return f"rank {target.tp_rank} received a done for rank {done.target_rank}"
+    if not done.checksum_stride:
+        return ""
+    tables = [[BlockId(block) for block in group.block_ids] for group in done.groups]
+    num_blocks = memory.num_regions * memory.blocks_per_region
+    if len(tables) != len(target.layout.groups) or any(
+        block >= num_blocks for table in tables for block in table
+    ):
+        return "the done names blocks that do not exist"
+    if source_rank >= done.num_writer_ranks:
+        return f"source rank {source_rank} is not below {done.num_writer_ranks}"
+    pair = RankPair(source_rank, done.num_writer_ranks, target.tp_rank, target.tp_size)
+    try:
+        found = block_checksums(memory, target, pair, tables, done.checksum_stride)
+    except ValueError as error:  # the heads cannot be split over that many ranks
+        return str(error)
+    wrong = sum(a != b for a, b in zip(found, done.checksums, strict=False))
+    if wrong or len(found) != len(done.checksums):
+        return f"{wrong} of {len(found)} checksums differ ({len(done.checksums)} were sent)"
+    return ""
+
+
+class RankArrivals:
+    """Take messages of writers and of this worker's other ranks, on the progress thread."""
+
+    def __init__(
+        self,
+        region_layout: RegionLayout,
+        memory: TransferMemory,
+        rank0_address: bytes | None,
+        send: Callable[[bytes, transfer_pb2.TransferMessage], None],
+    ) -> None:
+        """`rank0_address` is None on rank 0."""
+        self.admission: Admission | None = None
+        """Set on rank 0 of a worker that grants leases: every `done` is reported to it."""
+        self._region_layout, self._memory = region_layout, memory
+        self._rank0_address, self._send = rank0_address, send
+
+    def progress(self, message: transfer_pb2.TransferMessage) -> None:
+        """Take a writer's renewal."""
+        if self.admission is not None:
+            self.admission.heard(message)
+
+    def done(self, message: transfer_pb2.TransferMessage) -> None:
+        """Verify what arrived here, then let rank 0 decide: directly, or by a report to it."""
+        done, source_rank = message.done, message.sender_rank
+        error = why_wrong(done, source_rank, self._region_layout, self._memory)
+        if self._rank0_address is None:
+            self._decide(message, source_rank, done, error)
+            return
+        report = transfer_pb2.TransferMessage()
+        report.CopyFrom(message)  # the sender stays the writer: rank 0 checks it
+        report.rank_done.source_rank = source_rank
+        report.rank_done.done.CopyFrom(done)
+        report.rank_done.error = error
+        self._send(self._rank0_address, report)
+
+    def rank_done(self, message: transfer_pb2.TransferMessage) -> None:
+        """On rank 0: take another rank's report."""
+        report = message.rank_done
+        self._decide(message, report.source_rank, report.done, report.error)
+
+    def _decide(
+        self,
+        message: transfer_pb2.TransferMessage,
+        source_rank: int,
+        done: transfer_pb2.TransferDone,
+        error: str,
+    ) -> None:
+        if self.admission is None:
+            log.error("%s sent a done, but this worker grants no leases", message.sender_worker_id)
+        else:
+            self.admission.done(message, source_rank, done, error)

@@ -1,8 +1,8 @@
 """Which rank of the writer feeds which rank of the receiver, and with what bytes. Pure.
 
-Tensor-parallel widths may differ. A head that several source ranks hold is sent by the lowest of
-them; a head that several target ranks hold is sent to each. A rank's share of a block is a run of
-heads, and so one contiguous run of bytes per layer and tensor.
+Tensor-parallel widths may differ. If several source ranks hold a head, the lowest one sends it. If
+several target ranks hold a head, each gets it. A rank's share of a block is a run of heads, so it
+is one contiguous run of bytes per layer and tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import BlockId, KvLayout, RegionLayout, TensorSpec
 from kv_transfer.lease import Lease, Region
-from kv_transfer.transport import Place, PutBatch, Runs, TransferMemory, Way, Words
+from kv_transfer.transport import BlockAddresses, CopyPath, PutBatch, Runs, TransferMemory, Words
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RankPair:
     target_size: int
 
     def heads(self, tensor: TensorSpec) -> range:
-        """Heads of a tensor that the source rank owes the target rank; may be empty."""
+        """Heads of a tensor that the source rank sends the target rank; may be empty."""
         source = tensor.heads_of_rank(self.source_rank, self.source_size)
         if self.source_rank > 0:
             below = tensor.heads_of_rank(self.source_rank - 1, self.source_size)
@@ -39,11 +39,11 @@ class RankPair:
         return range(start, max(start, stop))
 
     def layer_bytes(self, layout: KvLayout, group: int) -> int:
-        """Bytes of one block of one layer that go this way."""
+        """Bytes of one block of one layer that this pair moves."""
         return sum(len(self.heads(t)) * layout.head_bytes(t) for t in layout.groups[group].tensors)
 
     def block_bytes(self, layout: KvLayout, group: int) -> int:
-        """Bytes of one block of a layer group, over its layers, that go this way."""
+        """Bytes of one block of a layer group, over all its layers, that this pair moves."""
         return layout.groups[group].num_layers * self.layer_bytes(layout, group)
 
     def is_fed(self, layout: KvLayout) -> bool:
@@ -51,7 +51,7 @@ class RankPair:
 
 
 def pairs(layout: KvLayout, source_size: int, target_size: int) -> tuple[RankPair, ...]:
-    """All pairs between which something moves. Rank 0 always feeds rank 0."""
+    """All pairs that move any bytes. Rank 0 always feeds rank 0."""
     return tuple(
         pair
         for source in range(source_size)
@@ -61,7 +61,7 @@ def pairs(layout: KvLayout, source_size: int, target_size: int) -> tuple[RankPai
 
 
 def check_width(layout: KvLayout, tp_size: int) -> None:
-    """Raise LeaseError when the layout's heads cannot be divided among so many ranks."""
+    """Raise LeaseError when the layout's heads cannot be divided among `tp_size` ranks."""
     try:
         for group in layout.groups:
             for tensor in group.tensors:
@@ -72,8 +72,8 @@ def check_width(layout: KvLayout, tp_size: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class GroupRuns:
-    """The puts of some blocks for the first layer of their group; later layers lie at a constant
-    stride on either side."""
+    """The puts of some blocks for the first layer of their group. Later layers have a constant
+    stride on each side."""
 
     first: Runs
     source_layer_bytes: int
@@ -88,7 +88,7 @@ class GroupRuns:
 
 
 class Route:
-    """From a source rank's pool into the regions that one target rank offers."""
+    """The route from a source rank's pool into the regions of one target rank."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Route:
         target_size: int,
         target_regions: Sequence[Region],
     ) -> None:
-        """Raises LeaseError when the regions cannot hold what the layout says."""
+        """Raises LeaseError when the regions are too small for the layout."""
         self.pair = RankPair(source.tp_rank, source.tp_size, target_rank, target_size)
         self._source = source
         self._target = _target_layout(source.layout, target_rank, target_size, target_regions)
@@ -107,7 +107,7 @@ class Route:
         self._bases = _bases(source_regions), _bases(target_regions)
         self._rkeys = tuple(region.rkey for region in target_regions)
         groups = range(len(source.layout.groups))
-        self._ways = [self._way(group) for group in groups]
+        self._paths = [self._path(group) for group in groups]
         self._layer_strides = [
             (layer_stride_bytes(source, group), layer_stride_bytes(self._target, group))
             for group in groups
@@ -116,29 +116,29 @@ class Route:
     def runs(
         self, group: int, source_blocks: Sequence[BlockId], target_blocks: Sequence[BlockId]
     ) -> GroupRuns | None:
-        """The puts of these blocks; None when nothing of them goes this way.
+        """The puts of these blocks; None if this pair moves nothing of them.
 
         Raises LeaseError for a target block outside the offered regions.
         """
-        way = self._ways[group]
-        if way is None or not source_blocks:
+        path = self._paths[group]
+        if path is None or not source_blocks:
             return None
-        # Compiled code looks nothing up: what it is given is in a region.
+        # Compiled code checks no bounds.
         assert max(source_blocks) < self._num_source_blocks, source_blocks
         if max(target_blocks) >= self._num_target_blocks:
             raise LeaseError(f"block {max(target_blocks)} is in none of the offered regions")
-        first = Runs(way, _words(source_blocks), _words(target_blocks))
+        first = Runs(path, _words(source_blocks), _words(target_blocks))
         return GroupRuns(first, *self._layer_strides[group])
 
-    def _way(self, group: int) -> Way | None:
-        """What goes of a group's first layer; None: nothing does."""
+    def _path(self, group: int) -> CopyPath | None:
+        """The copy path of a group's first layer; None if the pair moves nothing of it."""
         spec = self._source.layout.groups[group]
         heads = [(t, heads) for t in spec.tensors if (heads := self.pair.heads(t))]
         if not heads:
             return None
         lengths = [len(part) * self._source.layout.head_bytes(tensor) for tensor, part in heads]
         source, target = (
-            Place(
+            BlockAddresses(
                 bases,
                 side.num_blocks,
                 _words([_offset(side, spec.first_layer, *part) for part in heads]),
@@ -146,17 +146,17 @@ class Route:
             )
             for side, bases in zip((self._source, self._target), self._bases, strict=True)
         )
-        return Way(source, target, _words(lengths), self._rkeys)
+        return CopyPath(source, target, _words(lengths), self._rkeys)
 
 
 def layer_stride_bytes(layout: RegionLayout, group: int) -> int:
-    """Distance in a region between one layer of a group and the next."""
+    """Bytes in a region between one layer of a group and the next."""
     block_bytes = layout.layout.rank_block_bytes(group, layout.tp_rank, layout.tp_size)
     return block_bytes // layout.layout.groups[group].num_layers * layout.num_blocks
 
 
 def _offset(layout: RegionLayout, layer: int, tensor: TensorSpec, heads: range) -> int:
-    """Where in a region a run of heads of its first block lies."""
+    """Offset in a region of a run of heads of the region's first block."""
     held = tensor.heads_of_rank(layout.tp_rank, layout.tp_size)
     start = layout.tensor_offset(layer, tensor.name)
     return start + (heads.start - held.start) * layout.layout.head_bytes(tensor)
@@ -197,8 +197,8 @@ def block_checksums(
 ) -> list[int]:
     """64-bit checksums of the pair's share of every `stride`-th block of each group's table.
 
-    Equal on both sides for equal bytes: over the layers in order, the tensors in order, and the
-    heads that go from the source rank to the target rank. `layout` is that of the side that asks.
+    Equal bytes give equal checksums on both sides: each covers layers, then tensors, then the heads
+    that the pair moves. `layout` is the layout of the calling side.
     """
     checksums = []
     for group, table in enumerate(tables):
@@ -229,10 +229,10 @@ def _share_offsets(layout: RegionLayout, pair: RankPair, group: int) -> list[tup
 
 
 def check_lease(lease: Lease, layout: RegionLayout, regions: Sequence[Region]) -> None:
-    """Raise LeaseError when the lease's memory or tables do not fit this rank's layout, or it lasts
-    no time."""
+    """Raise LeaseError when the lease's memory or tables do not fit this rank's layout, or when
+    `renew_within_s` is not positive."""
     if not lease.renew_within_s > 0:
-        raise LeaseError(f"the lease lasts for {lease.renew_within_s:g} s")
+        raise LeaseError(f"the lease has renew_within_s = {lease.renew_within_s:g}")
     groups = len(layout.layout.groups)
     if len(lease.block_ids) != groups:
         raise LeaseError(f"the lease has {len(lease.block_ids)} block tables, not {groups}")

@@ -1,13 +1,13 @@
-"""The seam between handoffs and what moves bytes: one-sided puts, flushes and small messages.
+"""The seam between handoffs and the transports: one-sided puts, flushes and small messages.
 
 A transport belongs to one process and has one progress thread. Every method but `close` may be
 called from any thread and returns at once: it enqueues. Callbacks run on the progress thread, one
-at a time, and must only enqueue or send in their turn.
+at a time, and may themselves only enqueue or send.
 
-What a transport promises: operations to one peer start in the order they were asked for; a flush
-completes when every earlier put to that peer has left this process's hands for good, so that
-nothing of it can be written later (but see `FlushResult.is_over`). A flush that succeeds is no
-proof that the peer lives, nor that it has seen anything: only the peer's own message is.
+A transport promises that operations to one peer start in the order of the calls. A flush completes
+when this process has finished every earlier put to that peer, so that nothing of it can be written
+later (but see `FlushResult.is_over`). A successful flush does not prove that the peer lives or has
+seen anything: only a message from the peer does.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ import numpy.typing as npt
 from kv_transfer.lease import Region
 
 Words: TypeAlias = (
-    "array[int]"  # of typecode "Q": unsigned 64-bit numbers, which compiled code reads in place
+    "array[int]"  # typecode "Q": unsigned 64-bit numbers that compiled code reads in place
 )
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """Where one side's blocks lie: regions at `bases`, of `num_blocks` blocks each; in a region
-    each tensor's first block at `offsets`, the next ones `strides` bytes on."""
+class BlockAddresses:
+    """Addresses of one side's blocks. Regions start at `bases` and hold `num_blocks` blocks each.
+    In a region, tensor t's first block is at `offsets[t]`, the next one `strides[t]` bytes
+    later."""
 
     bases: Words  # [num_regions]
     num_blocks: int
@@ -47,33 +48,31 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
-    """From this process's blocks to a peer's: of a block's tensors `lengths` bytes each; `rkeys` by
-    target region."""
+class CopyPath:
+    """From this process's blocks to a peer's. `lengths`: bytes to copy per tensor of a block;
+    `rkeys`: the peer's remote keys, per target region."""
 
-    source: Place
-    target: Place
+    source: BlockAddresses
+    target: BlockAddresses
     lengths: Words  # [num_tensors]
     rkeys: tuple[bytes, ...]
 
     @cached_property
     def packed(self) -> Words:
-        """For compiled code: `struct way` of `ucx/post_loop.c`."""
+        """`struct copy_path` of `ucx/post_loop.c`, for compiled code."""
         words: list[int] = []
-        for place in (self.source, self.target):
-            offsets, strides = (
-                column.buffer_info()[0] for column in (place.offsets, place.strides)
-            )
-            words += place.bases.buffer_info()[0], place.num_blocks, offsets, strides
+        for side in (self.source, self.target):
+            offsets, strides = (column.buffer_info()[0] for column in (side.offsets, side.strides))
+            words += side.bases.buffer_info()[0], side.num_blocks, offsets, strides
         return array("Q", (*words, *self.lengths.buffer_info()))
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Runs of bytes to copy into a peer's memory: of each block one for each tensor. `sources` and
-    `targets`: blocks here and there, in pairs, every one in a region of its place."""
+    """Runs of bytes to copy into a peer's memory: one run per block and tensor. `sources` and
+    `targets` are pairs of block ids, each within the regions of its side."""
 
-    way: Way
+    path: CopyPath
     sources: Words
     targets: Words
 
@@ -83,13 +82,15 @@ class Runs:
 
     @cached_property
     def num_bytes(self) -> int:
-        return sum(self.way.lengths) * self.num_blocks
+        return sum(self.path.lengths) * self.num_blocks
 
     def coalesced(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """(source, target, length, region here, region there), in order: neighbours that follow on
-        at both ends are one. Regions are registered apart and never merged."""
-        here, there = self.way.source, self.way.target
-        for tensor, length in enumerate(self.way.lengths):
+        """Yield (source, target, length, region here, region there), in order.
+
+        Runs that are adjacent at both ends become one, except across regions, which are registered
+        separately."""
+        here, there = self.path.source, self.path.target
+        for tensor, length in enumerate(self.path.lengths):
             run: tuple[int, int, int, int, int] | None = None
             for block, to in zip(self.sources, self.targets, strict=True):
                 source, target = here.address_of(tensor, block), there.address_of(tensor, to)
@@ -107,7 +108,7 @@ class Runs:
 
 @dataclass(frozen=True, eq=False)
 class PutBatch:
-    """The runs, moved on by some bytes at either end: a block's layers lie at a constant stride."""
+    """Runs shifted by an offset at each end: the layers of a block have a constant stride."""
 
     runs: Runs
     source_offset: int = 0
@@ -116,10 +117,10 @@ class PutBatch:
 
 @dataclass(frozen=True)
 class FlushResult:
-    """`error` is None when every put before the flush is done; `busy_s` is what the flush, and the
-    peer's puts since the last one, have cost this process. Unless `is_over`, what was put
-    before a flush that failed may still land, though it has left this process's hands: the kernel
-    delivers what it has taken of a TCP connection that broke."""
+    """The result of a flush. `error` is None if every earlier put is done. `busy_s`: seconds that
+    the flush, and the puts since the last one, cost this process. Unless `is_over`, puts before a
+    failed flush may still land: the kernel delivers what it has taken of a broken TCP
+    connection."""
 
     error: str | None
     busy_s: float
@@ -142,7 +143,7 @@ class Device(Protocol):
 
 
 class Tensor(Protocol):
-    """A contiguous torch tensor of bytes, uint8 [num_bytes]. Nothing here imports torch for it."""
+    """A contiguous torch tensor, uint8 [num_bytes]. This package does not import torch for it."""
 
     @property
     def device(self) -> Device: ...
@@ -153,7 +154,7 @@ class Tensor(Protocol):
 
 
 class TransferMemory(Protocol):
-    """A rank's pool: `engine.api.KvMemory` and what a peer must know to write into it."""
+    """A rank's pool: `engine.api.KvMemory`, plus what a peer needs to write into it."""
 
     @property
     def num_regions(self) -> int: ...
@@ -166,15 +167,15 @@ class TransferMemory(Protocol):
 
     @property
     def buffer(self) -> Any:
-        """The whole reservation: uint8 [num_regions * region_stride_bytes]; void after `close`. A
-        numpy array, or what was registered: a tensor, or the array that shares its memory."""
+        """The whole pool: uint8 [num_regions * region_stride_bytes], invalid after `close`. A numpy
+        array, or the registered tensor, or an array that shares its memory."""
 
     @property
     def regions(self) -> tuple[Region, ...]: ...
 
     def read(self, spans: Sequence[tuple[int, int]]) -> Iterable[npt.NDArray[np.uint8]]:
-        """The bytes of these (offset, length) in the buffer, in order, where the host reads them:
-        in place, or in one copy from the device."""
+        """The bytes of these (offset, length) spans of the buffer, in order, in host memory: in
+        place or in one copy from the device."""
 
 
 class Peer(Protocol):
@@ -186,8 +187,8 @@ class Peer(Protocol):
 
 class Transport(Protocol):
     on_fatal: OnFatal | None
-    """Told, on the progress thread, of the exception that ends it: nothing moves or arrives any
-    more, nothing in flight can be proved over, so the process must leave. Set before `start`."""
+    """Called on the progress thread with the exception that ends it. Nothing moves any more, and
+    nothing in flight can be proved over, so the process must exit. Set before `start`."""
 
     @property
     def address(self) -> bytes:
@@ -196,37 +197,39 @@ class Transport(Protocol):
     def allocate(
         self, num_regions: int, region_bytes: int, blocks_per_region: int
     ) -> TransferMemory:
-        """Make, touch and register the pool. Before `start`, once. Raises TransportError."""
+        """Allocate, touch and register the pool. Once, before `start`. Raises TransportError."""
 
     def register(self, buffer: Tensor, num_regions: int, blocks_per_region: int) -> TransferMemory:
-        """Register a pool that exists, as regions of equal size one after the other: for memory
-        that only torch can allocate. Kept alive until `close`. Instead of `allocate`; before
-        `start`, once. Raises TransportError."""
+        """Register an existing pool as adjacent regions of equal size: for memory that only torch
+        can allocate. The transport keeps it alive until `close`. Called instead of `allocate`,
+        once, before `start`. Raises TransportError."""
 
     def start(self, on_message: OnMessage, on_peer_lost: OnPeerLost) -> None:
-        """Begin to move things. `on_peer_lost` gets the address of a peer, once per connection."""
+        """Start the progress thread. `on_peer_lost` gets a lost peer's address, once per
+        connection."""
 
     def connect(self, address: bytes) -> Peer:
-        """The connection to that address, made when there is none or the last one was lost."""
+        """The connection to that address; a new one if there is none or the last one was lost."""
 
     def puts_end_with_process(self, address: bytes) -> bool:
-        """Whether nothing that the process at this address has put here can land once that process
-        is gone: it writes this pool itself, as over shared memory. False: it does not, as over TCP,
-        or it is not known, as of a process that was never connected to."""
+        """Whether a peer's puts into this pool cannot land after its process has ended: the peer
+        writes the pool itself, as over shared memory. False: as over TCP, or unknown because the
+        peer was never connected."""
 
     def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
-        """These regions of the peer will be written: do now what the first puts would wait for."""
+        """Prepare puts into these regions of the peer: do now what the first puts would wait
+        for."""
 
     def put(self, peer: Peer, batch: PutBatch, on_failed: OnFailed) -> None:
-        """Copy into the peer's memory. `on_failed` is told why a put of the batch was refused,
-        before the callback of any later flush: other batches to that peer have not failed."""
+        """Copy into the peer's memory. `on_failed` gets the reason if a put of this batch is
+        refused, before any later flush's callback. Other batches to that peer are unaffected."""
 
     def flush(self, peer: Peer, on_flushed: OnFlushed) -> None:
-        """Wait for all earlier puts to that peer, refused ones aside. A lost peer is an error."""
+        """Wait for all earlier puts to that peer except refused ones. A lost peer is an error."""
 
     def send(self, peer: Peer, payload: bytes, expects_answer: bool = False) -> None:
-        """One message, after every flush that has completed; lost when the peer is.
-        `expects_answer`: one is about to come, so look out for it a moment before sleeping."""
+        """Send one message, after every completed flush. It is lost if the peer is.
+        `expects_answer`: an answer comes soon, so poll for it briefly before sleeping."""
 
     def close(self) -> None:
-        """Drop what is under way and free everything, the pool too. Idempotent."""
+        """Drop what is in flight and free everything, including the pool. Idempotent."""

@@ -1,4 +1,4 @@
-"""The one place that picks a transport."""
+"""The only factory of transports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kv_transfer.transport import Transport
 
 
 def make_transport(config: TransferConfig) -> Transport:
-    """The transport that the configuration names. Raises TransportError."""
+    """Make the transport that the configuration names. Raises TransportError."""
     if config.transport == "memory":
         from kv_transfer.memory_transport import MemoryNetwork
 

@@ -1,14 +1,13 @@
 """The prefill role: computes a prompt, pushes its KV under a lease, samples the first token.
 
-One prefill here:
+One prefill:
 
-1. `start`: the exporter opens the lease, the engine takes the request.
-2. The engine's PrefilledEvent: the first token is told at once, before anything else that the
-   event sets off, and while KV is still moving.
-3. The exporter finishes the handoff and gives a receipt, or says why not.
-4. Always, and whatever happened before: the handoff is drained first, then the engine lets go of
-   the blocks. Cancelling a prefill goes straight there. When draining takes too long the caller is
-   told the end; the blocks stay pinned until nothing can read them any more.
+1. `start`: the exporter opens the lease, and the engine takes the request.
+2. The engine sends PrefilledEvent. The role reports the first token at once, while KV still moves.
+3. The exporter finishes the handoff: it returns a receipt or raises an error.
+4. In every case the handoff drains first, and then the engine releases the blocks. A cancel skips
+   to this step. When draining takes too long the caller gets the end, but the blocks stay pinned
+   until nothing can read them.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class HandoffBroken:
 
 @dataclass(frozen=True)
 class Refused:
-    """Nothing was computed: the request could never run here, by this field of its."""
+    """Nothing was computed: `field` makes the request impossible to run here."""
 
     message: str
     field: str
@@ -78,17 +77,17 @@ Outcome = FirstTokenReady | HandedOff | HandoffBroken | Refused | Stopped
 
 
 class DrainingError(RuntimeError):
-    """This worker takes no new work."""
+    """This worker takes no new requests."""
 
 
 class PrefillRun:
-    """One prefill under way, as its caller sees it."""
+    """One running prefill, as its caller sees it."""
 
     def __init__(self) -> None:
         self._outcomes: asyncio.Queue[Outcome | None] = asyncio.Queue()  # at most three
         self.cancelled = asyncio.Event()
 
-    def tell(self, outcome: Outcome | None) -> None:
+    def report(self, outcome: Outcome | None) -> None:
         self._outcomes.put_nowait(outcome)
 
     async def next(self) -> Outcome | None:
@@ -96,20 +95,20 @@ class PrefillRun:
         return await self._outcomes.get()
 
     def cancel(self) -> None:
-        """Stop it wherever it is; it drains in the background."""
+        """Stop the prefill at any step; it drains in the background."""
         self.cancelled.set()
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """For the event that ends the computation of a prefill."""
+    """A prefill that waits for the event that ends its computation."""
 
     prefill: PrefillRun
     event: asyncio.Future[PrefilledEvent | FinishedEvent]
 
 
 class PrefillRole:
-    """Lives on the event loop; the engine runs on its own thread."""
+    """Runs on the event loop; the engine has its own thread."""
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ class PrefillRole:
         exporter: Exporter,
         fail: Callable[[str, BaseException], None],
     ) -> None:
-        """`fail` is told of an error that leaves nothing here to rely on."""
+        """`fail` ends the worker: it gets the error after which no state can be trusted."""
         self._engine = engine
         self._fail = fail
         self._exporter = exporter
@@ -143,22 +142,22 @@ class PrefillRole:
     def start(self, spec: RequestSpec, lease: Lease, timeout_s: float | None) -> PrefillRun:
         """Begin a prefill whose KV goes into `lease`.
 
-        Raises DrainingError, and from the exporter LeaseError (fenced, served already, or not
-        ours) and FingerprintError; then nothing was begun.
+        Raises DrainingError, FingerprintError or LeaseError (fenced, already served, or for
+        another writer); then nothing was begun.
         """
-        self._exporter.check_unserved(lease)  # one that is served goes on while the worker drains
+        self._exporter.check_unserved(lease)  # a served lease continues while the worker drains
         if self._draining:
             raise DrainingError("this worker is draining")
         handoff = self._exporter.open(lease)
-        # An id that no other prefill ever has: the engine may still tell of one that is over here,
-        # while the request's own id has come again.
+        # The engine's key is unique to this prefill. The request's own id may come again while the
+        # engine still sends events of a prefill that has ended here.
         key = RequestId(f"{spec.request_id}/{handoff}")
         spec = replace(spec, request_id=key)
         prefill = PrefillRun()
         self._computing[handoff] = key
         loop, num_cached = asyncio.get_running_loop(), lease.num_cached_tokens
         self._waiting[key] = _Waiting(prefill, loop.create_future())
-        # Not with the first turn of the task: the engine takes lease and prompt in one step.
+        # Called here, not in the task: the engine takes lease and prompt in one step.
         added = self._engine.call(lambda engine: engine.add_prefill(spec, handoff, num_cached))
         task = loop.create_task(self._run(prefill, key, handoff, added, timeout_s))
         self._tasks.add(task)
@@ -167,7 +166,7 @@ class PrefillRole:
         return prefill
 
     def _task_over(self, task: asyncio.Task[None]) -> None:
-        """An assertion that failed in one of the role's tasks ends the worker."""
+        """End the worker when an assertion failed in one of the role's tasks."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, AssertionError):
             self._fail("the prefill role", error)
@@ -175,19 +174,19 @@ class PrefillRole:
             log.error("a task of the prefill role failed", exc_info=error)
 
     def _handoff_broken(self, handoff: HandoffId, error: HandoffError) -> None:
-        """Computing on is in vain; later than that, `finish` is waiting and reports it."""
+        """Stop a computation that cannot be handed off. After it, `finish` raises the error."""
         key = self._computing.pop(handoff, None)
         if key is not None and not self._waiting[key].event.done():
             self._waiting[key].event.set_exception(error)
 
     def on_events(self, events: Iterable[EngineEvent]) -> None:
-        """Give each prefill the event that ends its computation."""
+        """Pass each prefill the event that ends its computation."""
         for event in events:
             if isinstance(event, PrefilledEvent | FinishedEvent):
                 waiting = self._waiting.get(event.request_id)
                 if waiting is not None and not waiting.event.done():
                     if isinstance(event, PrefilledEvent):
-                        waiting.prefill.tell(_first_token_ready(event))
+                        waiting.prefill.report(_first_token_ready(event))
                     waiting.event.set_result(event)
 
     async def _run(
@@ -198,7 +197,7 @@ class PrefillRole:
         added: Future[None],
         timeout_s: float | None,
     ) -> None:
-        """Steps 1 to 4. `work` may be cut short at any await; what follows it may not."""
+        """Steps 1 to 4. `work` may be cancelled at any await; the clean-up after it may not."""
         work = asyncio.create_task(self._compute_and_hand_off(prefill, key, handoff, added))
         cancelled = asyncio.create_task(prefill.cancelled.wait())
         try:
@@ -210,20 +209,20 @@ class PrefillRole:
             work.cancel()
             await asyncio.wait({work})
             drained = await self._let_go(key, handoff)
-            self._tell_end(prefill, work)
+            self._report_end(prefill, work)
         if not drained:
             await self._exporter.wait_drained(handoff)
             self._engine.post(lambda engine: engine.unquarantine(key))
 
-    def _tell_end(self, prefill: PrefillRun, work: asyncio.Task[None]) -> None:
+    def _report_end(self, prefill: PrefillRun, work: asyncio.Task[None]) -> None:
         try:
             if work.cancelled():
-                prefill.tell(Stopped("cancelled" if prefill.cancelled.is_set() else "deadline"))
+                prefill.report(Stopped("cancelled" if prefill.cancelled.is_set() else "deadline"))
             elif work.exception() is not None:
-                prefill.tell(Stopped("this worker failed"))
+                prefill.report(Stopped("this worker failed"))
                 work.result()
         finally:
-            prefill.tell(None)
+            prefill.report(None)
 
     async def _compute_and_hand_off(
         self, prefill: PrefillRun, key: RequestId, handoff: HandoffId, added: Future[None]
@@ -231,25 +230,25 @@ class PrefillRole:
         try:
             await asyncio.wrap_future(added)
         except InvalidRequestError as error:
-            prefill.tell(Refused(error.message, error.field))
+            prefill.report(Refused(error.message, error.field))
             return
         except EngineStoppedError as error:
-            prefill.tell(Stopped(str(error)))
+            prefill.report(Stopped(str(error)))
             return
         computed = self._waiting[key].event
-        if computed.done():  # told in this same turn: what follows takes the next, after its caller
+        if computed.done():  # reported in this turn: let its caller run before what follows
             await asyncio.sleep(0)
         try:
             event = await computed
         except HandoffError as error:
-            prefill.tell(HandoffBroken(error.reason, str(error)))
+            prefill.report(HandoffBroken(error.reason, str(error)))
             return
         if isinstance(event, FinishedEvent):
-            prefill.tell(Stopped(event.message or event.reason.value))
+            prefill.report(Stopped(event.message or event.reason.value))
             return
         if event.finished is None:
-            prefill.tell(await self._hand_off(handoff, event.token))
-        else:  # no router has to be there to tell the receiver
+            prefill.report(await self._hand_off(handoff, event.token))
+        else:  # the receiver learns the end from the writer: no router is needed for it
             ended_by = replace(_first(event.token), finished=finish_reason_to_proto(event.finished))
             await self._exporter.cancel(handoff, ended_by)
 
@@ -269,7 +268,7 @@ class PrefillRole:
     async def _let_go(self, key: RequestId, handoff: HandoffId) -> bool:
         """Stop computing, wait until nothing is in flight, and only then free the blocks.
 
-        False: it is still not known that nothing is, and the blocks are in quarantine.
+        False: something may still be in flight, and the blocks are quarantined.
         """
         self._computing.pop(handoff, None)
         self._engine.post(lambda engine: engine.abort(key))
@@ -279,7 +278,7 @@ class PrefillRole:
         return drained
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a prefill is watched by nobody."""
+        """Raise AssertionError when no task watches a prefill."""
         assert len(self._waiting) <= len(self._tasks), (len(self._waiting), len(self._tasks))
         assert set(self._computing.values()) <= set(self._waiting), self._computing
 
@@ -291,8 +290,10 @@ def _first_token_ready(event: PrefilledEvent) -> FirstTokenReady:
 
 
 def _first(token: SampledToken) -> FirstToken:
-    """An engine's first token as a receiver is told of it."""
-    told = token.logprobs
-    if told is None:
+    """The engine's first token as the type that a receiver gets."""
+    logprobs = token.logprobs
+    if logprobs is None:
         return FirstToken(token.token_id)
-    return FirstToken(token.token_id, FirstTokenLogprobs(told.logprob, told.rank, told.top))
+    return FirstToken(
+        token.token_id, FirstTokenLogprobs(logprobs.logprob, logprobs.rank, logprobs.top)
+    )

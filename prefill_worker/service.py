@@ -1,4 +1,4 @@
-"""`PrefillService`: the wire's side of the prefill role. Protobuf messages stop here."""
+"""`PrefillService`: the gRPC side of the prefill role. Protobuf messages stop here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from prefill_worker.role import (
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-# Reasons of a HandoffFailed before anything was begun: the router goes elsewhere at no cost.
+# HandoffFailed reasons before anything was begun: the router picks another worker at no cost.
 _NOT_FOR_US: dict[type[Exception], str] = {
     DrainingError: "DRAINING",
     FingerprintError: "FINGERPRINT",
@@ -48,8 +48,8 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         self._role = role
         self._kv_fingerprint = kv_fingerprint
         self._asked_again: dict[tuple[str, int], bool] = {}
-        """By the lease and epoch of every call under way: whether another call has asked for it
-        since. Then the lease's owner ends the prefill, and not the end of the first call."""
+        """(lease id, epoch) of each running call -> whether another call asked for it since.
+        Then the lease's owner ends the prefill, not the end of the first call."""
 
     async def Prefill(  # noqa: N802
         self, request: worker_pb2.PrefillRequest, context: Context
@@ -62,14 +62,14 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
             return
         except InvalidRequestError as error:
             await abort(context, error)
-        except (LeaseFencedError, LeaseServedError) as error:  # its owner tells how it ends
+        except (LeaseFencedError, LeaseServedError) as error:  # its owner reports how it ends
             if grant in self._asked_again:
                 self._asked_again[grant] = True
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except LeaseError as error:  # no lease, or a misfit of the two workers: never to be served
+        except LeaseError as error:  # malformed, or the two workers do not fit: never served
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
         self._asked_again[grant] = False
-        is_told = False  # the first token, as far as this worker knows
+        token_sent = False  # the first token, as far as this worker knows
         try:
             while (outcome := await prefill.next()) is not None:
                 if isinstance(outcome, Refused):
@@ -77,26 +77,26 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
                     await abort(context, InvalidRequestError(outcome.message, field=field))
                 if isinstance(outcome, Stopped):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, outcome.message)
-                is_told |= isinstance(outcome, FirstTokenReady)
+                token_sent |= isinstance(outcome, FirstTokenReady)
                 yield _message(outcome)
         finally:
-            # A told token must not be sampled again: whoever gives it up tells the lease's owner,
-            # and a router that is gone leaves it for the next one.
-            if not (self._asked_again.pop(grant) or is_told):
+            # A sent token must not be sampled again. A router that abandons the request cancels it
+            # at the lease's owner; a router that crashed leaves it for the next one.
+            if not (self._asked_again.pop(grant) or token_sent):
                 prefill.cancel()
 
     def _start(self, request: worker_pb2.PrefillRequest) -> PrefillRun:
-        """Raises what `PrefillRole.start` does, LeaseError for a lease that is none as well, and
-        InvalidRequestError for a malformed request: the client's fault, and the lease's is not."""
+        """Raises what `PrefillRole.start` raises, LeaseError also for a malformed lease, and
+        InvalidRequestError for a malformed request (the client's fault)."""
         wire = request.spec
         if wire.kv_fingerprint != self._kv_fingerprint:
-            raise FingerprintError("this worker's KV is of another kind")
+            raise FingerprintError("this worker has another kv_fingerprint")
         timeout_s = wire.timeout_ms / 1000 if wire.HasField("timeout_ms") else None
         spec = read_spec(wire)
         try:
             lease = Lease.from_proto(request.lease)
         except ValueError as error:
-            raise LeaseError(f"lease {request.lease.lease_id!r} is none: {error}") from error
+            raise LeaseError(f"lease {request.lease.lease_id!r} is malformed: {error}") from error
         return self._role.start(spec, lease, timeout_s)
 
 

@@ -17,7 +17,7 @@ from bench.gpu.timing import device_s
 
 if TYPE_CHECKING:
     from bench.handoff import Result
-    from cluster.preflight.lone_rank import LoneRank
+    from cluster.preflight.handoff import LoneRank
     from kv_transfer.layout import BlockId
 
 _NEEDED = {"libucx": "libucx-cu12", "google.protobuf": "protobuf", "uvloop": "uvloop"}

@@ -30,12 +30,11 @@ from baton.control_client import ControlClient
 from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableError
 from baton.native_build import NativeBuildError, build
 from baton.v1 import control_pb2
-from cluster.error_text import one_line
+from cluster.errors import one_line
 from cluster.local.process_tree import Process, descendants, still_alive, wait_until_gone
 from cluster.local.reaper import Reaper, inherited, watched_over
 from cluster.local.router_process import RouterProcess, with_health_port
-from cluster.pools.auto_settings import AutoSettings
-from cluster.pools.pool_settings import num_gpus_wanted, own_settings
+from cluster.pools.pool_settings import AutoSettings, num_gpus_wanted, own_settings
 from engine.attention.native_library import KERNELS
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """The pod that this process runs in, and the workers that serve there.
 
-Each worker tells in a file where it serves, for whoever drains the pod: by then the supervisor, its
-registry and Ray's head may all be gone. One that still loads is not among them: so that it does not
-begin to serve on a machine that ends, the pod can be closed to it.
+Each worker writes its address to a file of the pod, for the process that drains the pod. By then
+the supervisor, its registry and Ray's head may be gone. A worker that still loads has no file.
+Closing the pod keeps it from serving on a machine that is about to end.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kv_transfer.process import ProcessIdentity, is_gone
 
 @dataclass(frozen=True)
 class Pod:
-    """What Kubernetes' downward API says of a pod, in its containers' environment."""
+    """A pod as Kubernetes' downward API describes it in its containers' environment."""
 
     name: str
     ip: str | None
     node_name: str
     port: int = 0
-    """At which its worker listens; 0: as the worker's settings say."""
+    """The worker's port; 0: the port of the worker's settings."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Pod | None:
@@ -42,27 +42,27 @@ class Pod:
 
     @property
     def folder(self) -> Path:
-        """Of its own, and of this user alone: pods of one machine may share what is temporary."""
+        """The pod's own folder, readable by this user only: pods may share /tmp in tests."""
         return Path(tempfile.gettempdir()) / f"baton-pod-{self.name}"
 
 
 class PodWorkers:
-    """The workers that serve in a pod: one file each, until it serves no more.
+    """The workers that serve in a pod: one file each, while it serves.
 
-    A worker enters first and then looks whether the pod is closed; who closes it reads afterwards
-    who is in. So one of them sees the other.
+    A worker first adds itself and then checks whether the pod is closed. A drain first closes the
+    pod and then lists the workers. So at least one of them sees the other.
     """
 
     def __init__(self, pod: Pod) -> None:
         self._folder = pod.folder
         self._closed = self._folder / "closed"
 
-    def enter(self, worker: control_pb2.WorkerInfo) -> None:
+    def add(self, worker: control_pb2.WorkerInfo) -> None:
         self._write(self._path(worker), worker)
 
     def close(self, container: ProcessIdentity) -> None:
-        """No worker is to begin to serve here while this process lives, its container's own: one
-        that is started anew is another life."""
+        """Let no worker begin to serve here while the container's main process lives. A restarted
+        container is open again."""
         self._write(self._closed, container.to_proto())
 
     @property
@@ -72,19 +72,19 @@ class PodWorkers:
         except FileNotFoundError:
             return False
         container = json_format.Parse(text, common_pb2.ProcessIdentity())
-        # None is an end, too: a container that was started anew has pids of its own.
+        # None means that it ended: a restarted container has its own pid namespace.
         return is_gone(ProcessIdentity.from_proto(container)) is False
 
-    def strike(self, worker: control_pb2.WorkerInfo) -> None:
+    def remove(self, worker: control_pb2.WorkerInfo) -> None:
         self._path(worker).unlink(missing_ok=True)
 
-    def read(self) -> list[control_pb2.WorkerInfo]:
-        """Those of which a process is left: one that was killed strikes nothing."""
+    def live(self) -> list[control_pb2.WorkerInfo]:
+        """Workers with a process left. A killed worker leaves its file behind."""
         found = []
         for path in sorted(self._folder.glob("*.json")):
             try:
                 text = path.read_text()
-            except FileNotFoundError:  # it has left since
+            except FileNotFoundError:  # it has just left
                 continue
             worker = json_format.Parse(text, control_pb2.WorkerInfo())
             if not is_over(worker):
@@ -102,6 +102,6 @@ class PodWorkers:
 
 
 def is_over(worker: control_pb2.WorkerInfo) -> bool:
-    """Whether all of its processes, which are of this pod, have ended."""
+    """Whether all processes of a worker in this pod have ended."""
     ranks = worker.ref.ranks
     return all(is_gone(ProcessIdentity.from_proto(rank.process)) for rank in ranks)

@@ -1,14 +1,17 @@
-"""Drains the pod that it runs in: what a container's `preStop` runs before Kubernetes ends it.
+"""Drains its own pod: a container's `preStop` runs it before Kubernetes ends the container.
 
-`python -m cluster.node.pod_drain --timeout 600` asks nobody outside the pod but Ray's GCS:
+`python -m cluster.node.pod_drain --timeout 600` calls nothing outside the pod but Ray's GCS:
 
-1. Closes the pod to Ray, so that nothing new is placed here. A GCS that does not answer places
-   nothing either: it is asked again while the pod drains.
-2. Asks each worker that serves here to drain: it takes nothing new, and leaves when what it runs
-   has ended. One that is still loading runs nothing; where the container goes on after the drain,
-   as on a machine that is called back, `--close-for` has that one leave before it serves.
-3. Waits until their processes are gone, and tells once a second what still runs. Status 0 then, 1
-   when the time is over, with what held it.
+1. It drains the pod's Ray node, so that Ray starts nothing new there. If the GCS does not answer,
+   it places nothing either; the drain asks again while the workers drain.
+2. It asks each worker that serves here to drain. The worker takes nothing new and exits when its
+   requests have ended. A worker that still loads runs nothing. If the container survives the drain,
+   as on a preempted machine, `--close-for` makes that worker exit before it serves.
+3. It waits until the workers' processes are gone and prints once a second what still runs. The exit
+   status is 0 then, or 1 after the timeout.
+
+Ray's `drain-node` command runs in its own process, because Ray's client waits long for a missing
+GCS and then ends its process.
 """
 
 from __future__ import annotations
@@ -16,24 +19,103 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
 
 from baton.grpc_options import DIRECT
 from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
-from cluster.node.node_closing import NodeClosing, ray_nodes
 from cluster.node.pod import Pod, PodWorkers, is_over
 from kv_transfer.process import identity_of
 
+_CLOSE_WITHIN_S = 15.0  # most of it is for Python and Ray to be loaded
+_ASK_AGAIN_S = 2.0
+_COMMAND = (sys.executable, "-m", "ray.scripts.scripts", "drain-node")
+# Ray's other reason, idle termination, is refused for a node that is in use.
+_REASON = "DRAIN_NODE_REASON_PREEMPTION"
+
+
+@dataclass(frozen=True)
+class RayNode:
+    node_id: str
+    gcs_address: str
+
+
+def ray_nodes(pod: Pod) -> list[RayNode]:
+    """The Ray nodes of this pod's raylets. The environment tells them from other pods' raylets."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # just ended, or another user's
+            if (entry / "comm").read_text() == "raylet\n":
+                environment = (entry / "environ").read_bytes().split(b"\0")
+                arguments = (entry / "cmdline").read_text(errors="replace").split("\0")
+                if f"POD_NAME={pod.name}".encode() in environment:
+                    found.append(_described(arguments))
+    return found
+
+
+def _described(raylet: list[str]) -> RayNode:
+    options = dict(argument.lstrip("-").split("=", 1) for argument in raylet if "=" in argument)
+    return RayNode(options["node_id"], options["gcs-address"])
+
+
+class NodeDrain:
+    """Drains a Ray node: asks until the GCS agrees. Call `poll` regularly."""
+
+    def __init__(self, node: RayNode, reason: str, within_s: float) -> None:
+        """`within_s`: the drain's deadline in seconds; Ray only passes it on."""
+        self._command = [*_COMMAND, f"--address={node.gcs_address}", f"--node-id={node.node_id}"]
+        self._command += [f"--reason={_REASON}", f"--reason-message={reason}"]
+        self._command += [f"--deadline-remaining-seconds={round(within_s)}"]
+        self._asking: subprocess.Popen[str] | None = None
+        self._asked_at = -_ASK_AGAIN_S
+        self.is_closed = False
+        self.problem: str | None = None
+        """Why the last attempt failed; None: it has not failed."""
+
+    def poll(self) -> None:
+        """Start an attempt or take its result. Does not block."""
+        now = time.monotonic()
+        if self._asking is None:
+            if not self.is_closed and now - self._asked_at >= _ASK_AGAIN_S:
+                self._asked_at = now
+                self._asking = subprocess.Popen(
+                    self._command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
+        elif self._asking.poll() is not None:
+            self._take(self._asking)
+        elif now - self._asked_at > _CLOSE_WITHIN_S:
+            self._asking.kill()
+            self._take(self._asking, f"no answer within {_CLOSE_WITHIN_S:g} s")
+
+    def close(self) -> None:
+        """Stop asking."""
+        if self._asking is not None:
+            self._asking.kill()
+            self._asking.communicate()
+
+    def _take(self, ended: subprocess.Popen[str], problem: str = "") -> None:
+        said, _ = ended.communicate()
+        self._asking = None
+        self._asked_at = time.monotonic()
+        self.is_closed = ended.returncode == 0
+        words = said.strip().splitlines() or ["no output"]
+        self.problem = None if self.is_closed else problem or words[-1]
+
+
 _FAILED_STATUS, _USAGE_STATUS = 1, 2
 _LOOK_S = 0.2
-_TELL_S = 1.0
+_PRINT_S = 1.0
 _ANSWER_WITHIN_S = 1.0
-_CLOSED_WITHIN_S = 5.0  # usually; workers wait no longer, nor for more of the time that there is
+_CLOSED_WITHIN_S = 5.0  # workers wait for the node's drain no longer than this, or this share
 _CLOSED_WITHIN_SHARE = 0.25
 
 
@@ -41,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     pod = Pod.of(os.environ)
     if pod is None:
-        problem = "POD_NAME is not set: this runs in a pod, whose container has it from the"
+        problem = "POD_NAME is not set: run this in a pod whose container sets it from the"
         print(f"pod_drain: {problem} downward API (metadata.name)", file=sys.stderr)
         return _USAGE_STATUS
     with contextlib.ExitStack() as stack:
@@ -57,26 +139,26 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         required=True,
         metavar="SECONDS",
-        help="how long what runs may take to end; below the pod's terminationGracePeriodSeconds",
+        help="how long requests may take to end; below the pod's terminationGracePeriodSeconds",
     )
     parser.add_argument(
         "--leave",
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="of that, what is left for workers to end that have given up what they ran",
+        help="of that, the time for workers to exit after they gave up their requests",
     )
     parser.add_argument(
         "--close-for",
         type=int,
         metavar="PID",
-        help="the container's own process: while it lives no worker begins to serve here",
+        help="the container's main process: while it lives no worker begins to serve here",
     )
     return parser.parse_args(arguments)
 
 
-class Draining:
-    """One worker's drain, as it is asked for and watched from here."""
+class WorkerDrain:
+    """One worker's drain: the request for it, and its progress."""
 
     def __init__(self, worker: control_pb2.WorkerInfo, stack: contextlib.ExitStack) -> None:
         self.name = worker.ref.worker_id
@@ -85,14 +167,14 @@ class Draining:
         # The generated types know grpc.aio only.
         self._stub: Any = worker_pb2_grpc.WorkerServiceStub(cast(Any, channel))
         self._is_asked = False
-        self._ran = ""  # when it last said so
+        self._ran = ""  # what it ran at its last answer
 
     @property
     def is_over(self) -> bool:
         return is_over(self._worker)
 
     def ask(self, timeout_s: float) -> None:
-        """Until it has answered: then it drains, and is asked no more."""
+        """Ask it to drain, until it has answered once."""
         if not self._is_asked:
             request = worker_pb2.DrainRequest(timeout_ms=max(1, round(timeout_s * 1e3)))
             with contextlib.suppress(grpc.RpcError):
@@ -100,7 +182,7 @@ class Draining:
                 self._is_asked = True
 
     def runs(self) -> str:
-        """What it runs, in words."""
+        """Describe what it runs."""
         try:
             load = self._stub.Load(worker_pb2.LoadRequest(), timeout=_ANSWER_WITHIN_S).load
         except grpc.RpcError as error:
@@ -109,10 +191,10 @@ class Draining:
             return "no answer"
         self._ran = (
             f"{load.num_running} running, {load.num_waiting} waiting, "
-            f"{load.num_reserved} whose KV is on its way"
+            f"{load.num_reserved} whose KV is in transfer"
         )
         if not load.num_running + load.num_waiting + load.num_reserved:
-            self._ran += ": its last handoffs and tokens are being taken"
+            self._ran += ": routers are taking its last handoffs and tokens"
         return self._ran
 
 
@@ -129,16 +211,16 @@ class PodDrain:
         self._timeout_s = timeout_s
         self._workers = PodWorkers(pod)
         self._closings = [
-            NodeClosing(node, f"{pod.name} drains", timeout_s) for node in ray_nodes(pod)
+            NodeDrain(node, f"{pod.name} drains", timeout_s) for node in ray_nodes(pod)
         ]
         for closing in self._closings:
             stack.callback(closing.close)
-        self._drainings: dict[tuple[str, int], Draining] = {}
-        self._told: set[str] = set()
+        self._drainings: dict[tuple[str, int], WorkerDrain] = {}
+        self._printed: set[str] = set()
 
     def run(self) -> int:
-        """Returns the process's status."""
-        told_at = self._began_at
+        """Run the drain and return the exit status."""
+        printed_at = self._began_at
         _say(f"draining pod {self._pod.name}, within {self._timeout_s:g} s")
         while self._left_s() > 0:
             self._close_node()
@@ -147,8 +229,8 @@ class PodDrain:
                 if not self._drainings and self._has_closed_or_cannot():
                     _say(f"pod {self._pod.name} is drained after {self._waited_s():.1f} s")
                     return 0
-            if time.monotonic() - told_at >= _TELL_S:
-                told_at = time.monotonic()
+            if time.monotonic() - printed_at >= _PRINT_S:
+                printed_at = time.monotonic()
                 _say(f"{self._holds()}; {max(0.0, self._left_s()):.0f} s left")
             time.sleep(_LOOK_S)
         problem = (
@@ -161,27 +243,28 @@ class PodDrain:
 
     def _close_node(self) -> None:
         for closing in self._closings:
-            closing.look()
+            closing.poll()
             if closing.is_closed:
-                self._say_once("closed to Ray: nothing new is placed here")
+                self._say_once("closed to Ray: it places nothing new here")
             elif closing.problem is not None:
-                self._say_once(f"not closed to Ray, which is asked again: {closing.problem}")
+                self._say_once(f"not closed to Ray, trying again: {closing.problem}")
 
     def _has_closed_or_cannot(self) -> bool:
         return all(each.is_closed or each.problem is not None for each in self._closings)
 
     def _may_ask(self) -> bool:
-        """A worker that left before could be placed here again."""
+        """Whether workers may be asked: before the node is closed, Ray could start one anew
+        here."""
         limit_s = min(_CLOSED_WITHIN_S, _CLOSED_WITHIN_SHARE * self._timeout_s)
         return self._has_closed_or_cannot() or self._waited_s() > limit_s
 
     # --- workers --------------------------------------------------------------------------------
 
     def _ask_workers(self) -> None:
-        for worker in self._workers.read():
+        for worker in self._workers.live():
             key = (worker.ref.worker_id, worker.ref.incarnation)
             if key not in self._drainings:
-                self._drainings[key] = Draining(worker, self._stack)
+                self._drainings[key] = WorkerDrain(worker, self._stack)
         for key, draining in list(self._drainings.items()):
             if draining.is_over:
                 _say(f"{draining.name} has left")
@@ -190,11 +273,11 @@ class PodDrain:
                 draining.ask(self._left_s() - self._leave_s)
 
     def _holds(self) -> str:
-        """What the drain still waits for."""
+        """Describe what the drain still waits for."""
         held = [f"{each.name}: {each.runs()}" for each in self._drainings.values()]
         return "; ".join(held) or "Ray has not answered"
 
-    # --- time and words -------------------------------------------------------------------------
+    # --- time and output ------------------------------------------------------------------------
 
     def _waited_s(self) -> float:
         return time.monotonic() - self._began_at
@@ -203,8 +286,8 @@ class PodDrain:
         return self._timeout_s - self._waited_s()
 
     def _say_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._printed:
+            self._printed.add(text)
             _say(text)
 
 

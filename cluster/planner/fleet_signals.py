@@ -1,7 +1,7 @@
-"""What the registry tells of a fleet, as the planner's signals.
+"""The registry's view of a fleet, as the planner's signals.
 
-The wire tells no times: who calls `take` with every answer of `WatchFleet` gives the moment it
-came, and this remembers since when each worker has been live and when it was heard of last.
+The wire carries no times. The caller passes every answer of `WatchFleet` to `take` with its time of
+arrival. This class remembers since when each worker is live and when it last reported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PHASES = {
 
 @dataclass(frozen=True)
 class PoolBounds:
-    """What a pool may be scaled to; both are its size where somebody else says that."""
+    """What a pool may be scaled to. Both are its size if something else sets that."""
 
     min_replicas: int
     max_replicas: int
@@ -52,7 +52,7 @@ class _Seen:
 
 
 class FleetSignals:
-    """Own what was seen of the workers before."""
+    """Own what was seen of the workers so far."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
@@ -63,10 +63,10 @@ class FleetSignals:
         bounds: Mapping[str, PoolBounds],
         now_s: float,
     ) -> Signals:
-        """`bounds` of every pool by name; a pool without any is left out."""
+        """The signals of one answer. `bounds`: by pool name; a pool without bounds is left out."""
         here = [worker for worker in fleet.workers if worker.state in _PHASES]
         names = {worker.info.ref.worker_id for worker in here}
-        if not fleet.settles:  # until then one that is not told of may have yet to register again
+        if not fleet.settles:  # else a missing worker may have yet to register again
             self._seen = {name: seen for name, seen in self._seen.items() if name in names}
         workers: dict[str, list[WorkerSignals]] = {pool.name: [] for pool in fleet.pools}
         for worker in here:
@@ -76,8 +76,8 @@ class FleetSignals:
             for pool in fleet.pools
             if pool.name in bounds
         ]
-        routers = [_router(told, now_s) for told in fleet.routers]
-        # What they told last says nothing of now: their clients may have gone to the others.
+        routers = [_router(report, now_s) for report in fleet.routers]
+        # Their last reports are void: their clients may have moved to other routers.
         routers += [
             RouterSignals(each.router_id, None, each.silent_s) for each in fleet.silent_routers
         ]
@@ -123,29 +123,29 @@ def _pool(
     )
 
 
-def _router(told: control_pb2.ReportRouterRequest, now_s: float) -> RouterSignals:
-    """Of one that speaks."""
+def _router(report: control_pb2.ReportRouterRequest, now_s: float) -> RouterSignals:
+    """The signals of a router that reports."""
     return RouterSignals(
-        router_id=told.router_id,
+        router_id=report.router_id,
         measured_at_s=now_s,
-        requests_per_s=told.requests_per_s,
-        uncached_tokens_per_s=told.uncached_tokens_per_s,
-        output_tokens=told.output_tokens if told.HasField("output_tokens") else None,
-        num_held=told.num_held,
-        waiting_for_prefill=_queue(told.waiting_for_prefill),
-        waiting_for_decode=_queue(told.waiting_for_decode),
+        requests_per_s=report.requests_per_s,
+        uncached_tokens_per_s=report.uncached_tokens_per_s,
+        output_tokens=report.output_tokens if report.HasField("output_tokens") else None,
+        num_held=report.num_held,
+        waiting_for_prefill=_queue(report.waiting_for_prefill),
+        waiting_for_decode=_queue(report.waiting_for_decode),
         gaps=tuple(
             PoolGaps(pool.pool, pool.num_recent_gaps, pool.recent_itl_p95_s)
-            for pool in told.pools
+            for pool in report.pools
             if pool.num_recent_gaps
         ),
     )
 
 
-def _queue(told: control_pb2.QueueFigures) -> QueueSignals:
+def _queue(figures: control_pb2.QueueFigures) -> QueueSignals:
     return QueueSignals(
-        num_requests=told.num_requests,
-        num_tokens=told.num_tokens,
-        oldest_wait_s=told.oldest_wait_s,
-        median_wait_s=told.median_wait_s,
+        num_requests=figures.num_requests,
+        num_tokens=figures.num_tokens,
+        oldest_wait_s=figures.oldest_wait_s,
+        median_wait_s=figures.median_wait_s,
     )

@@ -1,9 +1,18 @@
-"""Signals summed up: what the routers see arrive, and what each pool holds. Old figures are left
-out, and so is how fast a worker is that has only just begun. Sums do not depend on their order.
+"""Sums of the signals: what arrives at the routers, what each pool holds, and its ITL curve.
+
+Old figures are left out, and so are the rates of workers that have just started. Sums do not depend
+on the order of their parts.
+
+The ITL curve gives the gap between tokens (ITL) by the number of streams that a worker runs. A
+decode step takes a base time and some time per stream. A stream lasts as long as its tokens take,
+so fewer workers run more streams in all; what stays the same is the demand in tokens/s. Each point
+of the curve covers a range of stream counts (a factor of 1.25) and keeps its newest value,
+smoothed. So a value stays known while the workers run other numbers of streams.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 from math import fsum
@@ -19,34 +28,34 @@ from cluster.planner.signals import (
 )
 from cluster.pools.role_plan import Role
 
-_FEWEST_GAPS = 100  # of which five are above the 95th percentile
+_FEWEST_GAPS = 100  # so that five are above the 95th percentile
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What the routers tell together."""
+    """What all routers report together."""
 
     requests_per_s: float
     tokens_per_s: float
-    """Uncached prompt tokens that arrive."""
+    """Uncached prompt tokens that arrive per second."""
     output_tokens: float | None
-    """Of a request, weighted by the routers' arrivals; None: nobody knows."""
+    """Mean per request, weighted by the routers' arrivals; None: unknown."""
     num_held: int
     for_prefill: QueueSignals
     for_decode: QueueSignals
     unheard_factor: float
-    """Routers there are for each one that was heard: what arrives at the others is unknown."""
+    """Number of routers per router that reported: arrivals at the others are unknown."""
 
     @property
     def is_none(self) -> bool:
-        """At the routers that were heard."""
+        """Whether nothing arrives or waits at the routers that reported."""
         waiting = self.num_held + self.for_prefill.num_requests + self.for_decode.num_requests
         return not waiting and self.requests_per_s <= 0
 
 
 @dataclass(frozen=True)
 class ItlPoint:
-    """How far apart tokens are where a worker runs so many streams."""
+    """The gap between tokens of a worker with this many streams."""
 
     streams: float
     itl_s: float
@@ -54,8 +63,8 @@ class ItlPoint:
 
 @dataclass(frozen=True)
 class PoolMeasure:
-    """What a pool's workers tell together. Those that drain count nowhere: what they run ends with
-    them, and takes nothing from the others."""
+    """What a pool's workers report together. Draining workers do not count: what they run ends with
+    them and takes nothing from the others."""
 
     num_live: int
     num_unheard: int
@@ -70,21 +79,21 @@ class PoolMeasure:
     """When a live worker's figures were last measured."""
     num_streams: int
     fill: float
-    """Workers' worth of KV memory, or of streams where those are scarcer, that is taken."""
+    """Taken KV memory, or taken streams if they are scarcer, in units of one worker."""
     kv_fill: float
-    """The same of KV memory alone."""
+    """Taken KV memory alone, in units of one worker."""
     num_queued_tokens: int
     prefill_tokens_per_s: float | None
-    """Of the middle one of the workers that are warm and heard; None: none of them has a rate."""
+    """Median of the warm workers that reported; None: none has a rate."""
     itl: ItlPoint | None
-    """Of the same workers, by what their decode steps take; None: none of them decodes."""
+    """From the same workers' decode steps; None: none decodes."""
     extra_s: float | None
-    """By how much the gaps that clients see are longer: with what prompts take beside the streams,
-    say. None: not known now."""
+    """Seconds by which clients' gaps exceed the decode steps, for example while prompts are
+    computed beside streams. None: unknown now."""
 
     @property
     def is_blind(self) -> bool:
-        """Whether there are live workers, and none was heard of late."""
+        """Whether there are live workers but none reported lately."""
         return 0 < self.num_live == self.num_unheard
 
     @property
@@ -93,7 +102,7 @@ class PoolMeasure:
 
 
 def measure_demand(signals: Signals, config: PlannerConfig) -> Demand | None:
-    """None: no router was heard of late."""
+    """The routers' demand; None: no router reported lately."""
     heard = [
         router for router in signals.routers if _is_fresh(router.measured_at_s, signals, config)
     ]
@@ -133,7 +142,7 @@ def measure_pool(pool: PoolSignals, signals: Signals, config: PlannerConfig) -> 
         num_queued_tokens=sum(worker.num_queued_tokens for worker in heard),
         prefill_tokens_per_s=statistics.median(sorted(rates)) if rates else None,
         itl=itl,
-        # Clients do not tell the gaps of workers that are cold, or drain, from the others'.
+        # Clients' gaps mix in those of cold and draining workers.
         extra_s=None if num_young or num_draining else _extra_s(pool.name, itl, signals, config),
     )
 
@@ -148,7 +157,8 @@ def _is_warm(worker: WorkerSignals, signals: Signals, config: PlannerConfig) -> 
 
 
 def _fill(worker: WorkerSignals, role: Role) -> float:
-    """A prefill worker's streams are prompts, which its rate counts already."""
+    """The larger share taken, of KV or of streams. A prefill worker's streams are prompts, which
+    its rate counts already."""
     if role is Role.PREFILL:
         return worker.kv_use
     return max(worker.kv_use, worker.num_streams / max(1, worker.max_streams))
@@ -199,4 +209,85 @@ def _together(queues: list[QueueSignals]) -> QueueSignals:
         num_tokens=sum(queue.num_tokens for queue in queues),
         oldest_wait_s=max((queue.oldest_wait_s for queue in queues), default=0.0),
         median_wait_s=waits_s / num_requests if num_requests else 0.0,
+    )
+
+
+_STEP = 1.25  # factor between two points
+_NEWEST = 0.1  # weight of a new value
+_REACH = 4.0  # times the most streams ever seen: the line is not extrapolated further
+
+
+@dataclass(frozen=True)
+class ItlCurve:
+    """Points by their rounded number of streams, ascending."""
+
+    points: tuple[tuple[int, ItlPoint], ...] = ()
+
+    def with_point(self, seen: ItlPoint) -> ItlCurve:
+        """The curve with this value added."""
+        key = math.floor(math.log(seen.streams, _STEP))
+        known = dict(self.points)
+        known[key] = _blend(known[key], seen) if key in known else seen
+        return ItlCurve(tuple(sorted(known.items(), key=lambda item: item[0])))
+
+    @property
+    def least_s(self) -> float:
+        """The gap of a single stream, which more workers cannot shorten; 0 if unknown."""
+        return sum(self._line()) if self.points else 0.0
+
+    def reaches(self, itl_s: float) -> bool:
+        """Whether enough workers can bring the gap down to `itl_s`."""
+        return self.least_s <= itl_s
+
+    def workers_for_itl(self, tokens_per_s: float, now_s: float, target_s: float) -> float:
+        """Workers needed for a gap of `target_s` > 0, which is `now_s` now; 0 if unknown or out of
+        reach."""
+        if not self.points or not self.reaches(target_s):
+            return 0.0
+        base_s, slope_s = self._line()
+        streams = tokens_per_s * now_s
+        if not self._is_line:
+            return streams * slope_s / target_s
+        most = _REACH * max(point.streams for _, point in self.points)
+        if base_s >= target_s:  # the base alone takes the target
+            return streams / most
+        return max(slope_s * tokens_per_s * target_s / (target_s - base_s), streams / most)
+
+    def workers_for_kv(self, tokens_per_s: float, now_s: float, kv_of_stream: float) -> float:
+        """Workers needed to hold the streams' KV. `kv_of_stream`: share of a worker that one stream
+        takes. More workers shorten streams, so that fewer run at once."""
+        if not self._is_line:
+            return tokens_per_s * now_s * kv_of_stream
+        base_s, slope_s = self._line()
+        return tokens_per_s * (slope_s + min(base_s, now_s) * kv_of_stream)
+
+    @property
+    def _is_line(self) -> bool:
+        """Whether two points determine the base. Otherwise the gap counts as proportional to the
+        streams, and the number of streams as fixed: the most that more workers could gain."""
+        return len(self.points) > 1
+
+    def _line(self) -> tuple[float, float]:
+        """(base, slope) by least squares, in seconds and seconds per stream; neither is
+        negative."""
+        streams = [point.streams for _, point in self.points]
+        gaps_s = [point.itl_s for _, point in self.points]
+        mean_streams, mean_s = sum(streams) / len(streams), sum(gaps_s) / len(gaps_s)
+        spread = sum((x - mean_streams) ** 2 for x in streams)
+        if spread <= 0:
+            return 0.0, mean_s / mean_streams
+        covariance = sum((x - mean_streams) * (y - mean_s) for x, y in zip(streams, gaps_s))
+        slope_s = covariance / spread
+        if slope_s <= 0:
+            return mean_s, 0.0
+        base_s = mean_s - slope_s * mean_streams
+        if base_s >= 0:
+            return base_s, slope_s
+        return 0.0, sum(x * y for x, y in zip(streams, gaps_s)) / sum(x * x for x in streams)
+
+
+def _blend(old: ItlPoint, new: ItlPoint) -> ItlPoint:
+    return ItlPoint(
+        old.streams + _NEWEST * (new.streams - old.streams),
+        old.itl_s + _NEWEST * (new.itl_s - old.itl_s),
     )

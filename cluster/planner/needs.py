@@ -1,8 +1,8 @@
-"""How many workers the load of one moment asks of a pool, role by role, as a real number.
+"""How many workers one moment's load needs from a pool, per role, as a real number.
 
-Prefill: enough for the tokens that arrive, so that the mean wait for a worker fits into what the
-TTFT target leaves beside one prompt's own prefill, and to work off what has waited too long.
-Decode: enough for the KV and streams that are there and wait, and for the ITL target.
+Prefill: enough for the tokens that arrive, so that the mean wait fits into the TTFT target beside
+one prompt's own prefill, plus enough to work off what has waited too long. Decode: enough for the
+KV and streams that run and wait, and for the ITL target.
 """
 
 from __future__ import annotations
@@ -11,31 +11,30 @@ import math
 from dataclasses import dataclass
 
 from baton.config.planner import PlannerConfig
-from cluster.planner.itl_curve import ItlCurve
-from cluster.planner.measure import Demand, PoolMeasure
+from cluster.planner.measure import Demand, ItlCurve, PoolMeasure
 from cluster.pools.role_plan import Role
 
-_WORTH_TELLING = 0.1  # share of the ITL target
-_LEAST_WAIT = 0.1  # share of the TTFT target that a wait may always take, however long a prompt
+_WORTH_NAMING = 0.1  # share of the ITL target
+_LEAST_WAIT = 0.1  # share of the TTFT target that a wait may always take, even for long prompts
 
 
 @dataclass(frozen=True)
 class Need:
-    """Workers' worth of each role, at one moment."""
+    """The need of each role at one moment, in workers."""
 
     prefill: float = 0.0
     decode: float = 0.0
-    """Of a prefill pool: what the KV of its prompts needs."""
+    """In a prefill pool: the need of its prompts' KV."""
 
     def workers(self, role: Role) -> float:
-        """How many workers that makes: in a mixed pool both roles take of the same."""
+        """The need of a pool of this role. In a mixed pool both roles share the workers."""
         return self.prefill + self.decode if role is Role.MIXED else max(self.prefill, self.decode)
 
 
 @dataclass(frozen=True)
 class NeedRange:
-    """The need where something is unknown: `least` is what is sure, for scale-out; `most` takes
-    workers that are not heard of for as busy as is planned with, for scale-in."""
+    """The need when some figures are missing. `least` counts what is certain, for scale-out. `most`
+    counts silent workers as fully used, for scale-in."""
 
     least: Need
     most: Need
@@ -43,37 +42,36 @@ class NeedRange:
 
 @dataclass(frozen=True)
 class PoolLoad:
-    """What one pool has to carry."""
+    """The load on one pool."""
 
     role: Role
     measure: PoolMeasure
     demand: Demand
     prefill_share: float
-    """Of the prompts that arrive and wait, which this pool computes."""
+    """Share of the arriving and waiting prompts that this pool computes."""
     decode_share: float
-    """Of the streams that wait."""
+    """Share of the waiting streams."""
     prefill_tokens_per_s: float | None
-    """Of one of its workers, as last known."""
+    """Prefill rate of one worker, as last known."""
     itl_curve: ItlCurve
     extra_s: float
-    """Of each gap that clients see, which its workers' decode steps are not."""
+    """Seconds of each gap that clients see beyond the decode step."""
 
     def made_up_s(self, config: PlannerConfig) -> float:
-        """By how much decode steps are to be shorter than the target, for gaps to be within it.
+        """Seconds by which decode steps must be shorter than the target, to correct for `extra_s`.
 
-        It is half at most of the room that one stream alone leaves of the target: near its end each
-        millisecond takes more workers than all before it. Of what more workers cannot mend at all
-        it is ever less, and nothing from half a room beyond on: then steps alone are kept within
-        the target, since fewer workers would make gaps longer still. There is no jump anywhere:
-        near one, figures that come and go would have workers come and go.
+        The room is the target less a single stream's step. The correction takes at most half of it,
+        because the last milliseconds need the most workers. It fades to zero as the excess exceeds
+        what more workers could fix; then only the steps themselves are kept within the target. It
+        has no jump, since figures that vary around one would add and remove workers.
         """
         room_s = config.itl_target_s - self.itl_curve.least_s
         return max(0.0, min(self.extra_s, room_s / 2, 1.5 * room_s - self.extra_s))
 
 
 def need_of(load: PoolLoad, config: PlannerConfig) -> tuple[NeedRange, str] | None:
-    """The need, and in words what it comes from, with its numbers. None: prompts are to be
-    computed, and nothing tells how fast a worker is."""
+    """The need, and a text that explains it with its numbers. None: prompts arrive, but no worker's
+    prefill rate is known."""
     measure = load.measure
     most_prefill = least_prefill = 0.0
     words = []
@@ -111,15 +109,15 @@ def need_of(load: PoolLoad, config: PlannerConfig) -> tuple[NeedRange, str] | No
 
 @dataclass(frozen=True)
 class _Prefill:
-    """A pool's prompts."""
+    """The prefill load of a pool."""
 
     requests_per_s: float
     tokens_per_s: float
     queued_tokens: float
     wait_s: float
-    """Of a request that is typical for the queue's head: one odd request says nothing of it."""
+    """Typical wait at the queue's head: a single odd request does not count."""
     rate: float
-    """Tokens/s of one worker; infinite where nothing has to be computed."""
+    """Tokens/s of one worker; infinite if nothing has to be computed."""
     config: PlannerConfig
 
     @classmethod
@@ -140,20 +138,20 @@ class _Prefill:
 
     @property
     def service_s(self) -> float:
-        """One prompt's own prefill."""
+        """Seconds of one prompt's own prefill."""
         return self.tokens_per_s / self.requests_per_s / self.rate if self.requests_per_s else 0.0
 
     def workers(self, factor: float) -> float:
-        """Enough for `factor` times what arrives."""
+        """Workers for `factor` times what arrives."""
         config, load = self.config, factor * self.tokens_per_s / self.rate
         left_s = max(config.ttft_target_s - self.service_s, _LEAST_WAIT * config.ttft_target_s)
         steady = _workers_within(left_s, load, self.service_s, config.max_utilisation)
         return max(steady, load + self._backlog(load))
 
     def _backlog(self, load: float) -> float:
-        """For what has waited too long: of a queue's tokens the share that came before the target's
-        time. It asks for as much again as what arrives at most, and one worker: workers that are
-        still to come were asked for because of the same queue."""
+        """Workers for what has waited too long: the share of a queue's tokens that is older than
+        the target. At most as much as what arrives plus one worker, because workers that still
+        start were requested for the same queue."""
         if self.wait_s <= self.config.ttft_target_s:
             return 0.0
         late_tokens = self.queued_tokens * (1 - self.config.ttft_target_s / self.wait_s)
@@ -175,9 +173,9 @@ class _Prefill:
 
 
 def _workers_within(wait_s: float, load: float, service_s: float, max_utilisation: float) -> float:
-    """The fewest workers that keep the mean wait within `wait_s`, at `load` workers' worth of work.
+    """The fewest workers that keep the mean wait within `wait_s`, at a load of `load` workers.
 
-    More than the load allows for at `max_utilisation`, and finite: waits shrink with every worker.
+    At least what `max_utilisation` allows for the load, and finite: every worker shortens the wait.
     """
     low = load / max_utilisation
     if _mean_wait_s(low, load, service_s) <= wait_s:
@@ -195,8 +193,8 @@ def _workers_within(wait_s: float, load: float, service_s: float, max_utilisatio
 
 
 def _mean_wait_s(workers: float, load: float, service_s: float) -> float:
-    """Of one queue before several workers, arrivals and services memoryless: the approximation of
-    Sakasegawa (1977), "An approximation formula Lq = a * rho^b / (1 - rho)"."""
+    """Mean wait of an M/M/c queue by the approximation of Sakasegawa (1977), "An approximation
+    formula Lq = a * rho^b / (1 - rho)"."""
     if load <= 0 or service_s <= 0:
         return 0.0
     busy = load / workers
@@ -211,25 +209,24 @@ def _mean_wait_s(workers: float, load: float, service_s: float) -> float:
 
 @dataclass(frozen=True)
 class _Decode:
-    """A pool's streams."""
+    """The decode load of a pool."""
 
     tokens_per_s: float
-    """Wanted: what the streams that run get, or what arrives if that is more; and for what waits.
-    """
+    """Demand: what running streams get or what arrives, whichever is more, plus what waits."""
     room: float
-    """Workers that the streams' KV, or their number, needs."""
+    """Workers needed for the streams' KV or their number."""
     itl: float
-    """Workers that the ITL target needs: none where it is out of their reach."""
+    """Workers needed for the ITL target; 0 if it is out of reach."""
     load: PoolLoad
     config: PlannerConfig
 
     @classmethod
     def of(cls, load: PoolLoad, factor: float, config: PlannerConfig) -> _Decode:
-        """For `factor` times what arrives."""
+        """The load of `factor` times what arrives."""
         measure, curve = load.measure, load.itl_curve
         running = float(measure.num_streams)
         kv_of_stream = measure.fill / config.max_kv_use / running if running else 0.0
-        if measure.itl is None:  # nothing runs, or on workers alone that have only just begun
+        if measure.itl is None:  # nothing runs, or only on workers that have just started
             waiting = load.decode_share * load.demand.for_decode.num_requests
             return cls(0.0, (running + min(waiting, running)) * kv_of_stream, 0.0, load, config)
         now_s = measure.itl.itl_s
@@ -263,7 +260,7 @@ class _Decode:
         made_up_s, curve = self.load.made_up_s(self.config), self.load.itl_curve
         if not curve.reaches(target_s):
             return said + " also for one stream alone: more workers cannot mend that"
-        if made_up_s < extra_s or extra_s >= _WORTH_TELLING * target_s:
+        if made_up_s < extra_s or extra_s >= _WORTH_NAMING * target_s:
             said += f", {1000 * extra_s:.1f} ms of it beside decode steps"
         if made_up_s < extra_s:
             can = "hardly" if curve.reaches(target_s - extra_s) else "cannot"
@@ -275,8 +272,8 @@ class _Decode:
 def _wanted_tokens_per_s(
     load: PoolLoad, factor: float, now_per_s: float, config: PlannerConfig
 ) -> float:
-    """Output tokens. What waits asks for as much again at most: workers that are still to come
-    were asked for because of the same requests."""
+    """Demand in output tokens/s. Waiting requests at most double it, because workers that still
+    start were requested for the same requests."""
     demand, share = load.demand, load.decode_share
     waiting = share * demand.for_decode.num_requests
     if demand.output_tokens is None:

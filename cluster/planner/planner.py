@@ -1,14 +1,13 @@
 """One decision: signals in, desired replicas with reasons out.
 
-1. What the signals show is summed up (`measure`) and remembered (`state`).
-2. Each pool's need, role by role (`needs`); nothing is concluded from old or missing figures.
-3. All pools stop together when nothing was asked for long enough, and start together when a
-   request is held.
-4. Else each pool's size by its own need (`sizing`), then the ratio between the roles (`ratio`),
-   then the roles inside mixed pools (`roles`).
+1. Sum up the signals (`measure`) and remember them (`state`).
+2. Compute each pool's need per role (`needs`). Old or missing figures lead to no conclusion.
+3. Stop all pools together after enough idle time; start them together when a request is held.
+4. Otherwise set each pool's size by its need, then keep the ratio between the roles, then assign
+   the roles inside mixed pools (all in `sizing`).
 
-While workers may have yet to register all pools stay as they are. The same signals, planned for
-twice, change nothing the second time.
+While workers may have yet to register, all pools stay as they are. Planning twice for the same
+signals changes nothing the second time.
 """
 
 from __future__ import annotations
@@ -20,31 +19,29 @@ from math import fsum
 from baton.config.planner import PlannerConfig
 from cluster.planner.measure import Demand, PoolMeasure, measure_demand, measure_pool
 from cluster.planner.needs import PoolLoad, need_of
-from cluster.planner.ratio import keep_ratio
-from cluster.planner.roles import roles_of
 from cluster.planner.signals import PoolSignals, Signals
-from cluster.planner.sizing import Pool, Size, size_of
+from cluster.planner.sizing import Pool, Size, keep_ratio, roles_of, size_of
 from cluster.planner.state import PlannerState, PoolMemory
 from cluster.pools.role_plan import Role, RolePlan
 
-_COMES_UP_WITHIN_S = 1800.0  # a machine with GPUs that has to be ordered first takes minutes
+_COMES_UP_WITHIN_S = 1800.0  # provisioning a machine with GPUs takes minutes
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """What one pool should be."""
+    """The target of one pool."""
 
     desired_replicas: int
-    """Absolute, also where nothing changes: whoever applies it needs no memory of its own."""
+    """The absolute size, even without a change, so that applying it needs no memory."""
     role_plan: RolePlan | None
-    """Of a mixed pool; None: of another."""
+    """Set for a mixed pool."""
     reason: str
-    """In words, with the numbers that it comes from."""
+    """The reason, with its numbers."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all pools should be, by name."""
+    """The targets of all pools, by name."""
 
     pools: Mapping[str, PoolPlan]
 
@@ -52,7 +49,7 @@ class Plan:
 def decide(
     state: PlannerState, signals: Signals, config: PlannerConfig
 ) -> tuple[PlannerState, Plan]:
-    """Plan every pool, and what to remember for the next call."""
+    """Plan every pool. Returns the plan and the state for the next call."""
     if signals.settles:
         return replace(state, busy_at_s=signals.now_s), _as_they_are(signals)
     demand = measure_demand(signals, config)
@@ -64,7 +61,7 @@ def decide(
         )
         for pool in signals.pools
     }
-    # One that was not heard may have requests: that stops no pool, and starts none.
+    # A silent router may have requests, so pools neither stop nor start because of it.
     busy = demand is None or demand.unheard_factor > 1 or not demand.is_none
     busy = busy or not all(measure.is_idle for measure in measures.values())
     busy = busy or any(
@@ -83,7 +80,7 @@ def decide(
 
 
 def _as_they_are(signals: Signals) -> Plan:
-    """A worker that has yet to register is neither idle nor missing."""
+    """Keep every pool: workers that have yet to register are neither idle nor missing."""
     return Plan(
         {
             pool.name: PoolPlan(
@@ -98,8 +95,8 @@ def _as_they_are(signals: Signals) -> Plan:
 
 
 def _comes_up(pool: PoolSignals, memory: PoolMemory, now_s: float) -> bool:
-    """Its first workers load: that nothing runs until then says nothing. One whose workers do not
-    start, or find no machine, comes up no more."""
+    """Whether the pool's first workers still load, so that an idle pool means nothing. False once
+    its workers fail to start or find no machine."""
     if memory.wanted_since_s is None or now_s - memory.wanted_since_s > _COMES_UP_WITHIN_S:
         return False
     return not memory.has_served and not pool.num_failed_starts
@@ -115,7 +112,7 @@ def _with_needs(
     memories: Mapping[str, PoolMemory],
     config: PlannerConfig,
 ) -> list[Pool]:
-    """The pools in order of name, each with its newest need in its memory, or why there is none."""
+    """The pools in order of name, each with its newest need in its memory, or why it is unknown."""
     prefill_shares = _shares(signals.pools, Role.DECODE, memories)
     decode_shares = _shares(signals.pools, Role.PREFILL, memories)
     pools = []
@@ -137,7 +134,7 @@ def _with_needs(
         )
         need = need_of(load, config)
         if need is None:
-            words = "prompts arrive, and no warm worker has told its prefill rate yet"
+            words = "prompts arrive, and no warm worker has reported its prefill rate yet"
             pools.append(Pool(pool, measure, memory, False, words))
         else:
             memory = memory.add(need[0], signals.now_s, config)
@@ -148,8 +145,8 @@ def _with_needs(
 def _shares(
     pools: Sequence[PoolSignals], without: Role, memories: Mapping[str, PoolMemory]
 ) -> dict[str, float]:
-    """How a role's load is divided among the pools that can do it: by their replicas, and by their
-    prefill rate where prompts are divided and every pool's is known."""
+    """How a role's load is divided among its pools: by their replicas, and for prompts also by
+    their prefill rate if every pool's is known."""
     able = [pool for pool in pools if pool.role is not without]
     rates = {pool.name: memories[pool.name].prefill_tokens_per_s or 0.0 for pool in able}
     by_rate = without is Role.DECODE and all(rates.values())
@@ -162,7 +159,7 @@ def _shares(
 
 
 def _blindness(measure: PoolMeasure, demand: Demand | None, signals: Signals) -> str | None:
-    """Why nothing can be concluded; None: something can."""
+    """Why the figures allow no conclusion; None: they do."""
     if demand is None:
         return "no router was heard of" + _for(signals.routers_silent_s)
     if measure.is_blind:

@@ -1,9 +1,8 @@
-"""What is known of a cluster at one moment: the planner's input.
+"""The state of a cluster at one moment: the planner's input.
 
-Figures are of single workers and routers, each with the time it was measured, so that the planner
-itself leaves out what is old or was measured on a worker that is still warming up. Times are
-seconds of any one clock, the same for all of them. What is not known is None: a figure that is no
-finite number (a quantile of nothing, say) is refused with a ValueError that names it.
+Figures belong to single workers and routers and carry the time of their measurement. So the planner
+itself can leave out old ones and those of workers that still warm up. All times are seconds of one
+clock. Unknown is None. A figure that is not finite raises a ValueError that names it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from cluster.pools.role_plan import Role, RolePlan
 
 @dataclass(frozen=True)
 class _Figures:
-    """What somebody measured."""
+    """A group of measured figures."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -27,30 +26,30 @@ class _Figures:
 
 
 class WorkerPhase(enum.Enum):
-    """How far a worker is. The registry's SUSPECT and LIVE are both LIVE here: what a silent worker
-    told last grows old by itself. One that is GONE is left out, and so are its figures."""
+    """A worker's phase. The registry's SUSPECT and LIVE are both LIVE here: the figures of a silent
+    worker simply grow old. A GONE worker is left out, with its figures."""
 
     STARTING = "starting"
-    """It has a machine and loads: capacity to come, nothing to measure."""
+    """It has a machine and loads: future capacity without figures."""
     LIVE = "live"
     DRAINING = "draining"
-    """It takes nothing new: neither capacity nor load of the pool's others."""
+    """It takes nothing new: it counts neither as capacity nor as load."""
 
 
 @dataclass(frozen=True)
 class WorkerSignals(_Figures):
-    """One worker, as `WatchFleet` tells of it (`FleetWorker`)."""
+    """One worker, from `WatchFleet`'s `FleetWorker`."""
 
     worker_id: str
     """`FleetWorker.info.ref.worker_id`."""
     phase: WorkerPhase = WorkerPhase.LIVE
     """`FleetWorker.state`."""
     live_since_s: float | None = None
-    """When it was first seen LIVE; None: it never was."""
+    """When it was first seen LIVE; None: never."""
     measured_at_s: float | None = None
-    """When the figures below were heard; None: never. The wire tells no time of its own yet."""
+    """When the figures below arrived; None: never. The wire carries no time."""
     num_streams: int = 0
-    """Requests that run or whose KV is on its way: `WorkerLoad.num_running + num_reserved`."""
+    """Requests that run or whose KV is in transfer: `WorkerLoad.num_running + num_reserved`."""
     max_streams: int = 1
     """`WorkerInfo.max_num_seqs`."""
     kv_use: float = 0.0
@@ -60,8 +59,8 @@ class WorkerSignals(_Figures):
     prefill_tokens_per_s: float | None = None
     """Its learned rate: `WorkerLoad.prefill_tokens_per_s`; None: it has never prefilled."""
     itl_s: float | None = None
-    """What its decode steps take, without the prompts that share them: `WorkerLoad.decode_step_s`,
-    learned; None: it has never decoded."""
+    """Learned time of its decode steps without prompts in them: `WorkerLoad.decode_step_s`; None:
+    it has never decoded."""
 
 
 @dataclass(frozen=True)
@@ -72,35 +71,36 @@ class PoolSignals:
     role: Role
     """`PoolStatus.role`."""
     desired_replicas: int
-    """The one truth about the pool's size now, whoever wrote it: `PoolStatus.desired_replicas`, the
-    scale subresource under Kubernetes. Never what the planner asked for last."""
+    """The pool's size now, whoever set it: `PoolStatus.desired_replicas`, or the scale subresource
+    under Kubernetes. Never the planner's own last plan."""
     max_replicas: int
-    """From the pool's configuration; like `min_replicas` the pool's desired size where somebody
-    else says it: then the planner goes by it, and the other pools neither stop nor start for it."""
+    """From the pool's configuration. If something else sets the pool's size, `min_replicas` and
+    this are both that size; then the planner follows it, and no other pool stops or starts for
+    it."""
     min_replicas: int = 0
     num_pending: int = 0
     """Replicas without a machine yet: `PoolStatus.pending_replicas`, and pods that are Pending."""
     num_failed_starts: int = 0
-    """In a row, of the replica that fails most: `PoolStatus.num_failed_starts`."""
+    """Failed starts in a row, of the worst replica: `PoolStatus.num_failed_starts`."""
     workers: tuple[WorkerSignals, ...] = ()
     role_plan: RolePlan = field(default_factory=RolePlan)
-    """The roles in force, of a mixed pool."""
+    """The current role plan of a mixed pool."""
 
 
 @dataclass(frozen=True)
 class QueueSignals(_Figures):
-    """Requests of one router that wait for the same thing."""
+    """Requests of one router that wait for the same resource."""
 
     num_requests: int = 0
     num_tokens: int = 0
-    """Their prompts' tokens that are expected not to be cached."""
+    """Tokens of their prompts that are expected to be uncached."""
     oldest_wait_s: float = 0.0
     median_wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class PoolGaps(_Figures):
-    """What one router's clients had of late of the streams that a pool decodes: `PoolFigures`."""
+    """Recent gaps of one pool's streams at one router's clients: `PoolFigures`."""
 
     pool: str
     num_gaps: int
@@ -113,31 +113,31 @@ class RouterSignals(_Figures):
 
     router_id: str
     measured_at_s: float | None
-    """When the figures below were read; None: never, or they are gone with what it told."""
+    """When the figures below were read; None: never, or they are void."""
     silent_s: float | None = None
-    """For how long it has told nothing, where it did tell of itself before."""
+    """Seconds since its last report, if it ever reported."""
     requests_per_s: float = 0.0
-    """Arrivals, also of what waits or is held: never completions, which a full pool caps. Counted
-    over some seconds, so that it is 0 when nothing has arrived."""
+    """Arrivals, including waiting and held requests: completions would be capped by a full pool.
+    Counted over some seconds, so that it is 0 when nothing arrived."""
     uncached_tokens_per_s: float = 0.0
-    """Prompt tokens that arrive (`baton_prompt_tokens`), less the share that recent prefills found
-    cached (`baton_cached_prompt_tokens`), and the share that decode workers prefill themselves."""
+    """Arriving prompt tokens (`baton_prompt_tokens`), less the recently cached share
+    (`baton_cached_prompt_tokens`) and the share that decode workers prefill themselves."""
     output_tokens: float | None = None
-    """Of a request, mean of those that ended of late (`baton_output_tokens` over `baton_requests`);
-    None: none has."""
+    """Mean per request, of those that ended recently (`baton_output_tokens` / `baton_requests`);
+    None: none ended."""
     num_held: int = 0
-    """Requests held because a pool that they need is at zero; they wait below, too."""
+    """Requests held because a pool that they need has size 0. They also count below."""
     waiting_for_prefill: QueueSignals = QueueSignals()
     """Requests that no prefill worker could start soon enough."""
     waiting_for_decode: QueueSignals = QueueSignals()
-    """Requests that no decode worker has room for."""
+    """Requests for which no decode worker has room."""
     gaps: tuple[PoolGaps, ...] = ()
-    """Those of one pool come together, each by its number."""
+    """Per pool; gaps of one pool are combined, weighted by their number."""
 
 
 @dataclass(frozen=True)
 class Signals:
-    """Everything that one decision goes by."""
+    """All input of one decision."""
 
     now_s: float
     pools: tuple[PoolSignals, ...]
@@ -148,7 +148,7 @@ class Signals:
 
     @property
     def routers_silent_s(self) -> float | None:
-        """For how long no router has told anything; None: none ever did."""
+        """Seconds since any router's last report; None: there was none."""
         silent_s = [router.silent_s for router in self.routers]
         silent_s += [
             self.now_s - router.measured_at_s

@@ -1,29 +1,41 @@
-"""One pool's size, from what was needed of it: out by the panic window, in by the stable window."""
+"""The pools' sizes and roles, from their needs.
+
+1. `size_of`: one pool's size. It grows by the panic window and shrinks by the stable window.
+2. `keep_ratio`: bounds on prefill replicas per decode replica, over all pools of both roles. Mixed
+   pools do not count: they are both. If the pools' own bounds allow no such sizes, those win.
+3. `roles_of`: the roles inside a mixed pool, which change within seconds and without a new pod. A
+   role that fills whole workers gets them for itself, so that prompts do not delay streams. The
+   rest of both roles shares the other workers. The roles stay while the need is within the
+   tolerance.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.config.planner import PlannerConfig
 from cluster.planner.measure import PoolMeasure
+from cluster.planner.needs import Need
 from cluster.planner.signals import PoolSignals
 from cluster.planner.state import PoolMemory
+from cluster.pools.role_plan import Role, RolePlan
 
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a pool should have."""
+    """A pool's target size."""
 
     replicas: int
     goal: int
-    """Where it is going: `replicas` is on the way there."""
+    """The final size: `replicas` is a step towards it."""
     words: str
 
     def to(self, replicas: int, words: str) -> Size:
-        """The same, but for a further reason."""
+        """The size with other replicas and a further reason."""
         return Size(replicas, self.goal, f"{self.words}; {words}")
 
 
@@ -35,9 +47,9 @@ class Pool:
     measure: PoolMeasure
     memory: PoolMemory
     is_known: bool
-    """Whether its need is: then the memory's newest sample is of this moment."""
+    """Whether its need is known; then the memory's newest sample is of this moment."""
     words: str
-    """What the need comes from, or why it is not known."""
+    """What explains the need, or why it is unknown."""
 
     @property
     def name(self) -> str:
@@ -45,7 +57,7 @@ class Pool:
 
     @property
     def floor(self) -> int:
-        """A pool that is not stopped has one worker at least."""
+        """A pool that is not stopped has at least one worker."""
         return min(max(1, self.signals.min_replicas), self.signals.max_replicas)
 
     def bounded(self, replicas: int) -> int:
@@ -53,7 +65,7 @@ class Pool:
 
 
 def size_of(pool: Pool, now_s: float, config: PlannerConfig) -> Size:
-    """The pool's size by its own load; within its bounds."""
+    """The pool's size by its own load, within its bounds."""
     desired = pool.signals.desired_replicas
     current = pool.bounded(desired)
     words = pool.words
@@ -75,8 +87,8 @@ def size_of(pool: Pool, now_s: float, config: PlannerConfig) -> Size:
 
 
 def _grown(pool: Pool, current: int, wanted: int, config: PlannerConfig, words: str) -> Size:
-    """Workers to come count: `current` has them in it, and they bound how many more are asked for,
-    unless they have got no machine: then more would not get one either."""
+    """Grow. `current` includes workers that still start; they limit how many more are requested. If
+    they have no machine, more would get none either."""
     goal = pool.bounded(wanted)
     if goal < wanted:
         words += f"; {wanted} wanted, max_replicas {pool.signals.max_replicas}"
@@ -92,7 +104,7 @@ def _grown(pool: Pool, current: int, wanted: int, config: PlannerConfig, words: 
 def _shrunk(
     pool: Pool, current: int, needed: int, now_s: float, config: PlannerConfig, words: str
 ) -> Size:
-    """Remaining workers must hold what was needed at any time of the stable window, with margin."""
+    """Shrink, but keep enough for the peak need of the stable window, with a margin."""
     waits = _waits_to_shrink(pool.memory, now_s, config)
     if waits is not None:
         return Size(current, current, f"{words}; {needed} would do, {waits}")
@@ -121,3 +133,190 @@ def _waits_to_shrink(memory: PoolMemory, now_s: float, config: PlannerConfig) ->
 
 def _rounded_up(workers: float) -> int:
     return math.ceil(workers - _ROUNDING)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """All pools of one role together."""
+
+    replicas: int
+    goal: int
+    floor: int
+    max_replicas: int
+
+    @classmethod
+    def of(cls, pools: Sequence[Pool], sizes: Mapping[str, Size]) -> _Side:
+        return cls(
+            replicas=sum(sizes[pool.name].replicas for pool in pools),
+            goal=sum(min(sizes[pool.name].goal, sizes[pool.name].replicas) for pool in pools),
+            floor=sum(pool.floor for pool in pools),
+            max_replicas=sum(pool.signals.max_replicas for pool in pools),
+        )
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    low: float
+    high: float
+
+    def fewest(self, decode: int) -> int:
+        return math.ceil(self.low * decode - _ROUNDING)
+
+    def most(self, decode: int, limit: int) -> int:
+        if math.isinf(self.high):
+            return limit
+        return min(limit, math.floor(self.high * decode + _ROUNDING))
+
+    def keep(self, prefill: int, decode: int) -> bool:
+        return self.fewest(decode) <= prefill <= self.most(decode, prefill)
+
+
+def keep_ratio(
+    pools: Sequence[Pool], sizes: Mapping[str, Size], config: PlannerConfig
+) -> dict[str, Size]:
+    """Change sizes to keep the ratio, with more replicas rather than fewer. A scale-in that would
+    break it continues to the next size that keeps it."""
+    prefill = [pool for pool in pools if pool.signals.role is Role.PREFILL]
+    decode = [pool for pool in pools if pool.signals.role is Role.DECODE]
+    low, high = config.min_prefill_per_decode, config.max_prefill_per_decode
+    if not prefill or not decode or (low is None and high is None):
+        return dict(sizes)
+    bounds = _Bounds(low or 0.0, math.inf if high is None else high)
+    num_prefill, num_decode = _fit(_Side.of(prefill, sizes), _Side.of(decode, sizes), bounds)
+    limits = " and ".join(
+        f"{word} {bound:g}" for word, bound in (("at least", low), ("at most", high)) if bound
+    )
+    words = f"{limits} prefill for each decode replica"
+    return {
+        **sizes,
+        **_dealt(prefill, sizes, num_prefill, words),
+        **_dealt(decode, sizes, num_decode, words),
+    }
+
+
+def _fit(prefill: _Side, decode: _Side, bounds: _Bounds) -> tuple[int, int]:
+    """(prefill, decode) replicas that fit best."""
+    if bounds.keep(prefill.replicas, decode.replicas):
+        return prefill.replicas, decode.replicas
+    return (
+        _shrunk_sides(prefill, decode, bounds)
+        or _grown_sides(prefill, decode, bounds)
+        or _cut(prefill, decode, bounds)
+        or (prefill.replicas, decode.replicas)
+    )
+
+
+def _shrunk_sides(prefill: _Side, decode: _Side, bounds: _Bounds) -> tuple[int, int] | None:
+    """The largest sizes between goals and replicas that keep the ratio; None: there are none."""
+    for num_decode in range(decode.replicas, decode.goal - 1, -1):
+        num_prefill = bounds.most(num_decode, prefill.replicas)
+        if num_prefill >= max(prefill.goal, bounds.fewest(num_decode)):
+            return num_prefill, num_decode
+    return None
+
+
+def _grown_sides(prefill: _Side, decode: _Side, bounds: _Bounds) -> tuple[int, int] | None:
+    """The smallest larger sizes that keep the ratio; None: there are none."""
+    for num_decode in range(decode.replicas, decode.max_replicas + 1):
+        num_prefill = max(prefill.replicas, bounds.fewest(num_decode))
+        if num_prefill <= bounds.most(num_decode, prefill.max_replicas):
+            return num_prefill, num_decode
+    return None
+
+
+def _cut(prefill: _Side, decode: _Side, bounds: _Bounds) -> tuple[int, int] | None:
+    """The most prefill replicas within the bounds that keep the ratio, with the fewest decode
+    replicas; None: there are none."""
+    for most_decode in range(decode.max_replicas, max(0, decode.floor - 1), -1):
+        fewest = max(prefill.floor, bounds.fewest(most_decode))
+        most = bounds.most(most_decode, prefill.max_replicas)
+        if fewest <= most:
+            num_prefill = min(max(prefill.replicas, fewest), most)
+            able = range(min(decode.replicas, most_decode), most_decode + 1)
+            return num_prefill, next(n for n in able if bounds.keep(num_prefill, n))
+    return None
+
+
+def _dealt(
+    pools: Sequence[Pool], sizes: Mapping[str, Size], replicas: int, words: str
+) -> dict[str, Size]:
+    """Divide `replicas` among a role's pools, changing them in order of name."""
+    left = replicas - sum(sizes[pool.name].replicas for pool in pools)
+    dealt = {}
+    for pool in sorted(pools, key=lambda pool: pool.name):
+        size = sizes[pool.name]
+        moved = pool.bounded(size.replicas + left)
+        left -= moved - size.replicas
+        dealt[pool.name] = size if moved == size.replicas else size.to(moved, words)
+    return dealt
+
+
+@dataclass(frozen=True)
+class Roles:
+    plan: RolePlan
+    words: str
+
+
+def roles_of(pool: Pool, replicas: int, now_s: float, config: PlannerConfig) -> Roles:
+    """The roles of a mixed pool of `replicas`. Workers act in both roles until they are live."""
+    present = pool.signals.role_plan
+    num_workers = min(pool.measure.num_live, replicas)
+    if num_workers == 0:
+        return Roles(RolePlan(), "")
+    fits = present.leaves_both_roles(num_workers)
+    if not pool.is_known:
+        return Roles(present if fits else RolePlan(), "")
+    need = pool.memory.samples[-1].mean.least
+    streams_need = _rounded_up(pool.measure.fill)
+    wanted, less, more = (
+        _wanted(Need(f * need.prefill, f * need.decode), num_workers, streams_need, config)
+        for f in (1.0, 1 - config.tolerance, 1 + config.tolerance)
+    )
+    if wanted == present:
+        return Roles(present, _words(present, num_workers))
+    if fits and (_is_between(present, less, more) or _waits(pool, now_s, config)):
+        return Roles(present, _words(present, num_workers))
+    words = (
+        f"{_words(wanted, num_workers)}, from {present.prefill} and {present.decode}: prefill "
+        f"needs {need.prefill:.1f} workers, decode {need.decode:.1f}"
+    )
+    return Roles(wanted, words)
+
+
+def _wanted(need: Need, num_workers: int, streams_need: int, config: PlannerConfig) -> RolePlan:
+    """Assign whole workers to each role, rounding up within the tolerance, or in proportion if
+    there are too few. Enough workers keep decoding for the running streams, and each role keeps at
+    least one worker."""
+    total = need.prefill + need.decode
+    scale = min(1.0, num_workers / total) if total > 0 else 0.0
+    scale *= 1 + config.tolerance
+    most_prefill = num_workers - max(1, streams_need)
+    prefill = max(0, min(math.floor(need.prefill * scale + _ROUNDING), most_prefill))
+    decode = math.floor(need.decode * scale + _ROUNDING)
+    decode = max(0, min(decode, num_workers - 1, num_workers - prefill))
+    return _within_ratio(prefill, decode, config)
+
+
+def _within_ratio(prefill: int, decode: int, config: PlannerConfig) -> RolePlan:
+    """Apply the ratio's bounds to workers that act in one role only; the others act in both."""
+    low, high = config.min_prefill_per_decode, config.max_prefill_per_decode
+    if prefill and decode and high is not None:
+        prefill = min(prefill, math.floor(high * decode + _ROUNDING))
+    if prefill and decode and low is not None:
+        decode = min(decode, math.floor(prefill / low + _ROUNDING))
+    return RolePlan(prefill, decode)
+
+
+def _is_between(plan: RolePlan, one: RolePlan, other: RolePlan) -> bool:
+    prefill, decode = sorted((one.prefill, other.prefill)), sorted((one.decode, other.decode))
+    return prefill[0] <= plan.prefill <= prefill[1] and decode[0] <= plan.decode <= decode[1]
+
+
+def _waits(pool: Pool, now_s: float, config: PlannerConfig) -> bool:
+    switched_at_s = pool.memory.switched_at_s
+    return switched_at_s is not None and now_s - switched_at_s < config.role_hold_s
+
+
+def _words(plan: RolePlan, num_workers: int) -> str:
+    both = num_workers - plan.prefill - plan.decode
+    return f"roles: {plan.prefill} prefill alone, {plan.decode} decode alone, {both} both"

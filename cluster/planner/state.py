@@ -1,5 +1,5 @@
-"""What the planner remembers from one call to the next; the caller keeps it, and may lose it: then
-nothing shrinks until a stable window has been seen again."""
+"""What the planner remembers between calls. The caller keeps it. If it is lost, nothing shrinks
+until a stable window has passed again."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from baton.config.planner import PlannerConfig
-from cluster.planner.itl_curve import ItlCurve
-from cluster.planner.measure import PoolMeasure
+from cluster.planner.measure import ItlCurve, PoolMeasure
 from cluster.planner.needs import Need, NeedRange
 from cluster.planner.signals import PoolSignals
 from cluster.pools.role_plan import Role, RolePlan
 
-_EXTRA_OVER_S = 60.0  # time constant of what is beside decode steps: moments of it say little
-_HELD_UP_S = 6.0  # a caller that was refused something else, by an answer of the second before
-_SEEN_S = 10.0  # of which a figure of it is at most: routers tell of the last 10 s
+_EXTRA_OVER_S = 60.0  # time constant for the excess over decode steps, which varies a lot
+_HELD_UP_S = 6.0  # longest pause between calls without a gap in the samples
+_SEEN_S = 10.0  # routers report on the last 10 s
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The need at one moment, and its mean over the panic window until then."""
+    """The need at one moment, and its mean over the panic window before it."""
 
     at_s: float
     need: NeedRange
@@ -30,14 +29,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Extra:
-    """By how much the gaps that clients see are longer than what workers tell, smoothed."""
+    """Seconds by which clients' gaps exceed the workers' decode steps, smoothed."""
 
     of_gap_s: float
     at_s: float
     """When it was last known."""
 
     def then(self, newest: Extra) -> Extra:
-        """A figure weighs by the time of which it tells, however often one looks."""
+        """Blend in a newer value, weighted by the time that it covers."""
         seen_s = min(newest.at_s - self.at_s, _SEEN_S)
         weight = 1 - math.exp(-seen_s / _EXTRA_OVER_S)
         return Extra(self.of_gap_s + weight * (newest.of_gap_s - self.of_gap_s), newest.at_s)
@@ -45,28 +44,28 @@ class Extra:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Of one pool."""
+    """What the planner remembers about one pool."""
 
     samples: tuple[Sample, ...] = ()
-    """Of the stable window, oldest first."""
+    """Samples of the stable window, oldest first."""
     known_since_s: float | None = None
-    """Since when there have been samples without a gap; None: there are none."""
+    """Since when the samples have no gap; None: there are none."""
     prefill_tokens_per_s: float | None = None
     """Newest known rate of a worker."""
     itl_curve: ItlCurve = field(default_factory=ItlCurve)
     extra: Extra | None = None
-    """None: it was not known within the stable window."""
+    """None: unknown within the stable window."""
     desired_seen: int | None = None
-    """The pool's size as the signals told it last."""
+    """The pool's size in the newest signals."""
     shrunk_at_s: float | None = None
-    """When the signals last showed a smaller one than before."""
+    """When the size last became smaller."""
     has_served: bool = False
-    """Whether a worker was live since its size was last 0."""
+    """Whether a worker has been live since its size was last 0."""
     wanted_since_s: float | None = None
     """Since when its size has not been 0; None: it is."""
     roles_seen: RolePlan | None = None
     switched_at_s: float | None = None
-    """When the signals last showed other roles than before."""
+    """When the role plan last changed."""
 
     def see(
         self,
@@ -76,7 +75,7 @@ class PoolMemory:
         is_new: bool,
         config: PlannerConfig,
     ) -> PoolMemory:
-        """Take in what the signals show. What is not `is_new` was taken in before."""
+        """Remember the signals. Without `is_new` they were remembered before."""
         shrunk = self.desired_seen is not None and pool.desired_replicas < self.desired_seen
         switched = self.roles_seen is not None and pool.role_plan != self.roles_seen
         is_wanted, since_s = pool.desired_replicas > 0, self.wanted_since_s
@@ -103,7 +102,7 @@ class PoolMemory:
         )
 
     def add(self, need: NeedRange, now_s: float, config: PlannerConfig) -> PoolMemory:
-        """Remember a need; one of the same moment is replaced."""
+        """Remember a need; it replaces one of the same moment."""
         earlier = [sample for sample in self.samples if sample.at_s < now_s]
         recent = [s.need for s in earlier if now_s - s.at_s < config.panic_window_s]
         sample = Sample(now_s, need, _mean([*recent, need]))
@@ -117,11 +116,11 @@ class PoolMemory:
         )
 
     def wanted(self, role: Role) -> float:
-        """Workers that scale-out goes by: the mean of the panic window."""
+        """Need for scale-out: the mean of the panic window, in workers."""
         return self.samples[-1].mean.least.workers(role)
 
     def peak(self, role: Role) -> float:
-        """Workers that scale-in goes by: the most of the stable window, and of this moment."""
+        """Need for scale-in: the maximum of the stable window and of this moment, in workers."""
         means = max(sample.mean.most.workers(role) for sample in self.samples)
         return max(means, self.samples[-1].need.most.workers(role))
 
@@ -142,10 +141,10 @@ def _mean_need(needs: list[Need]) -> Need:
 
 @dataclass(frozen=True)
 class PlannerState:
-    """Of all pools. A new planner begins with `PlannerState()`."""
+    """The state of all pools. A new planner begins with `PlannerState()`."""
 
     at_s: float | None = None
-    """When the newest signals were of."""
+    """Time of the newest signals."""
     busy_at_s: float | None = None
-    """When there last was a request anywhere, or nobody could tell."""
+    """When there last was a request anywhere, or it was unknown."""
     pools: Mapping[str, PoolMemory] = field(default_factory=dict)

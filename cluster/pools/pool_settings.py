@@ -1,23 +1,169 @@
-"""What a pool's workers are made from: a cluster file that defines the pool.
+"""A pool's settings: the cluster file that defines it, with `auto` resolved.
 
-A pool's settings never change: workers of other settings need another pool. All pools name one
-model.
+A pool's settings never change: workers with other settings need another pool. All pools name one
+model. `engine.device: auto` and `engine.dtype: auto` are chosen once for all pools, because they
+exchange KV in one dtype only. `engine.auto_choice` chooses in its own process: torch takes seconds
+to import and hundreds of MB.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
 
 from baton.config.cluster import ClusterConfig, PoolConfig, read_config
 from baton.config.engine import AUTO
-from baton.errors import ConfigError
-from cluster.pools.auto_settings import with_choice
+from baton.errors import ConfigError, UnavailableError
 from cluster.pools.role_plan import Role
-from cluster.worker.rank_gpus import needs_gpu
+from cluster.worker.config import needs_gpu
+
+_TIMEOUT_S = 60.0
+
+
+class AutoSettings:
+    """The choice of `auto` settings. Entering starts its process, `result` waits for it, and
+    leaving ends it."""
+
+    def __init__(self, config: ClusterConfig, variables: Mapping[str, str]) -> None:
+        self._config = config
+        self._variables = variables  # added to the process's environment
+        engines = [config.pool_engine(pool) for pool in config.pools]
+        engines = [engine for engine in engines if engine.backend == "torch"]
+        self._is_device_open = any(engine.device == AUTO for engine in engines)
+        self._devices = sorted({engine.device for engine in engines if engine.dtype == AUTO})
+        ranks = (
+            pool.tensor_parallel * pool.replicas
+            for name, pool in config.pools.items()
+            if config.pool_engine(name).device != "cpu"
+        )
+        self._num_ranks = 1 if config.runs_on == "pods" else max(1, sum(ranks))
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        if self._is_device_open or self._devices:
+            command = [sys.executable, "-m", "engine.auto_choice", "--gpus", str(self._num_ranks)]
+            if self._devices:
+                command += ["--model", self._config.model, "--devices", *self._devices]
+                if self._config.model_revision is not None:
+                    command += ["--revision", self._config.model_revision]
+            # In its own session: on ctrl-C the process that waits for it ends it.
+            self._process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | dict(self._variables),
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+    def result(self) -> tuple[ClusterConfig, list[str]]:
+        """The configuration without `auto`, and one line per choice with its reason.
+
+        Raises UnavailableError, or ConfigError for a wrong model folder and for a prefill pool
+        whose dtype no decode pool shares.
+        """
+        if self._process is None:
+            _check_pairs(self._config, self._config)
+            return self._config, []
+        try:
+            said, _ = self._process.communicate(timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise UnavailableError(
+                f"device and dtype were not chosen within {_TIMEOUT_S:g} s"
+            ) from None
+        if self._process.returncode:
+            raise UnavailableError(
+                f"choosing device and dtype failed with status {self._process.returncode}"
+            )
+        chosen: dict[str, str] = json.loads(said)
+        if "error" in chosen:
+            raise ConfigError(chosen["error"], field="model")
+        config, lines = self._config, []
+        if self._is_device_open:
+            config = with_choice(config, "device", chosen["device"])
+            where = "a GPU" if chosen["device"] == "cuda" else "the CPU"
+            lines.append(f"computing on {where}: {chosen['device_reason']}")
+        if self._devices:
+            config = with_choice(config, "dtype", chosen["dtype"])
+            lines.append(f"computing in {chosen['dtype']}: {chosen['dtype_reason']}")
+        _check_pairs(config, self._config)
+        return config, lines
+
+
+def choose_auto_settings(config: ClusterConfig) -> tuple[ClusterConfig, list[str]]:
+    """Run `AutoSettings` and return its result. The head's pod may lack the model's folder; then
+    the settings stay `auto`, and the workers agree on a dtype (`cluster.worker.rank`)."""
+    model = Path(config.model)
+    if config.runs_on == "pods" and model.is_absolute() and not model.is_dir():
+        return config, []
+    with AutoSettings(config, {}) as auto:
+        return auto.result()
+
+
+def _check_pairs(config: ClusterConfig, written: ClusterConfig) -> None:
+    """Raise ConfigError if no pool takes KV of a prefill pool's dtype. `written` still has
+    `auto`."""
+
+    def named(pool: str) -> str:
+        """A pool's dtype, with the field that sets it."""
+        field = f"pools.{pool}.engine.dtype"
+        if "dtype" not in written.pools[pool].engine:
+            field = f"engine.dtype (of pool {pool})"
+        is_open = written.pool_engine(pool).dtype == AUTO
+        return f"{field} is {config.pool_engine(pool).dtype}" + " by auto" * is_open
+
+    def torch_pools(*roles: str) -> list[str]:
+        pools = config.pools.items()
+        return [
+            name
+            for name, pool in pools
+            if pool.role in roles and config.pool_engine(name).backend == "torch"
+        ]
+
+    receivers = torch_pools("decode", "mixed")
+    dtypes = {config.pool_engine(pool).dtype for pool in receivers}
+    for sender in torch_pools("prefill"):
+        if receivers and config.pool_engine(sender).dtype not in dtypes:
+            said = ", ".join(named(pool) for pool in (sender, *receivers))
+            raise ConfigError(f"{said}: KV is exchanged within one dtype only", field="pools")
+
+
+def with_choice(
+    config: ClusterConfig, name: Literal["device", "dtype"], value: str
+) -> ClusterConfig:
+    """Replace `auto` by `value` in engine setting `name`, for all pools."""
+
+    def chosen(engine: Mapping[str, Any]) -> dict[str, Any]:
+        return {**engine, name: value} if engine.get(name) == AUTO else dict(engine)
+
+    pools = {
+        pool: dataclasses.replace(settings, engine=chosen(settings.engine))
+        for pool, settings in config.pools.items()
+    }
+    engine = config.engine
+    if getattr(engine, name) == AUTO:
+        chosen_for_all: Any = {name: value}
+        engine = dataclasses.replace(engine, **chosen_for_all)
+    return dataclasses.replace(config, pools=pools, engine=engine)
 
 
 @dataclass(frozen=True)
@@ -35,11 +181,11 @@ class ModelSource:
 
     @property
     def label(self) -> str:
-        """The folder or the hub's name, with the revision."""
+        """The folder or the hub name, with the revision."""
         return f"{self.model}@{self.model_revision}" if self.model_revision else self.model
 
     def check_same(self, other: ModelSource, source: str) -> None:
-        """Raises ConfigError for the first key in which `other`, the model of `source`, differs."""
+        """Raise ConfigError for the first key in which `other`, the model of `source`, differs."""
         for key, here in dataclasses.asdict(self).items():
             named = getattr(other, key)
             if named != here:
@@ -55,7 +201,7 @@ class PoolSettings:
     name: str
     config: ClusterConfig
     digest: bytes = b""
-    """SHA-256 of the text that AddPool brought; empty for a pool of the cluster's own file."""
+    """SHA-256 of AddPool's text; empty for a pool of the cluster's own file."""
 
     @property
     def shape(self) -> PoolConfig:
@@ -67,7 +213,7 @@ class PoolSettings:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """What its workers can do."""
+        """The roles that its workers can act in."""
         return (Role.PREFILL, Role.DECODE) if self.role is Role.MIXED else (self.role,)
 
     @property
@@ -76,49 +222,47 @@ class PoolSettings:
 
     @property
     def gpus_per_replica(self) -> int:
-        """One for each rank that computes on a GPU."""
+        """One per rank that computes on a GPU."""
         on_gpu = needs_gpu(self.config.pool_engine(self.name))
         return self.shape.tensor_parallel if on_gpu else 0
 
     @property
     def dtype(self) -> str | None:
-        """What its workers compute in; None: that is not decided, or they compute nothing."""
+        """The workers' dtype; None: not chosen yet, or the engine is fake."""
         engine = self.config.pool_engine(self.name)
         return engine.dtype if engine.backend == "torch" and engine.dtype != AUTO else None
 
     def with_dtype(self, dtype: str) -> PoolSettings:
-        """Where it was left open."""
+        """The settings with `dtype` where it is `auto`."""
         return dataclasses.replace(self, config=with_choice(self.config, "dtype", dtype))
 
 
 def own_settings(cluster: ClusterConfig) -> dict[str, PoolSettings]:
-    """Of the pools of the cluster's own file, by name."""
+    """Settings of the pools in the cluster's own file, by name."""
     return {name: PoolSettings(name, cluster) for name in cluster.pools}
 
 
 def added_settings(name: str, text: str) -> PoolSettings:
-    """Of a pool that AddPool brings. Raises ConfigError, which names the key."""
+    """Settings of a pool that AddPool brings. Raises ConfigError, which names the key."""
     source = f"pool {name}"
     config = read_config(text, source=source)
     if name not in config.pools:
         there_are = ", ".join(sorted(config.pools)) or "none"
-        raise ConfigError(
-            f"{source}: pools: it is not there; there are: {there_are}", field="pools"
-        )
+        raise ConfigError(f"{source}: pools: no such pool; there are: {there_are}", field="pools")
     return PoolSettings(name, config, hashlib.sha256(text.encode()).digest())
 
 
 def common_dtype(pools: Iterable[PoolSettings]) -> str | None:
-    """The dtype for pools that leave it open: KV is exchanged in one dtype only. None: not decided
+    """The dtype for pools with `dtype: auto`, since all exchange KV in one; None: not chosen
     yet."""
     return next((each.dtype for each in pools if each.dtype), None)
 
 
 def num_ranks(pools: Mapping[str, PoolSettings], replicas: Mapping[str, int]) -> int:
-    """Of so many replicas of each pool that is named in `replicas`."""
+    """Ranks of `replicas` (pool -> number of replicas)."""
     return sum(pools[name].shape.tensor_parallel * count for name, count in replicas.items())
 
 
 def num_gpus_wanted(pools: Mapping[str, PoolSettings], replicas: Mapping[str, int]) -> int:
-    """By so many replicas of each pool that is named in `replicas`."""
+    """GPUs that `replicas` (pool -> number of replicas) need."""
     return sum(pools[name].gpus_per_replica * count for name, count in replicas.items())

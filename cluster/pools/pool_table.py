@@ -1,7 +1,7 @@
-"""The pools: their settings, sizes, places and failures.
+"""The pools: their settings, sizes, slots and failures. Pure.
 
-Pure. A pool of a size has *places*, `<pool>-<index>`, which whoever starts its workers opens and
-closes here; a place waits for a pod, or has one, and what failed there is booked with it.
+A pool has *slots* `<pool>-<index>`, one per worker. The supervisor opens and closes them here. A
+slot waits for a pod or has one, and keeps the failures of its replicas.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ _ROLES = (Role.PREFILL, Role.DECODE)
 
 @dataclass(frozen=True)
 class Failure:
-    """How a worker's replicas have failed since it was last live."""
+    """How a slot's replicas have failed since its worker was last live."""
 
     pool: str
     error: str
-    """The newest."""
+    """The newest error."""
     num_failed_starts: int
-    """In a row; 0: it served before it failed."""
+    """Failed starts in a row; 0: the replica served before it failed."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """What one worker of a pool fills, or is to fill."""
+class Slot:
+    """One slot of a pool, which one worker fills."""
 
     worker_id: str
     pool: str
     pod_name: str | None = None
-    """Where its ranks start or run; None outside Kubernetes, and while no pod has room."""
+    """The pod of its ranks; None outside Kubernetes, and while no pod has room."""
     is_pending: bool = False
-    """There is no pod yet that it could start on."""
+    """It waits for a pod."""
     is_adopted: bool = False
-    """A former supervisor left a worker here that served, and nothing has ended it since."""
+    """Its worker served under a previous supervisor and still runs."""
     is_leaving: bool = False
-    """It is wanted no longer, and closes when its worker has left."""
+    """It is no longer wanted, and closes when its worker has left."""
 
     @property
     def index(self) -> int:
-        """Among its pool's places, from 0."""
+        """Index within the pool, from 0."""
         return int(self.worker_id.rpartition("-")[2])
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool as it stands."""
+    """A pool's status."""
 
     name: str
     role: Role
@@ -59,20 +59,20 @@ class Pool:
     max_replicas: int
     live_replicas: int = 0
     last_error: str = ""
-    """Why a replica failed that is not live again; empty: none has."""
+    """The newest error of a replica whose worker is not live again; empty: none."""
     num_failed_starts: int = 0
-    """Of the worker that failed most often in a row."""
+    """Failed starts in a row, of the worst slot."""
     role_plan: RolePlan = field(default_factory=RolePlan)
-    """Of a mixed pool."""
+    """Set for a mixed pool."""
     settings_digest: bytes = b""
-    places: tuple[Place, ...] = ()
+    slots: tuple[Slot, ...] = ()
     comes_back_for: tuple[Role, ...] = ()
-    """Its roles that are away, while it is to have workers again."""
+    """Its roles that are away, while its workers start again."""
 
     @property
     def pending_replicas(self) -> int:
-        """Places for which there is no pod yet."""
-        return sum(place.is_pending for place in self.places)
+        """Number of slots that wait for a pod."""
+        return sum(slot.is_pending for slot in self.slots)
 
 
 @dataclass(frozen=True)
@@ -83,29 +83,29 @@ class _Entry:
     is_found: bool = False
 
 
-class PoolBook:
-    """Own the pools, their places and the model that they all name."""
+class PoolTable:
+    """Own the pools, their slots and the model that they all name."""
 
     def __init__(self) -> None:
         self._model: ModelSource | None = None  # None: no pool has named one
         self._entries: dict[str, _Entry] = {}
-        self._places: dict[str, Place] = {}  # by worker id
-        self._failures: dict[str, Failure] = {}  # by worker id, oldest first; not while it is live
-        self._live: Mapping[str, int] = {}  # workers by pool
-        self._away = frozenset(_ROLES)  # or on their way back: no worker has started yet
+        self._slots: dict[str, Slot] = {}  # by worker id
+        self._failures: dict[str, Failure] = {}  # by worker id, oldest first; none for live workers
+        self._live: Mapping[str, int] = {}  # pool -> number of live workers
+        self._away = frozenset(_ROLES)  # no worker has started yet
         self.version = 0
-        """Rises with every change."""
+        """Increases with every change."""
 
     # --- pools ----------------------------------------------------------------------------------
 
     def bind_model(self, model: ModelSource) -> None:
-        """All pools must name this model; without this call, the first pool's."""
+        """Require this model of all pools. Without this call it is the first pool's model."""
         self._model = model
 
     def add(self, settings: PoolSettings, replicas: int) -> None:
         """Add a pool; a known pool with the same settings stays as it is.
 
-        Raises what `knows` does, and InvalidRequestError for the size.
+        Raises what `knows` raises, and InvalidRequestError for the size.
         """
         if self.knows(settings):
             return
@@ -114,8 +114,8 @@ class PoolBook:
         self._enter(_Entry(settings, replicas))
 
     def knows(self, settings: PoolSettings) -> bool:
-        """Raises AlreadyExistsError where the pool is known with other settings, and ConfigError
-        where it names another model than the cluster's."""
+        """Whether the pool exists. Raises AlreadyExistsError if it has other settings, and
+        ConfigError if it names another model than the cluster's."""
         known = self._entries.get(settings.name)
         if known is None:
             if self._model is not None:
@@ -123,16 +123,16 @@ class PoolBook:
             return False
         if not settings.digest or known.settings.digest != settings.digest:
             raise AlreadyExistsError(
-                f"pool {settings.name} is there with other settings: a pool's settings never "
-                "change, add another one",
+                f"pool {settings.name} exists with other settings: a pool's settings never "
+                "change, so add another pool",
                 field="pool",
             )
         return True
 
     def remove(self, name: str, workers: Collection[str] = ()) -> None:
-        """Forget a pool. `workers`: those of it that are still there.
+        """Forget a pool. `workers`: ids of its workers that are not gone.
 
-        Raises NotFoundError, and InUseError while it has a size, a place or a worker.
+        Raises NotFoundError, and InUseError while it has a size, a slot or a worker.
         """
         entry = self._entry(name)
         if entry.desired_replicas:
@@ -140,54 +140,55 @@ class PoolBook:
                 f"pool {name} has {entry.desired_replicas} replicas: set its size to 0 first",
                 field="pool",
             )
-        there = sorted({place.worker_id for place in self.places_of(name)} | {*workers})
+        there = sorted({slot.worker_id for slot in self.slots_of(name)} | {*workers})
         if there:
-            raise InUseError(f"pool {name} still has places: {', '.join(there)}", field="pool")
+            raise InUseError(f"pool {name} still has workers: {', '.join(there)}", field="pool")
         del self._entries[name]
         self._failures = {w: f for w, f in self._failures.items() if f.pool != name}
         self.version += 1
 
     def settings(self, name: str) -> PoolSettings:
-        """Raises NotFoundError."""
+        """A pool's settings. Raises NotFoundError."""
         return self._entry(name).settings
 
     def all_settings(self) -> dict[str, PoolSettings]:
         return {name: entry.settings for name, entry in self._entries.items()}
 
     def set_replicas(self, name: str, replicas: int) -> int:
-        """Change a pool's desired size and return the former one. Raises what `check_size` does."""
+        """Set a pool's desired size and return the previous one. Raises what `check_size`
+        raises."""
         former = self.check_size(name, replicas)
         self._enter(replace(self._entries[name], desired_replicas=replicas))
         self._note_away()
         return former
 
     def check_size(self, name: str, replicas: int) -> int:
-        """The pool's size, which may become this one.
+        """Check a new size and return the current one.
 
-        Raises NotFoundError, and InvalidRequestError beyond the pool's `max_replicas`.
+        Raises NotFoundError, and InvalidRequestError for a size above `max_replicas`.
         """
         entry = self._entry(name)
         _check_size(entry.settings, replicas)
         return entry.desired_replicas
 
     def set_role_plan(self, name: str, plan: RolePlan) -> None:
-        """Split a mixed pool's workers into roles; what runs ends where it is.
+        """Split a mixed pool's workers into roles. Running requests end where they are.
 
-        Raises NotFoundError, and InvalidRequestError for another pool or more than it may have.
+        Raises NotFoundError, and InvalidRequestError for a pool of one role or too many workers.
         """
         self.check_size(name, plan.prefill + plan.decode)
         role = self.settings(name).role
         if role is not Role.MIXED and plan != RolePlan():
             raise InvalidRequestError(
-                f"pool {name} has one role, {role.value}: only a mixed one is split", field="pool"
+                f"pool {name} has role {role.value}: only a mixed pool can be split", field="pool"
             )
         self._enter(replace(self._entries[name], role_plan=plan))
 
     def agree_dtype(self, name: str, proposed: str) -> str:
-        """The dtype of the pool's workers: that of its settings, else of another pool's, else the
-        proposed one. This decides for all pools that leave it open.
+        """The dtype of the pool's workers: its own setting, else another pool's, else `proposed`.
 
-        Raises NotFoundError, and InvalidRequestError for an unknown dtype.
+        The result applies to all pools with `dtype: auto`. Raises NotFoundError, and
+        InvalidRequestError for an unknown dtype.
         """
         settings = self.settings(name)
         if proposed not in DTYPES:
@@ -208,50 +209,51 @@ class PoolBook:
     def desired_replicas(self) -> dict[str, int]:
         return {name: entry.desired_replicas for name, entry in self._entries.items()}
 
-    # --- places, and what failed there ----------------------------------------------------------
+    # --- slots and their failures ---------------------------------------------------------------
 
-    def open_place(
+    def open_slot(
         self, pool: str, worker_id: str, pod_name: str | None = None, is_adopted: bool = False
     ) -> None:
-        """`pod_name`: where what a former supervisor left there runs."""
-        self.found(pool)
-        self._book(Place(worker_id, pool, pod_name, is_adopted=is_adopted))
+        """Open a slot. `pod_name`: the pod of an adopted replica."""
+        self.mark_found(pool)
+        self._book(Slot(worker_id, pool, pod_name, is_adopted=is_adopted))
 
-    def found(self, pool: str) -> None:
-        """Whatever a former supervisor left of the pool has its place."""
+    def mark_found(self, pool: str) -> None:
+        """Every replica of the pool that a previous supervisor left now has a slot."""
         self._enter(replace(self._entry(pool), is_found=True))
 
     def is_found(self, pool: str) -> bool:
         return self._entry(pool).is_found
 
-    def leaves(self, worker_id: str) -> None:
-        """It is wanted no longer."""
-        self._book(replace(self._places[worker_id], is_leaving=True))
+    def set_leaving(self, worker_id: str) -> None:
+        """The slot is no longer wanted."""
+        self._book(replace(self._slots[worker_id], is_leaving=True))
 
-    def close_place(self, worker_id: str) -> None:
-        """Nothing is left there, and nothing is wanted."""
-        del self._places[worker_id]
+    def close_slot(self, worker_id: str) -> None:
+        """Remove a slot that is empty and no longer wanted."""
+        del self._slots[worker_id]
         self.version += 1
 
-    def waits(self, worker_id: str) -> bool:
-        """There is no pod yet that the worker could start on; whether that is news."""
-        place = self._places[worker_id]
-        return self._book(replace(place, pod_name=None, is_pending=True, is_adopted=False))
+    def set_pending(self, worker_id: str) -> bool:
+        """The slot waits for a pod. True: it did not before."""
+        slot = self._slots[worker_id]
+        return self._book(replace(slot, pod_name=None, is_pending=True, is_adopted=False))
 
-    def placed(self, worker_id: str, pod_name: str | None) -> bool:
-        """It waits no more: new ranks have this pod, if it is one; whether that is news."""
-        place = self._places[worker_id]
-        return self._book(replace(place, pod_name=pod_name, is_pending=False, is_adopted=False))
+    def set_pod(self, worker_id: str, pod_name: str | None) -> bool:
+        """New ranks start in this pod (None: no pod). True: the slot changed."""
+        slot = self._slots[worker_id]
+        return self._book(replace(slot, pod_name=pod_name, is_pending=False, is_adopted=False))
 
-    def ends(self, worker_id: str) -> bool:
-        """What runs there is being ended; whether that is news."""
-        return self._book(replace(self._places[worker_id], is_adopted=False))
+    def set_ending(self, worker_id: str) -> bool:
+        """The slot's replica is being ended. True: the slot changed."""
+        return self._book(replace(self._slots[worker_id], is_adopted=False))
 
-    def places_of(self, pool: str) -> tuple[Place, ...]:
-        return tuple(place for place in self._places.values() if place.pool == pool)
+    def slots_of(self, pool: str) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self._slots.values() if slot.pool == pool)
 
-    def failed(self, pool: str, worker_id: str, error: str, served: bool) -> int:
-        """Book that a replica failed, after it `served` or before; failed starts in a row."""
+    def record_failure(self, pool: str, worker_id: str, error: str, served: bool) -> int:
+        """Record a replica's failure, after it `served` or before. Returns failed starts in a
+        row."""
         former = self._failures.pop(worker_id, None)
         num_before = 0 if former is None else former.num_failed_starts
         failure = Failure(pool, error, 0 if served else num_before + 1)
@@ -260,33 +262,33 @@ class PoolBook:
         self._note_away()
         return failure.num_failed_starts
 
-    def forgive(self, worker_id: str) -> None:
-        """The worker is live, or no longer wanted."""
+    def clear_failure(self, worker_id: str) -> None:
+        """Forget a slot's failure: its worker is live, or no longer wanted."""
         if self._failures.pop(worker_id, None) is not None:
             self.version += 1
 
-    # --- as they stand --------------------------------------------------------------------------
+    # --- status ---------------------------------------------------------------------------------
 
-    def see_live(self, live_replicas: Mapping[str, int]) -> None:
-        """Book how many workers of each pool are live."""
+    def set_live(self, live_replicas: Mapping[str, int]) -> None:
+        """Set how many workers of each pool are live."""
         self._live = dict(live_replicas)
         self._note_away()
 
     @property
     def away(self) -> frozenset[Role]:
-        """The roles that no pool is to have workers for, or that have yet to come back.
+        """The roles that no worker serves on purpose, or that have yet to come back.
 
-        A role is away at first, and from when all pools that can do it have size 0. It is back once
-        one of them has a live worker, or has failed to start one.
+        A role is away at first, and from when all pools that can act in it have size 0. It is back
+        once one of them has a live worker, or has failed to start one.
         """
         return self._away
 
-    def restore_away(self, roles: Collection[Role]) -> None:
-        """Take over the roles that the last supervisor's book had, once the pools are here."""
+    def restore_away_roles(self, roles: Collection[Role]) -> None:
+        """Restore the previous supervisor's roles that are away, after its pools."""
         self._away = frozenset(roles)
         self._note_away()
 
-    def shown(self) -> tuple[Pool, ...]:
+    def status(self) -> tuple[Pool, ...]:
         return tuple(map(self._shown, self._entries.values()))
 
     def _note_away(self) -> None:
@@ -316,7 +318,7 @@ class PoolBook:
             num_failed_starts=max((f.num_failed_starts for f in failures), default=0),
             role_plan=entry.role_plan,
             settings_digest=settings.digest,
-            places=self.places_of(settings.name),
+            slots=self.slots_of(settings.name),
             comes_back_for=tuple(coming),
         )
 
@@ -332,9 +334,9 @@ class PoolBook:
         self.version += self._entries.get(name) != entry
         self._entries[name] = entry
 
-    def _book(self, place: Place) -> bool:
-        is_news = self._places.get(place.worker_id) != place
-        self._places[place.worker_id] = place
+    def _book(self, slot: Slot) -> bool:
+        is_news = self._slots.get(slot.worker_id) != slot
+        self._slots[slot.worker_id] = slot
         self.version += is_news
         return is_news
 

@@ -1,7 +1,7 @@
-"""Which workers of a mixed pool act in one role alone. Pure.
+"""Which workers of a mixed pool act in one role only. Pure.
 
-Every worker of such a pool can do either, so a switch of roles is told to routers and takes no new
-process: what runs on a worker ends there, what is new is placed by the roles in force.
+Every worker of a mixed pool can act in both roles. So a change of roles only reaches the routers
+and needs no new process: running requests end where they are, new ones follow the new roles.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class RolePlan:
-    """How many act as prefill alone and as decode alone; the rest act as both."""
+    """How many workers act as prefill only and as decode only; the others act as both."""
 
     prefill: int = 0
     decode: int = 0
 
     def leaves_both_roles(self, num_workers: int) -> bool:
-        """Whether so many are enough for it, with one for each role at least."""
+        """Whether `num_workers` are enough for the plan and leave each role at least one."""
         is_enough = self.prefill + self.decode <= num_workers
         return is_enough and max(self.prefill, self.decode) < num_workers
 
 
 def active_roles(plan: RolePlan, worker_ids: Sequence[str]) -> dict[str, Role]:
-    """Of the workers of a mixed pool that take new requests.
+    """Active roles of a mixed pool's workers that take new requests.
 
-    Prefill fills the lowest places and decode the highest, so that another split changes as few
-    workers as it can. Where there are fewer than the plan splits, or it would leave one role to
-    nobody, all act as both: a role must not be without a worker because some are missing.
+    Prefill takes the lowest slots and decode the highest, so that another plan changes few workers.
+    If there are too few workers, or one role would have none, all act as both: a role must not go
+    without a worker because some are missing.
     """
     if not plan.leaves_both_roles(len(worker_ids)):
         return dict.fromkeys(worker_ids, Role.MIXED)

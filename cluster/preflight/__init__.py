@@ -1,5 +1,6 @@
-"""Whether a machine, or a pod of it, can serve: what is wrong is told with what mends it.
+"""Checks whether a machine or pod can serve, and says how to fix what is wrong.
 
-python -m cluster.preflight. Reads /proc, /sys and limits, changes nothing; two processes that it
-starts hand KV over as workers do. May import what workers import; never Ray.
+Run `python -m cluster.preflight`. It reads /proc, /sys and limits and changes nothing. Two
+processes that it starts hand over KV as workers do. It may import what workers import, but never
+Ray.
 """

@@ -1,6 +1,6 @@
-"""The command: all checks, told as a table or as JSON.
+"""The command: runs all checks and prints a table or JSON.
 
-Exit codes: 0 nothing failed (there may be warnings) · 1 something did · 2 wrong usage.
+Exit codes: 0 no failure (warnings are possible) · 1 a failure · 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.preflight.adapters import check_adapters
 from cluster.preflight.check import Check, Wanted, as_json, as_table, has_failed
-from cluster.preflight.gpus import check_gpus
 from cluster.preflight.handoff import check_handoff
-from cluster.preflight.memory import check_memory
+from cluster.preflight.machine import check_adapters, check_gpus, check_memory
 
 
 def all_checks(root: Path, wanted: Wanted) -> list[Check]:
-    """`root`: where /proc, /sys and /dev are."""
+    """Run all checks. `root`: the folder of /proc, /sys and /dev."""
     gpus = check_gpus(root, wanted)
     device = "cuda" if wanted.num_gpus and not has_failed(gpus) else "cpu"
     return [
@@ -33,7 +31,7 @@ def all_checks(root: Path, wanted: Wanted) -> list[Check]:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m cluster.preflight",
-        description="Tell whether workers can serve here, and what mends what is wrong.",
+        description="Check whether workers can serve here, and say how to fix what is wrong.",
     )
     made.add_argument("--gpus", type=int, default=0, metavar="N", help="a worker's ranks")
     made.add_argument("--rdma", action="store_true", help="KV is to go over RDMA adapters")

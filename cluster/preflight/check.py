@@ -1,4 +1,4 @@
-"""What one check found, and how all of them are told."""
+"""The result of one check, and how all results are printed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 _LONGEST_FOUND = 160
-"""Characters: what a library said can be a page."""
+"""Characters: a library's message may fill a page."""
 
 
 class Outcome(StrEnum):
@@ -19,7 +19,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the workers here are to have: it is a failure where it is missing."""
+    """What workers need here: a missing one is a failure."""
 
     num_gpus: int = 0
     rdma: bool = False
@@ -32,9 +32,9 @@ class Check:
     name: str
     outcome: Outcome
     found: str
-    """What there is, in a line."""
+    """What was found, on one line."""
     fix: str = ""
-    """What mends it, in a line; empty where nothing has to be."""
+    """How to fix it, on one line; empty if nothing is wrong."""
 
     def __post_init__(self) -> None:
         assert bool(self.fix) == (self.outcome is not Outcome.OK), self
@@ -62,7 +62,7 @@ def has_failed(checks: Sequence[Check]) -> bool:
 
 
 def as_table(checks: Sequence[Check]) -> str:
-    """Three columns; below what is not as it should be stands what mends it."""
+    """Three columns; a fix follows on its own line."""
     rows = []
     for check in checks:
         rows.append((check.name, check.outcome.value, check.found))
@@ -74,5 +74,5 @@ def as_table(checks: Sequence[Check]) -> str:
 
 
 def as_json(checks: Sequence[Check]) -> str:
-    told = {"ok": not has_failed(checks), "checks": [asdict(check) for check in checks]}
-    return json.dumps(told, indent=1)
+    result = {"ok": not has_failed(checks), "checks": [asdict(check) for check in checks]}
+    return json.dumps(result, indent=1)

@@ -1,9 +1,10 @@
-"""A real handoff between two processes of this machine, with what it went over and how fast.
+"""A real handoff between two processes of this machine: which transports it used, and how fast.
 
     python -m cluster.preflight.handoff [--library wheel|system|PATH] [--device cpu|cuda]
 
-What these two do may end a process (a fault in UCX or a driver does): the preflight runs this as a
-process of its own, which prints one line of JSON.
+A fault in UCX or a driver may end a process. So the preflight runs this as a separate process,
+which prints one line of JSON. `LoneRank` is the transfer side of a worker without an engine;
+benchmarks use it too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import multiprocessing
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 
@@ -23,12 +24,97 @@ import uvloop
 
 from baton.config.transfer import TransferConfig
 from cluster.preflight.check import Check, Wanted, failure, ok, warning
-from cluster.preflight.lone_rank import LoneRank, MemoryShape
+from engine.local_memory import LocalDeviceMemory
 from kv_transfer.errors import TransferError
-from kv_transfer.layout import BlockId
-from kv_transfer.lease import Lease, WorkerIdentity
-from kv_transfer.ucx.lanes import CUDA_COPIES, SHARED_MEMORY
+from kv_transfer.exporter import Exporter
+from kv_transfer.layout import BlockId, HandoffId, KvLayout, LayerGroup, RegionLayout, TensorSpec
+from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
+from kv_transfer.lease_table import LeaseFailure, LeaseTable
+from kv_transfer.rank import TransferRank
+from kv_transfer.transports import make_transport
+from kv_transfer.ucx.endpoint import CUDA_COPIES, SHARED_MEMORY
 from kv_transfer.ucx.transport import UcxTransport
+
+_BLOCK_SIZE = 16
+_FINGERPRINT = b"lone"
+_SWITCH_INTERVAL_S = 0.0002  # as in a worker's process
+
+
+@dataclass(frozen=True)
+class MemoryShape:
+    """KV memory of one rank; `block_bytes` is per layer."""
+
+    block_bytes: int
+    blocks_per_region: int
+    num_layers: int = 8
+    num_regions: int = 4
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class _Push:
+    handoff_id: HandoffId
+    group: int
+    ordinals: tuple[int, ...]
+    block_ids: tuple[BlockId, ...]
+
+
+class LoneRank:
+    """Memory, sink, lease table and exporter. Create it on a running event loop."""
+
+    def __init__(self, name: str, shape: MemoryShape, config: TransferConfig) -> None:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self.on_admitted: Callable[[], None] = lambda: None
+        """Called on the event loop when a handoff has arrived."""
+        tensor = TensorSpec("kv", 1, shape.block_bytes // _BLOCK_SIZE // 2, "bfloat16")
+        layout = KvLayout(_BLOCK_SIZE, (LayerGroup(0, shape.num_layers, (tensor,)),))
+        self.layout = RegionLayout(layout, 0, 1, shape.blocks_per_region)
+        self.transport = make_transport(config)
+        if shape.device == "cpu":
+            self.memory = self.transport.allocate(
+                shape.num_regions, self.layout.num_bytes(), shape.blocks_per_region
+            )
+        else:
+            pool = LocalDeviceMemory(self.layout, shape.num_regions, shape.device)
+            self.memory = self.transport.register(
+                pool.buffer, shape.num_regions, shape.blocks_per_region
+            )
+        address = TransferRank.address_of(self.transport, 0)
+        self.identity = WorkerIdentity(name, 1, (address,))
+        self.rank = TransferRank(
+            self.transport, self.memory, self.layout, self.identity, 0, None, config
+        )
+        self.table = LeaseTable(self.rank, self.identity, _FINGERPRINT, config, self)
+        self.exporter = Exporter(
+            self.rank, self.identity, _FINGERPRINT, config, self.rank.message, lambda: True
+        )
+
+    def push(self, handoff: HandoffId, blocks: Sequence[BlockId], layers: Iterable[int]) -> None:
+        """Push the handoff's first blocks, in the order of the lease."""
+        push = _Push(handoff, 0, tuple(range(len(blocks))), tuple(blocks))
+        for layer in layers:
+            self.rank.layer_done(layer, [push])
+
+    def count(self, value: int) -> int:
+        """Number of bytes of the memory that hold `value`."""
+        return int((self.memory.buffer == value).sum())
+
+    def admitted(self, request_id: str, first: FirstToken) -> None:
+        self.on_admitted()
+
+    def failed(self, request_id: str, reason: LeaseFailure) -> None:
+        raise RuntimeError(f"{request_id}: {reason}")
+
+    def ended(self, request_id: str, first: FirstToken) -> None:
+        raise RuntimeError(f"{request_id}: ended by {first}")
+
+    def quiescent(self, request_id: str) -> None:
+        pass
+
+    def close(self) -> None:
+        del self.memory
+        self.transport.close()
+
 
 _TIMEOUT_S = 60.0
 _LEASE_S = 30.0
@@ -47,14 +133,14 @@ _FIXES = {
     "cannot load libucp": f"{_OWN_IMAGE}, or spec.transfer.ucxLibrary: wheel",
     "cannot reach cuda memory": _WITH_CUDA,
 }
-"""By what a transport says."""
+"""Transport error text -> fix."""
 _RDMA = ("rc_", "dc_", "ud_", "srd")
-"""How UCX's names of RDMA transports begin."""
+"""Prefixes of UCX's names of RDMA transports."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What two processes did. `transports`: what UCX could take here; `lanes`: what it took."""
+    """The handoff's result. `transports`: what UCX could use here; `lanes`: what it used."""
 
     version: str
     transports: list[str]
@@ -64,7 +150,8 @@ class Report:
 
 
 def check_handoff(wanted: Wanted, device: str) -> list[Check]:
-    """`device`: whose memory is handed over, cpu or cuda. Takes a second or two; raises nothing."""
+    """Run the handoff and check it. `device`: cpu or cuda memory. Takes one or two seconds; raises
+    nothing."""
     command = [
         *(sys.executable, "-m", __name__),
         *("--library", wanted.ucx_library, "--device", device),
@@ -118,7 +205,7 @@ def check_lanes(report: Report, device: str) -> Check:
 
 
 def _broken(found: str, wanted: Wanted) -> Check:
-    usual = f"python -m {__name__} --library {wanted.ucx_library} tells more"
+    usual = f"python -m {__name__} --library {wanted.ucx_library} shows more"
     fixes = [fix for words, fix in _FIXES.items() if words in found]
     return failure("handoff", found, fixes[0] if fixes else usual)
 
@@ -145,7 +232,8 @@ async def _receive(pipe: Connection, device: str, config: TransferConfig) -> Non
 
 
 async def _send(pipe: Connection, device: str, config: TransferConfig) -> Report:
-    """Raises TransferError, EOFError where the receiver ended, ValueError for bytes gone astray."""
+    """Send blocks and measure. Raises TransferError, EOFError if the receiver ended, and ValueError
+    for lost bytes."""
     rank = LoneRank("sender", _shape(device), config)
     rank.memory.buffer[:] = _SENT
     rank.count(_SENT)  # which waits for the GPU: a put would not
@@ -201,7 +289,7 @@ def main() -> None:
         target=_receiver_main, args=(there, options.device, config), daemon=True
     )
     process.start()
-    there.close()  # so that a receiver that ends is told
+    there.close()  # so that the end of the receiver is an EOF
     try:
         report = uvloop.run(_send(pipe, options.device, config))
     except (TransferError, EOFError, OSError) as error:

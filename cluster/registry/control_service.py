@@ -157,7 +157,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     ) -> control_pb2.SetUnitsResponse:
         try:
             self._registry.units.set(read_units(request))
-            self._backing.booked()
+            self._backing.save()
         except BatonError as error:
             await abort(context, error)
         self._changes.announce()

@@ -73,7 +73,7 @@ def _pool_message(pool: Pool, standings: Mapping[str, int]) -> control_pb2.PoolS
                 pod_name=place.pod_name or "",
                 standing=standings.get(place.worker_id),
             )
-            for place in pool.places
+            for place in pool.slots
         ],
         comes_back_for=[ROLES[role] for role in pool.comes_back_for],
     )

@@ -1,7 +1,7 @@
-"""Which workers of a fleet can exchange KV with no other.
+"""Which workers of a fleet can exchange KV with no other worker.
 
 All workers of a cluster run one model, but pools may set another dtype or block size. A worker
-without partners serves only what it can prefill and decode by itself, so `baton status` names it.
+without partners serves only what it can prefill and decode itself, so `baton status` names it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _NAMED = 3
 
 
 def unpaired(fleet: control_pb2.WatchFleetResponse) -> dict[str, str]:
-    """A message for each live worker that shares its kind of KV with no partner, by worker id.
+    """Worker id -> message, for each live worker whose KV fingerprint no partner shares.
 
-    Partners are the workers that are not gone and can run the other half of a request.
+    Partners are workers that are not gone and can run the other half of a request.
     """
     here = [
         worker.info for worker in fleet.workers if worker.state != control_pb2.WORKER_STATE_GONE
@@ -29,7 +29,7 @@ def unpaired(fleet: control_pb2.WatchFleetResponse) -> dict[str, str]:
         of_kind[info.kv_fingerprint].append(info)
     if len(of_kind) < 2:
         return {}
-    told = {}
+    messages = {}
     for worker in fleet.workers:
         mine, name = worker.info, worker.info.ref.worker_id
         if worker.state != control_pb2.WORKER_STATE_LIVE:
@@ -38,8 +38,8 @@ def unpaired(fleet: control_pb2.WatchFleetResponse) -> dict[str, str]:
             continue
         others = [other for other in here if _are_partners(mine, other)]
         if others:
-            told[name] = f"{name} {_difference(mine, others)}"
-    return told
+            messages[name] = f"{name} {_difference(mine, others)}"
+    return messages
 
 
 def _difference(mine: control_pb2.WorkerInfo, others: Sequence[control_pb2.WorkerInfo]) -> str:
@@ -48,16 +48,16 @@ def _difference(mine: control_pb2.WorkerInfo, others: Sequence[control_pb2.Worke
     if mine.dtype and all(other.dtype not in ("", mine.dtype) for other in others):
         return (
             f"computes in {mine.dtype}, unlike {partners}: it pairs with none; "
-            "engine.dtype names one for all"
+            "set one engine.dtype for all"
         )
     return (
-        f"has other KV than {partners}: it pairs with none; engine.dtype and engine.block_size "
-        "must be the same in all pools"
+        f"has another KV fingerprint than {partners}: it pairs with none; engine.dtype and "
+        "engine.block_size must be the same in all pools"
     )
 
 
 def _are_partners(one: control_pb2.WorkerInfo, other: control_pb2.WorkerInfo) -> bool:
-    """Whether one may prefill what the other decodes, as far as their roles go."""
+    """Whether their roles let one prefill what the other decodes."""
     if one.ref.worker_id == other.ref.worker_id:
         return False
     return one.role != other.role or one.role not in (_PREFILL, _DECODE)

@@ -1,4 +1,4 @@
-"""Changes of pools while the cluster runs: checked, then booked, then kept for a restart."""
+"""Changes of pools while the cluster runs: checked, then applied, then saved for a restart."""
 
 from __future__ import annotations
 
@@ -20,113 +20,114 @@ _Added = tuple[str, bytes]  # a pool's name and its settings' digest
 
 
 class PoolBacking(Protocol):
-    """Whoever starts the workers of the registry's pools."""
+    """What starts the workers of the registry's pools."""
 
     async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
-        """`pool` is to grow: `replicas` is every pool's size then. Raises BatonError."""
+        """Check that `pool` can grow. `replicas`: every pool's size afterwards. Raises
+        BatonError."""
 
-    async def settled(self, told: PoolSettings) -> PoolSettings:
-        """With what is decided once for all workers of the pool, which may run here.
+    async def complete(self, settings: PoolSettings) -> PoolSettings:
+        """The settings with `auto` resolved for all workers of the pool. Checks that the pool may
+        run here. Raises BatonError."""
 
-        Raises BatonError."""
+    def pool_added(self, pool: str) -> None:
+        """The completed pool was added to the table."""
 
-    def added(self, pool: str) -> None:
-        """The pool that was settled is booked."""
+    async def slots_known(self) -> None:
+        """Return once every running replica has a slot."""
 
-    async def places_known(self) -> None:
-        """Return once every place of a pool in which something runs has been opened."""
-
-    def booked(self) -> None:
-        """Pools or units have changed: keep that before it is acknowledged."""
+    def save(self) -> None:
+        """Pools or units have changed: save that before the change is acknowledged."""
 
 
 class Unbacked:
-    """Of a registry by itself: whoever starts its workers finds room for them."""
+    """For a registry without a supervisor: someone else starts its workers."""
 
     async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
-        """There is any."""
+        """No limit."""
 
-    async def settled(self, told: PoolSettings) -> PoolSettings:
-        return told
+    async def complete(self, settings: PoolSettings) -> PoolSettings:
+        return settings
 
-    def added(self, pool: str) -> None:
-        """Nothing is left of it."""
+    def pool_added(self, pool: str) -> None:
+        """Nothing to do."""
 
-    async def places_known(self) -> None:
-        """None is opened."""
+    async def slots_known(self) -> None:
+        """There are no slots."""
 
-    def booked(self) -> None:
-        """It is forgotten with the registry."""
+    def save(self) -> None:
+        """Nothing is saved."""
 
 
 class PoolChanges:
-    """Every method raises the BatonError of what it refuses, and has changed nothing then.
+    """Changes the registry's pools. A method that raises a BatonError has changed nothing.
 
-    A pool that is being added goes on to be when its caller leaves: what looks for its replicas on
-    a thread cannot be ended, and a second look beside it would find the same ones.
+    AddPool continues when its caller leaves. The search for the pool's replicas runs on a thread
+    that cannot be stopped, and a second search beside it would find the same replicas.
     """
 
     def __init__(self, registry: Registry, backing: PoolBacking) -> None:
         self._registry = registry
         self._backing = backing
-        self._settling = asyncio.Lock()  # it takes memory
+        self._adding = asyncio.Lock()  # one at a time: choosing `auto` settings takes memory
         self._additions: dict[_Added, asyncio.Task[None]] = {}
 
     async def set_replicas(self, pool: str, replicas: int) -> int:
-        """The former size."""
-        book = self._registry.pools
-        if book.check_size(pool, replicas) < replicas:
-            sizes = book.desired_replicas() | {pool: replicas}
-            await self._backing.check_room(book.settings(pool), sizes)
-        former = book.set_replicas(pool, replicas)
-        self._backing.booked()
+        """Set a pool's size and return the previous one."""
+        pools = self._registry.pools
+        if pools.check_size(pool, replicas) < replicas:
+            sizes = pools.desired_replicas() | {pool: replicas}
+            await self._backing.check_room(pools.settings(pool), sizes)
+        former = pools.set_replicas(pool, replicas)
+        self._backing.save()
         return former
 
     async def set_role_plan(self, pool: str, plan: RolePlan) -> None:
         self._registry.pools.set_role_plan(pool, plan)
-        self._backing.booked()
+        self._backing.save()
 
     async def add(self, name: str, text: str, replicas: int) -> None:
-        """`text` is a cluster file that defines the pool. A repeated call waits for the first."""
-        told = added_settings(name, text)
-        key = (name, told.digest)
+        """Add a pool. `text`: a cluster file that defines it. A repeated call waits for the
+        first."""
+        settings = added_settings(name, text)
+        key = (name, settings.digest)
         addition = self._additions.get(key)
         if addition is None:
-            addition = asyncio.create_task(self._add(told, replicas))
+            addition = asyncio.create_task(self._add(settings, replicas))
             self._additions[key] = addition
             addition.add_done_callback(partial(self._ended, key))
         await asyncio.shield(addition)
 
-    async def _add(self, told: PoolSettings, replicas: int) -> None:
-        name, book = told.name, self._registry.pools
-        async with self._settling:
-            if book.knows(told):
-                self._backing.booked()  # the first call may have ended before that
+    async def _add(self, settings: PoolSettings, replicas: int) -> None:
+        name, pools = settings.name, self._registry.pools
+        async with self._adding:
+            if pools.knows(settings):
+                self._backing.save()  # the first call may have ended before that
                 return
-            settings = await self._backing.settled(told)
+            completed = await self._backing.complete(settings)
             if replicas:
-                sizes = book.desired_replicas() | {name: replicas}
-                await self._backing.check_room(settings, sizes)
-            book.add(settings, replicas)
-            self._backing.added(name)
-        self._backing.booked()
+                sizes = pools.desired_replicas() | {name: replicas}
+                await self._backing.check_room(completed, sizes)
+            pools.add(completed, replicas)
+            self._backing.pool_added(name)
+        self._backing.save()
 
     def _ended(self, key: _Added, addition: asyncio.Task[None]) -> None:
         del self._additions[key]
         if not addition.cancelled() and (error := addition.exception()) is not None:
             fault = None if isinstance(error, BatonError) else error
-            # Its caller may have left.
-            log.warning("pool %s is not added: %s", key[0], error, exc_info=fault)
+            # Logged here because the caller may have left.
+            log.warning("pool %s was not added: %s", key[0], error, exc_info=fault)
 
     def agree_dtype(self, pool: str, proposed: str) -> str:
-        """The dtype of the pool's workers. `proposed` is what one of them would choose itself."""
+        """The dtype of the pool's workers. `proposed`: what the calling worker would choose."""
         agreed = self._registry.pools.agree_dtype(pool, self._dtype_in_use() or proposed)
-        self._backing.booked()
+        self._backing.save()
         return agreed
 
     def _dtype_in_use(self) -> str:
-        """The dtype of a worker that is registered; empty: there is none. A registry that lost its
-        state must not agree on another."""
+        """The dtype of a registered worker; empty: none is registered. A registry that lost its
+        state must not agree on another dtype."""
         for worker in self._registry.snapshot().workers:
             info = control_pb2.WorkerInfo.FromString(worker.registration.info)
             if info.dtype and worker.state is not WorkerState.GONE:
@@ -134,8 +135,8 @@ class PoolChanges:
         return ""
 
     async def remove(self, pool: str) -> None:
-        await self._backing.places_known()
+        await self._backing.slots_known()
         if additions := [task for (name, *_), task in self._additions.items() if name == pool]:
             await asyncio.wait(additions)
         self._registry.pools.remove(pool, self._registry.workers_of(pool))
-        self._backing.booked()
+        self._backing.save()

@@ -1,20 +1,21 @@
-"""The fleet as workers report it: who is there, and in which state.
+"""The fleet as its workers report it: which workers exist, and in which state.
 
-Pure: it reads a clock and nothing else. Silence is measured in the time that the registry itself
-was awake (`now_s`): somebody must call `refresh` every `look_s`, or the gap is the registry's own
-absence. All workers run one model: the first worker's `model_fingerprint` binds the registry.
-A worker's life here:
+Pure: it reads only a clock. Silence counts only time in which the registry itself was awake
+(`now_s`). So its owner must call `refresh` every `look_s`; a longer gap counts as the registry's
+own absence. All workers run one model: the first worker's `model_fingerprint` binds the registry.
 
-1. `register` (STARTING), unless it runs another model. A known worker id with a newer incarnation
-   replaces the older one. What comes on an older stream of the worker counts no more, and that a
-   stream ends says nothing.
-2. The first heartbeat with step progress makes it LIVE; asked to drain, or draining by itself, it
-   is DRAINING for good.
-3. Silent for `silent_after_s` or stuck (runnable work and no step for `stuck_factor` times the
-   predicted time, or `first_step_s` where no step yet predicts it): SUSPECT, until it is heard of
-   and steps again.
-4. Silent for `gone_after_s`, or its process is known to be over (`gone`): GONE, and forgotten
-   `forget_after_s` later.
+A worker's states:
+
+1. STARTING: it called `register` and runs the bound model. A newer incarnation replaces an older
+   one of the same worker id. Messages on an older stream are ignored, and the end of a stream means
+   nothing.
+2. LIVE: its first heartbeat with step progress arrived. DRAINING: it was asked to drain, or drains
+   on its own; it never becomes LIVE again.
+3. SUSPECT: it was silent for `silent_after_s`, or it is stuck. Stuck means runnable work and no
+   step for `stuck_factor` times the predicted time, or for `first_step_s` without a prediction. It
+   recovers when it reports and steps again.
+4. GONE: it was silent for `gone_after_s`, or its process has ended (`gone`). The registry forgets
+   it `forget_after_s` later.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from dataclasses import dataclass, field
 
 from baton.config.workers import RegistryConfig
 from baton.errors import OtherModelError
-from cluster.pools.pool_table import Place, Pool, PoolBook
+from cluster.pools.pool_table import Pool, PoolTable, Slot
 from cluster.pools.role_plan import Role, RolePlan, active_roles
-from cluster.registry.awake_clock import AwakeClock, Clock
-from cluster.registry.router_reports import RouterBook, SilentRouter
+from cluster.registry.router_reports import RouterReports, SilentRouter
 from cluster.registry.units import UnitList
+from kv_transfer.clock import AwakeClock, NowS
 
 
 class WorkerState(enum.Enum):
@@ -41,22 +42,22 @@ class WorkerState(enum.Enum):
     GONE = "gone"
 
 
-_SERVING = (WorkerState.LIVE, WorkerState.SUSPECT)  # a moment's silence switches nobody's role
+_SERVING = (WorkerState.LIVE, WorkerState.SUSPECT)  # a brief silence changes no roles
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a heartbeat says of the engine."""
+    """What a heartbeat reports about the engine."""
 
     runnable: bool
-    """Whether a step is under way, or there is work for one."""
+    """Whether a step is running, or there is work for one."""
     idle_s: float
-    """Since the last step ended."""
+    """Seconds since the last step ended."""
     predicted_step_s: float | None
-    """Of the step under way; None: the worker has never done work of its kind or length."""
+    """Predicted time of the running step; None: the worker never did such work, or so much."""
 
     def is_stuck(self, config: RegistryConfig) -> bool:
-        """Whether the step under way has taken longer than a sound one may."""
+        """Whether the running step has exceeded its limit."""
         if not self.runnable:
             return False
         if self.predicted_step_s is None:
@@ -67,21 +68,21 @@ class Progress:
 
 @dataclass(frozen=True)
 class Registration:
-    """One start of one worker. `info` and the load are opaque here: serialised messages."""
+    """One start of one worker. `info` is an opaque serialised message."""
 
     worker_id: str
     incarnation: int
     pool: str
     info: bytes
     model: str = ""
-    """The name by which clients know its model."""
+    """The model name that clients use."""
     model_fingerprint: bytes = b""
-    """Of its model's weights and configuration; empty: it has none."""
+    """Fingerprint of its model's weights and configuration; empty: none."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One call of a worker to register; the newest is the one it is heard on."""
+    """One Register call of a worker. Only the newest one counts."""
 
     worker_id: str
     number: int
@@ -93,9 +94,9 @@ class FleetEntry:
     state: WorkerState
     load: bytes
     suspect_s: float
-    """For how long it has been SUSPECT; 0 for one that is not."""
+    """Seconds since it became SUSPECT; 0 in any other state."""
     active_role: Role | None = None
-    """What it takes new requests for, where that is less than it could."""
+    """The role that a role plan assigns it; None: no plan."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,12 @@ class FleetSnapshot:
     workers: tuple[FleetEntry, ...]
     pools: tuple[Pool, ...]
     routers: tuple[bytes, ...] = ()
-    """What routers told last."""
+    """The routers' newest reports."""
     keeps_pools: bool = False
     standings: Mapping[str, int] = field(default_factory=dict)
-    """Of the places that stay, by their workers' ids: the greatest of a pool leave first."""
+    """Worker id -> order among the pool's slots that stay: the highest leave first."""
     settles: bool = False
-    """Workers that were here before the registry started may have yet to register."""
+    """Workers from before the registry's start may have yet to register."""
     silent_routers: tuple[SilentRouter, ...] = ()
     model_fingerprint: bytes = b""
 
@@ -127,64 +128,64 @@ class _Worker:
 
 
 class Registry:
-    """Own the fleet's membership and states; the pools' book, the routers' and the list of units
-    are parts of it."""
+    """Own the fleet's membership and states, the pool table, the routers' reports and the list of
+    units."""
 
     def __init__(
         self,
         config: RegistryConfig,
-        clock: Clock,
+        clock: NowS,
         keeps_pools: bool = False,
         model_fingerprint: bytes = b"",
         units: UnitList | None = None,
     ) -> None:
-        """`keeps_pools`: every worker is of a pool that is known or will be added.
-        `model_fingerprint`: of the model that served before a restart."""
+        """`keeps_pools`: every worker's pool is in the table or will be added.
+        `model_fingerprint`: the model that served before a restart."""
         self._config, self._keeps_pools = config, keeps_pools
         self._model_fingerprint = model_fingerprint
         self._clock = AwakeClock(clock, 2 * config.look_s)
-        self.routers = RouterBook(self._clock)
-        self.pools = PoolBook()
+        self.routers = RouterReports(self._clock)
+        self.pools = PoolTable()
         self.units = units or UnitList()
         self._workers: dict[str, _Worker] = {}
-        self._heard: set[str] = set()  # worker ids, of all that ever told how they stand
+        self._heard: set[str] = set()  # ids of all workers that ever sent a heartbeat
         self._num_streams = 0
-        self._num_changes = 0  # of workers
+        self._num_changes = 0  # of workers' states
 
     @property
     def look_s(self) -> float:
-        """How often somebody must look."""
+        """Longest interval between two calls of `refresh`."""
         return self._config.look_s
 
     @property
     def register_within_s(self) -> float:
-        """How long a call may take to say who registers."""
+        """Time limit for the first message of a Register call."""
         return self._config.register_within_s
 
     @property
     def model_fingerprint(self) -> bytes:
-        """Of the one model that serves here; empty: no worker has registered yet."""
+        """Fingerprint of the model that serves here; empty: no worker has registered yet."""
         return self._model_fingerprint
 
     # --- workers --------------------------------------------------------------------------------
 
     def register(self, registration: Registration) -> Stream | None:
-        """Take in a worker, to be heard on a stream; None: a newer incarnation of it is there.
+        """Register a worker and return its stream; None: a newer incarnation is registered.
 
-        Raises OtherModelError for a worker of another model than those that are here.
+        Raises OtherModelError for a worker with another model than the registered ones.
         """
         self._check_model(registration)
         worker_id, now = registration.worker_id, self._clock()
         known = self._workers.get(worker_id)
         if known is not None and known.state is WorkerState.GONE:
-            known = None  # nor does it refuse a smaller incarnation: clocks can be set back
+            known = None  # even a smaller incarnation may follow: clocks can be set back
         if known is not None and known.registration.incarnation > registration.incarnation:
             return None
         self._num_streams += 1
         stream = Stream(worker_id, self._num_streams)
         if known is not None and known.registration.incarnation == registration.incarnation:
             known.registration, known.stream, known.heard_at = registration, stream, now
-            self._settle(known)
+            self._update_state(known)
         else:
             self._workers[worker_id] = _Worker(registration, stream, now, state_since=now)
             self._changed()
@@ -194,7 +195,8 @@ class Registry:
     def heartbeat(
         self, stream: Stream, progress: Progress | None, load: bytes, draining: bool
     ) -> bool:
-        """Book what a worker says of itself; False: it is not heard here (any more)."""
+        """Take a worker's heartbeat. False: the stream is not (or no longer) the worker's
+        newest."""
         worker = self._heard_on(stream)
         if worker is None:
             return False
@@ -202,33 +204,33 @@ class Registry:
         worker.progress = progress or worker.progress
         worker.load = load or worker.load
         worker.drain_asked = worker.drain_asked or draining
-        self._settle(worker)
+        self._update_state(worker)
         return True
 
     def hears(self, stream: Stream) -> bool:
-        """Whether the worker is known and has not registered again since, on another stream."""
+        """Whether this is still the worker's newest stream."""
         return self._heard_on(stream) is not None
 
     def ask_drain(self, worker_id: str) -> None:
-        """Mark a worker to drain. Raises KeyError for one that is unknown or gone."""
+        """Ask a worker to drain. Raises KeyError if it is unknown or gone."""
         worker = self._workers[worker_id]
         if worker.state is WorkerState.GONE:
             raise KeyError(worker_id)
         worker.drain_asked = True
-        self._settle(worker)
+        self._update_state(worker)
 
     def drain_asked(self, stream: Stream) -> bool:
         worker = self._heard_on(stream)
         return worker is not None and worker.drain_asked
 
     def gone(self, worker_id: str, incarnation: int) -> None:
-        """The worker's process is known to be over."""
+        """The worker's process has provably ended."""
         worker = self._workers.get(worker_id)
         if worker is not None and worker.registration.incarnation == incarnation:
             self._enter(worker, WorkerState.GONE)
 
     def workers_of(self, pool: str) -> list[str]:
-        """Those that are not gone, by their ids."""
+        """Ids of the pool's workers that are not gone."""
         return [
             worker_id
             for worker_id, worker in self._workers.items()
@@ -236,15 +238,15 @@ class Registry:
         ]
 
     def now_s(self) -> float:
-        """Seconds that the registry has been awake, up to this look."""
+        """Seconds that the registry has been awake."""
         return self._clock()
 
     def refresh(self) -> int:
-        """Let time pass: states that follow from silence. Returns the version afterwards."""
+        """Update the states that follow from silence. Returns the new version."""
         self._clock.look()
         now = self._clock()
         for worker in list(self._workers.values()):
-            self._settle(worker)
+            self._update_state(worker)
             since_s = now - worker.state_since
             if worker.state is WorkerState.GONE and since_s >= self._config.forget_after_s:
                 del self._workers[worker.registration.worker_id]
@@ -253,7 +255,7 @@ class Registry:
         return self._version
 
     def snapshot(self) -> FleetSnapshot:
-        """The fleet as of the last `refresh` or call of a worker. Changes nothing."""
+        """The fleet as of the last change. Writes nothing."""
         now, roles = self._clock(), self._active_roles()
         workers = tuple(
             FleetEntry(
@@ -268,37 +270,38 @@ class Registry:
         return FleetSnapshot(
             self._version,
             workers,
-            self.pools.shown(),
+            self.pools.status(),
             self.routers.reports(),
             self._keeps_pools,
             {
-                place.worker_id: standing
+                slot.worker_id: standing
                 for pool in self.pools.all_settings()
-                for standing, place in enumerate(self.staying(pool))
+                for standing, slot in enumerate(self.staying(pool))
             },
-            self._settles(),
+            self._may_be_incomplete(),
             self.routers.silent(),
             self._model_fingerprint,
         )
 
-    def staying(self, pool: str) -> list[Place]:
-        """The pool's places that are not on their way out: the last ones leave first when it gets
-        smaller. So what serves stays, then the lowest."""
-        places = [place for place in self.pools.places_of(pool) if not place.is_leaving]
-        return sorted(places, key=lambda place: (self._distance(place), place.index))
+    def staying(self, pool: str) -> list[Slot]:
+        """The pool's slots that are not leaving, in the order in which they stay: first those that
+        serve, then the lowest indices. A shrinking pool drops them from the end."""
+        slots = [slot for slot in self.pools.slots_of(pool) if not slot.is_leaving]
+        return sorted(slots, key=lambda slot: (self._distance(slot), slot.index))
 
     def awaits_adopted(self, pool: str) -> bool:
-        """Whether a worker of the pool that a former supervisor left has yet to say how it stands,
-        and with it who is to leave. It will soon, or be taken for hung."""
+        """Whether an adopted worker of the pool has yet to register. Until then the supervisor does
+        not choose which slot leaves. It registers soon, or is ended as hung."""
         return any(
-            place.is_adopted and place.worker_id not in self._heard
-            for place in self.pools.places_of(pool)
+            slot.is_adopted and slot.worker_id not in self._heard
+            for slot in self.pools.slots_of(pool)
         )
 
-    def _settles(self) -> bool:
-        """Whether workers that were here before this registry may have yet to register: one that
-        has not within `silent_after_s` counts as silent, but for those that the pools tell of, or
-        will: by then nobody may have looked what a former supervisor left."""
+    def _may_be_incomplete(self) -> bool:
+        """Whether workers from before this registry's start may have yet to register.
+
+        After `silent_after_s` a worker that has not counts as silent. The exceptions are adopted
+        workers, and workers of pools whose replicas the supervisor has yet to look for."""
         if self._clock() < self._config.silent_after_s:
             return True
         if not self._keeps_pools:
@@ -314,11 +317,11 @@ class Registry:
             )
         )
 
-    def _distance(self, place: Place) -> int:
-        """From serving: 0 does, 1 may be about to again."""
-        worker = self._workers.get(place.worker_id)
+    def _distance(self, slot: Slot) -> int:
+        """How far a slot is from serving: 0 serves, 1 may serve again soon."""
+        worker = self._workers.get(slot.worker_id)
         if worker is None:
-            return 1 if place.is_adopted else 3 if place.is_pending else 2
+            return 1 if slot.is_adopted else 3 if slot.is_pending else 2
         return {WorkerState.LIVE: 0, WorkerState.SUSPECT: 1}.get(worker.state, 2)
 
     @property
@@ -326,7 +329,7 @@ class Registry:
         return self._num_changes + self.pools.version
 
     def _active_roles(self) -> dict[str, Role]:
-        """Of the workers of pools that are split."""
+        """Worker id -> active role, in pools with a role plan."""
         roles: dict[str, Role] = {}
         for pool, plan in self.pools.role_plans().items():
             if plan != RolePlan():
@@ -339,7 +342,7 @@ class Registry:
         return roles
 
     def _check_model(self, registration: Registration) -> None:
-        """Raises OtherModelError."""
+        """Raise OtherModelError for a worker with another model than the bound one."""
         here, its_own = self._model_fingerprint, registration.model_fingerprint
         if not here or its_own in (b"", here):
             return
@@ -347,22 +350,22 @@ class Registry:
         model = registration.model if settings is None else settings.model.label
         raise OtherModelError(
             f"worker {registration.worker_id} loaded {model}: its weights or configuration differ "
-            f"from those that serve here: fingerprint {its_own.hex()}, not {here.hex()}. Pin "
+            f"from the model that serves here: fingerprint {its_own.hex()}, not {here.hex()}. Pin "
             "`model_revision`, or start a new cluster for another model"
         )
 
     # --- states ---------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        """A worker has come, has gone or is in another state."""
+        """Note that a worker was added, removed or changed its state."""
         self._num_changes += 1
         if self._workers and all(w.state is WorkerState.GONE for w in self._workers.values()):
-            self._model_fingerprint = b""  # nobody is left that another model could clash with
+            self._model_fingerprint = b""  # no worker is left, so any model may come next
         self._count_live()
 
     def _count_live(self) -> None:
         live = [each for each in self._workers.values() if each.state is WorkerState.LIVE]
-        self.pools.see_live(Counter(each.registration.pool for each in live))
+        self.pools.set_live(Counter(each.registration.pool for each in live))
 
     def _heard_on(self, stream: Stream) -> _Worker | None:
         worker = self._workers.get(stream.worker_id)
@@ -370,14 +373,14 @@ class Registry:
             return None
         return worker
 
-    def _settle(self, worker: _Worker) -> None:
+    def _update_state(self, worker: _Worker) -> None:
         state = self._state_of(worker)
         if state is not worker.state:
             self._enter(worker, state)
 
     def _enter(self, worker: _Worker, state: WorkerState) -> None:
         if state is WorkerState.LIVE:
-            self.pools.forgive(worker.registration.worker_id)
+            self.pools.clear_failure(worker.registration.worker_id)
         self._heard.add(worker.registration.worker_id)
         worker.state = state
         worker.state_since = self._clock()

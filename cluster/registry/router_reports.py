@@ -1,11 +1,10 @@
-"""What routers tell of their queues and arrivals: the newest of each that still speaks.
+"""The routers' reports of their queues and arrivals: the newest report of each router.
 
-Pure: it reads a clock and nothing else. `report` is opaque here: a serialised message. That a call
-breaks, or says nothing more, does not say that its router has gone: cut off from here it may serve
-its clients as ever.
+Pure: it reads only a clock. A report is an opaque serialised message. A broken or silent call does
+not mean that its router has gone: it may be cut off from here and still serve its clients.
 
-A router has one call at a time, and a cut one may be seen to end long after the next has begun: so
-calls are numbered as they begin, and what comes of one counts no more once a later one has told.
+A router has one call at a time, but a broken call may end here long after the next has begun. So
+calls are numbered as they begin, and an older call is ignored once a newer one has reported.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from cluster.registry.awake_clock import Clock
+from kv_transfer.clock import NowS
 
 SILENT_AFTER_S = 5.0
-"""The figures of a router that has told nothing for this long are left out."""
+"""After this silence a router's report is left out."""
 FORGOTTEN_AFTER_S = 300.0
-"""And so is the router itself: it has gone without a word."""
+"""After this silence the router is forgotten."""
 
 
-class Standing(enum.Enum):
-    TELLS = "tells"
+class ReportState(enum.Enum):
+    REPORTING = "reporting"
     LOST = "lost"
-    """Its call has broken since."""
+    """Its call broke."""
     LEFT = "left"
-    """Kept for a while, so that nothing late of a former call brings it back."""
+    """It shut down. Remembered for a while, so that a late message of an old call is ignored."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class RouterEntry:
     call: int
     report: bytes
     heard_at: float
-    standing: Standing = Standing.TELLS
+    state: ReportState = ReportState.REPORTING
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,16 @@ class SilentRouter:
     silent_s: float
 
 
-class RouterBook:
+class RouterReports:
     """Own the routers' reports."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: NowS) -> None:
         self._clock = clock
         self._entries: dict[str, RouterEntry] = {}
         self._num_calls = 0
 
     def opened(self) -> int:
-        """A call has begun; its number."""
+        """Number a call that begins."""
         self._num_calls += 1
         return self._num_calls
 
@@ -61,31 +60,31 @@ class RouterBook:
         self._book(RouterEntry(router_id, call, report, self._clock()))
 
     def lost(self, router_id: str, call: int) -> None:
-        """Its call has ended; whether it has gone is not known."""
+        """The router's call ended; the router may still serve."""
         entry = self._entries.get(router_id)
-        if entry is not None and (entry.call, entry.standing) == (call, Standing.TELLS):
-            self._book(replace(entry, standing=Standing.LOST))
+        if entry is not None and (entry.call, entry.state) == (call, ReportState.REPORTING):
+            self._book(replace(entry, state=ReportState.LOST))
 
     def left(self, router_id: str, call: int) -> None:
-        """It has shut down."""
-        self._book(RouterEntry(router_id, call, b"", self._clock(), Standing.LEFT))
+        """The router has shut down."""
+        self._book(RouterEntry(router_id, call, b"", self._clock(), ReportState.LEFT))
 
     def reports(self) -> tuple[bytes, ...]:
-        """Of those that spoke of late, by their ids."""
-        return tuple(entry.report for entry in self._known() if self._speaks(entry))
+        """Reports of the routers that are not silent, ordered by router id."""
+        return tuple(entry.report for entry in self._known() if self._is_reporting(entry))
 
     def silent(self) -> tuple[SilentRouter, ...]:
-        """The others that may still serve."""
+        """The other routers, which may still serve."""
         now = self._clock()
         return tuple(
             SilentRouter(entry.router_id, now - entry.heard_at)
             for entry in self._known()
-            if not self._speaks(entry)
+            if not self._is_reporting(entry)
         )
 
-    def _speaks(self, entry: RouterEntry) -> bool:
+    def _is_reporting(self, entry: RouterEntry) -> bool:
         is_fresh = entry.heard_at > self._clock() - SILENT_AFTER_S
-        return is_fresh and entry.standing is Standing.TELLS
+        return is_fresh and entry.state is ReportState.REPORTING
 
     def _book(self, entry: RouterEntry) -> None:
         former = self._entries.get(entry.router_id)
@@ -98,7 +97,7 @@ class RouterBook:
         there = [
             entry
             for entry in self._entries.values()
-            if entry.standing is not Standing.LEFT and self._is_remembered(entry)
+            if entry.state is not ReportState.LEFT and self._is_remembered(entry)
         ]
         return sorted(there, key=lambda entry: entry.router_id)
 

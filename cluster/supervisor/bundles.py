@@ -1,6 +1,7 @@
-"""Where the ranks of a replica run: a placement group of its name, a bundle for each rank. Blocks.
+"""Room for a replica's ranks: a Ray placement group with the replica's name and a bundle per rank.
 
-It is detached: Ray keeps it, and looks for room for it, whoever asked for it.
+The group is detached: Ray keeps it, and keeps looking for room, after its creator has gone. Every
+function blocks on Ray.
 """
 
 from __future__ import annotations
@@ -16,65 +17,64 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from baton.config.workers import POD_LABEL, pod_resource
+from baton.errors import NoCapacityError
 from cluster.errors import ReplicaError
-from cluster.supervisor.room import num_free
-from cluster.worker.config import WorkerConfig
-from cluster.worker.rank_gpus import needs_gpu
+from cluster.pools.pool_settings import PoolSettings, num_gpus_wanted
+from cluster.worker.config import WorkerConfig, needs_gpu
 
-_RANK_CPUS = 0.001  # Ray only counts them: cores are divided by thread counts
-_ROOM_BACK_WITHIN_S = 2.0  # what a removed placement group held is free again long before
-_POD_FOUND_WITHIN_S = 1.0  # where one is free
+_RANK_CPUS = 0.001  # Ray only counts CPUs: thread counts divide the cores
+_ROOM_BACK_WITHIN_S = 2.0  # Ray frees a removed placement group's room much sooner
+_POD_FOUND_WITHIN_S = 1.0  # if one is free
 _MACHINE_FOUND_WITHIN_S = 30.0
 
 
 def rank_resources(config: WorkerConfig) -> dict[str, float]:
-    """What a rank takes of a machine or pod, as Ray counts it."""
+    """The Ray resources of one rank."""
     resources = {"CPU": _RANK_CPUS} | ({"GPU": 1.0} if needs_gpu(config.engine) else {})
     return resources | ({pod_resource(config.pool): 1.0} if config.in_pod else {})
 
 
 @dataclass(frozen=True)
-class Spot:
-    """Where all ranks of a replica have their room."""
+class BundleNode:
+    """The Ray node that holds all bundles of a replica."""
 
     node_id: str
-    """Ray's."""
     pod_name: str | None = None
-    """None for a machine, and for a pod whose node does not tell its name."""
+    """None for a machine, and for a pod whose node has no name label."""
 
 
-def ask(name: str, config: WorkerConfig) -> Spot | None:
-    """Room for all ranks of a replica on one machine, or in one pod of the pool, which they fill.
+def ask(name: str, config: WorkerConfig) -> BundleNode | None:
+    """Request room for all ranks of a replica on one machine, or in one pod of the pool.
 
-    None: there is no such pod yet; it stays asked for. Raises ReplicaError where the machines have
-    no room."""
+    None: no pod has room yet; the request stays open. Raises ReplicaError if no machine has
+    room."""
     num_ranks, resources = config.tp_size, rank_resources(config)
     if not config.in_pod:
         _check_machines(num_ranks, resources)
         group = _new_group(name, num_ranks, resources)
         _wait_for_place(group, num_ranks, resources)
-        return _spot_of(group)
+        return _node_of_bundles(group)
     asked = find(name)
     if asked is None:
         asked = _new_group(name, num_ranks, resources)
         asked.wait(_POD_FOUND_WITHIN_S)
-    return _spot_of(asked)
+    return _node_of_bundles(asked)
 
 
-def _spot_of(group: PlacementGroup) -> Spot | None:
+def _node_of_bundles(group: PlacementGroup) -> BundleNode | None:
     node_id = node_of(group)
-    return None if node_id is None else Spot(node_id, pods_by_node().get(node_id))
+    return None if node_id is None else BundleNode(node_id, pods_by_node().get(node_id))
 
 
 def pods_by_node() -> dict[str, str]:
-    """Names of the pods that are Ray's nodes, as these tell them, by Ray's node ids."""
+    """Ray node id -> pod name, for nodes with a pod name label."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     names = {node["NodeID"]: node["Labels"].get(POD_LABEL) for node in nodes if node["Alive"]}
     return {node_id: name for node_id, name in names.items() if name}
 
 
 def _check_machines(num_ranks: int, resources: Mapping[str, float]) -> None:
-    """Raises ReplicaError where no place that comes free could hold it."""
+    """Raise ReplicaError if no machine is large enough, even when empty."""
     if "GPU" in resources:
         nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         most = int(max(node["Resources"].get("GPU", 0) for node in nodes if node["Alive"]))
@@ -90,21 +90,22 @@ def _new_group(name: str, num_ranks: int, resources: Mapping[str, float]) -> Pla
 
 
 def node_of(group: PlacementGroup) -> str | None:
-    """Where it has its room, which can go and be another's then; None: it has none."""
-    told: dict[str, Any] = ray.util.placement_group_table(group)
-    return str(told["bundles_to_node_id"][0]) if told["state"] == "CREATED" else None
+    """Ray's id of the node that holds the group now; None: no node does."""
+    status: dict[str, Any] = ray.util.placement_group_table(group)
+    return str(status["bundles_to_node_id"][0]) if status["state"] == "CREATED" else None
 
 
 def _wait_for_place(group: PlacementGroup, num_ranks: int, resources: Mapping[str, float]) -> None:
-    """Raises ReplicaError: soon when too little is free, late when Ray only is slow."""
+    """Wait until a machine holds the group. Raises ReplicaError: soon if too little is free, late
+    if Ray is only slow."""
     began_at = time.monotonic()
     while not group.wait(_ROOM_BACK_WITHIN_S):
         full = any(num_free(what) < num_ranks * amount for what, amount in resources.items())
         is_late = time.monotonic() - began_at > _MACHINE_FOUND_WITHIN_S
-        if (full or is_late) and not group.wait(0):  # it may just have taken what was free
+        if (full or is_late) and not group.wait(0):  # the group itself may hold what was free
             text = f"no machine has room for {num_ranks} ranks"
             if "GPU" in resources:
-                text += f" with a GPU each; free on all together: {num_free('GPU'):g}"
+                text += f" with a GPU each; free GPUs on all machines: {num_free('GPU'):g}"
             raise ReplicaError(text)
 
 
@@ -117,7 +118,33 @@ def find(name: str) -> PlacementGroup | None:
 
 
 def free(name: str) -> None:
-    with contextlib.suppress(RayError):  # it is there no more
+    with contextlib.suppress(RayError):  # already gone
         group = find(name)
         if group is not None:
             remove_placement_group(group)
+
+
+def check_room(pool: str, pools: Mapping[str, PoolSettings], replicas: Mapping[str, int]) -> None:
+    """Raise NoCapacityError if growing `pool` takes more GPUs than there are.
+
+    `replicas`: every pool's size afterwards. Cores never run out, because thread counts divide
+    them. On pods nothing is checked: pods may still be added.
+    """
+    if pools[pool].config.runs_on == "pods" or not pools[pool].gpus_per_replica:
+        return
+    wanted = num_gpus_wanted(pools, replicas)
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    found = int(resources.get("GPU", 0))
+    if wanted > found:
+        free = num_free("GPU")
+        raise NoCapacityError(
+            f"no room for {replicas[pool]} replicas of {pool}: all pools together would need "
+            f"{wanted} GPUs, one for each rank; there are {found}, {free:g} of them free",
+            field="replicas",
+        )
+
+
+def num_free(resource: str) -> float:
+    """Amount of a Ray resource ("GPU", "CPU") that nothing holds, on all machines together."""
+    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    return free.get(resource, 0)

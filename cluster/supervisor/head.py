@@ -1,15 +1,16 @@
-"""What runs beside `ray start --head`, in its container: sees to it that there is a supervisor.
+"""Ensures that a supervisor runs: the main process of the head container, beside `ray start
+--head`.
 
 `python -m cluster.supervisor.head --config cluster.yaml --run-dir /run/baton`:
 
-1. Waits for the Ray of this pod, and connects to it.
-2. Adopts the supervisor that runs there, as it is, or starts one.
-3. Stays until SIGTERM, and then ends nothing: supervisor and replicas are Ray's, and this process
-   may be replaced. Where Ray's head has ended it leaves with an error, so that its container, whose
-   main process it is, is started anew with both: Ray itself would notice after a minute.
+1. It waits for this pod's Ray and connects to it.
+2. It adopts the supervisor that runs there, or starts one.
+3. It stays until SIGTERM and then ends nothing: supervisor and replicas belong to Ray, and this
+   process may be replaced. If Ray's head has ended, it exits with an error, so that the container
+   restarts with both. Ray itself would notice only after a minute.
 
-`python -m cluster.supervisor.head --end` ends every replica, then the supervisor. What deletes the
-whole Ray cluster need not ask for that.
+`python -m cluster.supervisor.head --end` ends every replica, then the supervisor. This is not
+needed before the whole Ray cluster is deleted.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from pathlib import Path
 
 from baton.config.cluster import ClusterConfig, load_config
 from baton.errors import BatonError, ConfigError, UnavailableError
-from cluster.error_text import one_line
-from cluster.pools.auto_settings import AutoSettings
+from cluster.errors import one_line
+from cluster.pools.pool_settings import AutoSettings
 
 _CONFIG_STATUS = 2
 _UNAVAILABLE_STATUS = 3
 _CONNECT_S = 1.0
 _LOOK_S = 1.0
 _END_WITHIN_S = 120.0
-# Ray may be starting it again, on a machine that has never read its libraries. Whoever gives it up
-# here takes Ray's head along, and so the next one begins anew.
+# Ray may be restarting it on a machine whose disk cache is cold. Giving up ends this container and
+# with it Ray's head, so the next head starts from scratch.
 _RESTARTED_WITHIN_S = 120.0
 
 
@@ -59,13 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m cluster.supervisor.head")
     parser.add_argument("--config", type=Path, help="the cluster's YAML file")
-    parser.add_argument("--run-dir", type=Path, help="for what a restarted supervisor must know")
+    parser.add_argument("--run-dir", type=Path, help="folder of the supervisor's state")
     parser.add_argument("--end", action="store_true", help="end every replica and the supervisor")
     parser.add_argument(
         "--ray-address",
         default=os.environ.get("RAY_ADDRESS", "127.0.0.1:6379"),
         metavar="HOST:PORT",
-        help="of Ray's GCS (default: RAY_ADDRESS, or %(default)s)",
+        help="address of Ray's GCS (default: RAY_ADDRESS, or %(default)s)",
     )
     parser.add_argument(
         "--ray-within",
@@ -76,17 +77,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     if not options.end and (options.config is None or options.run_dir is None):
-        parser.error("--config and --run-dir are needed, or --end")
+        parser.error("give --config and --run-dir, or --end")
     return options
 
 
 def _read(path: Path) -> ClusterConfig:
-    """Raises ConfigError."""
+    """Read the cluster file. Raises ConfigError."""
     config = load_config(path)
     if config.runs_on != "pods":
         raise ConfigError(
-            f"{path}: runs_on: must be pods for a Ray that others started, not {config.runs_on}; "
-            "`baton up` starts one of its own",
+            f"{path}: runs_on: must be pods for an existing Ray, not {config.runs_on}; "
+            "`baton up` starts its own Ray",
             field="runs_on",
         )
     return config
@@ -97,7 +98,7 @@ def _read(path: Path) -> ClusterConfig:
 
 @contextlib.contextmanager
 def _connected(address: str, within_s: float) -> Iterator[None]:
-    """Raises UnavailableError, which says what to do."""
+    """Connect to Ray. Raises UnavailableError, which says what to do."""
     _wait_until_listens(address, within_s)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
@@ -114,9 +115,9 @@ def _connected(address: str, within_s: float) -> Iterator[None]:
         )
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise UnavailableError(
-            f"Ray at {address} does not take this process in: {one_line(error)}. It has to run in "
-            "the container of `ray start --head`, where it sees Ray's processes and /tmp/ray, and "
-            "with the same token (RAY_AUTH_TOKEN)"
+            f"Ray at {address} refuses this process: {one_line(error)}. Run it in the container of "
+            "`ray start --head`, where it sees Ray's processes and /tmp/ray, and with the same "
+            "token (RAY_AUTH_TOKEN)"
         ) from error
     try:
         yield
@@ -125,10 +126,10 @@ def _connected(address: str, within_s: float) -> Iterator[None]:
 
 
 def _wait_until_listens(address: str, within_s: float) -> None:
-    """Ray's own way of connecting ends the process where nobody listens."""
+    """Wait for the GCS. Ray's own client would end this process if nothing listens."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"--ray-address is HOST:PORT, like 127.0.0.1:6379, not {address!r}")
+        raise ConfigError(f"--ray-address must be HOST:PORT, like 127.0.0.1:6379, not {address!r}")
     give_up_at = time.monotonic() + within_s
     while True:
         try:
@@ -145,7 +146,7 @@ def _wait_until_listens(address: str, within_s: float) -> None:
 
 
 def _has_ended(address: str) -> bool:
-    """Whether nobody listens there any more; a GCS that is slow to answer does."""
+    """Whether nothing listens there any more. A slow GCS still listens."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
@@ -160,7 +161,7 @@ def _has_ended(address: str) -> bool:
 
 
 def _serve(config: ClusterConfig, options: argparse.Namespace) -> None:
-    """Raises BatonError when there is no supervisor, or no Ray any more."""
+    """Find or start the supervisor and stay. Raises BatonError if it or Ray has ended."""
     from cluster.supervisor.handle import SupervisorHandle
 
     leaving = threading.Event()
@@ -172,41 +173,41 @@ def _serve(config: ClusterConfig, options: argparse.Namespace) -> None:
         print(f"adopted the supervisor: control service at {address}", flush=True)
     else:
         options.run_dir.mkdir(parents=True, exist_ok=True)
-        supervisor = SupervisorHandle.start(_settled(config), options.run_dir.resolve())
+        supervisor = SupervisorHandle.start(_with_auto_settings(config), options.run_dir.resolve())
         try:
             address = supervisor.address()
         except UnavailableError:
-            supervisor.stop()  # or whoever comes next would adopt one that never served
+            supervisor.stop()  # else the next head would adopt one that never served
             raise
         print(f"started the supervisor: control service at {address}", flush=True)
     while not leaving.wait(_LOOK_S):
         if _has_ended(options.ray_address):
             raise UnavailableError(
                 f"Ray's head at {options.ray_address} has ended, and the supervisor with it: "
-                "whoever starts containers starts this one again"
+                "exiting, so that this container restarts"
             )
     print("leaving: supervisor and replicas stay", flush=True)
 
 
-def _settled(config: ClusterConfig) -> ClusterConfig:
-    """With what is decided once for all workers."""
+def _with_auto_settings(config: ClusterConfig) -> ClusterConfig:
+    """The cluster's settings with `auto` resolved."""
     with AutoSettings(config.with_absolute_folders(), {}) as auto:
-        settled, choices = auto.result()
+        chosen, choices = auto.result()
     for choice in choices:
         print(choice, flush=True)
-    return settled
+    return chosen
 
 
 def _end() -> None:
-    """Raises UnavailableError."""
+    """End every replica and the supervisor. Raises UnavailableError."""
     from cluster.supervisor.handle import SupervisorHandle
 
     supervisor = SupervisorHandle.find()
     if supervisor is None:
-        print("no supervisor is there, and so no replica that it keeps", flush=True)
+        print("no supervisor is running, so there are no replicas", flush=True)
     elif not supervisor.stop(_END_WITHIN_S):
         raise UnavailableError(
-            f"the supervisor has not ended every replica within {_END_WITHIN_S:g} s: delete the "
+            f"the supervisor did not end every replica within {_END_WITHIN_S:g} s: delete the "
             "Ray cluster's pods"
         )
 

@@ -1,8 +1,8 @@
-"""Replicas as Ray sees them: a placement group and one actor per rank, all detached and named.
+"""Replicas in Ray: a placement group and one actor per rank, all detached and named.
 
-Every method here blocks on Ray and belongs off the event loop. A name is
-`<pool>-<index>.g<generation>.r<rank>`: the generation makes a recreated replica's names new, as Ray
-frees an old name only some time after its actor died.
+Every method blocks on Ray, so it must not run on an event loop. An actor's name is
+`<pool>-<index>.g<generation>.r<rank>`. The generation makes a recreated replica's names new,
+because Ray frees an old name only some time after its actor died.
 """
 
 from __future__ import annotations
@@ -17,31 +17,29 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.error_text import one_line
-from cluster.errors import PodLostError, ReplicaError
-from cluster.supervisor import bundles as places
-from cluster.supervisor.bundles import Spot
-from cluster.supervisor.process_ends import end_processes
-from cluster.supervisor.process_table import Entry, ProcessBook
-from cluster.worker.config import RankPlace, WorkerConfig
-from cluster.worker.rank_actor import MAX_CALLS, RankActor, Standing
+from cluster.errors import PodLostError, ReplicaError, one_line
+from cluster.supervisor import bundles
+from cluster.supervisor.bundles import BundleNode
+from cluster.supervisor.process_table import ProcessTable, ReplicaProcesses, end_processes
+from cluster.worker.config import RankPosition, WorkerConfig
+from cluster.worker.rank_actor import MAX_CALLS, RankActor, RankExit, RankStatus
 from kv_transfer.process import ProcessIdentity, is_gone
 
 log = logging.getLogger(__name__)
 
 NAMESPACE = "baton"
 _CALL_TIMEOUT_S = 30.0
-_PROCESS_WITHIN_S = 120.0  # to read its libraries from a disk that has never been asked for them
+_PROCESS_WITHIN_S = 120.0  # a process may read its libraries from a cold disk
 _LOOK_S = 0.5
 _LEAVE_S = 2.0
-_KILLED_WITHIN_S = 1.0  # a process that listens
+_KILLED_WITHIN_S = 1.0  # for a process that responds
 _NAME = re.compile(r"(?P<pool>[A-Za-z0-9-]+)-(?P<index>\d+)\.g(?P<generation>\d+)")
 
 
@@ -70,54 +68,81 @@ class ReplicaName:
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica, or what is left of one: its actors by rank, and the processes they are."""
+    """A replica, or what is left of one: its actors by rank, and their processes."""
 
     name: ReplicaName
     actors: Mapping[int, Any]
     processes: tuple[ProcessIdentity, ...]
     serves: bool = False
-    """Found loaded and warmed up: it will register again soon, or never."""
+    """It was found loaded and warmed up, so it registers again soon or never."""
     node_id: str | None = None
-    """Ray's, of where it runs; None: not known."""
+    """Ray's id of its node; None: unknown."""
     pod_name: str | None = None
-    """Of one that was found: where it runs, if that is a pod of a known name."""
+    """The pod of a replica that was found, if known."""
 
 
-class Replicas:
-    """Starts, finds and ends replicas; knows their processes even after Ray has forgotten them."""
+class Replicas(Protocol):
+    """Starts, finds and ends replicas. Every method blocks."""
 
-    def __init__(self, run_dir: Path, answer_within_s: float = _CALL_TIMEOUT_S) -> None:
-        self._book = ProcessBook(run_dir / "processes")
-        self._answer_within_s = answer_within_s
-
-    def place(self, name: ReplicaName, config: WorkerConfig) -> Spot | None:
-        """Ask for room for all ranks together, and tell where it is. None: no pod has it; it is
-        asked for until `destroy`. Raises ReplicaError; nothing is left after an error."""
-        with self._nothing_left(_Begun(name)):
-            return places.ask(str(name), config)
+    def reserve(self, name: ReplicaName, config: WorkerConfig) -> BundleNode | None:
+        """Reserve room for all ranks together, and return its node. None: no pod has room; the
+        request stays open until `destroy`. Raises ReplicaError; an error leaves nothing behind."""
 
     def start(self, name: ReplicaName, config: WorkerConfig) -> Replica:
-        """Launch all ranks where they have room. Raises ReplicaError, and PodLostError where they
-        have it no more; nothing is left after an error."""
-        begun, resources = _Begun(name), places.rank_resources(config)
+        """Launch all ranks in the reserved room. Raises ReplicaError, and PodLostError if the room
+        is gone. An error leaves nothing behind."""
+
+    def set_num_threads(self, replica: Replica, num_threads: int) -> None:
+        """Send the number to every rank, without waiting: a stopped rank gets it when it
+        resumes."""
+
+    def find(self, tp_sizes: Mapping[str, int]) -> list[Replica]:
+        """Adopt the newest complete replica of each slot of these pools.
+
+        Everything else that is left of their replicas is ended. Other pools' replicas are not
+        touched. `tp_sizes`: pool -> ranks per replica."""
+
+    def clear(self) -> None:
+        """End everything that is left of any replica of any pool."""
+
+    def destroy(self, replica: Replica) -> bool:
+        """End every rank, wait until all are gone, and free their room. False: a process may be
+        left."""
+
+
+class RayReplicas:
+    """Replicas as Ray actors. Knows their processes even after Ray has forgotten them."""
+
+    def __init__(self, run_dir: Path, answer_within_s: float = _CALL_TIMEOUT_S) -> None:
+        self._processes = ProcessTable(run_dir / "processes")
+        self._answer_within_s = answer_within_s
+
+    def reserve(self, name: ReplicaName, config: WorkerConfig) -> BundleNode | None:
+        with self._nothing_left(_Begun(name)):
+            return bundles.ask(str(name), config)
+
+    def start(self, name: ReplicaName, config: WorkerConfig) -> Replica:
+        """Launch all ranks in the reserved room. Raises ReplicaError, and PodLostError if the room
+        is gone. An error leaves nothing behind."""
+        begun, resources = _Begun(name), bundles.rank_resources(config)
         with self._nothing_left(begun):
-            group = places.find(str(name))
-            node_id = None if group is None else places.node_of(group)
+            group = bundles.find(str(name))
+            node_id = None if group is None else bundles.node_of(group)
             if group is None or node_id is None:
-                raise PodLostError("its place is gone")
+                raise PodLostError("its node is gone")
             for rank in range(config.tp_size):
                 begun.actors[rank] = _new_actor(name, group, rank, resources)
             try:
                 self._launch(config, group, begun)
             except RayError as error:
-                if places.node_of(group) != node_id:
-                    raise PodLostError(f"its place is gone: {one_line(error)}") from error
+                if bundles.node_of(group) != node_id:
+                    raise PodLostError(f"its node is gone: {one_line(error)}") from error
                 raise
         return begun.replica()
 
     @contextlib.contextmanager
     def _nothing_left(self, begun: _Begun) -> Iterator[None]:
-        """After an error, which is a ReplicaError then where it was Ray's."""
+        """Destroy the begun replica after an error. Ray's errors become a ReplicaError."""
         try:
             yield
         except BaseException as error:
@@ -128,155 +153,162 @@ class Replicas:
 
     def _launch(self, config: WorkerConfig, group: PlacementGroup, begun: _Begun) -> None:
         actors = begun.actors.values()
-        begun.entry = _entry_of(_first_standings(begun.actors, group))
-        self._book.enter(str(begun.name), begun.entry)
+        begun.entry = _entry_of(_first_statuses(begun.actors, group))
+        self._processes.add(str(begun.name), begun.entry)
         meeting = ""
         if config.tp_size > 1:
             port = ray.get(begun.actors[0].listen.remote(config.host), timeout=_CALL_TIMEOUT_S)
             meeting = f"{config.host}:{port}"
-        places = [RankPlace(rank, config.tp_size, meeting) for rank in begun.actors]
-        launches = [actor.launch.remote(config, place) for actor, place in zip(actors, places)]
+        positions = [RankPosition(rank, config.tp_size, meeting) for rank in begun.actors]
+        launches = [
+            actor.launch.remote(config, position) for actor, position in zip(actors, positions)
+        ]
         ray.get(launches, timeout=_CALL_TIMEOUT_S)
 
     def set_num_threads(self, replica: Replica, num_threads: int) -> None:
-        """Tell every rank. Not waited for: one that is stopped hears it when it goes on."""
         for actor in replica.actors.values():
             actor.set_num_threads.remote(num_threads)
 
-    # --- what a former supervisor left ----------------------------------------------------------
+    # --- replicas of a previous supervisor ------------------------------------------------------
 
     def find(self, tp_sizes: Mapping[str, int]) -> list[Replica]:
-        """Adopt whole replicas, one of a place: the newest. All else that is left of replicas of
-        these pools, listed by Ray or not, is ended; other pools' may be adopted yet. `tp_sizes`:
-        ranks of one replica of each pool.
+        """Adopt the newest complete replica of each slot of these pools.
+
+        Everything else that is left of their replicas is ended, whether Ray lists it or not. Other
+        pools' replicas are not touched. `tp_sizes`: pool -> ranks per replica.
         """
         newest: dict[str, Replica] = {}
         remains: list[Replica] = []
         left = self._left(tp_sizes.keys())
         for replica in sorted(left, key=lambda replica: replica.name.generation):
             if len(replica.actors) != tp_sizes[replica.name.pool]:
-                log.warning("%s is not whole: clearing it away", replica.name)
+                log.warning("%s is incomplete: ending it", replica.name)
                 remains.append(replica)
                 continue
             older = newest.get(replica.name.worker_id)
             if older is not None:
-                log.warning("%s is not the newest of its place: ending it", older.name)
+                log.warning("%s is not the newest of its slot: ending it", older.name)
                 remains.append(older)
             newest[replica.name.worker_id] = replica
         self._end(remains)
         kept = {str(replica.name) for replica in newest.values()}
         for name in _names_of_groups() - kept:
             if _name_of(name).pool in tp_sizes:
-                places.free(name)
-        pods = places.pods_by_node()
+                bundles.free(name)
+        pods = bundles.pods_by_node()
         return [
             dataclasses.replace(replica, pod_name=pods.get(replica.node_id or ""))
             for replica in newest.values()
         ]
 
     def clear(self) -> None:
-        """End all that is left of any replica of any pool."""
-        names = {*_listed_actors(), *self._book.read()}
+        """End everything that is left of any replica of any pool."""
+        names = {*_listed_actors(), *self._processes.read()}
         self._end(self._left({_name_of(name).pool for name in names}))
         for name in _names_of_groups():
-            places.free(name)
+            bundles.free(name)
 
     def _end(self, remains: Sequence[Replica]) -> None:
         with ThreadPoolExecutor(MAX_CALLS) as threads:
             for replica, gone in zip(remains, threads.map(self.destroy, remains)):
                 if not gone:
-                    log.error("%s: not every process is known to be over", replica.name)
+                    log.error("%s: not every process has provably ended", replica.name)
 
     def _left(self, pools: Collection[str]) -> list[Replica]:
-        """Every replica of these pools of which anything is left, with the ranks that answer and
-        were launched."""
-        booked, listed = self._book.read(), _listed_actors()
-        names = {text for text in {*listed, *booked} if _name_of(text).pool in pools}
+        """Every replica of these pools with anything left: with the ranks that answer and were
+        launched."""
+        known, listed = self._processes.read(), _listed_actors()
+        names = {text for text in {*listed, *known} if _name_of(text).pool in pools}
         actors = {text: listed[text] for text in names}
         answers = self._answers(actors)
         left = []
         for text in names:
-            name, told = _name_of(text), answers[text]
-            entry = booked.get(text) or (_entry_of(list(told.values())) if told else None)
-            ranks = {r: a for r, a in actors[text].items() if r in told and told[r].launched}
+            name, statuses = _name_of(text), answers[text]
+            entry = known.get(text) or (_entry_of(list(statuses.values())) if statuses else None)
+            ranks = {
+                r: a for r, a in actors[text].items() if r in statuses and statuses[r].launched
+            }
             for rank in actors[text].keys() - ranks.keys():
                 _kill(actors[text][rank])
-            serves = 0 in ranks and told[0].serves
+            serves = 0 in ranks and statuses[0].serves
             left.append(_replica(name, ranks, entry, serves))
         return left
 
-    def _answers(self, actors: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[int, Standing]]:
-        """What the ranks say of themselves, all asked at once."""
+    def _answers(self, actors: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[int, RankStatus]]:
+        """The ranks' statuses, requested from all at once."""
         calls = {
-            actor.standing.remote(): (name, rank)
+            actor.status.remote(): (name, rank)
             for name, ranks in actors.items()
             for rank, actor in ranks.items()
         }
-        answers: dict[str, dict[int, Standing]] = defaultdict(dict)
+        answers: dict[str, dict[int, RankStatus]] = defaultdict(dict)
         if calls:
             ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=self._answer_within_s)
             for call in ready:
                 name, rank = calls[call]
-                with contextlib.suppress(RayError):  # it is over
+                with contextlib.suppress(RayError):  # it has ended
                     answers[name][rank] = ray.get(call)
         return answers
 
     # --- the end --------------------------------------------------------------------------------
 
     def destroy(self, replica: Replica) -> bool:
-        """End every rank by Ray and by pid, wait until all are gone, and free their place.
+        """End every rank by Ray and by pid, wait until all are gone, and free their room.
 
-        False when a process may be left: where Ray does not reach it, or one that even the kernel
-        cannot end.
+        False: a process may be left, because Ray does not reach it or the kernel cannot end it.
         """
         _let_leave(replica)
         for actor in replica.actors.values():
             _kill(actor)
-        # By Ray, or it would tell everybody of a worker that died.
+        # By Ray first, else Ray would report a crashed worker.
         _wait_until_gone(replica.processes, _KILLED_WITHIN_S)
         ended = end_processes(replica.processes, replica.node_id)
-        places.free(str(replica.name))
+        bundles.free(str(replica.name))
         if ended:
-            self._book.strike(str(replica.name))
+            self._processes.remove(str(replica.name))
         return ended
 
 
 @dataclass
 class _Begun:
-    """How far a start has come."""
+    """What a start has created so far."""
 
     name: ReplicaName
     actors: dict[int, Any] = field(default_factory=dict)
-    entry: Entry | None = None
+    entry: ReplicaProcesses | None = None
 
     def replica(self) -> Replica:
         return _replica(self.name, self.actors, self.entry)
 
 
 def _replica(
-    name: ReplicaName, actors: Mapping[int, Any], entry: Entry | None, serves: bool = False
+    name: ReplicaName,
+    actors: Mapping[int, Any],
+    entry: ReplicaProcesses | None,
+    serves: bool = False,
 ) -> Replica:
     if entry is None:
         return Replica(name, actors, (), serves)
     return Replica(name, actors, entry.processes, serves, entry.node_id)
 
 
-def _first_standings(actors: Mapping[int, Any], group: PlacementGroup) -> list[Standing]:
-    """Of processes that are only being started. Raises ReplicaError, PodLostError, RayError."""
-    calls = [actor.standing.remote() for actor in actors.values()]
+def _first_statuses(actors: Mapping[int, Any], group: PlacementGroup) -> list[RankStatus]:
+    """Statuses of ranks whose processes are starting. Raises ReplicaError, PodLostError,
+    RayError."""
+    calls = [actor.status.remote() for actor in actors.values()]
     give_up_at = time.monotonic() + _PROCESS_WITHIN_S
     while ray.wait(calls, num_returns=len(calls), timeout=_LOOK_S)[1]:
-        if places.node_of(group) is None:
-            raise PodLostError("its place is gone")
+        if bundles.node_of(group) is None:
+            raise PodLostError("its node is gone")
         if time.monotonic() > give_up_at:
-            raise ReplicaError(f"no process within {_PROCESS_WITHIN_S:g} s")
-    standings: list[Standing] = ray.get(calls)
-    return standings
+            raise ReplicaError(f"its processes did not start within {_PROCESS_WITHIN_S:g} s")
+    statuses: list[RankStatus] = ray.get(calls)
+    return statuses
 
 
-def _entry_of(standings: Sequence[Standing]) -> Entry:
-    """All ranks of a replica run in one place."""
-    return Entry(tuple(standing.process for standing in standings), standings[0].node_id)
+def _entry_of(statuses: Sequence[RankStatus]) -> ReplicaProcesses:
+    """The table's entry of a replica, whose ranks all run on one node."""
+    return ReplicaProcesses(tuple(status.process for status in statuses), statuses[0].node_id)
 
 
 def _new_actor(
@@ -302,29 +334,29 @@ def _new_actor(
 
 
 def _listed_actors() -> defaultdict[str, dict[int, Any]]:
-    """Ray's actors that are ranks, by the replica's name and rank."""
+    """Ray's rank actors: replica name -> rank -> actor."""
     actors: defaultdict[str, dict[int, Any]] = defaultdict(dict)
     for listed in ray.util.list_named_actors(all_namespaces=True):
         name, _, rank = listed["name"].rpartition(".r")
         if listed["namespace"] == NAMESPACE and rank.isdigit() and ReplicaName.parse(name):
-            with contextlib.suppress(ValueError):  # it died since it was listed
+            with contextlib.suppress(ValueError):  # it died after it was listed
                 actors[name][int(rank)] = ray.get_actor(listed["name"], namespace=NAMESPACE)
     return actors
 
 
 def _kill(actor: Any) -> None:
-    with contextlib.suppress(RayError):  # it is over already
+    with contextlib.suppress(RayError):  # it has already ended
         ray.kill(actor, no_restart=True)
 
 
 def _let_leave(replica: Replica) -> None:
-    """Give ranks that still listen a moment to give back what they hold."""
+    """Give ranks that still respond a moment to exit in order."""
     actors = replica.actors.values()
     if not actors:
         return
-    with contextlib.suppress(RayError):  # dead, or too busy to listen: it is killed then
+    with contextlib.suppress(RayError):  # dead or too busy: it is killed next
         ray.get([actor.leave.remote() for actor in actors], timeout=_LEAVE_S)
-        over = [actor.wait_until_over.remote(_LEAVE_S) for actor in actors]
+        over = [actor.wait_for_exit.remote(_LEAVE_S) for actor in actors]
         if not all(ray.get(over, timeout=_LEAVE_S)):
             return
         for actor in actors:
@@ -333,7 +365,7 @@ def _let_leave(replica: Replica) -> None:
 
 
 def _wait_until_gone(processes: Sequence[ProcessIdentity], within_s: float) -> None:
-    """Those that can be looked at from here, for this long at most."""
+    """Wait for the processes that can be checked from here."""
     give_up_at = time.monotonic() + within_s
     here = [process for process in processes if is_gone(process) is not None]
     while time.monotonic() < give_up_at and not all(map(is_gone, here)):
@@ -341,14 +373,84 @@ def _wait_until_gone(processes: Sequence[ProcessIdentity], within_s: float) -> N
 
 
 def _names_of_groups() -> set[str]:
-    """Of replicas: a start that was cut off may have left one without an actor in it."""
+    """Names of replicas' placement groups. An interrupted start may leave one without actors."""
     groups = ray.util.placement_group_table().values()
     names = {group["name"] for group in groups if group["state"] != "REMOVED"}
     return {name for name in names if ReplicaName.parse(name)}
 
 
 def _name_of(text: str) -> ReplicaName:
-    """Of a replica, as it was written."""
+    """Parse a replica's name."""
     name = ReplicaName.parse(text)
     assert name is not None, text
     return name
+
+
+_ASK_S = 1.0
+_UNAVAILABLE_S = 0.1
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """A rank has ended. `failure`: why; None: it left in order."""
+
+    replica: ReplicaName
+    rank: int
+    failure: str | None
+
+
+_RankKey = tuple[ReplicaName, int]
+
+
+class RankWatch:
+    """Asks every watched rank whether it has ended, one call after the other.
+
+    Each call waits at most `_ASK_S`. A call outlives its caller, so a longer wait would hold one of
+    the rank's few threads for every past supervisor.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[_RankKey, Any] = {}
+
+    def wait(self, replicas: Sequence[Replica], timeout_s: float) -> list[RankEnd]:
+        """Wait for the first rank of these replicas to end, and return all that have."""
+        give_up_at = time.monotonic() + timeout_s
+        actors = {(r.name, rank): actor for r in replicas for rank, actor in r.actors.items()}
+        self._calls = {key: call for key, call in self._calls.items() if key in actors}
+        while True:
+            for key, actor in actors.items():
+                if key not in self._calls:
+                    self._calls[key] = actor.wait_for_exit.remote(_ASK_S)
+            left_s = max(0.0, give_up_at - time.monotonic())
+            if not self._calls:
+                time.sleep(left_s)
+                return []
+            ends = self._look(left_s)
+            if ends or time.monotonic() >= give_up_at:
+                return ends
+
+    def _look(self, timeout_s: float) -> list[RankEnd]:
+        calls = list(self._calls.values())
+        ready, _ = ray.wait(calls, num_returns=1, timeout=timeout_s, fetch_local=False)
+        if ready:  # collect all that are ready
+            ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
+        keys = {call: key for key, call in self._calls.items()}
+        ends = []
+        for call in ready:
+            name, rank = keys[call]
+            del self._calls[name, rank]
+            over = _answer(call)
+            if over is not None:
+                ends.append(RankEnd(name, rank, over.failure))
+        return ends
+
+
+def _answer(call: Any) -> RankExit | None:
+    try:
+        over: RankExit | None = ray.get(call)  # it is there
+    except ActorUnavailableError:  # unreachable: whether it has ended is unknown
+        time.sleep(_UNAVAILABLE_S)
+        return None
+    except RayError as error:  # the process died without an error report
+        return RankExit(one_line(error))
+    return over

@@ -11,7 +11,7 @@ from typing import Any
 from baton.config.cluster import ClusterConfig, read_config
 from baton.errors import BatonError, ConfigError
 from cluster.pools.pool_settings import ModelSource, PoolSettings, common_dtype, own_settings
-from cluster.pools.pool_table import PoolBook
+from cluster.pools.pool_table import PoolTable
 from cluster.pools.role_plan import Role, RolePlan
 from cluster.registry.registry import Registry
 from cluster.registry.units import Unit, UnitList
@@ -40,7 +40,7 @@ class SupervisorState:
             "added_pools": {},
             "removed_pools": [],
             "dtype": None,
-            "away": sorted(role.value for role in PoolBook().away),
+            "away": sorted(role.value for role in PoolTable().away),
             "model_fingerprint": "",
             "units": [],
         }
@@ -66,7 +66,7 @@ class SupervisorState:
         own = Unit(self._cluster.unit, address)
         return UnitList(own, [Unit(**unit) for unit in self._kept["units"]])
 
-    def restore(self, book: PoolBook) -> None:
+    def restore(self, book: PoolTable) -> None:
         """Fill an empty book: the pools of the cluster's own file, and all changes since."""
         book.bind_model(ModelSource.of(self._cluster))
         added_pools = self._kept["added_pools"]
@@ -79,9 +79,9 @@ class SupervisorState:
             config = read_config(told["config"], source=f"pool {name}")
             digest = bytes.fromhex(told["digest"])
             self._restore_pool(book, PoolSettings(name, config, digest))
-        book.restore_away(self.away)
+        book.restore_away_roles(self.away)
 
-    def _restore_pool(self, book: PoolBook, settings: PoolSettings) -> None:
+    def _restore_pool(self, book: PoolTable, settings: PoolSettings) -> None:
         name, shape = settings.name, settings.shape
         if (dtype := self._kept["dtype"]) is not None:
             settings = settings.with_dtype(dtype)

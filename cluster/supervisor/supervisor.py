@@ -1,10 +1,10 @@
 """Keeps every pool at its desired size: one detached, named Ray actor that is also the registry.
 
-Each place of a pool has a `Keeper`. A keeper that fails is reported by name and set to work again:
-no replica's failure ends the supervisor. Scaling in gives up places that do not serve, then drains
-the highest. kill -9 of this process stops nothing: Ray starts it again, it listens on the same
-port, adopts, and the workers register anew; who leaves a pool is chosen once all of it have, or
-are taken for hung, for one of them may be leaving already.
+Each place of a pool has a `SlotSupervisor`. A keeper that fails is reported by name and set to work
+again: no replica's failure ends the supervisor. Scaling in gives up places that do not serve, then
+drains the highest. kill -9 of this process stops nothing: Ray starts it again, it listens on the
+same port, adopts, and the workers register anew; who leaves a pool is chosen once all of it have,
+or are taken for hung, for one of them may be leaving already.
 
 Each pool has settings of its own, from the cluster's file or from AddPool. The run directory holds
 what must survive a restart: port, added pools, sizes, role plans, roles that are away or on their
@@ -31,18 +31,15 @@ import uvloop
 
 from baton.config.cluster import ClusterConfig
 from baton.errors import ConfigError
-from cluster.loop_door import LoopDoor
-from cluster.pools.auto_settings import decided
-from cluster.pools.pool_settings import PoolSettings, common_dtype, num_ranks
+from cluster.pools.pool_settings import PoolSettings, choose_auto_settings, common_dtype, num_ranks
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
-from cluster.supervisor.rank_ends import EndWatch
-from cluster.supervisor.replica import Replica, ReplicaName, Replicas
-from cluster.supervisor.room import check_room
-from cluster.supervisor.slot_supervisor import LOOK_S, Ground, Keeper
+from cluster.supervisor.bundles import check_room
+from cluster.supervisor.replica import RankWatch, RayReplicas, Replica, ReplicaName, Replicas
+from cluster.supervisor.slot_supervisor import LOOK_S, SlotContext, SlotSupervisor
 from cluster.supervisor.state import SupervisorState, state_file
 from cluster.worker.config import WorkerConfig, num_threads_of, worker_config
-from cluster.worker.process import set_up_logging
+from cluster.worker.process import LoopDoor, set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +53,9 @@ _Key = tuple[str, int]
 class Supervision:
     """The supervisor's work, on an event loop of its own."""
 
-    def __init__(self, cluster: ClusterConfig, run_dir: Path) -> None:
+    def __init__(
+        self, cluster: ClusterConfig, run_dir: Path, replicas: Replicas | None = None
+    ) -> None:
         self._cluster = cluster
         self._run_dir = run_dir
         self._state = SupervisorState(run_dir, cluster)
@@ -70,7 +69,7 @@ class Supervision:
         )
         self._state.restore(self._registry.pools)
         self._changes = Changes()
-        self._keepers: dict[_Key, Keeper] = {}
+        self._keepers: dict[_Key, SlotSupervisor] = {}
         self._tasks: dict[_Key, asyncio.Task[None]] = {}
         self._num_threads: dict[ReplicaName, int] = {}  # what replicas were told to compute with
         self._adopted: dict[_Key, Replica] = {}
@@ -79,10 +78,10 @@ class Supervision:
         self._control = ""
         # Starts and ends take up the ground's threads for as long as they last.
         self._soon = ThreadPoolExecutor(4, thread_name_prefix="soon-ray-calls")
-        self._ground = Ground(
+        self._ground = SlotContext(
             self._registry,
             self._changes,
-            Replicas(run_dir),
+            replicas or RayReplicas(run_dir),
             ThreadPoolExecutor(16, thread_name_prefix="ray-calls"),
             self._worker_config,
         )
@@ -116,7 +115,7 @@ class Supervision:
         pools = self._registry.pools.all_settings() | {pool.name: pool}
         await self._ray_soon(partial(check_room, pool.name, pools, replicas))
 
-    async def settled(self, told: PoolSettings) -> PoolSettings:
+    async def complete(self, told: PoolSettings) -> PoolSettings:
         """Raises ConfigError, UnavailableError."""
         config, here = told.config, self._cluster.runs_on
         if config.runs_on != here:
@@ -126,22 +125,22 @@ class Supervision:
             )
         if dtype := common_dtype(self._registry.pools.all_settings().values()):
             config = told.with_dtype(dtype).config
-        config, choices = await asyncio.to_thread(decided, config)
+        config, choices = await asyncio.to_thread(choose_auto_settings, config)
         for choice in choices:
             log.info("%s: %s", told.name, choice)
         settings = dataclasses.replace(told, config=config)
         await self._adopt([settings])  # a supervisor that lost its state is told of pools that run
         return settings
 
-    def added(self, pool: str) -> None:
+    def pool_added(self, pool: str) -> None:
         """Unless something was left of it, nobody is to think that it had yet to register."""
         if all(name != pool for name, _ in self._adopted):
-            self._registry.pools.found(pool)
+            self._registry.pools.mark_found(pool)
 
-    async def places_known(self) -> None:
+    async def slots_known(self) -> None:
         await self._places_opened.wait()
 
-    def booked(self) -> None:
+    def save(self) -> None:
         self._keep_state(self._state.listen)
 
     def _keep_state(self, listen: str) -> None:
@@ -195,14 +194,14 @@ class Supervision:
                 if key[0] in known:
                     self._keep(key)
             for pool in known:
-                self._registry.pools.found(pool)
+                self._registry.pools.mark_found(pool)
             wanted = self._wanted()
             for key in wanted - set(self._keepers):
                 self._keep(key)
             self._places_opened.set()
             for key in sorted(set(self._keepers) - wanted):
                 if not self._registry.awaits_adopted(key[0]):
-                    self._keepers[key].let_go()
+                    self._keepers[key].drain()
             for key in [key for key, task in self._tasks.items() if task.done()]:
                 self._keeper_ended(key)
             self._keep_news()
@@ -216,7 +215,7 @@ class Supervision:
         news = registry.pools.away, registry.model_fingerprint
         if news != (state.away, state.model_fingerprint):
             try:
-                self.booked()
+                self.save()
             except OSError as error:
                 problem = str(error)
         if problem and problem != self._not_kept:
@@ -236,11 +235,11 @@ class Supervision:
     def _keep(self, key: _Key) -> None:
         """Open a place and have it filled."""
         adopted = self._adopted.pop(key, None)
-        keeper = Keeper(*key, self._ground, adopted)
+        keeper = SlotSupervisor(*key, self._ground, adopted)
         if adopted is None:
-            self._registry.pools.open_place(keeper.pool, keeper.worker_id)
+            self._registry.pools.open_slot(keeper.pool, keeper.worker_id)
         else:
-            self._registry.pools.open_place(
+            self._registry.pools.open_slot(
                 keeper.pool, keeper.worker_id, adopted.pod_name, adopted.serves
             )
         self._keepers[key] = keeper
@@ -251,7 +250,7 @@ class Supervision:
         keeper, error = self._keepers[key], self._tasks.pop(key).exception()
         if error is None:
             del self._keepers[key]
-            self._registry.pools.close_place(keeper.worker_id)
+            self._registry.pools.close_slot(keeper.worker_id)
             return
         log.error("the keeper of %s failed", keeper.worker_id, exc_info=error)
         keeper.report(f"its keeper failed: {error!r}")
@@ -264,12 +263,12 @@ class Supervision:
 
     async def _watch_ends(self) -> None:
         """Hear of ranks that end, by Ray."""
-        watch = EndWatch()
+        watch = RankWatch()
         while True:
             watched = [k.watched for k in self._keepers.values() if k.watched is not None]
             for end in await self._ray_soon(partial(watch.wait, watched, LOOK_S)):
                 for keeper in self._keepers.values():
-                    keeper.ended(end)
+                    keeper.rank_ended(end)
 
     async def _leave(self) -> None:
         """The cluster is being shut down: end every replica at once."""

@@ -1,4 +1,8 @@
-"""What one worker process is told: picklable, so that it can travel to a Ray actor."""
+"""A worker process's configuration: picklable, so that it can be sent to a Ray actor.
+
+Each rank has its own GPU, the only one that it sees. Under Ray the rank's bundle holds a GPU and
+Ray sets CUDA_VISIBLE_DEVICES. Without Ray rank 0 sets it for all ranks, from its own.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +20,45 @@ from cluster.node.pod import Pod
 from cluster.pools.role_plan import Role
 from engine import compute_threads
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def needs_gpu(engine: EngineConfig) -> bool:
+    return engine.device == "cuda" and engine.backend != "fake"
+
+
+def rank_environments(
+    engine: EngineConfig, num_ranks: int, visible: str | None
+) -> list[dict[str, str]]:
+    """Each rank's own environment variables, for ranks without Ray.
+
+    `visible`: this process's CUDA_VISIBLE_DEVICES. Raises ConfigError if it names too few GPUs. A
+    single rank takes the first one, as torch does.
+    """
+    if num_ranks == 1 or not needs_gpu(engine):
+        return [{} for _ in range(num_ranks)]
+    if visible is None:
+        return [{VISIBLE: str(rank)} for rank in range(num_ranks)]
+    gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+    if len(gpus) < num_ranks:
+        raise ConfigError(f"{num_ranks} ranks need a GPU each; {VISIBLE} is {visible!r}")
+    return [{VISIBLE: gpu} for gpu in gpus[:num_ranks]]
+
 
 @dataclass(frozen=True)
-class RankPlace:
-    """A process's place in its replica; `meeting` is host:port where rank 0 listens."""
+class RankPosition:
+    """A process's rank in its replica. `meeting`: the host:port where rank 0 listens."""
 
     rank: int = 0
     size: int = 1
     meeting: str = ""
     listen_fd: int | None = None
-    """In rank 0's own process, where there are others: the socket that listens there."""
+    """In rank 0 of several ranks: the listening socket."""
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """One replica of one pool, the same for all of its ranks."""
+    """The configuration of one replica, the same for all its ranks."""
 
     worker_id: str
     pool: str
@@ -45,15 +73,15 @@ class WorkerConfig:
     control_address: str
     host: str = "127.0.0.1"
     in_pod: bool = False
-    """Whether it has a pod to itself: `settled` says then where it listens."""
+    """Whether it has its own pod; then `with_node_settings` sets where it listens."""
     pod: Pod | None = None
     settings: WorkerSettings = field(default_factory=WorkerSettings)
     log_level: str = "info"
     log_dir: str = ""
-    """Each rank logs to a file here; empty: to standard error."""
+    """Folder of the ranks' log files; empty: standard error."""
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
-    """The registry's: a worker judges its own step as it is judged."""
+    """The registry's settings: a worker judges its own steps by the same limits."""
 
     def log_file(self, rank: int) -> Path | None:
         name = self.worker_id if rank == 0 else f"{self.worker_id}.r{rank}"
@@ -91,9 +119,9 @@ def worker_config(
     )
 
 
-def settled(config: WorkerConfig, pod: Pod | None, node_address: str) -> WorkerConfig:
-    """With what is known only where the worker runs, of one that has a pod to itself. Without
-    POD_IP it listens at `node_address`, an IP."""
+def with_node_settings(config: WorkerConfig, pod: Pod | None, node_address: str) -> WorkerConfig:
+    """Add what is known only on the worker's node, for a worker with its own pod. Without POD_IP it
+    listens at `node_address`, an IP address."""
     if not config.in_pod:
         return config
     address = node_address if pod is None or pod.ip is None else pod.ip
@@ -111,7 +139,7 @@ def _settings_of(cluster: ClusterConfig, pool: PoolConfig) -> WorkerSettings:
 
 
 def num_threads_of(engine: EngineConfig, num_ranks: int) -> int:
-    """Compute threads of one rank: what its engine settings say, or else the machine's cores
-    divided among all ranks that run there; oversubscribed, torch slows down 10-100x.
+    """Compute threads of one rank: its engine setting, or else the machine's cores divided among
+    all its ranks. Oversubscribed cores slow torch down 10-100x.
     """
     return engine.num_threads or compute_threads.share(max(1, num_ranks))

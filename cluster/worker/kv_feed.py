@@ -1,8 +1,8 @@
-"""Which blocks a worker's prefix cache holds, for whoever follows it: a snapshot, then changes.
+"""The blocks in a worker's prefix cache, sent to its followers: a snapshot, then changes.
 
-A snapshot is taken on the engine's thread between two steps and handed over by the same door as
-the steps' events, so that nothing falls between it and the first change. A change that the
-snapshot shows already may be told once more; taking it in twice changes nothing.
+The engine's thread takes the snapshot between two steps and passes it on like the steps' events. So
+no change is lost between the snapshot and the first change. A change that the snapshot contains may
+be sent again; applying it twice changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Chain = tuple[BlockHash | None, tuple[BlockHash, ...]]
 
 @dataclass
 class KvChange:
-    """One message: first everything `removed` goes, then everything `stored` comes."""
+    """One message. `removed` applies first, then `stored`."""
 
     snapshot: bool = False
     removed: list[BlockHash] = field(default_factory=list)
@@ -30,7 +30,7 @@ class KvChange:
 
 
 class Subscription:
-    """One follower's changes; ends when it falls `max_pending` messages behind."""
+    """One follower's changes. Ends when the follower is `max_pending` messages behind."""
 
     def __init__(self, max_pending: int) -> None:
         self._max_pending = max_pending
@@ -49,7 +49,7 @@ class Subscription:
         self._wake.set()
 
     async def changes(self) -> AsyncIterator[KvChange]:
-        """The snapshot, then every change; ends on overflow: subscribe again."""
+        """Yield the snapshot, then every change. Ends on overflow; then subscribe again."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -60,7 +60,7 @@ class Subscription:
 
 
 class KvFeed:
-    """Own the subscriptions. Lives on the event loop."""
+    """Own the subscriptions. Runs on the event loop."""
 
     def __init__(
         self, engine: EngineThread, loop: asyncio.AbstractEventLoop, max_pending: int = 1024
@@ -85,12 +85,12 @@ class KvFeed:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        # Overflowed, it stays silent even when its snapshot is still on the way.
+        # As if overflowed: it must stay silent even if its snapshot comes later.
         subscription.overflowed = True
         self._subscriptions.discard(subscription)
 
     def on_events(self, events: Iterable[EngineEvent]) -> None:
-        """Pass one step's changes on, in as few messages as their order allows."""
+        """Pass on one step's changes in as few messages as their order allows."""
         if not self._subscriptions:
             return
         for change in changes_of(events):
@@ -101,7 +101,7 @@ class KvFeed:
 
 
 def changes_of(events: Iterable[EngineEvent]) -> list[KvChange]:
-    """A step's block events as messages: a removal after a store begins a new one."""
+    """A step's block events as messages. A removal after a store begins a new message."""
     changes: list[KvChange] = []
     for event in events:
         if isinstance(event, BlocksRemovedEvent):

@@ -1,8 +1,8 @@
-"""One worker process, with Ray around it or without.
+"""One worker process, with or without Ray.
 
-`python -m cluster.worker.process --config cluster.yaml --pool decode --control 127.0.0.1:7101`
-runs one replica: this process is its rank 0 and starts the others. SIGTERM drains it, SIGINT ends
-it at once. Under Ray, `WorkerThread` runs the same in an actor's process.
+`python -m cluster.worker.process --config cluster.yaml --pool decode --control 127.0.0.1:7101` runs
+one replica: this process is rank 0 and starts the others. SIGTERM drains it, SIGINT ends it at
+once. Under Ray, `WorkerThread` runs the same in an actor's process.
 """
 
 from __future__ import annotations
@@ -29,46 +29,81 @@ import uvloop
 
 from baton.config.cluster import load_config
 from baton.errors import ConfigError
-from cluster.error_text import one_line
-from cluster.loop_door import LoopDoor
+from cluster.errors import one_line
 from cluster.node.pod import Pod
-from cluster.worker.config import RankPlace, WorkerConfig, settled, worker_config
+from cluster.worker.config import (
+    VISIBLE,
+    RankPosition,
+    WorkerConfig,
+    rank_environments,
+    with_node_settings,
+    worker_config,
+)
 from cluster.worker.rank import OnFatal, build_rank, follow_rank0, listen
-from cluster.worker.rank_gpus import VISIBLE, rank_environments
 from cluster.worker.worker import EngineStuckError, Worker
 
 log = logging.getLogger(__name__)
 
+
+class LoopDoor:
+    """Passes other threads' calls to an event loop while it is inside `open`; drops the rest."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Enter on the loop, which then cannot close. After leaving, calls are dropped."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            self._loop = loop
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loop = None
+
+    def call(self, function: Callable[[], object]) -> bool:
+        """From any thread: run `function` on the loop. False: the loop is not open."""
+        with self._lock:
+            if self._loop is None:
+                return False
+            self._loop.call_soon_threadsafe(function)
+            return True
+
+
 _OURS = frozenset({"cluster", "prefill_worker", "decode_worker", "kv_transfer", "engine"})
-_TELL_WHY_S = 2.0
+_REPORT_S = 2.0
 _CONFIG_STATUS = 2
 _LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
 
 def set_up_logging(level: str, file: Path | None = None) -> None:
-    """To standard error, or to a file where its folder exists (on another machine it may not)."""
+    """Log to a file, or to standard error if its folder does not exist on this machine."""
     if file is not None and not file.parent.is_dir():
         file = None
     logging.basicConfig(level=level.upper(), format=_LOG_FORMAT, force=True, filename=file)
 
 
-# The engine's thread, the event loop and gRPC's threads share the GIL; a token crosses all three,
-# and each crossing may cost one interval. The default of 5 ms would be several decode steps.
+# The engine's thread, the event loop and gRPC's threads share the GIL. A token passes all three,
+# and each pass may cost one interval. The default of 5 ms would be several decode steps.
 _SWITCH_INTERVAL_S = 0.0002
 
 
 async def serve_worker(
     config: WorkerConfig,
-    place: RankPlace,
+    position: RankPosition,
     on_ready: Callable[[Worker], None],
     on_fatal: OnFatal,
 ) -> None:
-    """Rank 0: load, serve until drained or stopped. Raises what `build_rank` and `serve` raise.
+    """Rank 0: load, then serve until drained or stopped. Raises what `build_rank` and `serve`
+    raise.
 
-    The event loop is the worker's own: an error in a callback of Baton's code fails the worker.
+    The worker owns the event loop: an error in a callback of Baton's code fails the worker.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    rank = await asyncio.to_thread(build_rank, config, place, on_fatal)
+    rank = await asyncio.to_thread(build_rank, config, position, on_fatal)
     try:
         worker = Worker(config, rank)
         asyncio.get_running_loop().set_exception_handler(partial(_callback_failed, worker))
@@ -83,9 +118,9 @@ async def serve_worker(
 def _callback_failed(
     worker: Worker, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
 ) -> None:
-    """Steps' events, transfer mail and timers come in as callbacks, which nobody awaits.
+    """Fail the worker on an error in a callback: a step's events, transfer mail or a timer.
 
-    What gRPC stumbles over in callbacks of its own is only logged, and so is a request's task.
+    Errors in gRPC's own callbacks and in a request's task are only logged.
     """
     error = context.get("exception")
     if error is not None and "handle" in context and _is_ours(error):
@@ -95,22 +130,22 @@ def _callback_failed(
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether Baton's code was at work when it was raised."""
+    """Whether Baton's code is in the traceback."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(f.f_globals.get("__name__", "").partition(".")[0] in _OURS for f, _ in frames)
 
 
 class WorkerThread:
-    """A rank with an event loop of its own, inside a process that has other things to do.
+    """A rank with its own event loop, inside a process that also answers calls.
 
-    The process ends soon after the rank, whatever becomes of who started it: one that cannot serve
-    must not look alive, and a pod that drains waits for it. In between, whoever waits is told why.
+    The process ends soon after the rank, even if its starter has gone. A process that cannot serve
+    must not look alive, and a draining pod waits for it. In between, `wait` returns the failure.
     """
 
-    def __init__(self, config: WorkerConfig, place: RankPlace) -> None:
+    def __init__(self, config: WorkerConfig, position: RankPosition) -> None:
         self._config = config
-        self._place = place
-        self._name = f"{config.worker_id} rank {place.rank}"
+        self._position = position
+        self._name = f"{config.worker_id} rank {position.rank}"
         self._worker: Worker | None = None
         self._door = LoopDoor()
         self._lock = threading.Lock()
@@ -122,42 +157,42 @@ class WorkerThread:
 
     @property
     def serves(self) -> bool:
-        """Whether it has loaded and warmed up; of rank 0 only."""
+        """Whether rank 0 has loaded and warmed up; False for other ranks."""
         return self._worker is not None and self._worker.ready.is_set()
 
     def wait(self, timeout_s: float) -> str | None:
-        """Until the rank is over: why it failed, or None when it has left in good order.
+        """Wait for the rank's end. Returns its failure, or None if it left in order.
 
         Raises TimeoutError.
         """
         return self._ended.result(timeout_s)
 
     def stop(self) -> None:
-        """Have rank 0 leave now; the others follow it. One that still loads is not disturbed, one
-        that has left is not called back."""
+        """Make rank 0 leave now; the others follow. Does nothing while it loads or after it
+        left."""
         if self._worker is not None:
             self._door.call(self._worker.stop)
 
     def fail(self, error: BaseException) -> None:
-        """The rank cannot go on: tell why, then end the process. Does not return."""
+        """Report a fatal error, then end the process. Does not return."""
         log.critical("%s ends: %s", self._name, one_line(error))
         self._end(one_line(error))
 
     def _end(self, failure: str | None) -> None:
-        """The first end counts. Does not return."""
+        """End the process; the first failure counts. Does not return."""
         with self._lock:
             if not self._ended.done():
                 self._ended.set_result(failure)
         logging.shutdown()
-        time.sleep(_TELL_WHY_S)  # whoever has heard ends this process earlier
+        time.sleep(_REPORT_S)  # the supervisor ends this process as soon as it has the failure
         os._exit(0 if failure is None else 1)
 
     def _run(self) -> None:
         try:
-            if self._place.rank == 0:
+            if self._position.rank == 0:
                 uvloop.run(self._serve())
             else:
-                follow_rank0(self._config, self._place, self.fail)
+                follow_rank0(self._config, self._position, self.fail)
         except Exception as error:
             log.exception("%s failed", self._name)
             self.fail(error)
@@ -166,7 +201,7 @@ class WorkerThread:
 
     async def _serve(self) -> None:
         with self._door.open():
-            await serve_worker(self._config, self._place, self._ready, self.fail)
+            await serve_worker(self._config, self._position, self._ready, self.fail)
 
     def _ready(self, worker: Worker) -> None:
         self._worker = worker
@@ -181,26 +216,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         cluster = load_config(options.config)
         config = worker_config(cluster, options.pool, worker_id, options.control)
-        config = settled(config, Pod.of(os.environ), config.host)
+        config = with_node_settings(config, Pod.of(os.environ), config.host)
     except ConfigError as error:
         print(f"worker: {error.message}", file=sys.stderr)
         return _CONFIG_STATUS
     set_up_logging(config.log_level)
-    place = RankPlace(options.rank, config.tp_size, options.meet)
-    if place.size > 1 and place.rank == 0:
+    position = RankPosition(options.rank, config.tp_size, options.meet)
+    if position.size > 1 and position.rank == 0:
         listening = listen(config.host)
         meeting = f"{config.host}:{listening.getsockname()[1]}"
-        place = dataclasses.replace(place, meeting=meeting, listen_fd=listening.detach())
+        position = dataclasses.replace(position, meeting=meeting, listen_fd=listening.detach())
     try:
-        if place.rank > 0:
-            follow_rank0(config, place, _end_process)
+        if position.rank > 0:
+            follow_rank0(config, position, _end_process)
         else:
-            own, *others = rank_environments(config.engine, place.size, os.environ.get(VISIBLE))
-            os.environ.update(own)  # before anything here has looked for GPUs
-            with _other_ranks(place, options, others):
-                uvloop.run(_serve_until_signalled(config, place))
+            own, *others = rank_environments(config.engine, position.size, os.environ.get(VISIBLE))
+            os.environ.update(own)  # before any code looks for GPUs
+            with _other_ranks(position, options, others):
+                uvloop.run(_serve_until_signalled(config, position))
     except Exception:
-        log.exception("%s rank %d ends", worker_id, place.rank)
+        log.exception("%s rank %d ends", worker_id, position.rank)
         return 1
     return 0
 
@@ -216,30 +251,30 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-async def _serve_until_signalled(config: WorkerConfig, place: RankPlace) -> None:
+async def _serve_until_signalled(config: WorkerConfig, position: RankPosition) -> None:
     loop = asyncio.get_running_loop()
 
     def ready(worker: Worker) -> None:
         loop.add_signal_handler(signal.SIGTERM, worker.drain)
         loop.add_signal_handler(signal.SIGINT, worker.stop)
 
-    await serve_worker(config, place, ready, _end_process)
+    await serve_worker(config, position, ready, _end_process)
 
 
 def _end_process(error: BaseException) -> None:
-    log.critical("this rank cannot go on", exc_info=error)
+    log.critical("this rank failed", exc_info=error)
     logging.shutdown()
     os._exit(1)
 
 
 @contextlib.contextmanager
 def _other_ranks(
-    place: RankPlace, options: argparse.Namespace, environments: Sequence[dict[str, str]]
+    position: RankPosition, options: argparse.Namespace, environments: Sequence[dict[str, str]]
 ) -> Iterator[None]:
-    """Ranks > 0 as child processes; one that ends early takes this process down."""
+    """Run ranks > 0 as child processes. If one ends early, this process ends too."""
     command = [sys.executable, "-m", "cluster.worker.process"]
     command += ["--config", options.config, "--pool", options.pool, "--control", options.control]
-    command += ["--worker-id", options.worker_id or "", "--meet", place.meeting]
+    command += ["--worker-id", options.worker_id or "", "--meet", position.meeting]
     children = [
         subprocess.Popen([*command, "--rank", str(rank)], env=os.environ | environment)
         for rank, environment in enumerate(environments, start=1)

@@ -1,18 +1,26 @@
-"""One rank of a replica put together: model, memory, transfer, runner. Blocks; no event loop."""
+"""Builds one rank of a replica: model, memory, transfer, runner. Blocks; uses no event loop.
+
+With `engine.dtype: auto` on pods only the workers' own pods have the model's folder, so nobody can
+choose a dtype before they start. Each worker asks the registry before it loads the model, and
+proposes the dtype that it would choose. The first proposal decides for all pools with `dtype:
+auto`: workers on different devices could choose different dtypes and would never pair.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from baton.config.engine import EngineConfig
-from cluster.worker.agreed_dtype import with_agreed_dtype
-from cluster.worker.config import RankPlace, WorkerConfig
+from baton.config.engine import AUTO, Dtype, EngineConfig
+from baton.control_client import ControlClient
+from baton.errors import NotFoundError, UnavailableError
+from cluster.worker.config import RankPosition, WorkerConfig
 from engine.api import ModelSpec, Runner
 from engine.build import (
     build_runner,
@@ -28,10 +36,10 @@ from kv_transfer.rank import TransferRank
 from kv_transfer.transport import TransferMemory, Transport
 from kv_transfer.transports import make_transport
 
+log = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from engine.tp import TpGroup
-
-log = logging.getLogger(__name__)
 
 OnFatal = Callable[[BaseException], None]
 
@@ -41,7 +49,7 @@ _INCARNATION_RANDOM_BITS = 20
 
 @dataclass(frozen=True)
 class Rank:
-    """What every rank has; rank 0 puts an engine and services on top, the others follow."""
+    """What every rank has. Rank 0 adds an engine and services; the other ranks follow it."""
 
     model_folder: str
     model: ModelSpec
@@ -51,20 +59,20 @@ class Rank:
     runner: Runner
 
     def close(self) -> None:
-        """After the engine's thread has ended."""
+        """Free everything, after the engine's thread has ended."""
         self.runner.close()
         self.transport.close()
 
 
 def new_incarnation() -> int:
-    """Milliseconds since 1970 and random bits: no two are equal, and later starts are larger
-    unless the clock was set back in between."""
+    """Milliseconds since 1970 plus random bits: unique, and larger for later starts unless the
+    clock was set back."""
     milliseconds = time.time_ns() // 1_000_000
     return milliseconds << _INCARNATION_RANDOM_BITS | secrets.randbits(_INCARNATION_RANDOM_BITS)
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
@@ -72,49 +80,50 @@ def free_port(host: str) -> int:
 
 
 def listen(host: str) -> socket.socket:
-    """Any free port of this host, held: the ranks of a replica meet there."""
+    """Listen on any free port of this host, where the ranks of a replica meet."""
     return socket.create_server((host, 0))
 
 
-def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None = None) -> Rank:
+def build_rank(
+    config: WorkerConfig, position: RankPosition, on_fatal: OnFatal | None = None
+) -> Rank:
     """Load this rank's part of the model and join the other ranks.
 
-    `on_fatal` is told, on a thread of the transport's, when the rank can transfer no more. Raises
-    ModelError, TransportError, TpPeerError, ValueError, and UnavailableError where the registry
-    says nothing of a dtype that is left open.
+    `on_fatal` is called on the transport's thread when it fails. Raises ModelError, TransportError,
+    TpPeerError, ValueError, and UnavailableError if no dtype was agreed on.
     """
     started_at = time.monotonic()
-    group = _join_group(config, place)
+    group = _join_group(config, position)
     model = find_model(config.model_path, config.model_revision, config.engine)
     config = with_agreed_dtype(config, model)
     spec = load_model_spec(model, config.engine, group)
-    decoder = load_decoder(model, config.engine, spec, group)  # first: the rest is for KV
+    decoder = load_decoder(model, config.engine, spec, group)  # first: KV gets the memory left
     engine = with_kv_memory(config.engine, spec, decoder, group)
-    layout = region_layout(spec, engine, place.rank, place.size)
+    layout = region_layout(spec, engine, position.rank, position.size)
     transport = make_transport(config.transfer)
     if on_fatal is not None:
         transport.on_fatal = on_fatal
     memory = _pool(engine, transport, layout)
     if group is not None:
-        group.wait_all()  # a rank's pool may take it longer than a collective may
-    identity = _meet(config.worker_id, place, TransferRank.address_of(transport, place.rank))
+        group.wait_all()  # allocating a pool may take longer than a collective's timeout
+    identity = _meet(config.worker_id, position, TransferRank.address_of(transport, position.rank))
     transfer = TransferRank(
         transport,
         memory,
         layout,
         identity,
-        place.rank,
-        None if place.rank == 0 else identity.rank0_address,
+        position.rank,
+        None if position.rank == 0 else identity.rank0_address,
         config.transfer,
     )
     runner = build_runner(decoder, engine, spec, memory, transfer, group)
-    if place.rank == 0 and not transfer.wait_ready(_MEETING_TIMEOUT_S):
-        raise TimeoutError("not every rank has told which memory it offers")
+    if position.rank == 0 and not transfer.wait_ready(_MEETING_TIMEOUT_S):
+        raise TimeoutError("not every rank has reported its memory")
     log.info(
         "%s rank %d of %d ready after %.1f s: %s, %d blocks of %d tokens",
         config.worker_id,
-        place.rank,
-        place.size,
+        position.rank,
+        position.size,
         time.monotonic() - started_at,
         config.model_name,
         runner.num_blocks,
@@ -123,9 +132,9 @@ def build_rank(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal | None 
     return Rank(model, spec, identity, transport, transfer, runner)
 
 
-def _join_group(config: WorkerConfig, place: RankPlace) -> TpGroup | None:
-    """None: this rank is the whole replica."""
-    if place.size == 1:
+def _join_group(config: WorkerConfig, position: RankPosition) -> TpGroup | None:
+    """Join the replica's tensor-parallel group; None: it has one rank."""
+    if position.size == 1:
         return None
     if config.engine.backend == "fake":
         raise ValueError("the fake engine has one rank: set tensor_parallel to 1")
@@ -133,17 +142,18 @@ def _join_group(config: WorkerConfig, place: RankPlace) -> TpGroup | None:
     from engine.tp import TpGroup
 
     return TpGroup.join(
-        place.rank,
-        place.size,
-        place.meeting,
-        place.listen_fd,
+        position.rank,
+        position.size,
+        position.meeting,
+        position.listen_fd,
         device_of(config.engine).type,
         _MEETING_TIMEOUT_S,
     )
 
 
 def _pool(engine: EngineConfig, transport: Transport, layout: RegionLayout) -> TransferMemory:
-    """On a GPU torch allocates it and the transport registers it; else the transport allocates."""
+    """The KV pool. On a GPU torch allocates and the transport registers it; else the transport
+    allocates it."""
     if engine.backend != "fake":
         from engine.device import device_of
         from engine.local_memory import LocalDeviceMemory
@@ -154,26 +164,64 @@ def _pool(engine: EngineConfig, transport: Transport, layout: RegionLayout) -> T
     return transport.allocate(engine.num_regions, layout.num_bytes(), layout.num_blocks)
 
 
-def follow_rank0(config: WorkerConfig, place: RankPlace, on_fatal: OnFatal) -> None:
-    """The life of a rank > 0: run rank 0's plans until it stops. Raises TpPeerError."""
+def follow_rank0(config: WorkerConfig, position: RankPosition, on_fatal: OnFatal) -> None:
+    """Run a rank > 0: execute rank 0's plans until it stops. Raises TpPeerError."""
     from engine.tp import follow
 
-    rank = build_rank(config, place, on_fatal)
+    rank = build_rank(config, position, on_fatal)
     try:
         follow(rank.runner)  # type: ignore[arg-type]  # runners of a group are followers
     finally:
         rank.transport.close()
 
 
-def _meet(worker_id: str, place: RankPlace, mine: RankAddress) -> WorkerIdentity:
-    """Exchange addresses; rank 0's incarnation is the replica's."""
+def _meet(worker_id: str, position: RankPosition, mine: RankAddress) -> WorkerIdentity:
+    """Exchange addresses with the other ranks. Rank 0's incarnation is the replica's."""
     incarnation = new_incarnation()
-    if place.size == 1:
+    if position.size == 1:
         return WorkerIdentity(worker_id, incarnation, (mine,))
     import torch.distributed as dist
 
-    told: list[tuple[int, RankAddress] | None] = [None] * place.size
-    dist.all_gather_object(told, (incarnation, mine))
-    everyone = [entry for entry in told if entry is not None]
-    assert len(everyone) == place.size, told
+    gathered: list[tuple[int, RankAddress] | None] = [None] * position.size
+    dist.all_gather_object(gathered, (incarnation, mine))
+    everyone = [entry for entry in gathered if entry is not None]
+    assert len(everyone) == position.size, gathered
     return WorkerIdentity(worker_id, everyone[0][0], tuple(address for _, address in everyone))
+
+
+_AGREE_WITHIN_S = 60.0  # a supervisor that has just been started again is there long before
+_ASK_AGAIN_S = 0.5
+
+
+def with_agreed_dtype(config: WorkerConfig, model: str) -> WorkerConfig:
+    """The configuration with the agreed dtype, if it was `auto`. `model`: its folder. Blocks.
+
+    Raises ModelError, and UnavailableError if the registry does not answer.
+    """
+    engine = config.engine
+    if not config.in_pod or engine.backend != "torch" or engine.dtype != AUTO:
+        return config
+    from engine.device import device_of  # torch, which a fake worker does without
+    from engine.dtype import choose_dtype
+
+    own = choose_dtype(model, [device_of(engine).type])
+    dtype, reason = _agreed(config, own.dtype), own.reason
+    if dtype != own.dtype:
+        reason = f"agreed with the other workers; {own.dtype} by itself"
+    log.info("%s computes in %s: %s", config.pool, dtype, reason)
+    return dataclasses.replace(config, engine=dataclasses.replace(engine, dtype=cast(Dtype, dtype)))
+
+
+def _agreed(config: WorkerConfig, own: str) -> str:
+    give_up_at = time.monotonic() + _AGREE_WITHIN_S
+    with ControlClient(config.control_address) as control:
+        while True:
+            try:
+                return control.agree_dtype(config.pool, own)
+            except (
+                NotFoundError,
+                UnavailableError,
+            ) as error:  # the registry, or its pools, are not restored yet
+                if time.monotonic() >= give_up_at:
+                    raise UnavailableError(f"no dtype was agreed on: {error.message}") from error
+                time.sleep(_ASK_AGAIN_S)

@@ -34,11 +34,19 @@ from cluster.node.pod import PodWorkers
 from cluster.pools.role_plan import Role
 from cluster.registry.registry import Progress
 from cluster.worker.config import WorkerConfig
-from cluster.worker.integrity import EngineBooks, TokenCount, problems_of, report
 from cluster.worker.kv_feed import KvFeed
-from cluster.worker.metrics import WorkerCollector
 from cluster.worker.rank import Rank
-from cluster.worker.registration import Beat, Registrar, worker_info, worker_load
+from cluster.worker.reports import (
+    EngineCheck,
+    Heartbeat,
+    Registrar,
+    TokenCount,
+    WorkerCollector,
+    problems_of,
+    report,
+    worker_info,
+    worker_load,
+)
 from cluster.worker.service import WorkerService
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
@@ -153,8 +161,8 @@ class Worker:
             stack.enter_context(self._metrics(port))
         if self._config.pod is not None:
             workers, info = PodWorkers(self._config.pod), self.info()
-            workers.enter(info)
-            stack.callback(workers.strike, info)
+            workers.add(info)
+            stack.callback(workers.remove, info)
             if workers.is_closed:
                 log.info("%s leaves: its machine ends", self._config.worker_id)
                 self.stop()
@@ -235,7 +243,7 @@ class Worker:
     async def _last_tokens_taken(self) -> None:
         """Until every router has them, but for one that takes nothing."""
         give_up_at = self._loop.time() + _TAKEN_WITHIN_S
-        while not self.decode.has_told_all:
+        while not self.decode.has_sent_all:
             if self._loop.time() > give_up_at:
                 log.warning("%s: a router does not take its tokens", self._config.worker_id)
                 return
@@ -314,9 +322,9 @@ class Worker:
     def info(self) -> control_pb2.WorkerInfo:
         return worker_info(self._config, self.rank, self._capacity, self.address)
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         self._ask_load()
-        return Beat(self._progress(), self._load, self._drain is not None)
+        return Heartbeat(self._progress(), self._load, self._drain is not None)
 
     def _progress(self) -> control_pb2.StepProgress:
         step = self._step_under_way()
@@ -397,8 +405,8 @@ class Worker:
     async def integrity(self, step_s: float | None = None) -> worker_pb2.CheckIntegrityResponse:
         """What every part's check finds, on every rank, and what is held. `step_s`: how long the
         engine's step under way may take. Raises EngineStoppedError, TimeoutError."""
-        on_ranks = await self.exporter.rank_books.problems()
-        engine = self.engine.call(EngineBooks.of)
+        on_ranks = await self.exporter.held_handoffs.problems()
+        engine = self.engine.call(EngineCheck.of)
         books = await asyncio.wait_for(asyncio.wrap_future(engine), step_s)
         return report(
             books,

@@ -1,5 +1,5 @@
 """Transport over libucp, called directly: one-sided puts into UCX-allocated memory.
 
-Nothing here knows leases or blocks. Importing this package loads no library; making a
+Nothing here knows leases or blocks. Importing this package loads no library; creating a
 `UcxTransport` does.
 """

@@ -1,7 +1,7 @@
-"""libucp's C interface, as far as Baton uses it: structures, prototypes, loading.
+"""The part of libucp's C interface that Baton uses: structures, prototypes, loading.
 
-Structures are as of UCX 1.21. Older ones are shorter at the tail, and field masks say which members
-count, so the longer form is safe down to 1.13.
+Structures are as in UCX 1.21. Older ones are shorter at the tail, and field masks say which members
+are set, so the longer form is safe down to UCX 1.13.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AM_SEND_EAGER = 1 << 1
 MEMORY_HOST, MEMORY_CUDA = 0, 1
 OP_ATTR_FLAGS, OP_ATTR_MEMH = 1 << 4, 1 << 8
 
-Status = c_int8  # a packed enum: one signed byte, the rest of the register is undefined
+Status = c_int8  # a packed enum: one signed byte; the rest of the register is undefined
 ErrorCallback = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, Status)
 MessageCallback = ctypes.CFUNCTYPE(
     Status, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p
@@ -159,7 +159,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {  # name: (result, *arguments)
 
 
 def pointer_status(pointer: int | None) -> int:
-    """Decode a ucs_status_ptr_t: NULL is done, the last 100 addresses are errors."""
+    """Decode a ucs_status_ptr_t: NULL means done, the last 100 addresses are errors."""
     if pointer is None:
         return OK
     return pointer - 2**64 if pointer >= 2**64 - 100 else IN_PROGRESS
@@ -197,11 +197,11 @@ class Ucp:
 
 
 def load(config: TransferConfig) -> Ucp:
-    """Load the libucp that the configuration names. Raises TransportError when there is none.
+    """Load the libucp that the configuration names. Raises TransportError if there is none.
 
-    UCX takes its settings from the environment when it is loaded. Without UCX_MM_ERROR_HANDLING,
-    endpoints that report errors silently leave shared memory for TCP; set in one of two processes
-    only, they would not go the same way.
+    UCX reads its settings from the environment when it is loaded. Without UCX_MM_ERROR_HANDLING,
+    endpoints with error reporting silently use TCP instead of shared memory. If only one of two
+    processes sets it, the two choose different transports.
     """
     os.environ["UCX_MM_ERROR_HANDLING"] = "y"
     os.environ.setdefault("UCX_KEEPALIVE_INTERVAL", f"{max(1, round(config.keepalive_s * 1000))}ms")
@@ -213,7 +213,7 @@ def load(config: TransferConfig) -> Ucp:
 
 
 def _open(library: str) -> ctypes.CDLL:
-    # CDLL, never PyDLL: the GIL must be free while UCX holds its own lock and calls back.
+    # CDLL, never PyDLL: UCX calls back while it holds its own lock, so the GIL must be free.
     if library == "system":
         return ctypes.CDLL("libucp.so.0")
     if library != "wheel":

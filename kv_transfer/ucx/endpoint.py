@@ -1,12 +1,21 @@
-"""One peer as the progress thread sees it: its UCX endpoint, its rkeys, what it costs."""
+"""One peer as the progress thread sees it: its UCX endpoint, rkeys, lanes and cost.
+
+A lane is a transport that UCX has chosen between two processes. Over shared memory a put is a copy
+by the writer's own threads, so none is left when the process has ended. Over TCP the kernel
+delivers what it has taken, and the receiver's progress thread writes it whenever it reads it. Both
+ends choose alike: an address lists the transports of its process, and each end weighs what both
+list.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import time
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_void_p
+from ctypes import byref, c_size_t, c_void_p
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kv_transfer.errors import TransportError
@@ -22,8 +31,62 @@ from kv_transfer.ucx.binding import (
     Ucp,
     pointer_status,
 )
-from kv_transfer.ucx.lanes import lanes_of
 from kv_transfer.ucx.native import PutTarget
+
+SHARED_MEMORY = frozenset({"sysv", "posix", "xpmem", "self"})
+CUDA_COPIES = frozenset({"cuda_ipc", "cuda_copy", "gdr_copy"})
+
+_RESOURCE = re.compile(r"resource \d+ .* -- (\w+)/")
+_LANE = re.compile(r"lane\[\d+\]: +\d+:(\w+)/")
+_libc = ctypes.CDLL(None)
+_libc.open_memstream.restype = c_void_p
+_libc.fclose.argtypes = [c_void_p]
+_libc.free.argtypes = [c_void_p]
+
+
+def lanes_of(ucp: Ucp, endpoint: int) -> frozenset[str]:
+    """The transports of an endpoint's lanes; "?" for a lane that cannot be read.
+
+    Parsed from the endpoint's printed description: UCX 1.13's `ucp_ep_query` does not return them.
+    """
+    lines = _printed(ucp.ucp_ep_print_info, endpoint)
+    found = [_LANE.search(line) for line in lines if "lane[" in line]
+    return frozenset(lane[1] if lane else "?" for lane in found) or frozenset({"?"})
+
+
+def transports_of(ucp: Ucp, context: int) -> frozenset[str]:
+    """The transports that this process could use, given its devices and settings."""
+    found = (_RESOURCE.search(line) for line in _printed(ucp.ucp_context_print_info, context))
+    return frozenset(resource[1] for resource in found if resource)
+
+
+def _printed(write: Callable[[int, int], None], of: int) -> list[str]:
+    """The lines that one of UCX's functions prints to a stream; empty when out of memory."""
+    text, size = c_void_p(), c_size_t()
+    stream = _libc.open_memstream(byref(text), byref(size))
+    if not stream:
+        return []
+    write(of, stream)
+    _libc.fclose(stream)
+    lines = ctypes.string_at(text.value or 0, size.value).decode(errors="replace").splitlines()
+    _libc.free(text)
+    return lines
+
+
+def end_with_their_process(lanes: frozenset[str]) -> bool:
+    """Whether no put over these lanes can land after its process has ended."""
+    return lanes <= SHARED_MEMORY | CUDA_COPIES
+
+
+def is_shared(address: int) -> bool:
+    """Whether this address lies in a shared mapping."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions = line.split()[:2]
+        start, end = (int(part, 16) for part in span.split("-"))
+        if start <= address < end:
+            return permissions.endswith("s")
+    return False
+
 
 _PLAIN = RequestParams()
 _EAGER = RequestParams(op_attr_mask=OP_ATTR_FLAGS, flags=AM_SEND_EAGER)
@@ -32,11 +95,11 @@ OnComplete = Callable[[str | None], None]
 
 
 def _sent(_payload: bytes, _error: str | None) -> None:
-    """Bound to a payload, keeps it alive until UCX has taken it."""
+    """Does nothing; bound to a payload, it keeps the payload alive until UCX has sent it."""
 
 
 class Requests:
-    """UCX requests under way, each with what to do when it ends and what must live until then."""
+    """Open UCX requests, each with its completion callback, which also keeps its buffers alive."""
 
     def __init__(self, ucp: Ucp) -> None:
         self._ucp = ucp
@@ -46,7 +109,7 @@ class Requests:
         return len(self._open)
 
     def track(self, pointer: int | None, on_complete: OnComplete) -> None:
-        """Call `on_complete` with None or an error's text: now, or once the request ends."""
+        """Call `on_complete` with None or an error text: now, or when the request ends."""
         status = pointer_status(pointer)
         if status == IN_PROGRESS:
             assert pointer is not None
@@ -55,7 +118,7 @@ class Requests:
             on_complete(None if status == 0 else self._ucp.text(status))
 
     def poll(self) -> None:
-        """Complete those that have ended, in the order they were begun."""
+        """Complete the requests that have ended, in the order they began."""
         if not self._open:
             return
         begun, self._open = self._open, []
@@ -69,35 +132,35 @@ class Requests:
 
 
 class UcxPeer:
-    """The handle callers hold. Its endpoint is made by the progress thread, at first use."""
+    """The handle that callers hold. The progress thread creates its endpoint."""
 
     def __init__(self, address: bytes) -> None:
         self.address = address
         self.endpoint: Endpoint | None = None
         self.lost = False
         self.lanes: frozenset[str] = frozenset()
-        """The transports its endpoint goes over, or went; none before it was made."""
+        """The transports that its endpoint uses or used; empty before it was created."""
         self.is_closed = False
-        """Its endpoint is gone: nothing can be written through it, nor read for it, any more."""
+        """Its endpoint is closed: nothing can be written through it or read for it any more."""
         self._targets: dict[tuple[bytes, ...], PutTarget] = {}  # by the regions' rkeys
         self._waiting: list[Callable[[], None]] = []
 
     def target(self, rkeys: tuple[bytes, ...]) -> PutTarget:
-        """Where puts under these keys go. Any thread."""
+        """The target of puts under these keys. Any thread."""
         found = self._targets.get(rkeys)
         return found if found is not None else self._targets.setdefault(rkeys, PutTarget())
 
     def take_busy_s(self) -> float:
-        """Seconds that posting to it has cost since the last call."""
+        """Seconds spent posting to it since the last call."""
         return sum(target.take_busy_s() for target in list(self._targets.values()))
 
     def close_targets(self) -> None:
-        """Nothing is posted to it any more."""
+        """Stop posting to it."""
         for target in list(self._targets.values()):
             target.close()
 
     def when_closed(self, callback: Callable[[], None]) -> None:
-        """Now, or once it is closed."""
+        """Call `callback` now, or once the peer is closed."""
         if self.is_closed:
             callback()
         else:
@@ -132,7 +195,7 @@ class Endpoint:
     def open(
         self, target: PutTarget, memory_handles: Sequence[int], rkeys: Sequence[bytes]
     ) -> str | None:
-        """Let puts under these keys of the peer be posted; why a key is refused, if one is."""
+        """Let puts under these keys be posted. Returns why a key was refused, or None."""
         try:
             unpacked = [self._rkey(packed) for packed in rkeys]
         except TransportError as error:
@@ -141,8 +204,8 @@ class Endpoint:
         return None
 
     def mapping(self, packed_rkey: bytes, address: int) -> int | None:
-        """Where the peer's memory is mapped here; None: it is not, or was asked before, or its key
-        is refused, which the first put will tell."""
+        """Local address of the peer's memory. None: not mapped, already asked for, or its key was
+        refused (the first put reports that)."""
         if packed_rkey in self._rkeys:
             return None
         local = c_void_p()
@@ -164,8 +227,8 @@ class Endpoint:
         return rkey.value
 
     def flush(self, requests: Requests, posting_s: float, on_flushed: OnFlushed) -> None:
-        """Even after a refused put: those before it may still be under way. `posting_s`: what the
-        puts have cost already."""
+        """Flush, even after a refused put: earlier ones may be in flight. `posting_s`: seconds that
+        the puts have cost so far."""
         start_s = time.perf_counter()
 
         def complete(flush_error: str | None) -> None:
@@ -174,15 +237,15 @@ class Endpoint:
         requests.track(self._ucp.ucp_ep_flush_nbx(self._handle, byref(_PLAIN)), complete)
 
     def send(self, requests: Requests, payload: bytes) -> None:
-        """Eager whatever its size, so that the receiver gets it whole and answers nothing."""
+        """Send eagerly at any size, so that the receiver gets it whole without a rendezvous."""
         pointer = self._ucp.ucp_am_send_nbx(
             self._handle, 0, None, 0, payload, len(payload), byref(_EAGER)
         )
-        # A failure needs no report of its own: the error callback tells that the peer is lost.
+        # A failure needs no report here: the error callback reports the peer as lost.
         requests.track(pointer, partial(_sent, payload))
 
     def close(self, requests: Requests, force: bool, on_closed: Callable[[], None]) -> None:
-        """Puts under way use their rkeys until the close has ended, however it ends."""
+        """Close; puts in flight use their rkeys until the close has ended."""
 
         def end(_error: str | None) -> None:
             for rkey in self._rkeys.values():

@@ -1,4 +1,4 @@
-"""The KV pool as UCX sees it: regions side by side, each mapped on its own."""
+"""The KV pool as UCX sees it: adjacent regions, each mapped separately."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy.typing as npt
 from kv_transfer.errors import TransportError
 from kv_transfer.lease import Region
 from kv_transfer.transport import Tensor
-from kv_transfer.ucx import lanes
 from kv_transfer.ucx.binding import (
     MEM_MAP_ALLOCATE,
     MEM_MAP_FIXED,
@@ -24,6 +23,7 @@ from kv_transfer.ucx.binding import (
     MemMapParams,
     Ucp,
 )
+from kv_transfer.ucx.endpoint import SHARED_MEMORY, end_with_their_process, is_shared
 
 _MAP_NORESERVE = 0x4000
 _MADV_POPULATE_WRITE = 23
@@ -37,7 +37,7 @@ _libc.madvise.argtypes = [c_void_p, c_size_t, c_int]
 
 
 class UcxMemory:
-    """Regions of one size at a constant stride, each mapped for UCX on its own."""
+    """Regions of equal size at a constant stride, each mapped for UCX separately."""
 
     def __init__(
         self, ucp: Ucp, context: int, num_regions: int, stride_bytes: int, blocks_per_region: int
@@ -54,8 +54,8 @@ class UcxMemory:
         """Make this memory's device current on the thread that will move its bytes."""
 
     def is_written_by_peers(self, over: frozenset[str]) -> bool:
-        """Whether peers themselves write it, over these lanes; else this process does it for them,
-        from what they have sent."""
+        """Whether peers write this memory themselves over these lanes. If not, this process writes
+        it from what they send."""
         raise NotImplementedError
 
     def read(self, spans: Sequence[tuple[int, int]]) -> Iterable[npt.NDArray[np.uint8]]:
@@ -68,7 +68,7 @@ class UcxMemory:
         self.handles = ()
 
     def _map(self, base: int, params: MemMapParams) -> None:
-        """Map every region, with what `params` says beside address and length."""
+        """Map every region. `params` holds everything but address and length."""
         for index in range(self.num_regions):
             params.field_mask |= 1 | 2
             params.address = base + index * self.region_stride_bytes
@@ -98,11 +98,11 @@ class UcxMemory:
 
 
 class AllocatedMemory(UcxMemory):
-    """One reservation of addresses; UCX allocates every region at its own fixed place in it.
+    """One address range, in which UCX allocates every region at a fixed address.
 
-    Allocated so, regions are shared-memory segments (System V or POSIX, UCX's choice) that a peer
-    on this machine maps and writes directly; memory that is only registered would go through the
-    peer's process instead. Every page is touched here: first touch costs several times a put.
+    Such regions are shared-memory segments (System V or POSIX, UCX's choice) that a peer on this
+    machine maps and writes directly. Puts into memory that is only registered go through this
+    process instead. Every page is touched here, because a first touch costs several times a put.
     """
 
     def __init__(
@@ -121,25 +121,25 @@ class AllocatedMemory(UcxMemory):
         array = (ctypes.c_uint8 * self._num_bytes).from_address(self._base)
         self.buffer = np.frombuffer(memoryview(array), dtype=np.uint8)
         self.buffer[:: mmap.PAGESIZE] = 0
-        # UCX falls back to private memory where the system has no segment for it.
-        self._is_shared = all(lanes.is_shared(region.base_address) for region in self.regions)
+        # UCX falls back to private memory if the system has no segment left.
+        self._is_shared = all(is_shared(region.base_address) for region in self.regions)
 
     def is_written_by_peers(self, over: frozenset[str]) -> bool:
-        return self._is_shared and over <= lanes.SHARED_MEMORY
+        return self._is_shared and over <= SHARED_MEMORY
 
     def free(self) -> None:
-        """Unmap everything; views of `buffer` are void from here on."""
+        """Unmap everything. Views of `buffer` are invalid from here on."""
         super().free()
         _libc.munmap(self._base, self._num_bytes)
 
 
 class RegisteredMemory(UcxMemory):
-    """A tensor that torch has allocated, on a GPU above all: UCX can map no device memory itself.
+    """A tensor that torch has allocated, mainly on a GPU: UCX cannot allocate device memory itself.
 
-    Between two GPUs of a machine a put is a copy through an IPC handle of the allocation, which
-    torch's expandable segments do not have. Host memory can be registered too, but then a peer's
-    puts are carried out by this process, from messages that outlive their writer: no proof that a
-    writer is gone proves anything, so a pool on a CPU is allocated, not registered.
+    Between two GPUs of a machine a put is a copy through the allocation's IPC handle, which torch's
+    expandable segments do not have. Host memory can be registered too. But then this process
+    carries out a peer's puts, from messages that outlive the peer, so the end of a writer proves
+    nothing. Hence a pool on a CPU is allocated, not registered.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class RegisteredMemory(UcxMemory):
             raise
 
     def is_written_by_peers(self, over: frozenset[str]) -> bool:
-        return "cuda_ipc" in over and lanes.end_with_their_process(over)
+        return "cuda_ipc" in over and end_with_their_process(over)
 
     def enter_thread(self) -> None:
         if self.buffer.device.type == "cuda":
@@ -174,23 +174,23 @@ class RegisteredMemory(UcxMemory):
 
 
 def _memory_type(ucp: Ucp, context: int, tensor: Tensor) -> int:
-    """UCX's number for the tensor's kind of memory. Raises TransportError when this libucp, or the
-    way in which the tensor was allocated, does not let a peer write it."""
+    """UCX's number for the tensor's memory type. Raises TransportError when this libucp, or the
+    tensor's allocation, does not let a peer write it."""
     known = {"cpu": MEMORY_HOST, "cuda": MEMORY_CUDA}
     kind = tensor.device.type
     if kind not in known:
-        raise TransportError(f"KV on a {kind} device cannot be handed over: only {sorted(known)}")
+        raise TransportError(f"KV on a {kind} device cannot be moved: only on {sorted(known)}")
     found = ContextAttributes(field_mask=4)
     ucp.check(ucp.ucp_context_query(context, byref(found)), "ucp_context_query")
     if not found.memory_types >> known[kind] & 1:
         raise TransportError(
             f"libucp {'.'.join(map(str, ucp.version))} cannot reach {kind} memory here: its {kind} "
-            "transports are not installed or could not be loaded (UCX_LOG_LEVEL=debug tells why)"
+            "transports are not installed or did not load (UCX_LOG_LEVEL=debug shows why)"
         )
     if kind == "cuda" and _is_expandable(tensor.data_ptr()):
         raise TransportError(
-            "the KV pool lies in an expandable segment, which no other process can map: leave "
-            "expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
+            "the KV pool lies in an expandable segment, which no other process can map: remove "
+            "expandable_segments from PYTORCH_CUDA_ALLOC_CONF"
         )
     return known[kind]
 
@@ -207,14 +207,15 @@ def _is_expandable(address: int) -> bool:
 
 
 def populate(address: int, num_bytes: int) -> None:
-    """Make the page tables of a shared mapping now: a put into a page that this process has never
-    touched costs a fault each 4 KiB and halves the first handoffs' bandwidth. Content stays. An
-    older kernel (before 5.14) refuses, and nothing is lost but the time."""
+    """Populate the page tables of a shared mapping; its content stays.
+
+    Otherwise the first put into each 4 KiB page costs a fault, which halves the first handoffs'
+    bandwidth. Kernels before 5.14 refuse, which only costs that time."""
     _libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE)
 
 
 def _reserve(num_bytes: int) -> int:
-    """A range of addresses that nothing else will take."""
+    """Reserve a range of addresses."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     address: int | None = _libc.mmap(None, num_bytes, 0, flags, -1, 0)
     if address is None or address == _MAP_FAILED:

@@ -1,7 +1,7 @@
-"""What other threads ask of the progress thread, in order, and how the puts among it are posted.
+"""The progress thread's command queue, and how its puts are posted.
 
-Two queues: one that compiled C reads and posts from without Python's lock, so that whoever holds
-the lock for long keeps no bytes waiting, and its twin in Python for where no compiler is.
+There are two queues. Compiled C reads and posts from one without the GIL, so a thread that holds
+the GIL for long delays no put. Its twin in Python is for machines without a compiler.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class _Target(ctypes.Structure):
 
 
 class PutTarget:
-    """Where puts go: libucp handles, in the form that both queues read. The progress thread opens
-    and closes it; nothing is posted before and after."""
+    """Where puts go: libucp handles in a form that both queues read. The progress thread opens and
+    closes it; nothing is posted before or after."""
 
     def __init__(self) -> None:
         self.native = _Target()
@@ -63,7 +63,7 @@ class PutTarget:
         return self.native.endpoint is not None
 
     def take_busy_s(self) -> float:
-        """Seconds that posting has cost since the last call."""
+        """Seconds spent posting since the last call."""
         busy_ns: int = self.native.busy_ns
         self.native.busy_ns = 0
         return busy_ns / 1e9
@@ -80,41 +80,44 @@ class Put:
     batch: PutBatch
     on_failed: OnFailed
     open_target: Callable[[], str | None]
-    """Open the target if that is possible; why its keys are refused, if they are."""
+    """Open the target if possible. Returns why its keys were refused, or None."""
 
 
 Command = Call | Put
 
 
 class CommandQueue(Protocol):
-    """Any thread adds; the rest is the progress thread's."""
+    """Any thread may add. All other methods belong to the progress thread."""
 
     num_taken: int
-    """Commands that are no longer here: taken, or posted."""
+    """Commands that have left the queue: taken or posted."""
 
     def __len__(self) -> int: ...
 
     def add(self, command: Command) -> bool:
-        """True: the progress thread sleeps, and this caller has to signal it."""
+        """Append a command. True: the progress thread sleeps, and this caller must signal it."""
 
     @property
     def first(self) -> Command:
-        """Of one or more."""
+        """The first command. The queue must not be empty."""
 
     def take(self) -> Command:
-        """Remove the first."""
+        """Remove and return the first command."""
 
     def post(self) -> int:
-        """Post and remove the puts that stand first, as far as their targets are open: 0, or the
-        negative status of one that failed, which then stands first."""
+        """Post and remove puts from the front while their targets are open. Returns 0, or the
+        negative status of a failed put, which stays first."""
 
     def sleep(self) -> int:
-        """Wait for a peer's event or a signal, unless there is a command; the wait's status. A
-        compiled queue then posts, and `post` tells what failed; one in Python is left to `post`."""
+        """Wait for a peer's event or a signal, unless there is a command. Returns the wait's
+        status.
+
+        The compiled queue then posts, and `post` returns a failure. The Python queue only posts in
+        `post`."""
 
 
 class PythonQueue:
-    """Posts from Python: about 1 us a put, with the GIL held between puts."""
+    """Posts from Python: about 1 us per put, with the GIL held between puts."""
 
     def __init__(self, ucp: Ucp, worker: int) -> None:
         self._put, self._free, self._wait = (
@@ -159,7 +162,7 @@ class PythonQueue:
     def sleep(self) -> int:
         status = 0
         self._asleep = True
-        if not self._commands:  # looked at after it was told
+        if not self._commands:  # checked after `_asleep` was set
             status = self._wait(self._worker)
         self._asleep = False
         return status
@@ -199,7 +202,7 @@ class _Entry(ctypes.Structure):
     _fields_ = (
         ("next", c_void_p),
         ("target", c_void_p),
-        ("way", c_void_p),
+        ("path", c_void_p),
         ("sources", c_void_p),
         ("targets", c_void_p),
         ("source_offset", c_uint64),
@@ -219,10 +222,10 @@ class _Queue(ctypes.Structure):
 
 
 class NativeQueue:
-    """The commands twice, in one order: here, and as a list that C reads without the GIL."""
+    """Keeps the commands twice, in one order: here, and as a list that C reads without the GIL."""
 
     def __init__(self, ucp: Ucp, worker: int, library: Path) -> None:
-        # Adding keeps the GIL (PyDLL), for it never waits; what posts or waits gives it up.
+        # Adding keeps the GIL (PyDLL) because it never waits; posting and waiting release it.
         quick, slow = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
         self._add, self._take = quick.baton_add, quick.baton_take
         self._post, self._sleep = slow.baton_post, slow.baton_sleep
@@ -232,12 +235,12 @@ class NativeQueue:
         self._sleep.restype, self._sleep.argtypes = Status, [POINTER(_Queue), POINTER(_Api)]
         names = ("ucp_put_nbx", "ucp_worker_progress", "ucp_request_free", "ucp_worker_wait")
         self._api = _Api(*map(ucp.address_of, names), worker)
-        self._before = _Entry()  # the one taken last: C follows its `next`
+        self._before = _Entry()  # the last one taken: C follows its `next`
         address = addressof(self._before)
         self._queue = _Queue(before=address, last=address)
         self._commands: deque[tuple[Command, _Entry]] = deque()
         self.num_taken = 0
-        self._lock = threading.Lock()  # what is here is in C's list too, in the same order
+        self._lock = threading.Lock()  # keeps `_commands` and C's list equal
 
     def __len__(self) -> int:
         return len(self._commands)
@@ -282,7 +285,7 @@ def _entry(target: PutTarget, batch: PutBatch) -> _Entry:
     return _Entry(
         None,
         addressof(target.native),
-        *(words.buffer_info()[0] for words in (runs.way.packed, runs.sources, runs.targets)),
+        *(words.buffer_info()[0] for words in (runs.path.packed, runs.sources, runs.targets)),
         batch.source_offset,
         batch.target_offset,
         runs.num_blocks,
@@ -290,16 +293,16 @@ def _entry(target: PutTarget, batch: PutBatch) -> _Entry:
 
 
 def make_queue(ucp: Ucp, worker: int, native: bool) -> CommandQueue:
-    """The compiled queue when it is wanted and can be had, else the one in Python."""
+    """The compiled queue if `native` and it can be built, else the one in Python."""
     if native:
         try:
             return NativeQueue(ucp, worker, compiled(Path(__file__).with_name("post_loop.c")))
         except (NativeBuildError, OSError) as error:
-            log.warning("puts are posted from Python, for the C loop cannot be built: %s", error)
+            log.warning("the C loop cannot be built, so Python posts the puts: %s", error)
     return PythonQueue(ucp, worker)
 
 
 def compiled(source: Path) -> Path:
-    """The library made of one C file. Raises NativeBuildError."""
+    """Build one C file into a library and return its path. Raises NativeBuildError."""
     flags = ("-O2", "-std=c11", "-shared", "-fPIC")
     return build(Recipe(source.stem, (source,), flags, ("cc", "gcc", "clang")))

@@ -1,6 +1,6 @@
-/* The progress thread's queue, and the posting of the one-sided puts in it: nothing here needs
- * Python's lock, so that a thread which holds it for long keeps no bytes waiting. libucp's functions
- * come as addresses: no UCX header is needed. */
+/* The progress thread's queue, and the posting of its one-sided puts. Nothing here needs the GIL, so
+ * a Python thread that holds it for long does not delay a put. libucp's functions come as addresses,
+ * so no UCX header is needed. */
 #define _POSIX_C_SOURCE 199309L
 #include <stdatomic.h>
 #include <stddef.h>
@@ -27,41 +27,42 @@ struct api {
     void *worker;
 };
 
-struct target { /* where puts go; the endpoint is NULL before it is known and after its end */
+struct target { /* where puts go; the endpoint is NULL before it opens and after it closes */
     void *endpoint;
     void *const *memory_handles; /* by source region */
     void *const *rkeys;          /* by target region */
     uint64_t busy_ns;
 };
 
-struct place { /* block b of tensor t: bases[b / num_blocks] + offsets[t] + b % num_blocks * strides[t] */
+/* block b of tensor t: bases[b / num_blocks] + offsets[t] + b % num_blocks * strides[t] */
+struct block_addresses {
     const uint64_t *bases; /* by region */
     uint64_t num_blocks;   /* of a region */
     const uint64_t *offsets, *strides; /* by tensor */
 };
 
-struct way {
-    struct place source, target;
+struct copy_path {
+    struct block_addresses source, target;
     const uint64_t *lengths; /* by tensor */
     uint64_t num_tensors;
 };
 
 struct entry {
     _Atomic(struct entry *) next;
-    struct target *target; /* NULL: no put, but something that Python has to do */
-    const struct way *way;
+    struct target *target; /* NULL: not a put but a Python call */
+    const struct copy_path *path;
     const uint64_t *sources, *targets; /* blocks, [num_blocks] */
     uint64_t source_offset, target_offset;
     size_t num_blocks;
 };
 
-/* Many threads add, one takes. `before` is the entry that was taken last: its `next` stands first,
- * and it must live until another was taken. */
+/* Many threads add, one takes. `before` is the entry taken last: its `next` is the first of the
+ * queue, so it must live until another entry is taken. */
 struct queue {
     struct entry *before;
     _Atomic(struct entry *) last;
     atomic_int asleep; /* or about to be: whoever adds must signal */
-    int status;        /* of the put that failed, whose entry stands first; 0: none */
+    int status;        /* of the failed put, whose entry is the first; 0: none */
     uint64_t num_posted;
 };
 
@@ -71,29 +72,29 @@ static uint64_t now_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-static uint64_t region_of(const struct place *place, uint64_t block) {
-    return block / place->num_blocks;
+static uint64_t region_of(const struct block_addresses *blocks, uint64_t block) {
+    return block / blocks->num_blocks;
 }
 
-static uint64_t address_of(const struct place *place, size_t tensor, uint64_t block) {
-    return place->bases[region_of(place, block)] + place->offsets[tensor] +
-           block % place->num_blocks * place->strides[tensor];
+static uint64_t address_of(const struct block_addresses *blocks, size_t tensor, uint64_t block) {
+    return blocks->bases[region_of(blocks, block)] + blocks->offsets[tensor] +
+           block % blocks->num_blocks * blocks->strides[tensor];
 }
 
 /* Whether the tensor's block lies in this region, at this address. */
-static int follows(const struct place *place, size_t tensor, uint64_t block, uint64_t region,
-                   uint64_t address) {
-    return region_of(place, block) == region && address_of(place, tensor, block) == address;
+static int follows(const struct block_addresses *blocks, size_t tensor, uint64_t block,
+                   uint64_t region, uint64_t address) {
+    return region_of(blocks, block) == region && address_of(blocks, tensor, block) == address;
 }
 
-/* A put that is still in progress is released: the endpoint's next flush waits for it all the same. */
+/* A put still in progress is released: the endpoint's next flush waits for it anyway. */
 static int post_entry(const struct api *api, const struct entry *entry) {
     const struct target *target = entry->target;
-    const struct place *here = &entry->way->source, *there = &entry->way->target;
+    const struct block_addresses *here = &entry->path->source, *there = &entry->path->target;
     struct request_params params = {.op_attr_mask = OP_ATTR_MEMH};
     size_t in_progress = 0;
-    for (size_t tensor = 0; tensor < entry->way->num_tensors; tensor++) {
-        uint64_t length = entry->way->lengths[tensor];
+    for (size_t tensor = 0; tensor < entry->path->num_tensors; tensor++) {
+        uint64_t length = entry->path->lengths[tensor];
         for (size_t i = 0; i < entry->num_blocks;) {
             uint64_t from = region_of(here, entry->sources[i]);
             uint64_t to = region_of(there, entry->targets[i]);
@@ -118,7 +119,7 @@ static int post_entry(const struct api *api, const struct entry *entry) {
     return 0;
 }
 
-/* Whether the thread sleeps, and this caller is the one to wake it. */
+/* Append an entry. True: the thread sleeps, and this caller must wake it. */
 int baton_add(struct queue *queue, struct entry *entry) {
     struct entry *previous = atomic_exchange(&queue->last, entry);
     atomic_store(&previous->next, entry);
@@ -130,7 +131,7 @@ void baton_take(struct queue *queue) {
     queue->status = 0;
 }
 
-/* Post the puts that stand first, up to one that fails or whose target is not open. */
+/* Post puts from the front, up to one that fails or whose target is not open. */
 void baton_post(struct queue *queue, const struct api *api) {
     struct entry *first;
     while (!queue->status && (first = atomic_load(&queue->before->next)) && first->target &&
@@ -144,9 +145,9 @@ void baton_post(struct queue *queue, const struct api *api) {
     }
 }
 
-/* Wait for a peer's event or a signal, unless there is something to do, and post what has come: the
- * wait's status. The thread says that it sleeps, then looks: an entry that it does not see is told by
- * a signal, and one that comes before it sleeps is not lost, for the wait returns at once. */
+/* Wait for a peer's event or a signal unless there is an entry, then post; returns the wait's status.
+ * The thread sets `asleep` before it looks. So a caller that adds an entry later sends a signal, and
+ * a signal that arrives before the wait makes the wait return at once. */
 int8_t baton_sleep(struct queue *queue, const struct api *api) {
     int8_t status = 0;
     atomic_store(&queue->asleep, 1);

@@ -1,13 +1,13 @@
 """One process's UCX worker and the thread that progresses it.
 
 Life cycle:
-1. made: context and worker exist, the address is known;
-2. `allocate` or `register`: the pool is mapped for UCX;
-3. `start`: the progress thread owns the worker from here on. It runs the commands other threads
-   have enqueued, progresses, and sleeps in `ucp_worker_wait` (spinning would starve a small
-   machine) until a peer's event or a command's signal wakes it. Only when an answer is about to
-   come does it look out for it for a moment first: to be woken costs as long as the answer takes;
-4. `close`: endpoints are closed, the thread ends, everything is freed in reverse order.
+1. Created: context and worker exist, and the address is known.
+2. `allocate` or `register`: the pool is mapped for UCX.
+3. `start`: the progress thread owns the worker from here on. It runs the commands that other
+   threads enqueue, progresses UCX, and sleeps in `ucp_worker_wait` until a peer's event or a
+   command's signal wakes it; spinning would starve a small machine. If an answer is due soon it
+   polls briefly first, because waking up takes as long as the answer.
+4. `close`: the endpoints close, the thread ends, and everything is freed in reverse order.
 """
 
 from __future__ import annotations
@@ -54,15 +54,21 @@ from kv_transfer.ucx.binding import (
     WorkerParams,
     load,
 )
-from kv_transfer.ucx.endpoint import Endpoint, Requests, UcxPeer
-from kv_transfer.ucx.lanes import SHARED_MEMORY, end_with_their_process, transports_of
+from kv_transfer.ucx.endpoint import (
+    SHARED_MEMORY,
+    Endpoint,
+    Requests,
+    UcxPeer,
+    end_with_their_process,
+    transports_of,
+)
 from kv_transfer.ucx.memory import AllocatedMemory, RegisteredMemory, UcxMemory, populate
 from kv_transfer.ucx.native import Call, Command, CommandQueue, Put, make_queue
 
 log = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 1.0
-_LOOK_OUT_S = 200e-6  # an answer comes after some 100 us; a core is not kept busy for longer
+_POLL_S = 200e-6  # an answer takes about 100 us; longer polling would waste a core
 _POPULATE_BYTES = 32 << 20  # a few milliseconds
 
 
@@ -98,7 +104,7 @@ class UcxTransport:
 
     @property
     def num_peers(self) -> int:
-        """Connections that are not closed for good."""
+        """Number of connections that are not fully closed."""
         return len(self._keys)
 
     @property
@@ -107,7 +113,7 @@ class UcxTransport:
 
     @property
     def transports(self) -> frozenset[str]:
-        """UCX's names of those that it could take here."""
+        """UCX's names of the transports that it could use here."""
         return transports_of(self._ucp, self._context)
 
     def allocate(
@@ -123,13 +129,13 @@ class UcxTransport:
         )
 
     def _have(self, memory: UcxMemory) -> UcxMemory:
-        assert self._memory is None, "the pool exists already"
-        assert self._thread is None, "the pool must be made before the transport starts"
+        assert self._memory is None, "the pool already exists"
+        assert self._thread is None, "the pool must exist before the transport starts"
         self._memory = memory
         return memory
 
     def start(self, on_message: OnMessage, on_peer_lost: OnPeerLost) -> None:
-        assert self._thread is None, "started already"
+        assert self._thread is None, "already started"
         self._on_message, self._on_peer_lost = on_message, on_peer_lost
         self._thread = threading.Thread(target=self._progress, name="kv-transfer", daemon=True)
         self._thread.start()
@@ -147,7 +153,7 @@ class UcxTransport:
         return address in self._own_writers
 
     def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
-        """Map the regions, and fault their pages in as long as there is time: one chunk a turn."""
+        """Map the regions and fault in their pages, one chunk per turn."""
         assert isinstance(peer, UcxPeer)
 
         def map_region(region: Region) -> None:
@@ -158,7 +164,7 @@ class UcxTransport:
 
         def fault_in(address: int, num_bytes: int) -> None:
             if peer.endpoint is None:
-                return  # lost, and its memory no longer mapped
+                return  # the peer is lost, so its memory is no longer mapped
             populate(address, min(num_bytes, _POPULATE_BYTES))
             if num_bytes > _POPULATE_BYTES:
                 left = num_bytes - _POPULATE_BYTES
@@ -170,7 +176,7 @@ class UcxTransport:
     def put(self, peer: Peer, batch: PutBatch, on_failed: OnFailed) -> None:
         assert isinstance(peer, UcxPeer)
         assert self._memory is not None
-        handles, rkeys = self._memory.handles, batch.runs.way.rkeys
+        handles, rkeys = self._memory.handles, batch.runs.path.rkeys
         target = peer.target(rkeys)
 
         def open_target() -> str | None:
@@ -185,15 +191,15 @@ class UcxTransport:
             if result.error is None:
                 on_flushed(result)
                 return
-            # What was under way may be written, or read here, until the endpoint is closed; and
-            # what the kernel has taken of a TCP connection even later.
+            # Puts in flight may be written, or read here, until the endpoint is closed. Over TCP
+            # the kernel may deliver what it has taken even later.
             self._lose(peer)
             is_over = end_with_their_process(peer.lanes)
             peer.when_closed(partial(on_flushed, replace(result, is_over=is_over)))
 
         def run() -> None:
             if peer.endpoint is None:
-                answer(FlushResult("the peer is lost", 0.0))
+                answer(FlushResult("lost the peer", 0.0))
             else:
                 peer.endpoint.flush(self._requests, peer.take_busy_s(), answer)
 
@@ -206,10 +212,10 @@ class UcxTransport:
             if peer.endpoint is not None:
                 peer.endpoint.send(self._requests, payload)
                 if expects_answer:
-                    self._awake_until_s = time.monotonic() + _LOOK_OUT_S
+                    self._awake_until_s = time.monotonic() + _POLL_S
 
         if threading.current_thread() is self._thread and not self._commands:
-            run()  # an answer: nothing stands before it
+            run()  # an answer, with nothing queued before it
         else:
             self._enqueue(Call(run))
 
@@ -231,7 +237,7 @@ class UcxTransport:
 
     def _enqueue(self, command: Command) -> None:
         if self._commands.add(command):
-            with self._signalling:  # or `close` could free the worker in between
+            with self._signalling:  # so that `close` does not free the worker meanwhile
                 if not self._closed:
                     self._ucp.ucp_worker_signal(self._worker)
 
@@ -244,13 +250,13 @@ class UcxTransport:
                     self._ucp.check(self._commands.sleep(), "ucp_worker_wait")
             self._close_endpoints()
         except Exception as error:  # the outermost loop of the progress thread
-            log.critical("the transfer thread failed and cannot go on", exc_info=error)
+            log.critical("the transfer thread failed", exc_info=error)
             if self.on_fatal is None:
                 raise
             self.on_fatal(error)
 
     def _turn(self) -> bool:
-        """Do what there is to do; False when nothing was."""
+        """Do all pending work once; False if there was none."""
         worked = self._run_commands()
         worked = bool(self._ucp.ucp_worker_progress(self._worker)) or worked
         if self._message_error is not None:
@@ -261,8 +267,8 @@ class UcxTransport:
         return worked or len(self._commands) > 0
 
     def _run_commands(self) -> bool:
-        """Run what was asked for until now; what comes meanwhile waits for the next turn, but for
-        puts behind puts."""
+        """Run the commands queued until now. Later ones wait for the next turn, except puts that
+        follow puts. False if there was none."""
         commands = self._commands
         begun_at = commands.num_taken
         until = begun_at + len(commands)
@@ -276,8 +282,7 @@ class UcxTransport:
         return until > begun_at
 
     def _post(self, first: Put) -> None:
-        """The put that stands first, and those behind it that can be posted; nothing of one to a
-        peer that is lost."""
+        """Post the first put and those behind it that can be posted. Drop a put to a lost peer."""
         error = None if first.target.is_open else first.open_target()
         if first.target.is_open:
             status = self._commands.post()
@@ -297,7 +302,7 @@ class UcxTransport:
             peer.lanes = peer.endpoint.lanes
         except TransportError as error:
             log.warning("cannot reach a peer: %s", error)
-            if error.status == NO_SHARED_SEGMENT:  # its process is gone, and took it along
+            if error.status == NO_SHARED_SEGMENT:  # the segment is gone with its process
                 peer.lanes = SHARED_MEMORY
             self._lose(peer)
         if peer.lanes and self._memory is not None and self._memory.is_written_by_peers(peer.lanes):
@@ -306,12 +311,12 @@ class UcxTransport:
     def _receive(
         self, _arg: int, _header: int, _header_size: int, data: int | None, size: int, _param: int
     ) -> int:
-        # Runs inside ucp_worker_progress: the bytes are UCX's, so they are copied.
+        # Runs inside ucp_worker_progress. UCX owns the bytes, so they are copied.
         self._awake_until_s = 0.0
         try:
             self._on_message(ctypes.string_at(data, size) if data else b"")
-        except Exception as error:  # no exception passes through UCX: `_turn` raises it again
-            log.error("a message could not be taken in", exc_info=error)
+        except Exception as error:  # no exception may pass through UCX: `_turn` raises it again
+            log.error("cannot handle a transfer message", exc_info=error)
             self._message_error = error
         return 0
 
@@ -319,7 +324,7 @@ class UcxTransport:
         # An endpoint must not be closed inside its own error callback.
         peer = self._keys.get(key or 0)
         if peer is not None and not peer.lost:
-            log.warning("a transfer peer is lost: %s", self._ucp.text(status))
+            log.warning("lost a transfer peer: %s", self._ucp.text(status))
             self._failed.append(peer)
 
     def _lose(self, peer: UcxPeer) -> None:
@@ -344,7 +349,7 @@ class UcxTransport:
         peer.closed()
 
     def _close_endpoints(self) -> None:
-        """Finish what is under way, then close; a peer that does not answer costs a second."""
+        """Finish requests in flight, then close. A peer that does not answer costs a second."""
         self._drain_requests(time.monotonic() + _CLOSE_TIMEOUT_S)
         for peer in list(self._peers.values()):
             self._shut(peer, force=False)
@@ -358,11 +363,12 @@ class UcxTransport:
 
 
 def _create_worker(ucp: Ucp, on_message: object) -> tuple[int, int]:
-    """A context and a worker that can put, be put into, message and sleep."""
+    """Create a context and a worker that can put, receive puts, send messages and sleep."""
     config, context, worker = c_void_p(), c_void_p(), c_void_p()
     ucp.check(ucp.ucp_config_read(None, None, byref(config)), "ucp_config_read")
     features = FEATURE_RMA | FEATURE_WAKEUP | FEATURE_AM
-    # ucp_init is inline in UCX's header and passes the header's version: ours is the structures'.
+    # ucp_init is inline in UCX's header and passes the header's version. Here it is the version of
+    # the structures.
     status = ucp.ucp_init_version(
         API_MAJOR,
         min(API_MINOR, ucp.version[1]),

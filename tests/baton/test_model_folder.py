@@ -19,7 +19,7 @@ from baton.model_folder import with_model_folder
 from cli.bring_up import Startup, read_config
 from cli.progress import Steps
 from cluster.local.process_tree import descendants
-from cluster.pools.auto_settings import AutoSettings
+from cluster.pools.pool_settings import AutoSettings
 from cluster.worker.config import worker_config
 from engine.build import find_model
 from tests.baton.small_hub import SmallHub, fill_cache

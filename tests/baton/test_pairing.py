@@ -40,8 +40,9 @@ def test_a_worker_of_another_kind_than_every_partner_is_named_with_them() -> Non
         worker("decode-1", b"b"),
     )
     assert unpaired(seen) == {
-        "decode-1": "decode-1 has other KV than every prefill worker (prefill-0, prefill-1): it "
-        "pairs with none; engine.dtype and engine.block_size must be the same in all pools"
+        "decode-1": "decode-1 has another KV fingerprint than every prefill worker (prefill-0, "
+        "prefill-1): it pairs with none; engine.dtype and engine.block_size must be the same in "
+        "all pools"
     }
 
 
@@ -51,7 +52,7 @@ def test_a_worker_that_computes_in_another_dtype_is_told_which_and_what_says_it(
         each.info.dtype = dtype
     assert unpaired(seen) == {
         "decode-1": "decode-1 computes in float32, unlike every prefill worker (prefill-0): it "
-        "pairs with none; engine.dtype names one for all"
+        "pairs with none; set one engine.dtype for all"
     }
 
 
@@ -108,4 +109,4 @@ def test_status_says_who_pairs_with_none(capsys: pytest.CaptureFixture[str]) -> 
     workers = worker("prefill-0", b"a"), worker("decode-0", b"a"), worker("decode-1", b"b")
     print_fleet(fleet(*workers))
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "pairs with none" in line)
-    assert line.startswith("decode-1 has other KV than every prefill worker")
+    assert line.startswith("decode-1 has another KV fingerprint than every prefill worker")

@@ -18,7 +18,7 @@ from baton.config.transfer import TransferConfig
 from baton.config.workers import RegistryConfig, WorkerSettings
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from cluster.pools.role_plan import Role
-from cluster.worker.config import RankPlace, WorkerConfig
+from cluster.worker.config import RankPosition, WorkerConfig
 from cluster.worker.rank import build_rank
 from cluster.worker.worker import Worker
 from engine.api import EngineLoad
@@ -252,7 +252,7 @@ async def running_worker(
         registry=registry or RegistryConfig(),
     )
     config = replace(config, **changes)  # type: ignore[arg-type]
-    rank = await asyncio.to_thread(build_rank, config, RankPlace())
+    rank = await asyncio.to_thread(build_rank, config, RankPosition())
     worker = Worker(config, rank)
     serving = asyncio.create_task(worker.serve())
     ready = asyncio.create_task(worker.ready.wait())
@@ -297,7 +297,7 @@ class HeldStep:
         self.begun, self.go_on = threading.Event(), threading.Event()
         runner = worker.rank.runner
         assert isinstance(runner, FakeRunner)
-        runner._sleep = self._hold
+        runner._sleep = self._hold  # the fake engine's only wait
 
     def _hold(self, _: float) -> None:
         self.begun.set()

@@ -6,6 +6,7 @@ What Kubernetes would do for it is a method here: a pod joins, drains, is ended.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import secrets
@@ -13,13 +14,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 from baton.config.cluster import ClusterConfig
 from baton.config.workers import pod_resource
+from baton.control_client import ControlClient
+from baton.v1 import control_pb2
 from cluster.local.process_tree import Process
 from cluster.local.reaper import Reaper, watched_over
 from cluster.local.router_process import RouterProcess
@@ -27,7 +33,14 @@ from cluster.node.pod import Pod
 from cluster.worker.rank import free_port
 from tests.cluster.ray_nodes import NodeProcess, start_head, start_worker
 from tests.cluster.redis_server import WAITS_FOR_THE_GCS, Redis
-from tests.cluster.whole_cluster import Fleet, live_workers
+from tests.cluster.whole_cluster import (
+    PROMPT,
+    Answer,
+    Fleet,
+    Site,
+    live_workers,
+    run,
+)
 
 _NUMBERS = itertools.count(11)
 _SUPERVISOR = "ray::SupervisorActor"
@@ -222,3 +235,65 @@ def running_head(
         pods.head.wait_until_up()
         stack.callback(lambda: [pod.node.kill() for pod in pods.pods.values()])
         yield pods
+
+
+DRAINING = control_pb2.WORKER_STATE_DRAINING
+
+
+GONE = control_pb2.WORKER_STATE_GONE
+
+
+_NUM_STREAMS = 6
+
+
+_NUM_TOKENS = 200
+
+
+@dataclasses.dataclass
+class PodSite(Site):
+    """A cluster on pods, and what its requests must say."""
+
+    @property
+    def pods(self) -> PodCluster:
+        return cast(PodCluster, self.cluster)
+
+    def scale(self, pool: str, replicas: int) -> None:
+        with ControlClient(self.pods.control_address) as control:
+            control.set_replicas(pool, replicas)
+
+    def settled(self, decode: int = 1) -> Fleet:
+        """Live at this size, each worker on a pod of its own pool's."""
+        self.scale("decode", decode)
+        fleet = self.wait_for(lambda seen: live_at(seen, {"prefill": 1, "decode": decode}))
+        self.pods.check(fleet)
+        return fleet
+
+    @contextlib.contextmanager
+    def streams(self) -> Iterator[list[Future[Answer]]]:
+        """Requests that run; afterwards each has the oracle's tokens."""
+        prompts = [PROMPT[number : number + 100] for number in range(_NUM_STREAMS)]
+        flowing = threading.Semaphore(0)
+        address = self.pods.router_address
+        with ThreadPoolExecutor(_NUM_STREAMS) as threads:
+            asked = [threads.submit(run, address, p, _NUM_TOKENS, flowing.release) for p in prompts]
+            for _ in range(2 * _NUM_STREAMS):
+                assert flowing.acquire(timeout=30)
+            yield asked
+            answers = [request.result(90) for request in asked]
+        expected = self.expected(prompts, [_NUM_TOKENS] * _NUM_STREAMS)
+        assert [answer.ids for answer in answers] == expected
+
+
+def live_at(fleet: Fleet, sizes: dict[str, int]) -> bool:
+    """Nobody leaves any more, either."""
+    live = {pool.name: pool.live_replicas for pool in fleet.pools}
+    there = [worker for worker in fleet.workers if worker.state != GONE]
+    return live == sizes and len(live_workers(fleet)) == len(there) == sum(sizes.values())
+
+
+def states_of(fleet: Fleet) -> dict[str, int]:
+    return {worker.info.ref.worker_id: worker.state for worker in fleet.workers}
+
+
+def pool_of(fleet: Fleet, name: str) -> Any:
+    return next(pool for pool in fleet.pools if pool.name == name)

@@ -18,11 +18,10 @@ from baton.errors import UnavailableError
 from cluster.pools.pool_settings import added_settings
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
-from cluster.worker import agreed_dtype, rank
-from cluster.worker.agreed_dtype import with_agreed_dtype
-from cluster.worker.config import RankPlace, WorkerConfig, worker_config
-from cluster.worker.rank import Rank, build_rank, free_port
-from cluster.worker.registration import worker_info
+from cluster.worker import rank
+from cluster.worker.config import RankPosition, WorkerConfig, worker_config
+from cluster.worker.rank import Rank, build_rank, free_port, with_agreed_dtype
+from cluster.worker.reports import worker_info
 from engine.api import EngineCapacity, ModelSpec
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 from kv_transfer.lease import RankAddress, WorkerIdentity
@@ -57,7 +56,7 @@ async def test_the_first_worker_computes_in_its_own_dtype(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve(registry := registry_of("p", "d"), Changes(), "127.0.0.1:0") as control:
-        with caplog.at_level("INFO", "cluster.worker.agreed_dtype"):
+        with caplog.at_level("INFO", "cluster.worker.rank"):
             assert await agreed(config_of(tmp_path, control)) == "float32"
     assert caplog.messages == ["p computes in float32: the checkpoint's own dtype"]
     assert registry.pools.settings("d").dtype == "float32"
@@ -68,7 +67,7 @@ async def test_the_next_one_computes_in_what_the_others_do(
 ) -> None:
     async with serve(registry := registry_of("p", "d"), Changes(), "127.0.0.1:0") as control:
         registry.pools.agree_dtype("d", "float16")
-        with caplog.at_level("INFO", "cluster.worker.agreed_dtype"):
+        with caplog.at_level("INFO", "cluster.worker.rank"):
             assert await agreed(config_of(tmp_path, control)) == "float16"
     assert caplog.messages == [
         "p computes in float16: agreed with the other workers; float32 by itself"
@@ -78,7 +77,7 @@ async def test_the_next_one_computes_in_what_the_others_do(
 async def test_a_registry_that_is_not_there_yet_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreed_dtype, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(rank, "_ASK_AGAIN_S", 0.01)
     control = f"127.0.0.1:{free_port('127.0.0.1')}"
     asking = asyncio.create_task(agreed(config_of(tmp_path, control)))
     await asyncio.wait({asking}, timeout=0.05)
@@ -93,7 +92,7 @@ async def test_a_registry_that_is_not_there_yet_is_asked_again(
 async def test_a_worker_whom_no_registry_answers_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreed_dtype, "_WITHIN_S", 0.0)
+    monkeypatch.setattr(rank, "_AGREE_WITHIN_S", 0.0)
     with pytest.raises(UnavailableError, match=r"nothing listens at 127\.0\.0\.1:1"):
         await agreed(config_of(tmp_path, "127.0.0.1:1"))
 
@@ -140,4 +139,4 @@ async def test_a_rank_is_built_in_what_was_agreed(
     async with serve(registry := registry_of("p", "d"), Changes(), "127.0.0.1:0") as control:
         registry.pools.agree_dtype("d", "float16")
         with pytest.raises(DescribedError, match="float16"):
-            await asyncio.to_thread(build_rank, config_of(tmp_path, control), RankPlace())
+            await asyncio.to_thread(build_rank, config_of(tmp_path, control), RankPosition())

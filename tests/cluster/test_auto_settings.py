@@ -11,7 +11,7 @@ import pytest
 
 from baton.config.cluster import ClusterConfig, parse_config
 from baton.errors import ConfigError
-from cluster.pools.auto_settings import AutoSettings, decided
+from cluster.pools.pool_settings import AutoSettings, choose_auto_settings
 
 
 def cluster(model: Path, engine: dict[str, Any], prefill: dict[str, Any]) -> ClusterConfig:
@@ -47,7 +47,7 @@ def test_what_is_wrong_with_the_model_is_told(tmp_path: Path) -> None:
 
 def test_a_model_whose_folder_is_on_the_workers_pods_alone_is_left_to_them(tmp_path: Path) -> None:
     named = dataclasses.replace(cluster(tmp_path / "none", {}, {}), runs_on="pods")
-    config, told = decided(named)
+    config, told = choose_auto_settings(named)
     assert (dtypes(config), told) == (["auto", "auto"], [])
 
 

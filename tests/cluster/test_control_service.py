@@ -22,7 +22,7 @@ from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from cluster.registry.units import Unit, UnitList
-from cluster.worker.registration import Beat, Registrar
+from cluster.worker.reports import Heartbeat, Registrar
 from tests.cluster.pool_settings import settings_of
 from tests.router.proxy import Proxy
 
@@ -58,8 +58,10 @@ def worker_info(
     )
 
 
-def beat() -> Beat:
-    return Beat(control_pb2.StepProgress(num_steps=3), worker_pb2.WorkerLoad(num_running=2), False)
+def beat() -> Heartbeat:
+    return Heartbeat(
+        control_pb2.StepProgress(num_steps=3), worker_pb2.WorkerLoad(num_running=2), False
+    )
 
 
 @contextlib.asynccontextmanager
@@ -196,8 +198,8 @@ async def test_a_worker_that_no_partner_shares_a_fingerprint_with_is_live_and_to
             await live(stub, 3)
     told = [r.getMessage() for r in caplog.records if "pairs with none" in r.getMessage()]
     assert told == [
-        "decode-1 has other KV than every prefill worker (prefill-0): it pairs with none; "
-        "engine.dtype and engine.block_size must be the same in all pools"
+        "decode-1 has another KV fingerprint than every prefill worker (prefill-0): it pairs with "
+        "none; engine.dtype and engine.block_size must be the same in all pools"
     ]
 
 

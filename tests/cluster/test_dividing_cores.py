@@ -1,20 +1,43 @@
-"""The machine's cores are divided among what runs now, whatever the cluster file began with."""
+"""Compute threads and GPUs divided among ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import ray
 
 from baton.config.cluster import ClusterConfig, PoolConfig, parse_config
+from baton.config.engine import EngineConfig
+from baton.config.transfer import TransferConfig
 from baton.control_client import ControlClient
+from baton.errors import ConfigError
+from cli.main import main
+from cluster.errors import ReplicaError
+from cluster.local.bring_up import start_ray
+from cluster.local.reaper import watched_over
 from cluster.pools.pool_settings import num_ranks, own_settings
-from cluster.worker.config import num_threads_of
-from tests.cluster.whole_cluster import PROMPT, Site, live_workers, run, running_site
+from cluster.supervisor.bundles import rank_resources
+from cluster.supervisor.handle import SupervisorHandle
+from cluster.supervisor.replica import RayReplicas, ReplicaName
+from cluster.worker.config import (
+    VISIBLE,
+    WorkerConfig,
+    num_threads_of,
+    rank_environments,
+    worker_config,
+)
+from tests.cluster.whole_cluster import PROMPT, Site, fake_cluster, live_workers, run, running_site
 from tests.engine import checkpoints
 
 NUM_CORES = len(os.sched_getaffinity(0))
@@ -82,3 +105,159 @@ def test_a_running_worker_gives_cores_away_when_its_pool_is_scaled_out_and_has_t
         assert "instead of" not in (run_dir / "all-1.log").read_text()  # it began with its share
         scale(site, 1)
         wait_for_threads(site, run_dir / "all-0.log", [(half, NUM_CORES), (NUM_CORES, half)])
+
+
+NUM_GPUS = 2
+
+
+@pytest.fixture(scope="module")
+def ray_with_gpus() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        start_ray(stack, stack.enter_context(watched_over()), num_gpus=NUM_GPUS)
+        yield
+
+
+def on_gpus(folder: Path) -> ClusterConfig:
+    config = fake_cluster(folder, replicas=1)
+    engine = dataclasses.replace(config.engine, backend="torch", device="cuda")
+    return dataclasses.replace(config, engine=engine)
+
+
+def loads_for_ever(folder: Path) -> None:
+    """Reading the model's config.json never ends, so that a rank can be asked what it has."""
+    (folder / "config.json").unlink(missing_ok=True)
+    os.mkfifo(folder / "config.json")
+
+
+def ranks_on_gpus(folder: Path, tp_size: int) -> WorkerConfig:
+    config = worker_config(on_gpus(folder), "decode", "decode-0", "127.0.0.1:1")
+    loads_for_ever(folder)
+    memory = TransferConfig(transport="memory")
+    return dataclasses.replace(config, transfer=memory, tp_size=tp_size)
+
+
+def visible_gpus(actor: Any) -> str:
+    told: str = ray.get(actor.__ray_call__.remote(lambda self: os.environ[VISIBLE]), timeout=30)
+    return told
+
+
+def test_only_a_rank_on_a_gpu_asks_for_one(tmp_path: Path) -> None:
+    on_gpu = worker_config(on_gpus(tmp_path), "decode", "decode-0", "127.0.0.1:1")
+    assert rank_resources(on_gpu)["GPU"] == 1
+    on_cpu = worker_config(fake_cluster(tmp_path), "decode", "decode-0", "127.0.0.1:1")
+    assert "GPU" not in rank_resources(on_cpu)
+    fake = dataclasses.replace(on_gpu.engine, backend="fake")
+    assert "GPU" not in rank_resources(dataclasses.replace(on_gpu, engine=fake))
+
+
+@pytest.mark.cluster
+def test_each_rank_under_ray_sees_a_gpu_of_its_own(ray_with_gpus: None, tmp_path: Path) -> None:
+    replicas = RayReplicas(tmp_path)
+    config = ranks_on_gpus(tmp_path, tp_size=NUM_GPUS)
+    name = ReplicaName.new("decode", 0)
+    assert replicas.reserve(name, config)
+    replica = replicas.start(name, config)
+    try:
+        seen = sorted(visible_gpus(actor) for actor in replica.actors.values())
+        assert seen == ["0", "1"]
+    finally:
+        assert replicas.destroy(replica)
+
+
+@pytest.mark.cluster
+def test_a_replica_on_more_gpus_than_any_machine_has_is_refused_at_once(
+    ray_with_gpus: None, tmp_path: Path
+) -> None:
+    replicas = RayReplicas(tmp_path)
+    config = ranks_on_gpus(tmp_path, tp_size=NUM_GPUS + 1)
+    began_at = time.monotonic()
+    with pytest.raises(ReplicaError, match="3 ranks need a GPU each; the largest machine has 2"):
+        replicas.reserve(ReplicaName.new("decode", 0), config)
+    assert time.monotonic() - began_at < 15  # not as long as for a place that may come free
+    assert replicas.find({"decode": NUM_GPUS + 1}) == []
+
+
+@pytest.mark.cluster
+def test_a_replica_for_which_too_few_gpus_are_free_is_refused_soon(
+    ray_with_gpus: None, tmp_path: Path
+) -> None:
+    replicas = RayReplicas(tmp_path)
+    taken = ray.util.placement_group([{"GPU": 1}])
+    assert taken.wait(30)
+    began_at = time.monotonic()
+    try:
+        with pytest.raises(
+            ReplicaError, match="2 ranks with a GPU each; free GPUs on all machines: 1"
+        ):
+            replicas.reserve(
+                ReplicaName.new("decode", 0), ranks_on_gpus(tmp_path, tp_size=NUM_GPUS)
+            )
+        assert time.monotonic() - began_at < 15
+    finally:
+        ray.util.remove_placement_group(taken)
+
+
+@pytest.mark.cluster
+def test_scaling_a_pool_beyond_the_gpus_is_refused_at_once_and_changes_nothing(
+    ray_with_gpus: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = on_gpus(tmp_path)
+    empty = {name: dataclasses.replace(p, replicas=0) for name, p in config.pools.items()}
+    with contextlib.ExitStack() as stack:
+        config = dataclasses.replace(config, pools=empty)
+        supervisor = SupervisorHandle.start(config, tmp_path)
+        stack.callback(supervisor.stop)
+        address = supervisor.address()
+        began_at = time.monotonic()
+        assert main(["scale", "decode", "3", "--control", address]) == 1
+        assert time.monotonic() - began_at < 15
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert "all pools together would need 3 GPUs, one for each rank; there are 2, 2" in told.err
+        with ControlClient(address) as control:
+            assert [pool.desired_replicas for pool in control.fleet().pools] == [0, 0]
+
+
+SEEN = [
+    (None, ["0", "1"]),
+    ("3,5,7", ["3", "5"]),
+    ("GPU-a, GPU-b", ["GPU-a", "GPU-b"]),
+]
+
+
+@pytest.mark.parametrize(("visible", "seen"), SEEN)
+def test_each_rank_without_ray_sees_a_gpu_of_its_own(visible: str | None, seen: list[str]) -> None:
+    engine = EngineConfig(device="cuda")
+    assert [each[VISIBLE] for each in rank_environments(engine, 2, visible)] == seen
+    assert rank_environments(engine, 1, visible) == [{}]
+    assert rank_environments(EngineConfig(), 2, visible) == [{}, {}]
+
+
+@pytest.mark.parametrize("visible", ["", "0"])
+def test_ranks_without_ray_that_have_too_few_gpus_are_refused(visible: str) -> None:
+    with pytest.raises(ConfigError, match="2 ranks need a GPU each; CUDA_VISIBLE_DEVICES"):
+        rank_environments(EngineConfig(device="cuda"), 2, visible)
+
+
+def test_a_worker_process_starts_its_other_ranks_with_gpus_of_their_own(tmp_path: Path) -> None:
+    config = on_gpus(tmp_path)
+    pools = {name: dataclasses.replace(p, tensor_parallel=2) for name, p in config.pools.items()}
+    (file := tmp_path / "cluster.yaml").write_text(
+        dataclasses.replace(config, pools=pools).to_yaml()
+    )
+    command = [sys.executable, "-m", "cluster.worker.process", "--config", str(file)]
+    command += ["--pool", "decode", "--control", "127.0.0.1:1"]
+    loads_for_ever(tmp_path)
+    with subprocess.Popen(command, env=os.environ | {VISIBLE: "4,6"}) as process:
+        rank0, give_up_at = psutil.Process(process.pid), time.monotonic() + 60
+        ranks: list[psutil.Process] = []
+        try:
+            # A child has its parent's environment until it executes what it is to be.
+            while [rank.environ().get(VISIBLE) for rank in ranks] != ["6"]:
+                assert process.poll() is None
+                assert time.monotonic() < give_up_at
+                time.sleep(0.05)
+                ranks = rank0.children()
+        finally:
+            for left in (rank0, *ranks):
+                left.kill()

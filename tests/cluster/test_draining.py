@@ -57,6 +57,7 @@ async def test_a_worker_told_to_drain_takes_no_call_that_is_read_in_the_same_tur
         unserved = Lease(LeaseId("late"), 1, identity, identity, b"", (), 0, 2.0, ())
         with pytest.raises(DrainingError):
             worker.prefill.start(kit.make_spec("late"), unserved, None)
+        # A session would cost a turn of the loop, in which the drain goes on.
         refusal = worker.decode._refusal(submission_of(kit.make_spec("late")))
         assert refusal is not None
         assert refusal[0] is Refusal.DRAINING
@@ -113,7 +114,7 @@ async def test_a_worker_that_drained_gives_a_router_up_that_takes_nothing(
         worker.decode.submit(session, submission_of(kit.make_spec("last", 60)), None)
         worker.drain()
         await asyncio.wait_for(worker.left.wait(), 10)
-        assert not session.has_told_all
+        assert not session.has_sent_all
 
 
 async def test_a_drain_under_way_takes_no_longer_than_whoever_asks_for_it_again_lets_it(

@@ -41,9 +41,9 @@ def test_a_cluster_for_one_machine_is_not_served_on_a_ray_of_several(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--run-dir", "x"], "--config and --run-dir are needed, or --end"),
+        (["--run-dir", "x"], "give --config and --run-dir, or --end"),
         (["--config", "nowhere.yaml", "--run-dir", "x"], "nowhere.yaml: cannot be read"),
-        (["--end", "--ray-address", "here"], "--ray-address is HOST:PORT"),
+        (["--end", "--ray-address", "here"], "--ray-address must be HOST:PORT"),
     ],
 )
 def test_wrong_usage_is_told_before_ray_is_looked_for(
@@ -84,7 +84,7 @@ def test_a_head_that_leaves_ends_nothing_the_next_adopts_and_only_end_ends_repli
         assert pods.end_all().returncode == 0
         assert all(map(is_gone, ranks))
         again = pods.end_all()
-        assert (again.returncode, "no supervisor is there" in again.stdout) == (0, True)
+        assert (again.returncode, "no supervisor is running" in again.stdout) == (0, True)
 
 
 @pytest.mark.full

@@ -16,10 +16,9 @@ import pytest
 from baton.config.transfer import TransferConfig
 from baton.config.workers import WorkerSettings
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from cluster.loop_door import LoopDoor
 from cluster.pools.role_plan import Role
-from cluster.worker.config import RankPlace, WorkerConfig
-from cluster.worker.process import serve_worker
+from cluster.worker.config import RankPosition, WorkerConfig
+from cluster.worker.process import LoopDoor, serve_worker
 from cluster.worker.worker import EngineStuckError, Worker, WorkerFailedError
 from kv_transfer.transport import FlushResult
 from kv_transfer.transports import make_transport
@@ -55,6 +54,7 @@ async def test_books_show_what_a_handoff_holds_on_either_side_and_nothing_after_
 
 async def test_a_part_whose_books_do_not_agree_is_named(pair: Any) -> None:
     role = pair.decode.decode
+    # Only a bug could make the tables disagree, so the test writes into them.
     role._runs._by_request["ghost"] = None  # a request that nobody runs
     (problem,) = (await books_of(pair.decode)).problems
     assert problem.startswith("decode: ")
@@ -63,11 +63,13 @@ async def test_a_part_whose_books_do_not_agree_is_named(pair: Any) -> None:
 
 
 async def test_the_books_of_a_worker_cover_the_parts_of_both_roles(pair: Any) -> None:
+    # Only a bug could leave a block here, so the test writes into the table.
     written = pair.prefill.leases._writable
     written[(0, 1)] = "ghost"  # a block of a lease that nobody gave
     (problem,) = (await books_of(pair.prefill)).problems
     assert problem.startswith("leases: ")
     del written[(0, 1)]
+    # Only a bug could do this, so the test writes into the table.
     pair.decode.prefill._waiting["ghost"] = None
     (problem,) = (await books_of(pair.decode)).problems
     assert problem.startswith("prefill: ")
@@ -145,7 +147,7 @@ async def serving(
     def on_fatal(error: BaseException) -> None:
         loop.call_soon_threadsafe(fatal.set_result, error)
 
-    left = asyncio.create_task(serve_worker(config, RankPlace(), ready.set_result, on_fatal))
+    left = asyncio.create_task(serve_worker(config, RankPosition(), ready.set_result, on_fatal))
     worker = await asyncio.wait_for(ready, 10)
     try:
         yield Serving(worker, left, fatal)
@@ -178,7 +180,7 @@ async def test_a_worker_whose_sweep_fails_ends_with_the_error_named(kit: Any) ->
 PROCESS = """
 import time
 from baton.config.cluster import parse_config
-from cluster.worker.config import RankPlace, worker_config
+from cluster.worker.config import RankPosition, worker_config
 from cluster.worker.process import WorkerThread
 from decode_worker.role import DecodeRole
 
@@ -187,7 +189,7 @@ def fails(role):
 
 DecodeRole.sweep = fails
 cluster = parse_config({"model": "fake", "engine": {"backend": "fake"}})
-thread = WorkerThread(worker_config(cluster, "decode", "decode-0", "127.0.0.1:1"), RankPlace())
+thread = WorkerThread(worker_config(cluster, "decode", "decode-0", "127.0.0.1:1"), RankPosition())
 thread.start()
 print(thread.wait(30), flush=True)
 time.sleep(30)

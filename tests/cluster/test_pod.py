@@ -14,9 +14,8 @@ from baton.config.workers import pod_resource
 from baton.v1 import common_pb2, control_pb2
 from cluster.node.pod import Pod, PodWorkers
 from cluster.pools.pool_settings import own_settings
-from cluster.supervisor.bundles import rank_resources
-from cluster.supervisor.room import check_room
-from cluster.worker.config import WorkerConfig, settled, worker_config
+from cluster.supervisor.bundles import check_room, rank_resources
+from cluster.worker.config import WorkerConfig, with_node_settings, worker_config
 from kv_transfer.process import ProcessIdentity, identity_of, own_identity
 
 POD = Pod("decode-x1", "10.0.0.7", "node-3")
@@ -45,14 +44,14 @@ def test_a_pod_is_what_the_downward_api_says() -> None:
 
 
 def test_a_worker_in_a_pod_listens_at_the_pods_address_or_else_at_rays() -> None:
-    assert settled(config_of(), POD, "10.0.0.9").host == "10.0.0.7"
+    assert with_node_settings(config_of(), POD, "10.0.0.9").host == "10.0.0.7"
     without_ip = dataclasses.replace(POD, ip=None)
-    assert settled(config_of(), without_ip, "10.0.0.9").host == "10.0.0.9"
-    assert settled(config_of(), None, "fd00::9").host == "[fd00::9]"
+    assert with_node_settings(config_of(), without_ip, "10.0.0.9").host == "10.0.0.9"
+    assert with_node_settings(config_of(), None, "fd00::9").host == "[fd00::9]"
     at_port = Pod.of({"POD_NAME": "a", "BATON_WORKER_PORT": "7104"})
-    assert settled(config_of(), at_port, "10.0.0.9").settings.port == 7104
-    assert settled(config_of(), POD, "10.0.0.9").settings.port == 0
-    assert settled(config_of("machine"), POD, "10.0.0.9") == config_of("machine")
+    assert with_node_settings(config_of(), at_port, "10.0.0.9").settings.port == 7104
+    assert with_node_settings(config_of(), POD, "10.0.0.9").settings.port == 0
+    assert with_node_settings(config_of("machine"), POD, "10.0.0.9") == config_of("machine")
 
 
 def test_a_worker_that_has_a_pod_to_itself_has_all_of_its_cores() -> None:
@@ -86,13 +85,13 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PodWorkers:
 
 
 def test_a_worker_is_found_in_its_pod_until_it_strikes_itself(workers: PodWorkers) -> None:
-    assert workers.read() == []
+    assert workers.live() == []
     first, second = worker(own_identity()), worker(own_identity(), incarnation=2)
-    workers.enter(first)
-    workers.enter(second)
-    assert workers.read() == [first, second]
-    workers.strike(first)
-    assert workers.read() == [second]
+    workers.add(first)
+    workers.add(second)
+    assert workers.live() == [first, second]
+    workers.remove(first)
+    assert workers.live() == [second]
     assert POD.folder.stat().st_mode & 0o77 == 0
 
 
@@ -100,11 +99,11 @@ def test_a_worker_that_was_killed_is_not_found_in_its_pod(workers: PodWorkers) -
     killed = subprocess.Popen(["sleep", "60"])
     identity = identity_of(killed.pid)
     assert identity is not None
-    workers.enter(worker(identity))
-    assert len(workers.read()) == 1
+    workers.add(worker(identity))
+    assert len(workers.live()) == 1
     killed.kill()
     os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie: nobody waits for it
-    assert workers.read() == []
+    assert workers.live() == []
     killed.wait()
 
 
@@ -117,7 +116,7 @@ def test_a_pod_is_closed_for_as_long_as_its_containers_own_process_lives(
     assert identity is not None
     workers.close(identity)
     assert workers.is_closed
-    assert workers.read() == []
+    assert workers.live() == []
     container.kill()
     container.wait()
     assert not workers.is_closed

@@ -10,88 +10,32 @@ import dataclasses
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from baton.config.workers import SupervisorConfig
-from baton.control_client import ControlClient
-from baton.v1 import control_pb2
-from tests.cluster.pods import PodCluster, running_head
+from tests.cluster.pods import (
+    DRAINING,
+    PodSite,
+    live_at,
+    pool_of,
+    running_head,
+    states_of,
+)
 from tests.cluster.whole_cluster import (
     CLUSTERS,
-    PROMPT,
-    Answer,
-    Fleet,
-    Site,
     fake_cluster,
     live_workers,
     random_cluster,
-    run,
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 KINDS = ["fake", pytest.param("demo", marks=pytest.mark.full)]
-DRAINING = control_pb2.WORKER_STATE_DRAINING
-GONE = control_pb2.WORKER_STATE_GONE
-_NUM_STREAMS = 6
-_NUM_TOKENS = 200
-
-
-@dataclasses.dataclass
-class PodSite(Site):
-    """A cluster on pods, and what its requests must say."""
-
-    @property
-    def pods(self) -> PodCluster:
-        return cast(PodCluster, self.cluster)
-
-    def scale(self, pool: str, replicas: int) -> None:
-        with ControlClient(self.pods.control_address) as control:
-            control.set_replicas(pool, replicas)
-
-    def settled(self, decode: int = 1) -> Fleet:
-        """Live at this size, each worker on a pod of its own pool's."""
-        self.scale("decode", decode)
-        fleet = self.wait_for(lambda seen: live_at(seen, {"prefill": 1, "decode": decode}))
-        self.pods.check(fleet)
-        return fleet
-
-    @contextlib.contextmanager
-    def streams(self) -> Iterator[list[Future[Answer]]]:
-        """Requests that run; afterwards each has the oracle's tokens."""
-        prompts = [PROMPT[number : number + 100] for number in range(_NUM_STREAMS)]
-        flowing = threading.Semaphore(0)
-        address = self.pods.router_address
-        with ThreadPoolExecutor(_NUM_STREAMS) as threads:
-            asked = [threads.submit(run, address, p, _NUM_TOKENS, flowing.release) for p in prompts]
-            for _ in range(2 * _NUM_STREAMS):
-                assert flowing.acquire(timeout=30)
-            yield asked
-            answers = [request.result(90) for request in asked]
-        expected = self.expected(prompts, [_NUM_TOKENS] * _NUM_STREAMS)
-        assert [answer.ids for answer in answers] == expected
-
-
-def live_at(fleet: Fleet, sizes: dict[str, int]) -> bool:
-    """Nobody leaves any more, either."""
-    live = {pool.name: pool.live_replicas for pool in fleet.pools}
-    there = [worker for worker in fleet.workers if worker.state != GONE]
-    return live == sizes and len(live_workers(fleet)) == len(there) == sum(sizes.values())
-
-
-def states_of(fleet: Fleet) -> dict[str, int]:
-    return {worker.info.ref.worker_id: worker.state for worker in fleet.workers}
-
-
-def pool_of(fleet: Fleet, name: str) -> Any:
-    return next(pool for pool in fleet.pools if pool.name == name)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -255,7 +199,7 @@ def test_a_pod_drains_without_rays_head(tmp_path: Path) -> None:
             draining = gone.drain(60)
             said, _ = draining.communicate(timeout=90)
         assert draining.returncode == 0, said
-        assert "not closed to Ray, which is asked again: " in said
+        assert "not closed to Ray, trying again: " in said
         assert "decode-0 has left" in said
 
 

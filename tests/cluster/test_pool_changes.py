@@ -139,16 +139,16 @@ class Backing(Unbacked):
         if sum(replicas.values()) > self._room:
             raise NoCapacityError(f"no room for {pool.name}", field="replicas")
 
-    async def settled(self, told: PoolSettings) -> PoolSettings:
+    async def complete(self, told: PoolSettings) -> PoolSettings:
         await asyncio.sleep(0)  # others have their turn
         if told.config.runs_on == "pods":
             raise ConfigError("runs_on: must be machine", field="runs_on")
         return told
 
-    async def places_known(self) -> None:
+    async def slots_known(self) -> None:
         await self.opened.wait()
 
-    def booked(self) -> None:
+    def save(self) -> None:
         self.num_kept += 1
         if (sizes := self._registry.pools.desired_replicas()) not in self.kept[-1:]:
             self.kept.append(sizes)
@@ -186,11 +186,11 @@ class SlowBacking(Backing):
         self.begun = asyncio.Event()
         self.may_settle = asyncio.Event()
 
-    async def settled(self, told: PoolSettings) -> PoolSettings:
+    async def complete(self, told: PoolSettings) -> PoolSettings:
         self.num_begun += 1
         self.begun.set()
         await self.may_settle.wait()
-        return await super().settled(told)
+        return await super().complete(told)
 
 
 async def given_up(changes: PoolChanges, backing: SlowBacking, text: str = TEXT) -> None:
@@ -237,7 +237,7 @@ async def test_what_refuses_a_pool_whose_caller_gave_up_is_logged_and_it_can_be_
     await given_up(changes, backing, TEXT + "\nruns_on: pods")
     backing.may_settle.set()
     await changes.add("decode-2", TEXT, 2)
-    assert "pool decode-2 is not added: runs_on: must be machine" in caplog.text
+    assert "pool decode-2 was not added: runs_on: must be machine" in caplog.text
     assert backing.kept == [{"decode": 1, "decode-2": 2}]
 
 
@@ -260,7 +260,7 @@ async def test_no_pool_is_removed_before_it_is_known_what_a_former_supervisor_le
     await changes.set_replicas("decode", 0)
     removing = asyncio.create_task(changes.remove("decode"))
     await asyncio.wait({removing}, timeout=0.05)
-    registry.pools.open_place("decode", "decode-0")  # found, and drains
+    registry.pools.open_slot("decode", "decode-0")  # found, and drains
     backing.opened.set()
     with pytest.raises(InUseError, match="decode-0"):
         await removing

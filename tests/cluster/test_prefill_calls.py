@@ -1,16 +1,32 @@
-"""What a prefill worker refuses, and what it says when its handoff breaks."""
+"""Prefill calls: repeated, cut off and retried."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
+from baton.config.engine import FakeEngineConfig
 from baton.v1 import worker_pb2
 from cluster.pools.role_plan import Role
+from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler
+from tests.cluster.conftest import (
+    ENGINE,
+    DecodeLink,
+    HeldStep,
+    MiniRouter,
+    Oracle,
+    load_of,
+    make_spec,
+    nothing_held,
+    running_worker,
+    until,
+)
 
 
 async def refusal(pair: Any, spec: worker_pb2.RequestSpec, lease: worker_pb2.Lease) -> Any:
@@ -89,3 +105,92 @@ async def test_a_mixed_worker_serves_both_roles(kit: Any) -> None:
             assert await router.generate(spec, prefill.info().ref) == kit.oracle.tokens(spec)
             await router.close()
             await link.close()
+
+
+# Room for two attempts of one prompt, not for three; steps take time, so that one can be held.
+SMALL = replace(
+    ENGINE,
+    num_blocks=24,
+    fake=FakeEngineConfig(window=20, vocab_size=50_000, decode_step_s=1e-6),
+)
+
+
+class LateWriter(ThreadScheduler):
+    """Keeps what the first process that puts anything puts and flushes; all else runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer: bytes | None = None
+        self.held: list[Operation] = []
+
+    def schedule(self, operation: Operation) -> None:
+        if operation.kind == "put" and self.writer is None:
+            self.writer = operation.source
+        if operation.kind in ("put", "flush") and operation.source == self.writer:
+            self.held.append(operation)
+        else:
+            super().schedule(operation)
+
+    def land(self) -> None:
+        """Returns when all that was kept is in its target's memory."""
+        landed = threading.Event()
+        for operation in (*self.held, Operation("message", b"", b"", landed.set)):
+            super().schedule(operation)
+        assert landed.wait(10)
+
+
+def blocks_of(lease: worker_pb2.Lease) -> list[set[int]]:
+    """By layer group; the null block is nobody's."""
+    return [set(group.block_ids) - {0} for group in lease.groups]
+
+
+async def test_a_second_attempt_gets_other_blocks_than_those_a_late_writer_still_reaches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = LateWriter()
+    monkeypatch.setattr(MemoryNetwork, "_shared", MemoryNetwork(late))
+    async with (
+        running_worker("prefill-0", Role.PREFILL) as lost,
+        running_worker("prefill-1", Role.PREFILL) as sound,
+        running_worker("decode-0", Role.DECODE, SMALL) as decode,
+    ):
+        link = DecodeLink(decode.address, "router-a")
+        await link.open()
+        first_router, router = MiniRouter(lost.address, link), MiniRouter(sound.address, link)
+        first, second = (make_spec("retried", 60, attempt=attempt) for attempt in (1, 2))
+        given_up = await first_router.reserve(first, lost.info().ref)
+        writing = asyncio.create_task(first_router.hand_off(first, given_up))
+        await until(lambda: late.held)
+
+        lease = await router.reserve(second, sound.info().ref)
+        quarantined = blocks_of(given_up)
+        assert [len(blocks) for blocks in quarantined] == [len(b) for b in blocks_of(lease)]
+        assert not [both for both in map(set.intersection, quarantined, blocks_of(lease)) if both]
+        load = await load_of(decode)
+        assert load.num_quarantined_blocks == max(map(len, quarantined))
+
+        # Nor does anybody else get them: a prompt that they would do for has to wait.
+        other = make_spec("other", 60)
+        await link.reserve(other, sound.info().ref)
+        await link.until(lambda: link.of("other").rejected)
+        rejected = link.of("other").rejected
+        assert rejected is not None
+        assert rejected.reason == worker_pb2.REJECT_REASON_NO_CAPACITY
+
+        # What the lost writer had put lands between the second attempt's KV and its first step.
+        step = HeldStep(decode)
+        await router.hand_off(second, lease)
+        await until(step.begun.is_set)
+        await asyncio.to_thread(late.land)
+        step.go_on.set()
+        heard = link.of("retried", 2)
+        await link.until(lambda: heard.finished)
+        assert heard.in_order() == Oracle().tokens(second)
+        assert (await writing)[-1].handoff_failed.reason == "FENCED"
+
+        await nothing_held(lost, sound, decode)
+        link.of("other").rejected = None
+        assert await router.generate(other, sound.info().ref) == Oracle().tokens(other)
+        for each in (first_router, router):
+            await each.close()
+        await link.close()

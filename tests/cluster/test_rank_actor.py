@@ -17,5 +17,6 @@ def test_nobody_else_can_take_the_port_at_which_the_ranks_of_a_replica_meet() ->
         with pytest.raises(OSError, match="in use"), socket.create_server(("127.0.0.1", port)):
             pass
     finally:
+        # Without a launch nothing else closes the socket.
         assert actor._meeting is not None
         actor._meeting.close()

@@ -13,31 +13,18 @@ from baton.config.decode import DecodeConfig
 from baton.config.workers import RegistryConfig, WorkerSettings
 from baton.errors import InvalidRequestError, NotFoundError, OtherModelError
 from cluster.registry.registry import Progress, Registration, Registry, Stream, WorkerState
+from kv_transfer.clock import ManualClock
 from tests.cluster.pool_settings import settings_of
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def pass_s(self, registry: Registry, seconds: float) -> None:
-        """Time in which the registry looks as often as it must."""
-        until_s = self.now_s + seconds
-        while self.now_s < until_s:
-            self.now_s = min(until_s, self.now_s + registry.look_s)
-            registry.refresh()
+from tests.cluster.registered import pass_s
 
 
 def registration(worker_id: str = "decode-0", incarnation: int = 7) -> Registration:
     return Registration(worker_id, incarnation, "decode", b"info")
 
 
-def make() -> tuple[Registry, FakeClock]:
-    clock = FakeClock()
-    registry = Registry(RegistryConfig(), clock)
+def make() -> tuple[Registry, ManualClock]:
+    clock = ManualClock()
+    registry = Registry(RegistryConfig(), clock.now_s)
     registry.pools.add(settings_of(), 1)
     return registry, clock
 
@@ -79,13 +66,13 @@ def test_a_silent_worker_is_suspect_then_gone_then_forgotten() -> None:
     registry, clock = make()
     stream = register(registry)
     beat(registry, stream)
-    clock.pass_s(registry, 2.9)
+    pass_s(clock, registry, 2.9)
     assert state(registry) is WorkerState.LIVE
-    clock.pass_s(registry, 0.2)
+    pass_s(clock, registry, 0.2)
     assert state(registry) is WorkerState.SUSPECT
-    clock.pass_s(registry, 13.0)
+    pass_s(clock, registry, 13.0)
     assert state(registry) is WorkerState.GONE
-    clock.pass_s(registry, 10.0)
+    pass_s(clock, registry, 10.0)
     assert registry.snapshot().workers == ()
 
 
@@ -95,14 +82,14 @@ def test_a_pause_of_the_registry_is_not_taken_for_its_workers_silence() -> None:
     assert dead is not None
     beat(registry, stream)
     beat(registry, dead)
-    clock.now_s += 16.0  # stopped; what the workers said meanwhile is still to be read
+    clock.advance(16.0)  # stopped; what the workers said meanwhile is still to be read
     assert [w.state for w in registry.snapshot().workers] == [WorkerState.LIVE] * 2
-    clock.pass_s(registry, 1.0)
+    pass_s(clock, registry, 1.0)
     assert beat(registry, stream)
-    clock.pass_s(registry, 2.0)
+    pass_s(clock, registry, 2.0)
     states = [w.state for w in registry.snapshot().workers]
     assert states == [WorkerState.LIVE, WorkerState.SUSPECT]
-    clock.now_s += 60.0
+    clock.advance(60.0)
     (suspect_s,) = (w.suspect_s for w in registry.snapshot().workers if w.suspect_s)
     assert suspect_s < 3.0  # a fence waits for the registry's own time too
 
@@ -111,7 +98,7 @@ def test_a_registry_that_is_late_at_every_look_still_finds_a_worker_silent() -> 
     registry, clock = make()
     beat(registry, register(registry))
     for _ in range(20):
-        clock.now_s += 5.0
+        clock.advance(5.0)
         registry.refresh()
     assert state(registry) is WorkerState.GONE
 
@@ -120,7 +107,7 @@ def test_a_suspect_that_is_heard_of_again_is_live() -> None:
     registry, clock = make()
     stream = register(registry)
     beat(registry, stream)
-    clock.pass_s(registry, 5.0)
+    pass_s(clock, registry, 5.0)
     assert state(registry) is WorkerState.SUSPECT
     beat(registry, stream)
     assert state(registry) is WorkerState.LIVE
@@ -169,10 +156,10 @@ def test_only_the_newest_stream_of_a_worker_is_heard() -> None:
 def test_registering_again_in_time_is_no_change_of_state() -> None:
     registry, clock = make()
     beat(registry, register(registry))
-    clock.pass_s(registry, 2.9)
+    pass_s(clock, registry, 2.9)
     version = registry.snapshot().version
     register(registry)
-    clock.pass_s(registry, 2.9)
+    pass_s(clock, registry, 2.9)
     assert registry.snapshot().version == version
     assert state(registry) is WorkerState.LIVE
 
@@ -181,7 +168,7 @@ def test_a_worker_given_up_for_gone_may_register_again() -> None:
     registry, clock = make()
     stream = register(registry)
     beat(registry, stream)
-    clock.pass_s(registry, 16.0)
+    pass_s(clock, registry, 16.0)
     assert state(registry) is WorkerState.GONE
     assert not beat(registry, stream)
     beat(registry, register(registry))
@@ -217,16 +204,16 @@ def test_a_draining_worker_is_given_the_silence_of_any_other_and_is_draining_whe
     assert registry.drain_asked(stream)
     beat(registry, stream, draining=True)
     assert state(registry) is WorkerState.DRAINING
-    clock.pass_s(registry, 2.9)
+    pass_s(clock, registry, 2.9)
     assert state(registry) is WorkerState.DRAINING
-    clock.pass_s(registry, 2.0)
+    pass_s(clock, registry, 2.0)
     assert state(registry) is WorkerState.SUSPECT
     stream = register(registry)
     assert state(registry) is WorkerState.DRAINING
     assert registry.drain_asked(stream)
     beat(registry, stream)
     assert state(registry) is WorkerState.DRAINING
-    clock.pass_s(registry, 15.0)
+    pass_s(clock, registry, 15.1)
     assert state(registry) is WorkerState.GONE
     with pytest.raises(KeyError):
         registry.ask_drain("decode-0")
@@ -278,13 +265,13 @@ def test_a_snapshot_changes_nothing_however_late_it_is_taken() -> None:
 
     before = written()
     for late_s in (0.0, 2.0, 5.0, 1000.0):
-        clock.now_s += late_s
+        clock.advance(late_s)
         first = registry.snapshot()
         assert registry.snapshot() == first
         assert first.workers[0].state is WorkerState.LIVE
-        clock.now_s -= late_s
+        clock.advance(-late_s)
         assert written() == before
-    clock.pass_s(registry, 20.0)
+    pass_s(clock, registry, 20.0)
     assert state(registry) is WorkerState.GONE
 
 
@@ -303,7 +290,7 @@ def test_the_first_worker_s_model_binds_the_registry_while_any_worker_is_left() 
         registry.register(of_model(b"two", "decode-2"))
     assert caught.value.message == (
         f"worker decode-2 loaded {Path('models/demo').resolve()}: its weights or configuration "
-        f"differ from those that serve here: fingerprint {b'two'.hex()}, not {b'one'.hex()}. "
+        f"differ from the model that serves here: fingerprint {b'two'.hex()}, not {b'one'.hex()}. "
         "Pin `model_revision`, or start a new cluster for another model"
     )
     assert registry.register(of_model(b"one", "decode-2")) is not None
@@ -323,7 +310,7 @@ def test_a_fleet_that_has_gone_binds_no_model() -> None:
 def test_a_refused_worker_is_named_with_what_clients_call_its_model_where_its_pool_is_unknown() -> (
     None
 ):
-    registry = Registry(RegistryConfig(), FakeClock(), model_fingerprint=b"one")
+    registry = Registry(RegistryConfig(), ManualClock().now_s, model_fingerprint=b"one")
     with pytest.raises(OtherModelError, match="worker decode-1 loaded llama: "):
         registry.register(of_model(b"two"))
     assert registry.snapshot().workers == ()
@@ -347,7 +334,7 @@ def test_the_version_rises_exactly_when_a_state_or_the_membership_changes(steps:
     for step in steps:
         before, version = seen(), registry.snapshot().version
         if step == "wait":
-            clock.pass_s(registry, 4.0)
+            pass_s(clock, registry, 4.0)
         else:
             actions[step]()
         after = registry.snapshot()
@@ -362,23 +349,23 @@ def drain(registry: Registry) -> None:
 
 def test_failed_starts_are_counted_in_a_row_and_forgiven_once_the_worker_is_live() -> None:
     registry, _ = make()
-    assert registry.pools.failed("decode", "decode-0", "no such model", served=False) == 1
-    assert registry.pools.failed("decode", "decode-1", "killed", served=True) == 0
-    assert registry.pools.failed("decode", "decode-0", "still none", served=False) == 2
+    assert registry.pools.record_failure("decode", "decode-0", "no such model", served=False) == 1
+    assert registry.pools.record_failure("decode", "decode-1", "killed", served=True) == 0
+    assert registry.pools.record_failure("decode", "decode-0", "still none", served=False) == 2
     (pool,) = registry.snapshot().pools
     assert (pool.last_error, pool.num_failed_starts) == ("still none", 2)
     beat(registry, register(registry))
     (pool,) = registry.snapshot().pools
     assert (pool.last_error, pool.num_failed_starts) == ("killed", 0)
-    registry.pools.forgive("decode-1")
+    registry.pools.clear_failure("decode-1")
     assert registry.snapshot().pools[0].last_error == ""
 
 
 def test_a_failure_after_service_begins_the_count_of_failed_starts_anew() -> None:
     registry, _ = make()
-    registry.pools.failed("decode", "decode-0", "bad luck", served=False)
-    registry.pools.failed("decode", "decode-0", "killed", served=True)
-    assert registry.pools.failed("decode", "decode-0", "bad luck again", served=False) == 1
+    registry.pools.record_failure("decode", "decode-0", "bad luck", served=False)
+    registry.pools.record_failure("decode", "decode-0", "killed", served=True)
+    assert registry.pools.record_failure("decode", "decode-0", "bad luck again", served=False) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,8 @@ from baton.config.transfer import TransferConfig
 from cluster.errors import ReplicaError
 from cluster.local.bring_up import start_ray
 from cluster.local.reaper import watched_over
-from cluster.supervisor.process_table import Entry
-from cluster.supervisor.rank_ends import EndWatch, RankEnd
-from cluster.supervisor.replica import Replica, ReplicaName, Replicas
+from cluster.supervisor.process_table import ReplicaProcesses
+from cluster.supervisor.replica import RankEnd, RankWatch, RayReplicas, Replica, ReplicaName
 from cluster.worker.config import WorkerConfig, worker_config
 from cluster.worker.rank_actor import MAX_CALLS
 from kv_transfer.process import ProcessIdentity, is_gone, own_identity
@@ -46,7 +45,7 @@ def config(tmp_path: Path) -> WorkerConfig:
 
 
 @pytest.fixture
-def replicas(tmp_path: Path) -> Iterator[Replicas]:
+def replicas(tmp_path: Path) -> Iterator[RayReplicas]:
     """As a supervisor has them; at the end nothing is left."""
     yield (found := a_supervisors(tmp_path))
     for replica in found.find(TP_SIZES):
@@ -57,17 +56,17 @@ def replicas(tmp_path: Path) -> Iterator[Replicas]:
 TP_SIZES = {"decode": 1}
 
 
-def a_supervisors(run_dir: Path, answer_within_s: float = 30.0) -> Replicas:
-    return Replicas(run_dir, answer_within_s)
+def a_supervisors(run_dir: Path, answer_within_s: float = 30.0) -> RayReplicas:
+    return RayReplicas(run_dir, answer_within_s)
 
 
-def start(replicas: Replicas, config: WorkerConfig) -> Replica:
+def start(replicas: RayReplicas, config: WorkerConfig) -> Replica:
     name = ReplicaName.new("decode", 0)
-    assert replicas.place(name, config)
+    assert replicas.reserve(name, config)
     return replicas.start(name, config)
 
 
-def ends_of(replica: Replica, watch: EndWatch, timeout_s: float = 30.0) -> list[RankEnd]:
+def ends_of(replica: Replica, watch: RankWatch, timeout_s: float = 30.0) -> list[RankEnd]:
     give_up_at = time.monotonic() + timeout_s
     while not (ends := watch.wait([replica], 0.5)):
         assert time.monotonic() < give_up_at, "its end is not heard of"
@@ -75,13 +74,13 @@ def ends_of(replica: Replica, watch: EndWatch, timeout_s: float = 30.0) -> list[
 
 
 def test_any_number_of_supervisors_adopt_the_same_replica_and_the_last_one_hears_of_its_end(
-    tmp_path: Path, replicas: Replicas, config: WorkerConfig
+    tmp_path: Path, replicas: RayReplicas, config: WorkerConfig
 ) -> None:
     replica = start(replicas, config)
     for _ in range(2 * MAX_CALLS):
         (found,) = a_supervisors(tmp_path).find(TP_SIZES)
         assert (found.name, found.processes) == (replica.name, replica.processes)
-        watch = EndWatch()
+        watch = RankWatch()
         assert watch.wait([found], 0.01) == []
     assert is_gone(replica.processes[0]) is False
     give_up_at = time.monotonic() + 30
@@ -94,9 +93,9 @@ def test_any_number_of_supervisors_adopt_the_same_replica_and_the_last_one_hears
 
 
 def test_a_rank_that_leaves_in_good_order_has_not_failed(
-    replicas: Replicas, config: WorkerConfig
+    replicas: RayReplicas, config: WorkerConfig
 ) -> None:
-    replica, watch = start(replicas, config), EndWatch()
+    replica, watch = start(replicas, config), RankWatch()
     give_up_at = time.monotonic() + 30
     ends: list[RankEnd] = []
     while not ends:  # a rank that still loads is not disturbed
@@ -107,11 +106,11 @@ def test_a_rank_that_leaves_in_good_order_has_not_failed(
 
 
 def test_of_a_rank_that_is_ended_while_it_starts_ray_tells_nobody_that_it_died(
-    monkeypatch: pytest.MonkeyPatch, replicas: Replicas, config: WorkerConfig
+    monkeypatch: pytest.MonkeyPatch, replicas: RayReplicas, config: WorkerConfig
 ) -> None:
     def not_launched(config: WorkerConfig, group: PlacementGroup, begun: Any) -> None:
-        processes.append(ray.get(begun.actors[0].standing.remote()).process)
-        begun.entry = Entry(tuple(processes[-1:]), None)
+        processes.append(ray.get(begun.actors[0].status.remote()).process)
+        begun.entry = ReplicaProcesses(tuple(processes[-1:]), None)
 
     processes: list[ProcessIdentity] = []
     monkeypatch.setattr(replicas, "_launch", not_launched)
@@ -131,7 +130,7 @@ def test_of_a_rank_that_is_ended_while_it_starts_ray_tells_nobody_that_it_died(
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "forgotten by Ray"])
 def test_a_stopped_rank_that_a_dead_supervisor_left_is_ended_by_the_next(
-    tmp_path: Path, replicas: Replicas, config: WorkerConfig, listed: bool
+    tmp_path: Path, replicas: RayReplicas, config: WorkerConfig, listed: bool
 ) -> None:
     replica = start(replicas, config)
     os.kill(replica.processes[0].pid, signal.SIGSTOP)
@@ -142,7 +141,7 @@ def test_a_stopped_rank_that_a_dead_supervisor_left_is_ended_by_the_next(
 
 
 def test_of_two_generations_of_a_place_the_newest_is_adopted_and_the_other_ended(
-    tmp_path: Path, replicas: Replicas, config: WorkerConfig
+    tmp_path: Path, replicas: RayReplicas, config: WorkerConfig
 ) -> None:
     older, newer = start(replicas, config), start(replicas, config)
     assert newer.name.generation > older.name.generation
@@ -152,14 +151,14 @@ def test_of_two_generations_of_a_place_the_newest_is_adopted_and_the_other_ended
 
 
 def test_a_rank_that_even_the_kernel_cannot_end_in_time_keeps_no_other_one_alive(
-    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+    replicas: RayReplicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     first, second = (identity_of(rank.pid) for rank in ranks)
-    monkeypatch.setattr("cluster.supervisor.process_ends._GONE_WITHIN_S", 0.2)
+    monkeypatch.setattr("cluster.supervisor.process_table._GONE_WITHIN_S", 0.2)
     # In an uninterruptible call, say: no test can have the kernel hold a process on request.
     monkeypatch.setattr(
-        "cluster.supervisor.process_ends.is_gone", lambda p: False if p == first else is_gone(p)
+        "cluster.supervisor.process_table.is_gone", lambda p: False if p == first else is_gone(p)
     )
     try:
         assert not replicas.destroy(Replica(ReplicaName.new("decode", 0), {}, (first, second)))
@@ -176,7 +175,7 @@ def identity_of(pid: int) -> ProcessIdentity:
 
 
 def test_a_replica_that_cannot_be_launched_leaves_nothing(
-    replicas: Replicas, config: WorkerConfig
+    replicas: RayReplicas, config: WorkerConfig
 ) -> None:
     nowhere = dataclasses.replace(config, tp_size=2, host="no such host")  # its ranks meet there
     with pytest.raises(ReplicaError):
@@ -187,7 +186,7 @@ def test_a_replica_that_cannot_be_launched_leaves_nothing(
 
 
 def test_what_runs_in_a_pool_that_is_not_known_yet_is_left_alone_until_everything_is_to_end(
-    tmp_path: Path, replicas: Replicas, config: WorkerConfig
+    tmp_path: Path, replicas: RayReplicas, config: WorkerConfig
 ) -> None:
     replica, another = start(replicas, config), a_supervisors(tmp_path)
     assert another.find({"prefill": 1}) == []

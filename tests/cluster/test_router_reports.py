@@ -15,23 +15,23 @@ from baton.config.workers import RegistryConfig
 from baton.v1 import control_pb2, control_pb2_grpc
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
-from cluster.registry.router_reports import FORGOTTEN_AFTER_S, SILENT_AFTER_S, RouterBook
+from cluster.registry.router_reports import FORGOTTEN_AFTER_S, SILENT_AFTER_S, RouterReports
 from router.reporting import Reporting
 
 Watch = control_pb2.WatchFleetResponse
 
 
-def silent_in(book: RouterBook) -> list[tuple[str, float]]:
+def silent_in(book: RouterReports) -> list[tuple[str, float]]:
     return [(router.router_id, router.silent_s) for router in book.silent()]
 
 
-def reports_of(book: RouterBook) -> list[bytes]:
+def reports_of(book: RouterReports) -> list[bytes]:
     return list(book.reports())
 
 
 def test_a_router_that_falls_silent_or_leaves_is_left_out() -> None:
     now = 0.0
-    book = RouterBook(lambda: now)
+    book = RouterReports(lambda: now)
     book.report("a", b"1", 0)
     book.report("b", b"2", 0)
     book.left("b", book.opened())
@@ -45,7 +45,7 @@ def test_a_router_that_falls_silent_or_leaves_is_left_out() -> None:
 
 def test_a_router_that_does_not_speak_is_told_of_for_some_minutes_for_it_may_serve() -> None:
     now = 0.0
-    book = RouterBook(lambda: now)
+    book = RouterReports(lambda: now)
     call = book.opened()
     for name in "abc":
         book.report(name, b"", call)
@@ -61,7 +61,7 @@ def test_a_router_that_does_not_speak_is_told_of_for_some_minutes_for_it_may_ser
 
 
 def test_what_comes_of_a_call_counts_no_more_once_its_router_has_told_on_a_later_one() -> None:
-    book = RouterBook(lambda: 0.0)
+    book = RouterReports(lambda: 0.0)
     former, newest = book.opened(), book.opened()
     book.report("a", b"1", former)
     book.report("a", b"2", newest)
@@ -74,7 +74,7 @@ def test_what_comes_of_a_call_counts_no_more_once_its_router_has_told_on_a_later
 
 
 def test_a_router_that_left_on_its_last_call_is_not_brought_back_by_the_one_before() -> None:
-    book = RouterBook(lambda: 0.0)
+    book = RouterReports(lambda: 0.0)
     former, last = book.opened(), book.opened()
     book.report("a", b"1", former)
     book.left("a", last)

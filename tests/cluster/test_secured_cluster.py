@@ -18,7 +18,7 @@ from baton.client.events import Tokens
 from baton.config.router import AuthConfig, TlsConfig
 from baton.errors import UnauthenticatedError
 from tests.certificates import Authority, swap
-from tests.cluster.test_interrupts import brought_up, cluster, expected
+from tests.cluster.up_command import brought_up, cluster, expected
 from tests.cluster.whole_cluster import PROMPT
 
 pytestmark = [pytest.mark.full, pytest.mark.cluster, pytest.mark.timeout(300)]

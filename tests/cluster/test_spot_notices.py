@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.errors import MetadataError
-from cluster.node.spot_notices import CLOUDS, Notice
-from cluster.node.spot_watch import drain_s, is_outlived
+from cluster.node.spot_watch import CLOUDS, Notice, drain_s, is_outlived
 from tests.cluster.metadata_server import OWN_NAME, MetadataServer, serving_metadata
 
 NOW = datetime.datetime(2026, 11, 22, 8, 20, tzinfo=datetime.UTC)
@@ -33,9 +32,9 @@ def test_aws_tells_of_an_end_and_a_recommendation_to_rebalance_is_none(
     served: MetadataServer,
 ) -> None:
     cloud = CLOUDS["aws"](served.address)
-    assert cloud.look() is None  # the server recommends to rebalance all the time
+    assert cloud.poll() is None  # the server recommends to rebalance all the time
     served.call_back("aws", in_s=120)
-    notice = cloud.look()
+    notice = cloud.poll()
     assert notice is not None
     assert notice.what == "terminate"
     assert 115 < seconds_left(notice) <= 120
@@ -46,18 +45,18 @@ def test_an_aws_token_is_kept_and_asked_for_anew_when_it_has_run_out(
 ) -> None:
     cloud = CLOUDS["aws"](served.address)
     for _ in range(3):
-        assert cloud.look() is None
+        assert cloud.poll() is None
     assert served.asked.count("/latest/api/token") == 1
     served.forget_tokens()
-    assert cloud.look() is None
+    assert cloud.poll() is None
     assert served.asked.count("/latest/api/token") == 2
 
 
 def test_gcp_answers_as_soon_as_the_machine_is_preempted(served: MetadataServer) -> None:
     cloud = CLOUDS["gcp"](served.address)
-    assert cloud.look() is None
+    assert cloud.poll() is None
     found: list[tuple[Notice | None, float]] = []
-    waiting = threading.Thread(target=lambda: found.append((cloud.look(), time.monotonic())))
+    waiting = threading.Thread(target=lambda: found.append((cloud.poll(), time.monotonic())))
     waiting.start()
     served.until_asked(2)  # it waits at the server now, or is about to
     called_at = time.monotonic()
@@ -70,7 +69,7 @@ def test_gcp_answers_as_soon_as_the_machine_is_preempted(served: MetadataServer)
 
 def test_gcps_watcher_that_begins_after_the_notice_hears_of_it(served: MetadataServer) -> None:
     served.call_back("gcp", in_s=30)
-    assert CLOUDS["gcp"](served.address).look() == Notice("preempted", None)
+    assert CLOUDS["gcp"](served.address).poll() == Notice("preempted", None)
 
 
 @pytest.mark.parametrize(
@@ -81,21 +80,21 @@ def test_azures_events_of_other_machines_and_kinds_are_no_notice(
     served: MetadataServer, kind: str, machine: str
 ) -> None:
     served.announce(kind, machine, "Sun, 22 Nov 2026 08:22:00 GMT")
-    assert CLOUDS["azure"](served.address).look() is None
+    assert CLOUDS["azure"](served.address).poll() is None
 
 
 def test_azure_tells_when_this_machine_ends_until_it_begins_to(served: MetadataServer) -> None:
     cloud = CLOUDS["azure"](served.address)
-    assert cloud.look() is None
+    assert cloud.poll() is None
     served.announce("Terminate", OWN_NAME.upper(), "Sun, 22 Nov 2026 08:22:00 GMT")
-    assert cloud.look() == Notice("Terminate", NOW + datetime.timedelta(minutes=2))
+    assert cloud.poll() == Notice("Terminate", NOW + datetime.timedelta(minutes=2))
 
 
 def test_an_end_of_azures_that_has_begun_is_one_whose_time_is_not_said(
     served: MetadataServer,
 ) -> None:
     served.announce("Preempt", OWN_NAME, "")
-    assert CLOUDS["azure"](served.address).look() == Notice("Preempt", None)
+    assert CLOUDS["azure"](served.address).poll() == Notice("Preempt", None)
 
 
 @pytest.mark.parametrize("name", sorted(CLOUDS))
@@ -103,7 +102,7 @@ def test_another_clouds_service_is_no_notice_but_an_error(
     served: MetadataServer, name: str
 ) -> None:
     with pytest.raises(MetadataError, match=r"status 40|neither TRUE"):
-        CLOUDS[name](served.address + "/proxy").look()
+        CLOUDS[name](served.address + "/proxy").poll()
 
 
 @pytest.mark.parametrize("name", sorted(CLOUDS))
@@ -111,7 +110,7 @@ def test_a_service_that_is_not_there_is_an_error_that_names_it(
     served: MetadataServer, name: str
 ) -> None:
     with pytest.raises(MetadataError, match=r"http://127\.0\.0\.1:9/"):
-        CLOUDS[name]("http://127.0.0.1:9").look()
+        CLOUDS[name]("http://127.0.0.1:9").poll()
 
 
 @pytest.mark.parametrize("name", sorted(CLOUDS))
@@ -122,7 +121,7 @@ def test_no_proxy_is_asked_for_a_machines_own_metadata(
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    assert CLOUDS[name](served.address).look() is None
+    assert CLOUDS[name](served.address).poll() is None
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,8 @@ import pytest
 
 from tests.cluster.fleet_processes import started
 from tests.cluster.metadata_server import MetadataServer, serving_metadata
-from tests.cluster.pods import PodProcess, running_head
-from tests.cluster.test_pod_drain import CONFIG, streaming
-from tests.cluster.test_pods import PodSite
+from tests.cluster.one_pod import CONFIG, streaming
+from tests.cluster.pods import PodProcess, PodSite, running_head
 from tests.cluster.whole_cluster import LIVE, fake_cluster, live_workers
 
 
@@ -146,7 +145,7 @@ async def test_a_service_that_comes_late_is_told_once_and_heard_then(
             served.is_away = False
             said, _ = await asyncio.wait_for(watch.communicate(), 60)
     assert watch.returncode == 0, said.decode()
-    assert said.decode().count("nobody tells whether this machine ends") == 1
+    assert said.decode().count("the metadata service does not answer") == 1
     assert "pod pod-a is drained" in said.decode()
 
 

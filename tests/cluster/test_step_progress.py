@@ -44,7 +44,7 @@ HUNG_S = 60.0
 
 def hung(worker: Worker) -> control_pb2.StepProgress:
     """The worker's next heartbeat, had its step lasted for so long by then."""
-    progress = worker._beat().progress
+    progress = worker._beat().progress  # what the registrar would send
     assert progress.runnable
     progress.idle_s = HUNG_S
     return progress

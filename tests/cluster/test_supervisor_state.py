@@ -12,7 +12,7 @@ from baton.config.cluster import ClusterConfig, PoolConfig
 from baton.config.workers import RegistryConfig
 from baton.errors import ConfigError
 from cluster.pools.pool_settings import added_settings
-from cluster.pools.pool_table import PoolBook
+from cluster.pools.pool_table import PoolTable
 from cluster.pools.role_plan import Role, RolePlan
 from cluster.registry.registry import Registry
 from cluster.registry.units import Unit, UnitList
@@ -24,12 +24,12 @@ CLUSTER = ClusterConfig(
 )
 
 
-def restored(run_dir: Path, cluster: ClusterConfig = CLUSTER) -> PoolBook:
-    SupervisorState(run_dir, cluster).restore(book := PoolBook())
+def restored(run_dir: Path, cluster: ClusterConfig = CLUSTER) -> PoolTable:
+    SupervisorState(run_dir, cluster).restore(book := PoolTable())
     return book
 
 
-def kept(book: PoolBook, run_dir: Path, units: UnitList | None = None) -> None:
+def kept(book: PoolTable, run_dir: Path, units: UnitList | None = None) -> None:
     registry = Registry(
         RegistryConfig(), time.monotonic, model_fingerprint=b"model", units=units or UnitList()
     )
@@ -37,7 +37,7 @@ def kept(book: PoolBook, run_dir: Path, units: UnitList | None = None) -> None:
     SupervisorState(run_dir, CLUSTER).keep("127.0.0.1:7", registry)
 
 
-def test_the_units_that_were_set_survive_a_restart_and_the_cluster_s_own_is_no_such(
+def test_set_units_survive_a_restart_and_the_clusters_own_unit_is_none_of_them(
     tmp_path: Path,
 ) -> None:
     own = dataclasses.replace(CLUSTER, unit="a")
@@ -74,7 +74,7 @@ def test_all_that_was_told_of_pools_survives_a_restart(tmp_path: Path) -> None:
     book.agree_dtype(told().name, "bfloat16")
     kept(book, tmp_path)
     again = restored(tmp_path)
-    assert again.shown() == book.shown()
+    assert again.status() == book.status()
     assert again.all_settings() == book.all_settings()
     state = SupervisorState(tmp_path, CLUSTER)
     assert (state.listen, state.model_fingerprint) == ("127.0.0.1:7", b"model")
@@ -82,17 +82,17 @@ def test_all_that_was_told_of_pools_survives_a_restart(tmp_path: Path) -> None:
 
 def test_roles_that_are_away_or_on_their_way_back_are_so_after_a_restart(tmp_path: Path) -> None:
     book = restored(tmp_path)
-    book.see_live({"prefill": 2, "both": 3})
+    book.set_live({"prefill": 2, "both": 3})
     book.set_replicas("both", 0)
-    book.see_live({"prefill": 2})
+    book.set_live({"prefill": 2})
     book.set_replicas("both", 1)
     kept(book, tmp_path)
     again = restored(tmp_path)
     assert again.away == {Role.DECODE}
-    again.see_live({"prefill": 2})
-    book.see_live({"prefill": 2})
-    assert again.shown() == book.shown()
-    again.see_live({"both": 1})
+    again.set_live({"prefill": 2})
+    book.set_live({"prefill": 2})
+    assert again.status() == book.status()
+    again.set_live({"both": 1})
     assert again.away == set()
     kept(again, tmp_path)
     assert restored(tmp_path).away == set()  # its workers may have died: it comes not from zero
@@ -100,12 +100,12 @@ def test_roles_that_are_away_or_on_their_way_back_are_so_after_a_restart(tmp_pat
 
 def test_a_role_that_went_when_nobody_looked_is_away_after_a_restart(tmp_path: Path) -> None:
     book = restored(tmp_path)
-    book.see_live({"prefill": 2, "both": 3})
+    book.set_live({"prefill": 2, "both": 3})
     book.set_replicas("both", 0)
     kept(book, tmp_path)
     again = restored(tmp_path)
     again.set_replicas("both", 1)
-    again.see_live({})
+    again.set_live({})
     assert again.away == {Role.DECODE}
 
 

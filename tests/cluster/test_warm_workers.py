@@ -18,10 +18,10 @@ from baton.config.cluster import parse_config
 from baton.config.transfer import TransferConfig
 from baton.v1 import worker_pb2
 from cluster.pools.role_plan import Role
-from cluster.worker.config import RankPlace, WorkerConfig, worker_config
+from cluster.worker.config import RankPosition, WorkerConfig, worker_config
 from cluster.worker.process import serve_worker
 from cluster.worker.rank import build_rank
-from cluster.worker.registration import Registrar
+from cluster.worker.reports import Registrar
 from cluster.worker.worker import EngineStuckError, Worker
 from engine.fake_runner import FakeRunner
 from engine.request import StepPlan
@@ -81,7 +81,7 @@ async def test_a_worker_whose_warm_up_fails_ends_with_its_error_and_is_never_rea
     made: list[Worker] = []
     fatal: list[BaseException] = []
     with pytest.raises(OSError, match="the device is gone"):
-        await serve_worker(small_config(), RankPlace(), made.append, fatal.append)
+        await serve_worker(small_config(), RankPosition(), made.append, fatal.append)
     assert ([worker.ready.is_set() for worker in made], fatal) == ([False], [])
 
 
@@ -119,7 +119,7 @@ async def warming_up(
     first_step: FirstStep, config: WorkerConfig
 ) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
     """A worker in its first step, and what it ends with."""
-    rank = await asyncio.to_thread(build_rank, config, RankPlace())
+    rank = await asyncio.to_thread(build_rank, config, RankPosition())
     worker = Worker(config, rank)
     serving = asyncio.create_task(worker.serve())
     try:
@@ -206,7 +206,7 @@ async def test_a_signal_ends_a_worker_process_whose_first_step_hangs(
 PROCESS = """
 import time
 from baton.config.cluster import parse_config
-from cluster.worker.config import RankPlace, worker_config
+from cluster.worker.config import RankPosition, worker_config
 from cluster.worker.process import WorkerThread
 from engine.fake_runner import FakeRunner
 
@@ -218,7 +218,7 @@ def look(self, plan, specs):
 
 FakeRunner.run = look
 cluster = parse_config({"model": "fake", "engine": {"backend": "fake"}})
-thread = WorkerThread(worker_config(cluster, "decode", "decode-0", "127.0.0.1:1"), RankPlace())
+thread = WorkerThread(worker_config(cluster, "decode", "decode-0", "127.0.0.1:1"), RankPosition())
 thread.start()
 while not thread.serves:
     time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The request log and the sessions that read from it: every token once, however slow the reader."""
+"""Sessions and the request log: every token exactly once, and how sessions end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import asyncio
 import dataclasses
 import weakref
 
+import grpc
+import grpc.aio
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.config.decode import DecodeConfig
+from baton.errors import DeadlineError
+from baton.status import from_rpc_error
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from cluster.pools.role_plan import Role
 from decode_worker.errors import NotHereError, StaleAttemptError
 from decode_worker.request_log import Record, RequestLog, Submission
 from decode_worker.session import Admitted, Refusal, Rejected, RouterSession, Update
+from engine.api import Engine
 from engine.request import (
     FinishReason,
     RequestId,
@@ -22,6 +30,7 @@ from engine.request import (
     SamplingParams,
     TokenLogprobs,
 )
+from tests.cluster.conftest import DecodeLink, Oracle, make_spec, running_worker, until
 
 
 def submission(
@@ -217,3 +226,44 @@ async def test_news_of_a_former_attempt_is_not_sent_in_the_next_ones_name() -> N
     session.changed(latter)
     (run,) = (await take(session)).tokens
     assert (run.attempt, run.token_ids) == (2, (7,))
+
+
+async def test_a_session_that_never_says_whose_it_is_is_ended_by_a_typed_error() -> None:
+    decode = DecodeConfig(open_timeout_s=0.2)
+    async with running_worker("decode-0", Role.DECODE, decode=decode) as worker:
+        async with grpc.aio.insecure_channel(worker.address) as channel:
+            call = worker_pb2_grpc.DecodeServiceStub(channel).Session()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asyncio.wait_for(call.read(), 10)
+            error = from_rpc_error(caught.value)
+            assert isinstance(error, DeadlineError)
+            assert error.message == "no first message within 0.2 s"
+        link, spec = DecodeLink(worker.address, "router-a"), make_spec("good")
+        await link.open()
+        await link.reserve(spec)
+        await link.until(lambda: link.of("good").finished)
+        assert link.of("good").in_order() == Oracle().tokens(spec)
+        await link.close()
+
+
+async def test_a_worker_whose_engine_has_stopped_takes_nothing_more_and_blames_no_request() -> None:
+    def fail(_: Engine) -> None:
+        raise RuntimeError("the device is gone")
+
+    async def ask_after_the_failure() -> None:
+        async with running_worker("decode-0", Role.DECODE) as worker:
+            link = DecodeLink(worker.address, "router-a/1")
+            await link.open()
+            await until(lambda: worker.decode._sessions)  # opening it sends no answer
+            worker.engine.post(fail)
+            await link.reserve(make_spec("x"))
+            await link.until(lambda: link.of("x").rejected)
+            told.append(link.of("x").rejected)
+            await link.close()
+
+    told: list[worker_pb2.Rejected | None] = []
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        await ask_after_the_failure()
+    assert [rejected and rejected.reason for rejected in told] == [
+        worker_pb2.REJECT_REASON_DRAINING
+    ]

@@ -34,7 +34,7 @@ async def worker() -> AsyncIterator[Worker]:
 async def open_link(worker: Worker, session_id: str) -> DecodeLink:
     link = DecodeLink(worker.address, session_id)
     await link.open()
-    sessions = worker.decode._sessions
+    sessions = worker.decode._sessions  # opening one sends no answer
     await until(lambda: session_id in sessions)
     return link
 
@@ -102,6 +102,7 @@ async def test_logprobs_that_are_not_as_many_as_the_emitted_tokens_are_no_fault_
     known = [common_pb2.Logprobs(logprob=-0.5, rank=1)] * 2
     spec = make_spec("x")
     spec.num_prompt_tokens -= 3
+    # One message of a session, without the stream around it.
     service._reserve(session, worker_pb2.Reserve(spec=spec, emitted_logprobs=known))
     (told,) = (await anext(session.updates())).rejected
     assert told.refusal is Refusal.INTERNAL
@@ -118,6 +119,7 @@ async def test_a_message_that_nobody_foresaw_ends_its_own_request_alone(
     session = worker.decode.open_session("router-a/1")
     monkeypatch.setattr("decode_worker.service.read_spec", read)
     service = DecodeService(worker.decode, 10.0)
+    # One message of a session, without the stream around it.
     service._reserve(session, worker_pb2.Reserve(spec=make_spec("x")))
     update = await anext(session.updates())
     assert [told.refusal for told in update.rejected] == [Refusal.INTERNAL]
@@ -135,6 +137,7 @@ async def test_an_error_in_taking_a_request_ends_that_request_alone(
     service = DecodeService(worker.decode, 10.0)
     with monkeypatch.context() as patched:
         patched.setattr(worker.decode, "submit", submit)
+        # One message of a session, without the stream around it.
         service._reserve(session, worker_pb2.Reserve(spec=make_spec("x")))
     update = await anext(session.updates())
     assert [told.refusal for told in update.rejected] == [Refusal.INTERNAL]
@@ -151,7 +154,7 @@ async def test_what_fails_while_a_request_is_taken_leaves_nothing_of_it(
         raise LookupError("of ours")
 
     link = await open_link(worker, "router-a/1")
-    session = worker.decode._sessions[link.router_id]
+    session = worker.decode._sessions[link.router_id]  # the worker's end of the link
     with monkeypatch.context() as patched:
         patched.setattr(session, "follow", fail)
         await link.reserve(make_spec("x"))
@@ -159,7 +162,7 @@ async def test_what_fails_while_a_request_is_taken_leaves_nothing_of_it(
     told = link.of("x").rejected
     assert told is not None
     assert told.reason == worker_pb2.REJECT_REASON_INTERNAL
-    assert not worker.decode._runs
+    assert not worker.decode._runs  # a leak that no call shows
     await link.reserve(make_spec("x"))
     await link.until(lambda: link.of("x").finished)
     assert link.of("x").in_order() == Oracle().tokens(make_spec("x"))
@@ -226,7 +229,7 @@ async def test_a_router_takes_nothing_back_that_another_attached_while_its_sessi
 ) -> None:
     """Nor does it end it; whether or not the other's own session is lost by then."""
     assert worker.decode is not None
-    runs = worker.decode._runs
+    runs = worker.decode._runs  # which attempt is whose, which no call shows
     lost = await open_link(worker, "router-a/1")
     await lost.reserve(endless("x"))
     await lost.until(lambda: lost.of("x").tokens)
@@ -262,5 +265,5 @@ async def refused_and_unheard(
     assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
     await link.cancel("x")
     await barrier(link, f"after the cancel with {orphans} orphans")
-    assert len(worker.decode._runs) == 1
+    assert len(worker.decode._runs) == 1  # it runs on; nothing is sent to an orphan
     assert worker.decode.num_orphans() == orphans

@@ -11,8 +11,7 @@ from transfer_sides import ONE_HEAD
 
 from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
-from kv_transfer.admission import Decision
-from kv_transfer.mailbox import Event, Mailbox
+from kv_transfer.admission import Decision, Event, Mailbox
 from kv_transfer.rank import TransferRank
 
 

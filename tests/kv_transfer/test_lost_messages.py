@@ -1,13 +1,14 @@
-"""Messages that are lost or overtaken, in an order that only a network run by hand can keep."""
+"""Lost and late messages, and the end of a lease's time."""
 
 from __future__ import annotations
 
 import pytest
 from handoff_pairs import THERE
-from manual_world import World, begin_finish
+from manual_world import CONFIG, World, begin_finish, settled
 
 from kv_transfer.errors import FencedError, HandoffTimeoutError, LeaseFencedError
 from kv_transfer.lease import Receipt
+from kv_transfer.lease_table import LeaseFailure, LeaseState
 
 
 async def test_a_lost_ack_is_made_good_by_repeating_the_done(world: World) -> None:
@@ -85,3 +86,89 @@ async def test_a_fence_that_is_lost_is_sent_again(world: World) -> None:
     assert world.receiver.event_names() == ["quiescent"]
     with pytest.raises(LeaseFencedError):
         world.sender.open(lease)
+
+
+async def test_a_renewal_that_is_heard_prolongs_the_lease_and_silence_ends_it(
+    world: World,
+) -> None:
+    lease = world.grant([[1, 2, 3], [1, 2, 3]])
+    handoff = world.sender.open(lease)
+    for _ in range(4):
+        await world.advance(4)
+        await world.settle()
+    assert world.receiver.events == []
+    await world.advance(6)  # what is sent meanwhile does not arrive
+    assert world.receiver.events == [("failed", "r", LeaseFailure.EXPIRED)]
+    await world.settle()
+    assert world.receiver.event_names() == ["failed", "quiescent"]
+    with pytest.raises(FencedError):
+        await world.sender.finish(handoff)
+
+
+async def test_progress_does_not_carry_a_lease_past_its_deadline(world: World) -> None:
+    tables = [[1, 2], [1, 2]]
+    lease = world.receiver.table.grant("r", world.sender.identity, tables, 0, 8.0)  # type: ignore[arg-type]
+    handoff = world.sender.open(lease)
+    for ordinal in (0, 1):
+        await world.advance(3)
+        world.sender.push(handoff, 0, [ordinal], [5])
+        await world.settle()
+    await world.advance(3)
+    assert world.receiver.events == [("failed", "r", LeaseFailure.EXPIRED)]
+    await world.settle()
+    await world.sender.cancel(handoff)
+
+
+async def test_a_done_that_comes_after_the_expiry_is_refused(world: World) -> None:
+    handoff = world.sender.open(world.grant([[1], [1]]))
+    world.push_all(handoff, [3])
+    finishing = begin_finish(world, handoff, 60.0)
+    await world.deliver()
+    await world.run_until_message("done")
+    await world.advance(6)
+    assert world.receiver.events == [("failed", "r", LeaseFailure.EXPIRED)]
+    await world.settle()
+    with pytest.raises(FencedError):
+        await finishing
+    assert world.receiver.event_names() == ["failed", "quiescent"]
+
+
+async def test_a_lease_released_after_its_ack_went_out_is_free_and_never_admitted(
+    world: World,
+) -> None:
+    lease = world.grant([[1], [1]])
+    handoff = world.sender.open(lease)
+    world.push_all(handoff, [3])
+    finishing = begin_finish(world, handoff)
+    await world.deliver()
+    world.scheduler.run(await world.run_until_message("done"))  # decided; the loop has not heard
+    assert world.messages("ack")
+    assert world.receiver.release(lease.lease_id)
+    assert world.receiver.events == []
+    assert isinstance(await settled(world, finishing), Receipt)
+    assert world.receiver.event_names() == ["quiescent"]
+
+
+@pytest.mark.parametrize("silence_s", [5.0, 70.0])
+async def test_a_lease_whose_time_ends_after_its_ack_went_out_is_admitted(
+    world: World, silence_s: float
+) -> None:
+    handoff = world.sender.open(world.grant([[1], [1]]))
+    world.push_all(handoff, [3])
+    finishing = begin_finish(world, handoff, 200.0)
+    await world.deliver()
+    world.scheduler.run(await world.run_until_message("done"))
+    world.clock.advance(silence_s)  # before the loop hears: nothing may take the Ack back
+    assert isinstance(await settled(world, finishing), Receipt)
+    assert world.receiver.event_names() == ["admitted"]
+
+
+async def test_an_admitted_lease_is_kept_only_while_its_done_may_be_repeated(world: World) -> None:
+    lease = world.grant([[1], [1]])
+    handoff = world.sender.open(lease)
+    world.push_all(handoff, [3])
+    await settled(world, begin_finish(world, handoff))
+    await world.advance(2 * CONFIG.ack_timeout_s - 1)
+    assert world.receiver.table.state(lease.lease_id) is LeaseState.ADMITTED
+    await world.advance(1)
+    assert world.receiver.table.state(lease.lease_id) is None

@@ -1,14 +1,20 @@
-"""kill -9 of either side over UCX: typed errors in time, quarantine until the writer is gone."""
+"""Peers that die or stop, over shared memory and over TCP."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from handoff_pairs import needs_system_ucx
 from transfer_sides import LocalSide, RemoteSide, Side, SideSpec
 
 from baton.config.transfer import TransferConfig
@@ -175,3 +181,41 @@ async def test_a_worker_that_has_lost_one_peer_serves_the_next(
         assert (await other.call("finish", handoff)).num_blocks == 2
     finally:
         await other.close()
+
+
+def over_tcp(check: str, ucx_library: str = "wheel") -> dict[str, Any]:
+    """Run one check of `over_tcp.py` with nothing but TCP on the loopback device."""
+    run = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("over_tcp.py")), check, ucx_library],
+        env={**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    answer: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return answer
+
+
+def test_a_flush_to_a_lost_peer_answers_only_when_its_connection_is_closed() -> None:
+    found = over_tcp("flush")
+    assert found["working"] == [False, None]
+    for is_closed, error in found["answers"]:
+        assert error is not None
+        assert is_closed, found
+
+
+def test_connections_that_come_and_go_leave_nothing_behind() -> None:
+    found = over_tcp("connections")
+    assert found["last"] == found["first"]
+
+
+@pytest.mark.parametrize("ucx_library", ["wheel", pytest.param("system", marks=needs_system_ucx)])
+def test_a_killed_writers_blocks_stay_in_quarantine_while_its_bytes_are_unread(
+    ucx_library: str,
+) -> None:
+    found = over_tcp("killed", ucx_library)
+    assert found["num_unread_bytes"] > 1000
+    assert not found["freed"]
+    assert found["num_quarantined_blocks"] == 4

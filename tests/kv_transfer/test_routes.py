@@ -21,7 +21,7 @@ from kv_transfer.layout import (
 )
 from kv_transfer.lease import Region
 from kv_transfer.routes import RankPair, Route, pairs
-from kv_transfer.transport import Place, Runs, Way
+from kv_transfer.transport import BlockAddresses, CopyPath, Runs
 
 WIDTHS = [1, 2, 4]
 
@@ -73,12 +73,14 @@ def test_coalescing_keeps_every_byte_and_crosses_no_region(
 ) -> None:
     length = 10
     regions = array("Q", (0, 8 * length))  # side by side, of 8 blocks
-    place = Place(regions, 8, array("Q", (0,)), array("Q", (length,)))
+    place = BlockAddresses(regions, 8, array("Q", (0,)), array("Q", (length,)))
     sources, targets = (
         array("Q", (region * 8 + row for region, row in side))
         for side in ([run[:2] for run in runs], [run[2:] for run in runs])
     )
-    merged = list(Runs(Way(place, place, array("Q", (length,)), ()), sources, targets).coalesced())
+    merged = list(
+        Runs(CopyPath(place, place, array("Q", (length,)), ()), sources, targets).coalesced()
+    )
     expanded = [(s + i, t + i, h, r) for s, t, n, h, r in merged for i in range(n)]
     assert expanded == [
         (s * length + i, t * length + i, s // 8, t // 8)

@@ -69,7 +69,7 @@ def test_puts_land_before_their_flush_and_messages_come_in_order(
     a.prepare(peer, there.regions)
     runs = runs_between(here.regions, there.regions, 100, (4, 0), (0, 8))
     refused: list[str] = []
-    unknown = replace(runs, way=replace(runs.way, rkeys=(b"no such key",) * 3))
+    unknown = replace(runs, path=replace(runs.path, rkeys=(b"no such key",) * 3))
     a.put(peer, PutBatch(runs, 8, 16), refused.append)
     a.flush(peer, flushed.put)
     assert flushed.get(timeout=10).error is None

@@ -292,7 +292,7 @@ class Side:
         self.exporter.check_integrity()
 
     async def rank_problems(self) -> list[str]:
-        return await self.exporter.rank_books.problems()
+        return await self.exporter.held_handoffs.problems()
 
     def leftovers(self) -> tuple[int, int, int]:
         """(open leases, open handoffs, handoffs that a rank still holds)."""

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Sequence
 
 from kv_transfer.lease import Region
-from kv_transfer.transport import Place, Runs, Way
+from kv_transfer.transport import BlockAddresses, CopyPath, Runs
 
 
 def runs_between(
@@ -16,7 +16,7 @@ def runs_between(
 ) -> Runs:
     """Of each block its first `length` bytes; regions that follow on are of equal block count."""
     source, target = (
-        Place(
+        BlockAddresses(
             array("Q", [region.base_address for region in regions]),
             regions[0].num_blocks,
             array("Q", [0]),
@@ -24,5 +24,5 @@ def runs_between(
         )
         for regions in (here, there)
     )
-    way = Way(source, target, array("Q", [length]), tuple(r.rkey for r in there))
-    return Runs(way, array("Q", sources), array("Q", targets))
+    path = CopyPath(source, target, array("Q", [length]), tuple(r.rkey for r in there))
+    return Runs(path, array("Q", sources), array("Q", targets))

@@ -142,7 +142,7 @@ def test_prompts_whose_rate_nobody_knows_change_nothing() -> None:
     prefill = prefill_pool(0.0, 2, rate=None)
     planning.see(moment(0.0, router(0.0, tokens_per_s=9_000), prefill, decode_pool(0.0, 1)))
     assert planning.desired("prefill") == 2
-    assert "no warm worker has told its prefill rate yet" in planning.reason("prefill")
+    assert "no warm worker has reported its prefill rate yet" in planning.reason("prefill")
 
 
 def test_a_rate_stays_known_while_no_worker_can_tell_it() -> None:

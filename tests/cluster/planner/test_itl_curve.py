@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from cluster.planner.itl_curve import ItlCurve
-from cluster.planner.measure import ItlPoint
+from cluster.planner.measure import ItlCurve, ItlPoint
 
 
 def learned(*points: tuple[float, float]) -> ItlCurve:

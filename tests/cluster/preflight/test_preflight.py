@@ -12,7 +12,6 @@ import pytest
 
 from cluster.preflight import handoff
 from cluster.preflight.__main__ import main
-from cluster.preflight.adapters import check_adapters
 from cluster.preflight.check import (
     Check,
     Outcome,
@@ -24,9 +23,18 @@ from cluster.preflight.check import (
     ok,
     warning,
 )
-from cluster.preflight.gpus import check_driver, check_number, driver_version, torch_cuda
 from cluster.preflight.handoff import Report, check_lanes, check_transports
-from cluster.preflight.memory import check_memory, huge_pages, locked_memory, shared_memory
+from cluster.preflight.machine import (
+    check_adapters,
+    check_driver,
+    check_memory,
+    check_number,
+    driver_version,
+    huge_pages,
+    locked_memory,
+    shared_memory,
+    torch_cuda,
+)
 from tests.cluster.preflight import made_up
 
 GPUS = Wanted(num_gpus=8)

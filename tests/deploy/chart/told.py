@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from prometheus_client import Metric
 
 from baton.v1 import control_pb2, worker_pb2
-from cluster.worker.metrics import WorkerCollector
+from cluster.worker.reports import WorkerCollector
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import CLUSTER_LABEL, OPERATOR_LABEL, POOL_LABEL
 from deploy.controller.operator_metrics import OperatorMetrics, Seen

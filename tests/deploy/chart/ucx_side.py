@@ -12,7 +12,7 @@ import time
 from array import array
 
 from baton.config.transfer import TransferConfig
-from kv_transfer.transport import FlushResult, Place, PutBatch, Runs, Way
+from kv_transfer.transport import BlockAddresses, CopyPath, FlushResult, PutBatch, Runs
 from kv_transfer.ucx.transport import UcxTransport
 
 _BYTES = 1 << 20
@@ -30,11 +30,13 @@ def main() -> None:
     address, regions = pickle.loads(base64.b64decode(input()))
     (here,), (there,) = memory.regions, regions
     source, target = (
-        Place(array("Q", [region.base_address]), 1, array("Q", [0]), array("Q", [_BYTES]))
+        BlockAddresses(array("Q", [region.base_address]), 1, array("Q", [0]), array("Q", [_BYTES]))
         for region in (here, there)
     )
     runs = Runs(
-        Way(source, target, array("Q", [_BYTES]), (there.rkey,)), array("Q", [0]), array("Q", [0])
+        CopyPath(source, target, array("Q", [_BYTES]), (there.rkey,)),
+        array("Q", [0]),
+        array("Q", [0]),
     )
     peer = transport.connect(address)
     errors: list[str] = []

@@ -1,17 +1,56 @@
-"""What a worker tells of itself over HTTP."""
+"""A worker's command line, port and metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.config.workers import WorkerSettings
 from cluster.pools.role_plan import Role
+from cluster.worker import process as worker_process
+from cluster.worker.rank import free_port
 from engine.api import Engine
 from engine.wire import read_spec
 from kv_transfer.layout import NULL_BLOCK
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("pools: {a: {role: mixed}, b: {role: decode}}", "no pool 'decod'; there are: a, b"),
+        ("modle: fake", "modle: unknown key; did you mean 'model'?"),
+    ],
+)
+def test_a_pool_that_is_not_there_or_a_wrong_file_is_told_in_a_line(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "cluster.yaml").write_text(text)
+    options = ["--config", str(file), "--pool", "decod", "--control", "127.0.0.1:1"]
+    assert worker_process.main(options) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(told)
+
+
+async def test_a_worker_listens_at_the_port_of_its_settings_and_so_does_the_next_at_once(
+    kit: Any,
+) -> None:
+    port = free_port("127.0.0.1")
+    settings = WorkerSettings(heartbeat_s=0.05, port=port, metrics_port=None)
+    for _ in range(2):
+        async with kit.running_worker("decode-0", Role.DECODE, settings=settings) as worker:
+            assert worker.address == f"127.0.0.1:{port}"
+            async with grpc.aio.insecure_channel(worker.address) as channel:
+                request = health_pb2.HealthCheckRequest()
+                answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
 
 WITH_METRICS = WorkerSettings(heartbeat_s=0.05)
 
@@ -35,7 +74,7 @@ async def test_quarantined_memory_is_a_metric_in_bytes(kit: Any) -> None:
             line = f'baton_kv_quarantined_bytes{{pool="decode",worker="decode-7"}} {num_bytes}.0'
             async with asyncio.timeout(10):
                 while line not in await asyncio.to_thread(scrape, worker.metrics_address):
-                    await worker._load_now()
+                    await worker._load_now()  # no registrar asks for it here
 
         async def ask(command: Callable[[Engine], Any]) -> Any:
             return await asyncio.wrap_future(worker.engine.call(command))

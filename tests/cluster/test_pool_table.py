@@ -22,21 +22,21 @@ from cluster.pools.pool_settings import (
     num_gpus_wanted,
     num_ranks,
 )
-from cluster.pools.pool_table import PoolBook
+from cluster.pools.pool_table import PoolTable
 from cluster.pools.role_plan import Role
 from tests.cluster.pool_settings import TOLD, settings_of, told
 
 
-def book_of(*pools: PoolSettings, replicas: int = 0) -> PoolBook:
-    book = PoolBook()
+def book_of(*pools: PoolSettings, replicas: int = 0) -> PoolTable:
+    book = PoolTable()
     for settings in pools:
         book.add(settings, replicas)
     return book
 
 
-def coming_back(book: PoolBook, **live: int) -> list[str]:
-    book.see_live(live)
-    return [pool.name for pool in book.shown() if pool.comes_back_for]
+def coming_back(book: PoolTable, **live: int) -> list[str]:
+    book.set_live(live)
+    return [pool.name for pool in book.status() if pool.comes_back_for]
 
 
 # --- pools that come back -------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def test_a_role_has_yet_to_come_until_its_first_worker_is_live_or_fails_to_start
     book = book_of(*pools, replicas=1)
     assert coming_back(book) == ["prefill", "decode"]
     assert coming_back(book, prefill=1) == ["decode"]
-    book.failed("decode", "decode-0", "no room", served=False)
+    book.record_failure("decode", "decode-0", "no room", served=False)
     assert coming_back(book) == []
 
 
@@ -64,7 +64,7 @@ def test_a_pool_that_fails_to_start_again_comes_back_no_more() -> None:
     book = book_of(settings_of("decode", Role.DECODE))
     coming_back(book)
     book.set_replicas("decode", 1)
-    book.failed("decode", "decode-0", "no room", served=False)
+    book.record_failure("decode", "decode-0", "no room", served=False)
     assert coming_back(book) == []
 
 
@@ -88,7 +88,7 @@ def test_a_mixed_pool_comes_back_for_the_roles_alone_that_were_away() -> None:
     assert coming_back(book, decode=1) == []
     book.set_replicas("mixed", 1)
     assert coming_back(book, decode=1) == ["mixed"]
-    (mixed, decode) = book.shown()
+    (mixed, decode) = book.status()
     assert (mixed.comes_back_for, decode.comes_back_for) == ((Role.PREFILL,), ())
 
 
@@ -114,23 +114,23 @@ OTHER_MODELS = [
 def test_a_pool_of_another_model_is_refused_by_its_key(
     line: str, key: str, message: str, named_by: str
 ) -> None:
-    book = PoolBook()
+    book = PoolTable()
     if named_by == "the cluster's file":  # which may hold no pool
         book.bind_model(ModelSource.of(ClusterConfig()))
     else:
         book.add(settings_of(), 1)
-    before = book.shown()
+    before = book.status()
     with pytest.raises(ConfigError, match=f"^pool decode-1b2c3: {key}: {message}") as caught:
         book.add(told(TOLD + line), 1)
     assert (caught.value.field, caught.value.grpc_status) == (key, "INVALID_ARGUMENT")
-    assert book.shown() == before
+    assert book.status() == before
     book.add(told(TOLD + f"model: {Path('models/demo').resolve()}"), 1)  # the same folder
 
 
 @pytest.mark.parametrize(
     ("text", "field", "message"),
     [
-        ("pools: {decode: {role: mixed}}", "pools", "it is not there; there are: decode"),
+        ("pools: {decode: {role: mixed}}", "pools", "no such pool; there are: decode"),
         ("pools: {decode-1b2c3: {role: mixed, engin: {}}}", "pools.decode-1b2c3.engin", "engine"),
         (TOLD + "engine: {num_blocks: -1}", "engine.num_blocks", "not -1"),
         (TOLD + "pools: {}", "pools", "pools"),
@@ -171,7 +171,7 @@ def test_a_pool_that_is_told_again_stays_as_it_is_and_other_settings_are_refused
 
 
 def test_a_new_pool_beyond_its_own_bound_is_refused_and_not_there() -> None:
-    book = PoolBook()
+    book = PoolTable()
     with pytest.raises(InvalidRequestError, match=r"between 0 and 4.* not 5") as caught:
         book.add(told(), 5)
     assert caught.value.field == "replicas"
@@ -181,23 +181,23 @@ def test_a_new_pool_beyond_its_own_bound_is_refused_and_not_there() -> None:
 
 def test_a_pool_is_removed_only_without_a_size_a_place_or_a_worker() -> None:
     book, name, worker = book_of(told(), replicas=1), "decode-1b2c3", "decode-1b2c3-0"
-    book.open_place(name, worker)
+    book.open_slot(name, worker)
     with pytest.raises(InUseError, match="has 1 replicas"):
         book.remove(name)
     book.set_replicas(name, 0)
-    with pytest.raises(InUseError, match=f"still has places: {worker}"):
+    with pytest.raises(InUseError, match=f"still has workers: {worker}"):
         book.remove(name)
-    book.close_place(worker)
-    with pytest.raises(InUseError, match="places: left-0"):
+    book.close_slot(worker)
+    with pytest.raises(InUseError, match="workers: left-0"):
         book.remove(name, workers=["left-0"])
-    book.failed(name, worker, "bad luck", served=False)
+    book.record_failure(name, worker, "bad luck", served=False)
     version = book.version
     book.remove(name)
-    assert (book.shown(), book.version) == ((), version + 1)
+    assert (book.status(), book.version) == ((), version + 1)
     with pytest.raises(NotFoundError):
         book.remove(name)
     book.add(told(), 1)
-    assert [(pool.last_error, pool.places) for pool in book.shown()] == [("", ())]
+    assert [(pool.last_error, pool.slots) for pool in book.status()] == [("", ())]
 
 
 def test_ranks_and_gpus_are_counted_by_every_pools_own_settings() -> None:
@@ -217,18 +217,18 @@ def test_a_place_is_told_from_its_opening_with_its_pod_as_soon_as_it_has_one() -
 
     def shown() -> list[tuple[str, str | None, bool]]:
         versions.append(book.version)
-        (pool,) = book.shown()
-        return [(each.worker_id, each.pod_name, each.is_pending) for each in pool.places]
+        (pool,) = book.status()
+        return [(each.worker_id, each.pod_name, each.is_pending) for each in pool.slots]
 
-    book.open_place("decode", "decode-0")
+    book.open_slot("decode", "decode-0")
     assert shown() == [("decode-0", None, False)]
-    assert book.waits("decode-0")
-    assert not book.waits("decode-0")
+    assert book.set_pending("decode-0")
+    assert not book.set_pending("decode-0")
     assert shown() == [("decode-0", None, True)]
-    assert book.placed("decode-0", "pod-a")
-    assert not book.placed("decode-0", "pod-a")
+    assert book.set_pod("decode-0", "pod-a")
+    assert not book.set_pod("decode-0", "pod-a")
     assert shown() == [("decode-0", "pod-a", False)]
-    book.close_place("decode-0")
+    book.close_slot("decode-0")
     assert shown() == []
     assert len(set(versions)) == len(versions)  # each is news
 
@@ -240,7 +240,7 @@ def torch_pool(name: str, dtype: str = "auto") -> PoolSettings:
     return added_settings(name, f"pools: {{{name}: {{role: mixed, engine: {{dtype: {dtype}}}}}}}")
 
 
-def dtypes(book: PoolBook) -> dict[str, str]:
+def dtypes(book: PoolTable) -> dict[str, str]:
     pools = book.all_settings().items()
     return {name: settings.config.pool_engine(name).dtype for name, settings in pools}
 

@@ -1,0 +1,293 @@
+"""What a worker reports about itself: to the registry, to Prometheus and to CheckIntegrity.
+
+A worker registers, sends heartbeats, and registers again for ever. A lost registry is rebuilt from
+these registrations, so its loss must never disturb a worker. Only a worker with another model than
+the registry's ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from prometheus_client import CollectorRegistry, Metric, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from baton import status
+from baton.errors import OtherModelError
+from baton.grpc_options import DIRECT, sends_pings
+from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
+from cluster.registry.fleet_wire import ROLES
+from cluster.worker.config import WorkerConfig
+from cluster.worker.rank import Rank
+from engine.api import Engine, EngineCapacity, EngineLoad
+from engine.request import EngineEvent, PrefilledEvent, TokenEvent
+
+log = logging.getLogger(__name__)
+
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 2.0
+# A subchannel pool shared by the process would also share its back-off, which grows to minutes.
+_CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    *sends_pings(5.0),
+    *DIRECT,
+)
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The content of one heartbeat."""
+
+    progress: control_pb2.StepProgress
+    load: worker_pb2.WorkerLoad
+    draining: bool
+
+
+def worker_info(
+    config: WorkerConfig, rank: Rank, capacity: EngineCapacity, address: str
+) -> control_pb2.WorkerInfo:
+    """The registration of a worker that serves at `address`. `rank`: its rank 0."""
+    model, pod = rank.model, config.pod
+    computes = config.engine.backend == "torch"
+    return control_pb2.WorkerInfo(
+        ref=rank.identity.to_proto(),
+        pool=config.pool,
+        role=ROLES[config.role],
+        address=address,
+        model=config.model_name,
+        kv_fingerprint=model.kv_fingerprint,
+        model_fingerprint=model.model_fingerprint,
+        dtype=model.layout.groups[0].tensors[0].dtype if computes else "",
+        tp_size=rank.identity.tp_size,
+        block_size=model.layout.block_size,
+        num_blocks=capacity.num_blocks,
+        max_model_len=capacity.max_model_len,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        vocab_size=model.vocab_size,
+        kv_bytes_per_token=model.layout.token_bytes(),
+        max_request_tokens=capacity.max_request_tokens or 0,
+        max_held_tokens_per_request=capacity.max_held_tokens or 0,
+        pod_name="" if pod is None else pod.name,
+        node_name="" if pod is None else pod.node_name,
+    )
+
+
+def worker_load(load: EngineLoad, handoff_bytes_per_s: float) -> worker_pb2.WorkerLoad:
+    """The engine's load as a message."""
+    return worker_pb2.WorkerLoad(
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        num_reserved=load.num_reserved,
+        num_queued_tokens=load.num_queued_tokens,
+        num_free_blocks=load.num_free_blocks,
+        num_blocks=load.num_blocks,
+        num_quarantined_blocks=load.num_quarantined_blocks,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        decode_step_s=load.decode_step_s,
+        handoff_bytes_per_s=handoff_bytes_per_s,
+    )
+
+
+class Registrar:
+    """Keeps one worker registered at one control service.
+
+    `beat` returns the content of each heartbeat. `on_drain` is called when the registry asks the
+    worker to drain, possibly more than once.
+    """
+
+    def __init__(
+        self,
+        control_address: str,
+        info: control_pb2.WorkerInfo,
+        beat: Callable[[], Heartbeat],
+        on_drain: Callable[[], None],
+        interval_s: float = 0.3,
+    ) -> None:
+        self._address = control_address
+        self._info = info
+        self._beat = beat
+        self._on_drain = on_drain
+        self._interval_s = interval_s
+
+    async def run(self) -> None:
+        """Stay registered until cancelled. Raises OtherModelError if the registry has another
+        model."""
+        wait_s = _FIRST_WAIT_S
+        this = asyncio.current_task()
+        while True:
+            try:
+                heard = await self._stay_registered()
+            except grpc.aio.AioRpcError as error:
+                refusal = status.from_rpc_error(error, self._address)
+                if isinstance(refusal, OtherModelError):
+                    raise refusal from error
+                log.warning(
+                    "registry at %s: %s %s", self._address, error.code().name, error.details()
+                )
+                heard = False
+            if this is not None and this.cancelling():
+                # The cancellation came while the call failed, and the call's error replaced it.
+                raise asyncio.CancelledError
+            wait_s = _FIRST_WAIT_S if heard else min(2 * wait_s, _LONGEST_WAIT_S)
+            await asyncio.sleep(wait_s)
+
+    async def _stay_registered(self) -> bool:
+        """Run one stream. True: the registry ended it in order."""
+        async with grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS) as channel:
+            # A channel that is not connected fails at once; the caller waits before it retries.
+            stub = control_pb2_grpc.ControlServiceStub(channel)
+            call = stub.Register(self._messages())
+            async for response in call:
+                if response.drain:
+                    self._on_drain()
+        return True
+
+    async def _messages(self) -> AsyncIterator[control_pb2.RegisterRequest]:
+        worker: control_pb2.WorkerInfo | None = self._info
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                beat = self._beat()
+                yield control_pb2.RegisterRequest(
+                    worker=worker,
+                    progress=beat.progress,
+                    load=beat.load,
+                    draining=beat.draining,
+                )
+                worker = None
+                await asyncio.sleep(self._interval_s)
+
+
+_GAUGES = {
+    "num_waiting": "Requests waiting for their first step",
+    "num_running": "Requests in the running batch",
+    "num_reserved": "Requests whose KV is in transfer",
+    "num_queued_tokens": "Prompt tokens still to be computed",
+    "num_free_blocks": "KV blocks free or evictable",
+    "num_blocks": "KV blocks",
+    "num_quarantined_blocks": "Quarantined KV blocks: a late writer or reader could touch them",
+    "prefill_tokens_per_s": "Measured prefill rate",
+    "decode_step_s": "Measured time of a decode step",
+    "handoff_bytes_per_s": "Measured bandwidth of this worker's handoffs",
+}
+
+
+class WorkerCollector(Collector):
+    """Turns the latest load and progress into metrics with the worker's labels, on a scrape."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        pool: str,
+        load: Callable[[], worker_pb2.WorkerLoad],
+        progress: Callable[[], control_pb2.StepProgress],
+        num_orphans: Callable[[], int],
+        num_quarantined_bytes: Callable[[], int],
+    ) -> None:
+        self._labels = (worker_id, pool)
+        self._load = load
+        self._progress = progress
+        self._num_orphans = num_orphans
+        self._num_quarantined_bytes = num_quarantined_bytes
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._load()
+        for name, text in _GAUGES.items():
+            yield self._gauge(f"worker_{name}", text, getattr(load, name))
+        progress = self._progress()
+        yield self._gauge("worker_idle_s", "Seconds since the last step ended", progress.idle_s)
+        orphans = self._num_orphans()
+        yield self._gauge("worker_num_orphans", "Requests whose router is gone", orphans)
+        yield self._gauge(
+            "kv_quarantined_bytes",
+            "Quarantined KV memory of all ranks: a late writer or reader could touch it",
+            self._num_quarantined_bytes(),
+        )
+        steps = CounterMetricFamily("baton_worker_steps", "Engine steps", labels=("worker", "pool"))
+        steps.add_metric(self._labels, progress.num_steps)
+        yield steps
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(f"baton_{name}", text, labels=("worker", "pool"))
+        gauge.add_metric(self._labels, value)
+        return gauge
+
+    @contextlib.contextmanager
+    def served(self, host: str, port: int) -> Iterator[str]:
+        """Serve the metrics; yields their host:port."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        server, thread = start_http_server(port, host.strip("[]"), registry=registry)
+        try:
+            yield f"{host}:{server.server_port}"
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+def problems_of(parts: Mapping[str, Callable[[], None]]) -> list[str]:
+    """Run every part's check. Returns one line per failed check."""
+    problems = []
+    for name, check in parts.items():
+        try:
+            check()
+        except AssertionError as error:
+            problems.append(f"{name}: {error or 'its check failed'}")
+    return problems
+
+
+@dataclass(frozen=True)
+class EngineCheck:
+    load: EngineLoad
+    problems: list[str]
+
+    @staticmethod
+    def of(engine: Engine) -> EngineCheck:
+        """Check the engine. Must run on its thread."""
+        return EngineCheck(engine.load(), problems_of({"engine": engine.check_integrity}))
+
+
+class TokenCount:
+    """Counts the tokens that this worker's engine sampled: a token that runs twice counts twice."""
+
+    def __init__(self) -> None:
+        self.num_first = 0
+        self.num_later = 0
+
+    def on_events(self, events: Iterable[EngineEvent]) -> None:
+        for event in events:
+            self.num_first += isinstance(event, PrefilledEvent)
+            self.num_later += isinstance(event, TokenEvent)
+
+
+def report(
+    check: EngineCheck,
+    problems: list[str],
+    tokens: TokenCount,
+    num_open_leases: int,
+    num_open_handoffs: int,
+) -> worker_pb2.CheckIntegrityResponse:
+    """The answer of CheckIntegrity. `problems`: problems of the parts above the engine."""
+    load = check.load
+    return worker_pb2.CheckIntegrityResponse(
+        problems=check.problems + problems,
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        num_reserved=load.num_reserved,
+        num_exporting=load.num_exporting,
+        num_open_leases=num_open_leases,
+        num_open_handoffs=num_open_handoffs,
+        num_blocks_in_use=load.num_blocks - load.num_free_blocks,
+        num_quarantined_blocks=load.num_quarantined_blocks,
+        num_steps=load.num_steps,
+        num_first_tokens=tokens.num_first,
+        num_later_tokens=tokens.num_later,
+    )

@@ -1,0 +1,36 @@
+"""Workers that register with a registry by hand, on a clock that the test moves."""
+
+from __future__ import annotations
+
+from baton.v1 import common_pb2, control_pb2
+from cluster.registry.registry import Progress, Registration, Registry, Stream
+from kv_transfer.clock import ManualClock
+from tests.cluster.memory_replicas import process_of
+
+
+def register(registry: Registry, pool: str, index: int) -> Stream:
+    """Register a worker that is not live yet."""
+    worker_id = f"{pool}-{index}"
+    rank = common_pb2.RankAddress(process=process_of(index).to_proto())
+    ref = common_pb2.WorkerRef(worker_id=worker_id, incarnation=1, ranks=[rank])
+    info = control_pb2.WorkerInfo(ref=ref, pool=pool).SerializeToString()
+    stream = registry.register(Registration(worker_id, 1, pool, info))
+    assert stream is not None
+    return stream
+
+
+def beat(registry: Registry, stream: Stream, draining: bool = False) -> None:
+    registry.heartbeat(stream, Progress(False, 0.0, 0.01), b"", draining=draining)
+
+
+def serve(registry: Registry, pool: str, index: int) -> None:
+    """Register a live worker."""
+    beat(registry, register(registry, pool, index))
+
+
+def pass_s(clock: ManualClock, registry: Registry, seconds: float) -> None:
+    """Let time pass while the registry is refreshed as often as it must be."""
+    until_s = clock.now_s() + seconds
+    while clock.now_s() < until_s:
+        clock.advance(min(registry.look_s, until_s - clock.now_s()))
+        registry.refresh()

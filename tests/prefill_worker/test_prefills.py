@@ -1,0 +1,202 @@
+"""Single prefills: first token, ids, and blocks that a put may still read."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from baton.v1 import worker_pb2
+from cluster.pools.role_plan import Role
+from cluster.worker.worker import Worker
+from engine.fake_runner import FakeRunner
+from engine.request import RequestId, RequestSpec, SampledToken, StepPlan
+from engine.wire import read_spec
+from kv_transfer.lease import Lease
+from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler
+from prefill_worker.role import FirstTokenReady, HandedOff, PrefillRun
+from tests.cluster.conftest import (
+    TIMED_ENGINE,
+    DecodeLink,
+    HeldStep,
+    MiniRouter,
+    Oracle,
+    load_of,
+    make_spec,
+    nothing_held,
+    running_worker,
+    until,
+)
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[tuple[Worker, Worker]]:
+    async with (
+        running_worker("prefill-0", Role.PREFILL) as prefill,
+        running_worker("decode-0", Role.DECODE) as decode,
+    ):
+        yield prefill, decode
+        await nothing_held(prefill, decode)
+
+
+async def lease_of(prefill: Worker, decode: Worker, name: str) -> Lease:
+    link = DecodeLink(decode.address, "router-a")
+    await link.open()
+    router = MiniRouter(prefill.address, link)
+    lease = await router.reserve(make_spec(name), prefill.info().ref)
+    await router.close()
+    await link.close()
+    return Lease.from_proto(lease)
+
+
+async def outcomes_of(run: PrefillRun, told: list[str]) -> None:
+    while (outcome := await run.next()) is not None:
+        told.append(type(outcome).__name__)
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["step by step", "all at once"])
+async def test_a_first_token_is_told_before_the_end_of_its_handoff_takes_the_worker(
+    workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    prefill, decode = workers
+    lease = await lease_of(prefill, decode, "x")
+    told: list[str] = []
+    finish = prefill.rank.transfer.finish
+
+    def record_and_finish(*arguments: object) -> None:
+        told.append("the handoff is finished")
+        finish(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(prefill.rank.transfer, "finish", record_and_finish)
+    may_compute, computed = threading.Event(), threading.Event()
+    if at_once:
+        prefill.engine.post(lambda engine: may_compute.wait(10))
+    run = prefill.prefill.start(read_spec(make_spec("x")), lease, None)
+    following = asyncio.create_task(outcomes_of(run, told))
+    if at_once:
+        for _ in range(10):  # turns of the loop: all wait for the engine by then
+            await asyncio.sleep(0)
+        may_compute.set()
+        while not computed.wait(0.01):  # the loop is busy meanwhile
+            prefill.engine.post(lambda engine: None if engine.has_work() else computed.set())
+    await following
+    assert told == [FirstTokenReady.__name__, "the handoff is finished", HandedOff.__name__]
+
+
+async def test_a_lease_and_its_prompt_are_taken_in_one_step(
+    workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step for the lease alone would be one that the prompt waits for."""
+    prefill, decode = workers
+    lease = await lease_of(prefill, decode, "x")
+    plans: list[StepPlan] = []
+    runner = prefill.rank.runner
+    assert isinstance(runner, FakeRunner)
+    run_plan = runner.run
+
+    def record_and_run(
+        plan: StepPlan, specs: dict[RequestId, RequestSpec]
+    ) -> Sequence[SampledToken]:
+        plans.append(plan)
+        return run_plan(plan, specs)
+
+    monkeypatch.setattr(runner, "run", record_and_run)
+    await until(lambda: not prefill.engine.runnable)
+    run = prefill.prefill.start(read_spec(make_spec("x")), lease, None)
+    await asyncio.wait_for(outcomes_of(run, []), 10)
+    assert plans[0].sink_messages
+    assert plans[0].seqs
+
+
+async def test_an_id_that_comes_again_within_a_step_gets_its_own_tokens() -> None:
+    async with (
+        running_worker("prefill-0", Role.PREFILL, TIMED_ENGINE) as prefill,
+        running_worker("decode-0", Role.DECODE) as decode,
+    ):
+        link = DecodeLink(decode.address, "router-a")
+        await link.open()
+        router = MiniRouter(prefill.address, link)
+        writer = prefill.info().ref
+        prompts = [make_spec("former", 60), make_spec("latter", 60)]
+        leases = [await router.reserve(spec, writer) for spec in prompts]
+        former, latter = prompts
+        expected = Oracle().tokens(latter)
+        assert Oracle().tokens(former)[0] != expected[0]
+        former.request_id = latter.request_id = "x"
+
+        step = HeldStep(prefill)
+        call = router.prefill.Prefill(worker_pb2.PrefillRequest(spec=former, lease=leases[0]))
+        await asyncio.to_thread(step.begun.wait, 10)
+        call.cancel()
+        role = prefill.prefill
+        await until(lambda: role.is_idle)
+        again = asyncio.create_task(router.hand_off(latter, leases[1]))
+        await until(lambda: not role.is_idle)
+        step.go_on.set()
+        responses = await again
+        assert [r.WhichOneof("event") for r in responses] == ["first_token", "handoff_done"]
+        heard = link.of("latter")
+        await link.until(lambda: heard.finished)
+        heard.tokens[0] = responses[0].first_token.id
+        assert heard.in_order() == expected
+        await nothing_held(prefill, decode)
+        await router.close()
+        await link.close()
+
+
+class HeldPuts(ThreadScheduler):
+    """Keeps puts and flushes while `holds`; everything else runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holds = True
+        self.held: list[Operation] = []
+
+    def schedule(self, operation: Operation) -> None:
+        if self.holds and operation.kind in ("put", "flush"):
+            self.held.append(operation)
+        else:
+            super().schedule(operation)
+
+    def go_on(self) -> None:
+        for operation in self.held:
+            self.schedule(operation)
+
+
+async def test_blocks_that_a_put_may_still_read_are_not_free_until_it_has_drained(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    puts = HeldPuts()
+    monkeypatch.setattr(MemoryNetwork, "_shared", MemoryNetwork(puts))
+    async with (
+        running_worker("prefill-0", Role.PREFILL) as prefill,
+        running_worker("decode-0", Role.DECODE) as decode,
+    ):
+        link = DecodeLink(decode.address, "router-a")
+        await link.open()
+        router = MiniRouter(prefill.address, link)
+        spec = make_spec("stuck", 60)
+        lease = await router.reserve(spec, prefill.info().ref)
+        handing_off = asyncio.create_task(router.hand_off(spec, lease))
+        await until(lambda: puts.held)
+        await link.cancel("stuck")
+        await until(lambda: "not every rank has drained" in caplog.text)
+        assert (await handing_off)[-1].handoff_failed.reason == "FENCED"
+        puts.holds = False
+        # Another prompt comes and goes: whatever was to be let go of has been.
+        other = make_spec("other", 7)
+        other.sampling.max_tokens = 1
+        responses = await router.hand_off(other, await router.reserve(other, prefill.info().ref))
+        assert responses[-1].first_token.finished
+        load = await load_of(prefill)
+        assert load.num_blocks - load.num_free_blocks >= 7
+        assert not prefill.prefill.is_idle
+        puts.go_on()
+        await link.cancel("other")
+        await nothing_held(prefill, decode)
+        role = prefill.prefill
+        await until(lambda: role.is_idle)
+        await router.close()
+        await link.close()
