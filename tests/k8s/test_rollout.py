@@ -37,7 +37,7 @@ from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.operating import condition, eventually
 from tests.k8s.streaming import holds_nothing_more, streaming
 from tests.k8s.test_pools_change import is_whole
-from tests.k8s.test_serving import FAKE, MODEL, Installed
+from tests.k8s.test_serving import DECODE_STEP_S, FAKE, MODEL, Installed, with_engine
 from tests.k8s.units import units_of
 
 pytestmark = [
@@ -231,7 +231,8 @@ def test_another_model_with_another_tokenizer_takes_over_by_steps(
         servedModelName=NAME,
         model={"claim": {"claimName": "models-first", "path": "model"}},
         engine=REAL,
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        router={"replicas": 1},
+        advanced={"router": {"localPrefill": "never"}},
         rollout={"interval": "20s"},
     )
     installed.wait_available(OVER_WITHIN_S)
@@ -295,9 +296,9 @@ def test_another_image_of_the_workers_takes_over_worker_by_worker_and_loses_no_s
     installed = Installed(control_plane, namespace, tmp_path)
     installed.install(
         model={"name": str(MODEL)},
-        engine=FAKE,
+        **with_engine(FAKE, router={"localPrefill": "never"}),
         pools=pools,
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        router={"replicas": 1},
         rollout={"maxSurge": surge, "maxUnavailable": unavailable},
     )
     installed.wait_available()
@@ -355,8 +356,7 @@ def failing(kubelet: Kubelet) -> dict[str, Any]:
     folder = kubelet.claim("faults")
     (folder / "sitecustomize.py").write_text(_FAILS)
     (folder / "sitecustomize.py").chmod(0o644)
-    container = {"name": "ray-worker", "env": [{"name": "PYTHONPATH", "value": str(folder)}]}
-    return {"pools": {"prefill": {"template": {"spec": {"containers": [container]}}}}}
+    return {"pools": {"prefill": {"env": [{"name": "PYTHONPATH", "value": str(folder)}]}}}
 
 
 @pytest.mark.parametrize("fault", ["never ready", "fails", "slow"])
@@ -366,15 +366,15 @@ def test_a_worse_unit_goes_back_by_itself(
     faults: dict[str, dict[str, Any]] = {
         "never ready": {"model": {"name": "/no/such/model"}},
         "fails": failing(kubelet),
-        "slow": {"engine": {"fake": {"decodeStepS": 3 * FAKE["fake"]["decodeStepS"]}}},
+        "slow": {"advanced": {"engine": {"fake": {"decodeStepSeconds": 3 * DECODE_STEP_S}}}},
     }
     installed = Installed(control_plane, namespace, tmp_path)
     installed.install(
         servedModelName=NAME,
         model={"name": str(MODEL)},
-        engine=FAKE,
+        **with_engine(FAKE, router={"localPrefill": "never"}),
         pools={"prefill": {"role": "prefill"}, "decode": {"role": "decode"}},
-        router={"replicas": 1, "settings": {"localPrefill": "never"}},
+        router={"replicas": 1},
         rollout={"interval": "120s", "steps": [50, 100], "readyTimeout": "60s"},
     )
     installed.wait_available()
