@@ -28,14 +28,16 @@ class Clock(Protocol):
 class LoopClock:
     """Timers of a running event loop, and monotonic time: uvloop's own has whole ms only."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """`loop`: None for the loop that runs when a timer is set."""
         self._loop = loop
 
     def now_s(self) -> float:
         return time.monotonic()
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
-        return self._loop.call_later(delay_s, callback)
+        loop = self._loop or asyncio.get_running_loop()
+        return loop.call_later(delay_s, callback)
 
 
 async def wait_for_event(clock: Clock, event: asyncio.Event, timeout_s: float) -> bool:

@@ -49,7 +49,7 @@ class SlotContext:
     replicas: Replicas
     executor: ThreadPoolExecutor
     worker_config: Callable[[ReplicaName], WorkerConfig]
-    clock: Clock = field(default_factory=lambda: LoopClock(asyncio.get_running_loop()))
+    clock: Clock = field(default_factory=LoopClock)
 
     async def ray(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.executor, call)

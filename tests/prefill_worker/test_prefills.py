@@ -15,7 +15,7 @@ from engine.fake_runner import FakeRunner
 from engine.request import RequestId, RequestSpec, SampledToken, StepPlan
 from engine.wire import read_spec
 from kv_transfer.lease import Lease
-from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler
+from kv_transfer.memory_transport import MemoryNetwork
 from prefill_worker.role import FirstTokenReady, HandedOff, PrefillRun
 from tests.cluster.conftest import (
     TIMED_ENGINE,
@@ -29,6 +29,7 @@ from tests.cluster.conftest import (
     running_worker,
     until,
 )
+from tests.prefill_worker.held_puts import HeldPuts
 
 
 @pytest.fixture
@@ -144,25 +145,6 @@ async def test_an_id_that_comes_again_within_a_step_gets_its_own_tokens() -> Non
         await nothing_held(prefill, decode)
         await router.close()
         await link.close()
-
-
-class HeldPuts(ThreadScheduler):
-    """Keeps puts and flushes while `holds`; everything else runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.holds = True
-        self.held: list[Operation] = []
-
-    def schedule(self, operation: Operation) -> None:
-        if self.holds and operation.kind in ("put", "flush"):
-            self.held.append(operation)
-        else:
-            super().schedule(operation)
-
-    def go_on(self) -> None:
-        for operation in self.held:
-            self.schedule(operation)
 
 
 async def test_blocks_that_a_put_may_still_read_are_not_free_until_it_has_drained(

@@ -18,7 +18,7 @@ from cluster.worker.worker import Worker
 from kv_transfer.memory_transport import MemoryNetwork
 from router.text import TextModel
 from tests.cluster.conftest import nothing_held, running_worker
-from tests.prefill_worker.test_late_reads import HeldPuts
+from tests.prefill_worker.held_puts import HeldPuts
 from tests.router.test_real_workers import NUM_TOKENS, Listed, alone, router_over, until
 from tests.router.test_two_routers import CONFIG, SLOW, named
 
