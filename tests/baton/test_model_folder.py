@@ -193,9 +193,16 @@ def test_a_pod_that_cannot_have_its_model_ends_with_the_reason(cache: Path) -> N
 
 
 def test_a_folder_of_the_pods_image_is_asked_of_no_hub(cache: Path) -> None:
-    process = in_a_pod("--name", "tests/baton")  # as a name on the hub would be
+    process = in_a_pod("--name", "models/demo")  # as a name on the hub would be
     told, errors = process.communicate(timeout=60)
-    assert (process.returncode, told) == (0, "tests/baton is there\n"), errors
+    assert (process.returncode, told) == (0, "models/demo is there\n"), errors
+
+
+def test_a_folder_without_a_model_ends_the_pods_start(cache: Path, tmp_path: Path) -> None:
+    process = in_a_pod("--name", str(tmp_path))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors == f"cannot fetch the model: {tmp_path} holds no config.json\n"
 
 
 def test_a_pod_that_is_ended_does_not_wait_for_a_file_that_is_still_coming(cache: Path) -> None:

@@ -110,5 +110,24 @@ def test_a_pool_is_added_to_a_running_cluster_and_taken_away_again(
     assert len(check_patches(kuberay)) == 1
 
 
+def test_a_pool_that_is_deleted_and_that_the_spec_names_serves_on(
+    installed: Installed, control_plane: ControlPlane, kubelet: Kubelet, kuberay: KubeRay
+) -> None:
+    labels = "app.kubernetes.io/component=worker"
+    names = {pod["metadata"]["name"] for pod in kubelet.pods(labels)}
+    before = installed.read("wp/decode")["metadata"]["uid"]
+    with streaming(kubelet, NUM_TOKENS) as streams:
+        arguments = ("-n", installed.namespace, "delete", "wp/decode", "--timeout=30s")
+        control_plane.kubectl(*arguments)
+        is_again = lambda: "decode" in pools_of(installed)  # noqa: E731
+        eventually(is_again, "it is made again", 30)
+        assert installed.read("wp/decode")["metadata"]["uid"] != before
+        eventually(lambda: is_whole(installed, "decode", 2), "both workers are its own", 60)
+        rounds = streams.num_rounds
+        eventually(lambda: streams.num_rounds > rounds + 1, "streams begin and end", 120)
+        streams.check()
+    assert {pod["metadata"]["name"] for pod in kubelet.pods(labels)} == names
+
+
 def pools_of(installed: Installed) -> set[str]:
     return {pool["metadata"]["name"] for pool in installed.read("wp")["items"]}
