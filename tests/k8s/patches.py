@@ -16,16 +16,17 @@ def check_patches(kuberay: KubeRay, cluster: str = "default") -> set[str]:
     """No group of any unit has shrunk but by the pods that the same patch named, none went
     before it was empty, all that was named is cleared, and KubeRay's own schema takes each spec
     where it is at hand. The pods that were named."""
-    eventually(lambda: not _named(kuberay.specs(cluster)[-1]), "the last patch is cleared")
-    specs, named = kuberay.specs(cluster), set[str]()
-    for before, after in itertools.pairwise(specs):
-        now = _groups(after)
-        for name, was in _groups(before).items():
-            new = set(now.get(name, _NO_GROUP).to_delete) - set(was.to_delete)
-            assert len(new) == max(0, was.replicas - now.get(name, _NO_GROUP).replicas), name
-            named |= new
-    if REAL_CRD.exists():
-        for spec in specs:
+    named = set[str]()
+    *_, last = kuberay.specs(cluster)  # others were deleted with what their last patches named
+    eventually(lambda: not _named(kuberay.specs(cluster)[last][-1]), "the last patch is cleared")
+    for specs in kuberay.specs(cluster).values():
+        for before, after in itertools.pairwise(specs):
+            now = _groups(after)
+            for name, was in _groups(before).items():
+                new = set(now.get(name, _NO_GROUP).to_delete) - set(was.to_delete)
+                assert len(new) == max(0, was.replicas - now.get(name, _NO_GROUP).replicas), name
+                named |= new
+        for spec in specs if REAL_CRD.exists() else ():
             check_ray_cluster({"apiVersion": "ray.io/v1", "kind": "RayCluster", "spec": spec})
     return named
 

@@ -76,6 +76,7 @@ class KubeRay:
         self._rng = random.Random()
         self._deleted_as_too_many: set[str] = set()
         self._specs: dict[str, list[Object]] = {}
+        self._owners: dict[str, str] = {}  # RayCluster -> ServingCluster
         self._specs_lock = threading.Lock()
         self._queue: WorkQueue[Key] = WorkQueue(_QUICKLY)
         self._workers = Workers(self._queue, self._reconcile, 1, "kuberay")
@@ -102,16 +103,18 @@ class KubeRay:
             informer.stop()
         self._workers.stop(_END_S)
 
-    def specs(self, cluster: str) -> list[Object]:
-        """All that the RayClusters of this ServingCluster have had, or the one of this name; oldest
-        first."""
+    def specs(self, cluster: str) -> dict[str, list[Object]]:
+        """All that the RayClusters of a ServingCluster have had, by name; the oldest first."""
         with self._specs_lock:
-            return list(self._specs.get(cluster, ()))
+            found = {name: list(specs) for name, specs in self._specs.items()}
+        return {name: specs for name, specs in found.items() if self._owners[name] == cluster}
 
-    def changes(self, cluster: str, pool: str) -> list[GroupChange]:
+    def changes(self, ray_cluster: str, pool: str) -> list[GroupChange]:
         """What its specs said of a pool's group, as often as that has changed."""
         changes: list[GroupChange] = []
-        for spec in self.specs(cluster):
+        with self._specs_lock:
+            specs = list(self._specs.get(ray_cluster, ()))
+        for spec in specs:
             for each in spec.get("workerGroupSpecs") or ():
                 change = GroupChange.of(each)
                 if each["groupName"] == pool and changes[-1:] != [change]:
@@ -124,7 +127,8 @@ class KubeRay:
         if cluster is not None:
             with self._specs_lock:
                 labels = cluster["metadata"].get("labels") or {}
-                specs = self._specs.setdefault(labels.get(SERVING_LABEL, key.name), [])
+                self._owners[key.name] = labels.get(SERVING_LABEL, key.name)
+                specs = self._specs.setdefault(key.name, [])
                 if specs[-1:] != [cluster["spec"]]:
                     specs.append(cluster["spec"])
 
