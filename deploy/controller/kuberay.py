@@ -84,7 +84,9 @@ class KubeRay:
         if unit.is_wanted:
             config = cluster_config(view.owner, view.spec, {}, unit.code)
             unit_map = unit_config_map(view.owner, unit.code, config, made)
-            self._applied.make(view.key, CONFIG_MAPS, unit_map)
+            # Of one that stays nothing changes: its processes read it when they start.
+            keep = self._applied.apply if unit.ray_cluster is None else self._applied.make
+            keep(view.key, CONFIG_MAPS, unit_map)
 
     def end(self, cluster: Object) -> bool:
         """Delete what the ServingCluster has of it; whether there is anything left."""
