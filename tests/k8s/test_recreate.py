@@ -1,5 +1,5 @@
-"""Another model takes over while requests come all the time: what runs ends whole with the first,
-what is asked meanwhile waits and is answered by the second. There are never two units."""
+"""Another model takes over on one worker, without room for two, while requests come all the time:
+what runs ends whole with the first, what is asked meanwhile is answered by the second."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ REQUEST_S = 600.0
 
 def spec_of(model: str) -> dict[str, Any]:
     claim = {"claimName": f"models-{model}", "path": "model"}
-    router = {"localPrefill": "never", "fleetWaitSeconds": REQUEST_S}
-    return {"model": {"claim": claim}, **with_engine(ENGINES[model], router=router)}
+    return {"model": {"claim": claim}, **with_engine(ENGINES[model])}
 
 
 @pytest.fixture
@@ -175,6 +174,8 @@ def test_streams_end_whole_and_what_is_asked_meanwhile_is_answered_by_the_next_u
     installed.install(
         servedModelName="both",
         router={"replicas": 1},
+        pools={"mixed": {"role": "mixed"}},
+        rollout={"maxSurge": 0, "maxUnavailable": 1},  # one GPU: no room for both
         **spec_of("first"),
     )
     installed.wait_available(OVER_WITHIN_S)
@@ -202,7 +203,7 @@ def test_streams_end_whole_and_what_is_asked_meanwhile_is_answered_by_the_next_u
         def is_over() -> bool:
             status = look()
             serves = status["rollout"]["state"] == "Serving" and status["unit"] != before
-            return serves and status["pools"] == {"prefill": "1/1", "decode": "1/1"}
+            return serves and status["pools"] == {"mixed": "1/1"}
 
         eventually(is_over, "the second model serves", OVER_WITHIN_S)
         over_at = time.monotonic()
