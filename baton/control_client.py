@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from baton import status
-from baton.errors import DeadlineError, InvalidRequestError, UnavailableError
+from baton.errors import BatonError, DeadlineError, InvalidRequestError, UnavailableError
 from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import control_pb2, control_pb2_grpc
 
@@ -47,7 +47,7 @@ class ControlClient:
             raise self._silent(self._call_timeout_s) from error
 
     def watch_fleet(self, timeout_s: float) -> Iterator[control_pb2.WatchFleetResponse]:
-        """The whole fleet on every change; ends after `timeout_s` with DeadlineError."""
+        """Yield the whole fleet on every change. Raises DeadlineError after `timeout_s`."""
         call = self._stub.WatchFleet(control_pb2.WatchFleetRequest(), timeout=timeout_s)
         try:
             yield from call
@@ -65,7 +65,7 @@ class ControlClient:
         return int(self._call("SetReplicas", request).previous_replicas)
 
     def set_role_plan(self, pool: str, prefill: int, decode: int) -> None:
-        """So many of a mixed pool's workers act in one role alone."""
+        """How many of a mixed pool's workers only prefill, and how many only decode."""
         try:
             plan = control_pb2.RolePlan(prefill=prefill, decode=decode)
         except ValueError as error:
@@ -85,11 +85,21 @@ class ControlClient:
         return str(self._call("AgreeDtype", request).dtype)
 
     def remove_pool(self, pool: str) -> None:
-        """Forget a pool that has no size and no places any more."""
+        """Forget a pool whose size is 0 and whose slots are empty."""
         self._call("RemovePool", control_pb2.RemovePoolRequest(pool=pool))
 
+    def units(self) -> Sequence[control_pb2.Unit]:
+        """The units that routers send requests to, with their shares: the oldest first."""
+        call = self._stub.WatchUnits(control_pb2.WatchUnitsRequest(), timeout=self._call_timeout_s)
+        try:
+            return list(next(iter(call)).units)
+        except grpc.RpcError as error:
+            raise self._failure(error, self._call_timeout_s) from error
+        finally:
+            call.cancel()
+
     def set_units(self, units: Iterable[control_pb2.Unit]) -> None:
-        """What routers are told of the units that they send requests to: the oldest first."""
+        """Set the list of units that routers read: the oldest first."""
         self._call("SetUnits", control_pb2.SetUnitsRequest(units=units))
 
     def drain(self, worker_id: str) -> None:
@@ -114,10 +124,13 @@ class ControlClient:
         try:
             return getattr(self._stub, method)(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            failure = cast(status.RpcFailure, error)
-            if status.is_out_of_time(failure):
-                raise self._silent(timeout_s) from error
-            raise status.from_rpc_error(failure, self._address) from error
+            raise self._failure(error, timeout_s) from error
+
+    def _failure(self, error: grpc.RpcError, timeout_s: float) -> BatonError:
+        failure = cast(status.RpcFailure, error)
+        if status.is_out_of_time(failure):
+            return self._silent(timeout_s)
+        return status.from_rpc_error(failure, self._address)
 
     def _silent(self, timeout_s: float) -> UnavailableError:
         return UnavailableError(f"no answer from {self._address} within {timeout_s:g} s")

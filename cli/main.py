@@ -36,8 +36,8 @@ _COMMANDS = {
     "generate": "cli.ask",
     "chat": "cli.ask",
     "explain": "cli.ask",
-    "status": "cli.operate",
-    "top": "cli.top",
+    "status": "cli.status",
+    "top": "cli.status",
     "scale": "cli.operate",
     "drain": "cli.operate",
     "roles": "cli.operate",
@@ -240,6 +240,15 @@ def _add_operator_commands(commands: Subparsers[argparse.ArgumentParser]) -> Non
             help="the control service (BATON_CONTROL; %(default)s)",
         )
 
+    for command in (status, top):
+        command.add_argument(
+            "--unit",
+            action="append",
+            type=_unit_address,
+            metavar="CODE=HOST:PORT",
+            help="where a unit's control service is reached from here; may be given again",
+        )
+
 
 def _add_router(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", metavar="NAME", help="only if several are served")
@@ -306,6 +315,11 @@ def _address(text: str) -> str:
     if not host or not port.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, like 127.0.0.1:7100")
     return text.strip()
+
+
+def _unit_address(text: str) -> tuple[str, str]:
+    code, _, address = text.partition("=")
+    return code, _address(address)
 
 
 def _addresses(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""`baton status`, `scale`, `roles`, `drain`: everything asked of the control service."""
+"""`baton scale`, `roles`, `drain`: what people change through the control service."""
 
 from __future__ import annotations
 
@@ -9,103 +9,13 @@ from dataclasses import dataclass
 from baton import render
 from baton.control_client import ControlClient
 from baton.errors import BatonError, DeadlineError, NotFoundError
-from baton.v1 import common_pb2, control_pb2, worker_pb2
+from baton.v1 import control_pb2
+from cli.fleets import Fleet
 from cli.progress import Steps
 from cluster.pools.role_plan import RolePlan
-from cluster.registry.pairing import unpaired
-
-Fleet = control_pb2.WatchFleetResponse
 
 _SERVING = (control_pb2.WORKER_STATE_LIVE, control_pb2.WORKER_STATE_SUSPECT)
 _FAILED_STARTS = 2  # a first one may be bad luck
-
-
-def status(arguments: argparse.Namespace) -> int:
-    with ControlClient(arguments.control) as control:
-        fleet = control.fleet()
-    print_fleet(fleet)
-    return 0
-
-
-def print_fleet(fleet: Fleet) -> None:
-    if fleet.model_fingerprint:
-        render.out().print(f"model fingerprint {fleet.model_fingerprint.hex()}", style="dim")
-    _print_pools(fleet)
-    registered = {worker.info.ref.worker_id for worker in fleet.workers}
-    for pool in fleet.pools:
-        for place in pool.places:
-            if place.pod_name and place.worker_id not in registered:
-                starting = f"{place.worker_id} starts on pod {place.pod_name}"
-                render.out().print(starting, style="dim", markup=False)
-        if pool.pending_replicas:
-            pending = f"{pool.name}: {pool.pending_replicas} wait for a pod with room"
-            render.out().print(pending, style="yellow", markup=False)
-        if pool.last_error:
-            failed = f"{pool.name}: {pool.num_failed_starts} failed starts, the last: "
-            render.out().print(failed + pool.last_error, style="red", markup=False)
-    for line in unpaired(fleet).values():
-        render.out().print(line, style="red", markup=False)
-    workers = sorted(
-        fleet.workers, key=lambda worker: (worker.info.pool, worker.info.ref.worker_id)
-    )
-    columns = (
-        "worker", "pool", "state", ">running", ">waiting", ">reserved", ">queued", ">KV used",
-        ">prefill", ">step", ">handoff", ">quarantined", "address",
-    )  # fmt: skip
-    if workers:
-        render.print_table("Workers", columns, [_worker_row(worker) for worker in workers])
-    else:
-        render.out().print("no worker has registered yet", style="dim")
-
-
-def _print_pools(fleet: Fleet) -> None:
-    rows = [
-        [pool.name, role_name(pool.role), f"{pool.live_replicas} of {pool.desired_replicas}"]
-        for pool in fleet.pools
-    ]
-    render.print_table("Pools", ("pool", "role", ">live"), rows)
-
-
-def _worker_row(worker: control_pb2.FleetWorker) -> list[str]:
-    is_gone = worker.state == control_pb2.WORKER_STATE_GONE  # what it last told is history
-    info, load = worker.info, worker_pb2.WorkerLoad() if is_gone else worker.load
-    share = kv_use(load)
-    return [
-        info.ref.worker_id,
-        pool_and_role(worker),
-        state_name(worker.state),
-        str(load.num_running),
-        str(load.num_waiting),
-        str(load.num_reserved),
-        f"{load.num_queued_tokens} tok",
-        "-" if share is None else f"{share:.0%} of {load.num_blocks}",
-        render.rate(load.prefill_tokens_per_s, "tok/s"),
-        render.milliseconds(load.decode_step_s * 1e3) if load.decode_step_s else "-",
-        render.bandwidth(load.handoff_bytes_per_s, 1e3),
-        f"{load.num_quarantined_blocks} blocks",
-        info.address,
-    ]
-
-
-def kv_use(load: worker_pb2.WorkerLoad) -> float | None:
-    """The part of KV memory that holds something; None where there is none."""
-    used = load.num_blocks - load.num_free_blocks - load.num_quarantined_blocks
-    return used / load.num_blocks if load.num_blocks else None
-
-
-def pool_and_role(worker: control_pb2.FleetWorker) -> str:
-    """With the role in force, of a worker that could do more."""
-    role = worker.active_role
-    is_split = role not in (common_pb2.WORKER_ROLE_UNSPECIFIED, common_pb2.WORKER_ROLE_MIXED)
-    return f"{worker.info.pool} as {role_name(role)}" if is_split else worker.info.pool
-
-
-def state_name(state: control_pb2.WorkerState.ValueType) -> str:
-    return control_pb2.WorkerState.Name(state).rpartition("STATE_")[2].lower()
-
-
-def role_name(role: common_pb2.WorkerRole.ValueType) -> str:
-    return common_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
 
 
 def scale(arguments: argparse.Namespace) -> int:
@@ -146,10 +56,10 @@ def roles(arguments: argparse.Namespace) -> int:
             for worker in control.fleet().workers
         )
         control.set_role_plan(pool, prefill, decode)
-    told = f"{pool}: {prefill} prefill alone, {decode} decode alone, the rest act as both"
+    message = f"{pool}: {prefill} prefill alone, {decode} decode alone, the rest act as both"
     if plan != RolePlan() and not plan.leaves_both_roles(num_there):
-        told += f"; of {num_there} workers that leaves not one for each role: all act as both"
-    render.out().print(told)
+        message += f"; too few workers ({num_there}) for both roles, so all act as both"
+    render.out().print(message)
     return 0
 
 
@@ -184,7 +94,7 @@ def _incarnations(fleet: Fleet) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Progress:
-    """What is said of a change under way, and whether it is over."""
+    """How far a change is, in words, and whether it is over."""
 
     message: str
     is_done: bool
@@ -194,18 +104,18 @@ def _wait(
     control: ControlClient, progress_of: Callable[[Fleet], _Progress], timeout_s: float
 ) -> int:
     """Follow the fleet until it is as wanted; say how far it is whenever that changes."""
-    told = "waiting for the control service"
+    message = "waiting for the control service"
     with Steps(render.err()) as steps:
         try:
             for fleet in control.watch_fleet(timeout_s):
                 progress = progress_of(fleet)
-                if progress.message != told:
-                    told = progress.message
-                    steps(told)
+                if progress.message != message:
+                    message = progress.message
+                    steps(message)
                 if progress.is_done:
                     return 0
         except DeadlineError as error:
             raise BatonError(
-                f"{told}: not done after {timeout_s:g} s; it goes on, see `baton status`"
+                f"{message}: not done after {timeout_s:g} s; the change goes on, see `baton status`"
             ) from error
     raise BatonError("the control service ended the watch; see `baton status`")

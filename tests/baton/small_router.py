@@ -202,10 +202,11 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
 
 class SmallControl(control_pb2_grpc.ControlServiceServicer):
     """A registry with one decode pool that grows at once, and drops drained workers. `failing`:
-    why no more than the first worker ever starts."""
+    why no more than the first worker ever starts; `units`: what it answers to WatchUnits."""
 
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
+        self.units = [control_pb2.Unit(share=1.0)]
         self._replicas = 1
         self._drained: set[str] = set()
         self._changed = threading.Condition()
@@ -256,6 +257,9 @@ class SmallControl(control_pb2_grpc.ControlServiceServicer):
             with self._changed:
                 yield self.fleet()
                 self._changed.wait(0.2)
+
+    def WatchUnits(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        yield control_pb2.WatchUnitsResponse(units=self.units)
 
     def SetReplicas(  # noqa: N802
         self, request: control_pb2.SetReplicasRequest, context: Any

@@ -125,7 +125,7 @@ def test_a_split_that_leaves_no_worker_for_a_role_is_told_as_not_in_force(
     for prefill, decode, is_told in ((1, 1, True), (0, 0, False)):
         plan = ["--prefill", str(prefill), "--decode", str(decode)]
         assert main(["roles", "decode", *plan, "--control", control]) == 0
-        told = "of 1 workers that leaves not one for each role: all act as both"
+        told = "too few workers (1) for both roles, so all act as both"
         assert (told in capsys.readouterr().out) is is_told
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.v1 import common_pb2, control_pb2
-from cli.operate import print_fleet
+from cli.fleets import UnitFleet
+from cli.status import print_status
 from cluster.registry.pairing import unpaired
 
 ROLES = {
@@ -107,6 +108,6 @@ def test_many_partners_are_counted_not_listed() -> None:
 
 def test_status_says_who_pairs_with_none(capsys: pytest.CaptureFixture[str]) -> None:
     workers = worker("prefill-0", b"a"), worker("decode-0", b"a"), worker("decode-1", b"b")
-    print_fleet(fleet(*workers))
+    print_status([UnitFleet("", 1.0, fleet(*workers))])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "pairs with none" in line)
     assert line.startswith("decode-1 has another KV fingerprint than every prefill worker")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.v1 import common_pb2, control_pb2
-from cli.operate import print_fleet
+from cli.fleets import Fleet, UnitFleet
+from cli.status import print_status
 
 Capture = pytest.CaptureFixture[str]
 
@@ -32,9 +33,8 @@ def shown(
     """The words of each line."""
     ref = common_pb2.WorkerRef(worker_id=registered)
     workers = [control_pb2.FleetWorker(info=control_pb2.WorkerInfo(ref=ref))] if registered else []
-    print_fleet(
-        control_pb2.WatchFleetResponse(pools=pools, workers=workers, model_fingerprint=fingerprint)
-    )
+    fleet = Fleet(pools=pools, workers=workers, model_fingerprint=fingerprint)
+    print_status([UnitFleet("", 1.0, fleet)])
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 

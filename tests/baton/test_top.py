@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
+import grpc
 import pytest
 
 from baton.render import out
 from baton.v1 import common_pb2, control_pb2, worker_pb2
+from cli.fleets import Fleet, UnitFleet
 from cli.main import main
-from cli.operate import Fleet, print_fleet
-from cli.top import busy_of, screen
+from cli.status import busy_of, print_status, screen
 from tests.baton.small_router import SmallControl
 from tests.baton.terminal import CTRL_C, Terminal
 
@@ -66,7 +69,7 @@ def fleet(**changes: int) -> Fleet:
 
 def shown(what: Fleet) -> list[str]:
     with out().capture() as capture:
-        out().print(screen(what))
+        out().print(screen([UnitFleet("", 1.0, what)]))
     return capture.get().splitlines()
 
 
@@ -139,7 +142,7 @@ def test_a_router_that_is_silent_is_told_beside_those_that_report() -> None:
 
 
 def test_status_says_which_pools_wait_for_pods(capsys: pytest.CaptureFixture[str]) -> None:
-    print_fleet(fleet())
+    print_status([UnitFleet("", 1.0, fleet())])
     told = capsys.readouterr().out
     assert "decode: 2 wait for a pod with room" in told
     assert "prefill: " not in told
@@ -160,9 +163,12 @@ def test_the_command_shows_what_the_control_service_tells(
 
 
 def test_a_watch_goes_on_until_its_service_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = itertools.count()
+
     class Ends(SmallControl):
-        def WatchFleet(self, request: object, context: object) -> Iterator[Fleet]:  # noqa: N802
-            yield self.fleet()
+        def WatchFleet(self, request: object, context: Any) -> Iterator[Fleet]:  # noqa: N802
+            if next(asked) == 2:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "the service has ended")
             yield self.fleet()
 
     server, address = Ends().serve()
@@ -172,7 +178,7 @@ def test_a_watch_goes_on_until_its_service_ends(capsys: pytest.CaptureFixture[st
         server.stop(None).wait()
     told = capsys.readouterr()
     assert told.out.count("Workers") == 2
-    assert "the control service ended the watch" in told.err
+    assert "the service has ended" in told.err
 
 
 @pytest.mark.full

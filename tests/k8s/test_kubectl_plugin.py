@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cli.kubectl.kubectl import RIGHTS
+from cli.kubectl import RIGHTS
 from deploy.api.naming import API_VERSION
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
@@ -36,7 +36,7 @@ class Plugin:
     def __init__(self, control_plane: ControlPlane, kube: Kube, folder: Path, name: str) -> None:
         self._control_plane, self._kube, self.namespace = control_plane, kube, name
         program = folder / "kubectl-baton"
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m cli.kubectl.plugin "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m cli.kubectl "$@"\n')
         program.chmod(0o700)
         clients = control_plane.clients.kubectl.parent
         self._environment = {
@@ -88,7 +88,7 @@ def told(done: subprocess.CompletedProcess[str]) -> str:
 def test_it_says_at_each_step_what_is_missing(plugin: Plugin) -> None:
     assert "no ServingCluster in this namespace" in told(plugin("status"))
     plugin.make_cluster("blue")
-    assert "blue does not tell yet where it is served" in told(plugin("status"))
+    assert "blue is not served yet" in told(plugin("status"))
     plugin.make_cluster("green")
     assert "there are several: blue, green" in told(plugin("top"))
     assert "no ServingCluster 'red'" in told(plugin("top", "--cluster", "red"))

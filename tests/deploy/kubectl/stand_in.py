@@ -1,8 +1,8 @@
 """A program that answers as kubectl does to `get` and `port-forward`, where no kubelet forwards.
 
 FOLDER in its environment holds `clusters.json`, what `get` prints; `upstream`, where a forwarded
-port leads, or `refusal`, what kubectl says instead. Into `pid` it writes who forwards, into `asked`
-every command line.
+port leads, or `refusal`, what kubectl says instead (`refusal-NAME` for one Service alone). Into
+`pid` it writes who forwards, into `asked` every command line.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def main() -> None:
         print((folder / "clusters.json").read_text())
         return
     (folder / "pid").write_text(str(os.getpid()))
-    if (folder / "refusal").exists():
-        sys.exit((folder / "refusal").read_text())
+    service = next(word for word in sys.argv if word.startswith("service/"))
+    for refusal in ("refusal", f"refusal-{service.removeprefix('service/')}"):
+        if (folder / refusal).exists():
+            sys.exit((folder / refusal).read_text())
     forward((folder / "upstream").read_text())
 
 

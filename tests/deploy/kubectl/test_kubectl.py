@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from cli.kubectl.clusters import Target, chosen, target
-from cli.kubectl.errors import ChoiceError
-from cli.kubectl.kubectl import refusal
-from cli.kubectl.plugin import main
+from baton.v1 import control_pb2
+from cli.kubectl import ChoiceError, Target, chosen, heads, main, refusal, target
 from cluster.local.process_tree import Process, descendants, wait_until_gone
 from tests.baton.small_router import Book, SmallControl, SmallRouter
 from tests.baton.terminal import default_signals
@@ -71,7 +69,7 @@ def test_an_endpoint_is_a_port_of_a_service() -> None:
 def test_a_cluster_that_does_not_tell_yet_is_to_be_described(
     endpoints: dict[str, str] | None,
 ) -> None:
-    with pytest.raises(ChoiceError, match="does not tell yet") as told:
+    with pytest.raises(ChoiceError, match="is not served yet") as told:
         target(cluster("default", endpoints), "control")
     assert "describe servingcluster default" in told.value.hint
 
@@ -162,7 +160,7 @@ def test_routers_that_serve_by_tls_are_asked_by_tls(folder: Path, capsys: Captur
 @pytest.mark.full
 def test_a_watch_that_is_ended_ends_what_it_started(folder: Path, control: str) -> None:
     (folder / "upstream").write_text(control)
-    command = [sys.executable, "-m", "cli.kubectl.plugin", "top", "--watch"]
+    command = [sys.executable, "-m", "cli.kubectl", "top", "--watch"]
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 0)):
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, env=dict(os.environ), preexec_fn=default_signals
@@ -174,6 +172,51 @@ def test_a_watch_that_is_ended_ends_what_it_started(folder: Path, control: str) 
             plugin.send_signal(number)
             assert plugin.wait(20) == code
         assert not wait_until_gone(started, 5)
+
+
+# --- two units ------------------------------------------------------------------------------------
+
+
+def with_units(*codes: str) -> dict[str, Any]:
+    there = cluster("default", ENDPOINTS)
+    there["status"]["rollout"] = {"state": "Shifting", "units": dict.fromkeys(codes, "50%")}
+    return there
+
+
+def test_each_unit_has_a_service_of_its_head_while_there_are_two() -> None:
+    assert heads(cluster("default", ENDPOINTS)) == {}
+    assert heads(with_units("b2x4z", "k7mnp")) == {
+        "b2x4z": Target("serving", "default-b2x4z-head-svc", 7101),
+        "k7mnp": Target("serving", "default-k7mnp-head-svc", 7101),
+    }
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_both_units_are_asked_and_one_that_is_not_reached_is_silent(
+    is_reached: bool, folder: Path, capsys: Capture
+) -> None:
+    (folder / "clusters.json").write_text(json.dumps({"items": [with_units("b2x4z", "k7mnp")]}))
+    small = SmallControl()
+    small.units = [
+        control_pb2.Unit(code="b2x4z", control_address="b2x4z.svc:7101", share=0.75),
+        control_pb2.Unit(code="k7mnp", control_address="k7mnp.svc:7101", share=0.25),
+    ]
+    server, address = small.serve()
+    (folder / "upstream").write_text(address)
+    if not is_reached:
+        (folder / "refusal-default-k7mnp-head-svc").write_text("error: no pods are ready")
+    try:
+        assert main(["status"]) == 0
+    finally:
+        server.stop(None).wait()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["b2x4z", "75%", "1"] in lines
+    assert ["k7mnp", "25%", "1" if is_reached else "silent"] in lines
+    asked = (folder / "asked").read_text().splitlines()[1:]
+    assert [line.split()[-2] for line in asked] == [
+        "service/default-b2x4z-head-svc", "service/default-k7mnp-head-svc"
+    ]  # fmt: skip
+    assert has_ended(folder)
 
 
 # --- straight to an address -----------------------------------------------------------------------

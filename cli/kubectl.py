@@ -1,0 +1,348 @@
+"""`kubectl baton status|top|drain|explain`: finds a ServingCluster, and runs that `baton` command.
+
+kubectl runs `kubectl-baton` as a plugin, and reaches the cluster for it: this module imports
+nothing of Kubernetes. Exit codes are those of `baton`, and 3 where no ServingCluster is found or
+reached.
+
+PluginError           what can go wrong before the ServingCluster is reached
+├── KubectlError      kubectl is missing, or refuses
+├── ChoiceError       there is no ServingCluster, or there are several
+└── ForwardError      kubectl reaches none of its pods
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import IO, Any
+
+from cli import main as cli
+
+_PROGRAM = "kubectl baton"
+_COMMANDS = {
+    "status": ("control", "pools, workers, load, cache, queue"),
+    "top": ("control", "how busy pools and workers are; --watch goes on"),
+    "drain": ("control", "WORKER: let it finish what it runs, then leave"),
+    "explain": ("grpc", "PROMPT: where it would run, and at what cost"),
+}
+"""The endpoint that each asks, as the ServingCluster's status calls it, and what it does."""
+_OF_ALL_UNITS = ("status", "top")
+"""Commands that ask the control service of every unit."""
+_OPTIONS = {"control": "--control", "grpc": "--router"}
+"""The option of `baton` for each endpoint."""
+_BY_TLS = "grpcs://"
+_CONTROL_PORT = 7101
+_ANSWER_S = 30.0
+_FORWARD_S = 30.0
+_RUNNING_S = 10  # kubectl itself waits a minute for a pod that there may never be
+_END_S = 5.0
+_LISTENS = re.compile(rb"Forwarding from (127\.0\.0\.1:[0-9]+)")
+_NOT_FOUND = "kubectl is not on PATH"
+_INSTEAD = "--address HOST:PORT goes without it, where you reach the cluster's inside"
+RIGHTS: Mapping[str, Sequence[str]] = {
+    "servingclusters.baton.dev": ("list",),
+    "services": ("get",),
+    "pods": ("get", "list"),
+    "pods/portforward": ("create",),
+}
+"""What kubectl asks an API server for here: verbs, by resource."""
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+class PluginError(Exception):
+    def __init__(self, message: str, hint: str) -> None:
+        """`hint`: what to do next, in a line."""
+        super().__init__(message)
+        self.message, self.hint = message, hint
+
+
+class KubectlError(PluginError):
+    pass
+
+
+class ChoiceError(PluginError):
+    pass
+
+
+class ForwardError(PluginError):
+    pass
+
+
+# --- which cluster --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """A port of a Service. `tls_name`: whom its certificate names; None: plain text."""
+
+    namespace: str
+    service: str
+    port: int
+    tls_name: str | None = None
+
+
+def chosen(clusters: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str, Any]:
+    """The cluster of this name; without one the only one. Raises ChoiceError."""
+    names = sorted(each["metadata"]["name"] for each in clusters)
+    if not names:
+        raise ChoiceError(
+            "no ServingCluster in this namespace",
+            "-n NAMESPACE names another; `kubectl get servingclusters.baton.dev -A` lists all",
+        )
+    if name is None and len(names) > 1:
+        raise ChoiceError(f"there are several: {', '.join(names)}", "--cluster NAME says which")
+    found = [each for each in clusters if name in (None, each["metadata"]["name"])]
+    if not found:
+        raise ChoiceError(f"no ServingCluster {name!r}", f"there are: {', '.join(names)}")
+    return found[0]
+
+
+def target(cluster: Mapping[str, Any], endpoint: str) -> Target:
+    """Where the cluster serves `endpoint`, control or grpc: HOST.NAMESPACE.svc:PORT in its status,
+    after grpcs:// where that is asked by TLS. Raises ChoiceError while it has none."""
+    metadata = cluster["metadata"]
+    address = (cluster.get("status") or {}).get("endpoints", {}).get(endpoint, "")
+    host, _, port = address.removeprefix(_BY_TLS).rpartition(":")
+    service, _, rest = host.partition(".")
+    if not port.isdecimal() or not service or not rest:
+        raise ChoiceError(
+            f"ServingCluster {metadata['name']} is not served yet",
+            f"`kubectl -n {metadata['namespace']} describe servingcluster {metadata['name']}` "
+            "says what it waits for",
+        )
+    tls_name = host if address.startswith(_BY_TLS) else None
+    return Target(rest.partition(".")[0], service, int(port), tls_name)
+
+
+def heads(cluster: Mapping[str, Any]) -> dict[str, Target]:
+    """The control service of each unit, by code, while the cluster has several units. Ray's head
+    runs it, and KubeRay makes a Service for each head."""
+    metadata, status = cluster["metadata"], cluster.get("status") or {}
+    codes = (status.get("rollout") or {}).get("units") or {}
+    return {
+        code: Target(metadata["namespace"], f"{metadata['name']}-{code}-head-svc", _CONTROL_PORT)
+        for code in codes
+    }
+
+
+# --- kubectl --------------------------------------------------------------------------------------
+
+
+class Kubectl:
+    """Ask kubectl, and hold its port-forwards. `flags`: kubectl's own for context and namespace."""
+
+    def __init__(self, flags: Sequence[str], program: str = "kubectl") -> None:
+        self._command = [program, *flags]
+
+    def serving_clusters(self) -> Sequence[Mapping[str, Any]]:
+        """The namespace's. Raises KubectlError."""
+        command = [*self._command, "get", "servingclusters.baton.dev", "--output", "json"]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_ANSWER_S, check=False
+            )
+        except FileNotFoundError as error:
+            raise KubectlError(_NOT_FOUND, _INSTEAD) from error
+        except subprocess.TimeoutExpired as error:
+            message = f"the API server does not answer within {_ANSWER_S:g} s"
+            raise KubectlError(message, "`kubectl cluster-info` asks for nothing else") from error
+        if done.returncode:
+            raise refusal(done.stderr)
+        items: list[Mapping[str, Any]] = json.loads(done.stdout)["items"]
+        return items
+
+    @contextlib.contextmanager
+    def forwarded(self, target: Target) -> Iterator[str]:
+        """Forward a Service's port and yield its address on this machine. kubectl has ended when
+        the block ends. Raises KubectlError, ForwardError."""
+        command = [
+            *(*self._command, "--namespace", target.namespace, "port-forward"),
+            *("--pod-running-timeout", f"{_RUNNING_S}s", "--address", "127.0.0.1"),
+            *(f"service/{target.service}", f":{target.port}"),
+        ]
+        with tempfile.TemporaryFile() as errors:
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
+                )
+            except FileNotFoundError as error:
+                raise KubectlError(_NOT_FOUND, _INSTEAD) from error
+            try:
+                yield _address(process, errors, target)
+            finally:
+                _end(process)
+
+
+def refusal(output: str) -> KubectlError:
+    """The error in kubectl's output, and what to do about it."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    said = lines[-1].removeprefix("error: ") if lines else "kubectl failed and printed nothing"
+    if "the server doesn't have a resource type" in said:
+        hint = "install Baton's chart there, or name another cluster with --context"
+    elif "orbidden" in said:
+        hint = f"you need to {_rights()}"
+    else:
+        hint = "`kubectl cluster-info` shows whether kubectl reaches its cluster"
+    return KubectlError(said, hint)
+
+
+def _rights() -> str:
+    return ", ".join(f"{' and '.join(verbs)} {what}" for what, verbs in RIGHTS.items())
+
+
+def _address(process: subprocess.Popen[bytes], errors: IO[bytes], target: Target) -> str:
+    """Where kubectl listens, once it says so."""
+    assert process.stdout is not None
+    give_up_at = time.monotonic() + _FORWARD_S
+    output = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while (found := _LISTENS.search(output)) is None:
+            if not selector.select(max(0.0, give_up_at - time.monotonic())):
+                raise _unreached(target, f"kubectl forwards nothing within {_FORWARD_S:g} s")
+            piece = os.read(process.stdout.fileno(), 4096)
+            if not piece:
+                process.wait(_END_S)
+                errors.seek(0)
+                raise _unreached(target, refusal(errors.read().decode(errors="replace")).message)
+            output += piece
+    return found[1].decode()
+
+
+def _unreached(target: Target, why: str) -> ForwardError:
+    hint = f"`kubectl -n {target.namespace} get pods,service` shows whether its pods are ready"
+    return ForwardError(f"service/{target.service}: {why}", hint)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+# --- the plugin -----------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    if options.command is None:
+        parser.print_help()
+        return 0 if options.help else cli.EXIT_USAGE
+    if options.help:
+        return cli.main([options.command, "--help"], prog=_PROGRAM)
+    endpoint, _ = _COMMANDS[options.command]
+    try:
+        with _ending_what_was_started(), _reached(options, endpoint) as where:
+            command = [options.command, *where, *rest]
+            return cli.main(command, prog=_PROGRAM, unreachable=_hint(options))
+    except PluginError as error:
+        print(f"{_PROGRAM}: {error.message}\n  {error.hint}", file=sys.stderr)
+        return cli.EXIT_UNAVAILABLE
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return cli.EXIT_INTERRUPTED
+
+
+@contextlib.contextmanager
+def _ending_what_was_started() -> Iterator[None]:
+    """SIGTERM leaves by way of every block that ends something."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _reached(options: argparse.Namespace, endpoint: str) -> Iterator[list[str]]:
+    """The options by which `baton` reaches an endpoint of the cluster. Raises PluginError."""
+    if options.address:
+        yield [_OPTIONS[endpoint], options.address]
+        return
+    kubectl = Kubectl(_kubectl_flags(options))
+    cluster = chosen(kubectl.serving_clusters(), options.cluster)
+    there = target(cluster, endpoint)
+    units = heads(cluster) if options.command in _OF_ALL_UNITS else {}
+    if len(units) > 1:
+        with _all_forwarded(kubectl, units) as addresses:
+            by_unit = [f"--unit={code}={address}" for code, address in addresses.items()]
+            yield [_OPTIONS[endpoint], next(iter(addresses.values())), *by_unit]
+        return
+    by_tls = ["--tls", "--tls-server-name", there.tls_name] if there.tls_name else []
+    with kubectl.forwarded(there) as address:
+        yield [_OPTIONS[endpoint], address, *by_tls]
+
+
+@contextlib.contextmanager
+def _all_forwarded(kubectl: Kubectl, units: Mapping[str, Target]) -> Iterator[dict[str, str]]:
+    """Addresses by unit. Leaves out a unit that kubectl does not reach, since its head may have
+    gone; raises ForwardError when it reaches none."""
+    addresses, errors = {}, []
+    with contextlib.ExitStack() as forwards:
+        for code, there in units.items():
+            try:
+                addresses[code] = forwards.enter_context(kubectl.forwarded(there))
+            except ForwardError as error:
+                errors.append(error)
+        if not addresses:
+            raise errors[0]
+        yield addresses
+
+
+def _kubectl_flags(options: argparse.Namespace) -> list[str]:
+    given = {name: getattr(options, name) for name in ("kubeconfig", "context", "namespace")}
+    return [f"--{name}={value}" for name, value in given.items() if value]
+
+
+def _hint(options: argparse.Namespace) -> str:
+    if options.address:
+        return "Nothing answers at --address; without it kubectl forwards a port."
+    return "`kubectl describe servingcluster` says what it waits for, `kubectl get pods` what runs."
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="The baton command line for a ServingCluster.",
+        epilog="commands: "
+        + "; ".join(f"{name}: {what}" for name, (_, what) in _COMMANDS.items())
+        + ". Their other options are those of baton: kubectl baton COMMAND --help.",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("command", nargs="?", choices=_COMMANDS, metavar="COMMAND")
+    parser.add_argument("-h", "--help", action="store_true", help="show this, or a command's own")
+    parser.add_argument("-n", "--namespace", metavar="NAME", help="the cluster's (the context's)")
+    parser.add_argument("--cluster", metavar="NAME", help="of the ServingCluster, if several")
+    parser.add_argument("--address", metavar="HOST:PORT", help="ask there; nothing is forwarded")
+    parser.add_argument("--context", metavar="NAME", help="of the kubeconfig")
+    parser.add_argument("--kubeconfig", metavar="FILE")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
