@@ -1,21 +1,101 @@
-"""A whole checkpoint, or its text, from a URI into a folder."""
+"""A whole checkpoint, or its text, from a URI into a folder that the node's pods share.
+
+`<folder>` is a link to `<folder>.all` or `<folder>.text`, which appear whole. Whoever fetches holds
+`<folder>.lock`. A pod that fetches everything serves those that fetched the text alone, too.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
-from collections.abc import Mapping
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from baton.fetch import archive, node_cache
-from baton.fetch.checkpoint_files import Wanted, WantedFile, read_sums, wanted_files
+from baton.fetch.checkpoint_files import (
+    ARCHIVES,
+    Wanted,
+    WantedFile,
+    read_sums,
+    unpack,
+    wanted_files,
+)
 from baton.fetch.download import Download, Progress, Tell
 from baton.fetch.errors import CACHE, FetchError
-from baton.fetch.s3 import S3Source
-from baton.fetch.source import Source
-from baton.fetch.web import WebSource
+from baton.fetch.sources import S3Source, Source, WebSource
+
+# --- the node's folder ----------------------------------------------------------------------------
+
+
+_LOOK_S = 0.5
+_TELL_EVERY_S = 30.0
+
+
+def keep(folder: Path, text_only: bool, fill: Callable[[Path], None], tell: Tell) -> None:
+    """Have the model in `folder`. `fill` is given a folder, which may hold what an earlier try left
+    there. Raises what `fill` does, and OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(_beside(folder, "lock"), tell):
+        whole = _beside(folder, "all")
+        if text_only and not whole.is_dir():
+            whole = _beside(folder, "text")
+        if whole.is_dir():
+            tell(f"{folder} is there")
+        else:
+            partial = whole.with_name(f"{whole.name}.partial")
+            partial.mkdir(exist_ok=True)
+            fill(partial)
+            _sync(partial)
+            partial.rename(whole)
+        _lead(folder, whole)
+
+
+def _beside(folder: Path, kind: str) -> Path:
+    return folder.with_name(f"{folder.name}.{kind}")
+
+
+@contextlib.contextmanager
+def _locked(path: Path, tell: Tell) -> Iterator[None]:
+    """The kernel lets go for whoever dies, and whoever fetches ends when nothing comes for long: so
+    nobody waits for more than what a fetch takes."""
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "rb") as lock:
+        told_at = None
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if told_at is None or time.monotonic() - told_at > _TELL_EVERY_S:
+                    told_at = time.monotonic()
+                    tell("waiting for another pod of this node, which is fetching it")
+            time.sleep(_LOOK_S)
+        yield
+
+
+def _lead(folder: Path, whole: Path) -> None:
+    """At once, also for those who read there."""
+    link = _beside(folder, "link")
+    link.unlink(missing_ok=True)
+    link.symlink_to(whole.name)
+    link.replace(folder)
+    _sync(folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- fetching -------------------------------------------------------------------------------------
+
 
 _AT_ONCE = 4
 """Files that come at the same time: one connection seldom fills a link."""
@@ -31,7 +111,7 @@ class Fetcher:
     def fetch(self, uri: str, folder: Path, text_only: bool) -> None:
         """Have the checkpoint of `uri` in `folder`; `text_only`: no weights. Raises FetchError."""
         try:
-            node_cache.keep(folder, text_only, partial(self._fill, uri, text_only), self._tell)
+            keep(folder, text_only, partial(self._fill, uri, text_only), self._tell)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 what = "is full: give it more room, or take away models that no pod uses any more"
@@ -43,7 +123,7 @@ class Fetcher:
 
     def _fill(self, uri: str, text_only: bool, folder: Path) -> None:
         name = uri.rstrip("/").rpartition("/")[2]
-        if not name.endswith(archive.SUFFIXES):
+        if not name.endswith(ARCHIVES):
             source = self._source(uri)
             self._fetch_all(source, wanted_files(source, text_only), folder)
             return
@@ -51,7 +131,7 @@ class Fetcher:
         wanted = WantedFile(name, sha256=read_sums(source).get(name))
         self._fetch_all(source, Wanted((wanted,)), folder)
         self._tell(f"{name}: unpacking")
-        archive.unpack(folder / name, folder, text_only)
+        unpack(folder / name, folder, text_only)
         (folder / name).unlink()
 
     def _source(self, uri: str) -> Source:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from baton.fetch.checkpoint_files import WantedFile
 from baton.fetch.errors import CutOffError, FetchError, ForbiddenError, NotThereError
-from baton.fetch.source import Content, Source
+from baton.fetch.sources import Content, Source
 from baton.render import num_bytes
 
 Tell = Callable[[str], None]

@@ -18,7 +18,7 @@ import pytest
 from baton.client.events import Finished, FinishReason, Timings, Tokens, Usage
 from baton.control_client import ControlClient
 from baton.errors import InvalidRequestError, UnavailableError
-from cli.answer_meter import AnswerMeter
+from cli.ask import AnswerMeter
 from cli.main import main
 from tests.baton.small_router import Book, SmallControl, SmallRouter, answer, silent_address
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from baton.errors import ConfigError
-from cli.demo_prompts import FOR_ANY_MODEL, read_prompts
+from cli.demo import FOR_ANY_MODEL, read_prompts
 from cluster.local.process_tree import Process, descendants, still_alive
 from tests.router.text_fixtures import byte_level_tokenizer, write_model
 

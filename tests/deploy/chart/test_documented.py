@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-
-import yaml
 
 from deploy.api.chart import CHART
 from tests.deploy.chart.permissions import PERMISSIONS
@@ -13,7 +10,6 @@ from tests.deploy.chart.permissions import PERMISSIONS
 README = (CHART / "README.md").read_text()
 DOCS = CHART.parents[2] / "docs"
 OPERATIONS = (DOCS / "operations.md").read_text()
-TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text()
 REDIS = (CHART / "templates" / "redis.yaml").read_text()
 NOTES = (CHART / "templates" / "NOTES.txt").read_text()
 
@@ -35,17 +31,6 @@ def test_who_grants_by_hand_is_told_every_permission_and_no_more() -> None:
     assert told == {
         (each.group, each.resource, verb, each.name) for each in PERMISSIONS for verb in each.verbs
     }
-
-
-def test_the_way_out_of_a_refused_name_takes_that_rule_out_and_no_other() -> None:
-    (patch,) = re.findall(r"--patch '(.*x-kubernetes-validations.*)'", TROUBLESHOOTING)
-    (operation,) = json.loads(patch)
-    assert operation["op"] == "remove"
-    found = yaml.safe_load((CHART / "crds" / "servingclusters.baton.dev.yaml").read_text())
-    for part in operation["path"].strip("/").split("/"):
-        found = found[int(part) if part.isdigit() else part]
-    (rule,) = found
-    assert "metadata.name" in rule["rule"]
 
 
 def test_all_that_changes_the_pod_of_redis_is_told() -> None:

@@ -1,0 +1,248 @@
+"""Where a checkpoint lies: a folder on an https server, or of a bucket in S3."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import http.client
+import re
+import ssl
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from email.message import Message
+from typing import Any, Protocol
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+
+from baton.fetch.errors import CutOffError, FetchError, ForbiddenError, of_status
+
+TIMEOUT_S = 60.0
+"""What nothing comes for so long is cut off."""
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Content:
+    """A file on its way."""
+
+    chunks: Iterator[bytes]
+    """Raises CutOffError; may also end early."""
+    start: int
+    """How many bytes of its beginning are left out."""
+    size: int | None
+    """Of the whole file, in bytes; None: the source does not say, and ends only when all came."""
+    version: str | None
+    """What to ask for when it is gone on with; None: the source cannot tell its versions apart."""
+    sha256: str | None = None
+    """Of the whole file, in hexadecimal digits, where the source says it."""
+
+
+class Source(Protocol):
+    """A folder's files, by name."""
+
+    def where(self, name: str) -> str:
+        """For messages; without secrets."""
+
+    def names(self) -> frozenset[str] | None:
+        """Of all its files; None: it cannot be listed. Raises FetchError."""
+
+    def read(
+        self, name: str, start: int = 0, version: str | None = None
+    ) -> AbstractContextManager[Content]:
+        """A file from byte `start` on while it is still this `version`, else from its beginning.
+
+        Raises NotThereError, ForbiddenError, CutOffError, FetchError.
+        """
+
+
+# --- https ----------------------------------------------------------------------------------------
+
+
+class WebSource:
+    """`folder`: its URL; `token`: sent to this server alone, not to where it redirects."""
+
+    def __init__(self, folder: str, token: str | None = None) -> None:
+        self._folder = folder.rstrip("/")
+        self._token = token
+
+    def where(self, name: str) -> str:
+        return f"{self._folder}/{quote(name)}"
+
+    def names(self) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def read(self, name: str, start: int = 0, version: str | None = None) -> Iterator[Content]:
+        where = self.where(name)
+        request = Request(where, headers={"Accept-Encoding": "identity", "User-Agent": "baton"})
+        if self._token is not None:
+            request.add_unredirected_header("Authorization", f"Bearer {self._token}")
+        if start and version is not None:
+            request.add_header("Range", f"bytes={start}-")
+            request.add_header("If-Range", version)
+        with contextlib.closing(_opened(request, where)) as response:
+            yield _content(response, where)
+
+
+def _opened(request: Request, where: str) -> http.client.HTTPResponse:
+    try:
+        response: http.client.HTTPResponse = urlopen(request, timeout=TIMEOUT_S)
+    except HTTPError as error:
+        error.close()
+        if error.code == 416 and request.has_header("Range"):  # it has become shorter
+            request.remove_header("Range")
+            return _opened(request, where)
+        raise of_status(error.code, where) from error
+    except URLError as error:
+        if isinstance(error.reason, ssl.SSLCertVerificationError):
+            raise FetchError(
+                f"{where}: {error.reason.verify_message}: mount the authority's certificates and "
+                "name their file in SSL_CERT_FILE"
+            ) from error
+        raise CutOffError(f"{where}: {error.reason}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise CutOffError(f"{where}: {error or type(error).__name__}") from error
+    return response
+
+
+def _content(response: http.client.HTTPResponse, where: str) -> Content:
+    headers, start, size = response.headers, 0, None
+    if response.status == 206:
+        found = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", headers.get("Content-Range", ""))
+        if found is None:
+            raise CutOffError(f"{where}: an answer with a part of it does not say which")
+        start, size = map(int, found.groups())
+    elif (told := headers.get("Content-Length")) is not None:
+        size = int(told)
+    return Content(_chunks(response, where), start, size, _version(headers), _sha256(headers))
+
+
+def _chunks(response: http.client.HTTPResponse, where: str) -> Iterator[bytes]:
+    try:
+        while chunk := response.read(CHUNK_BYTES):
+            yield chunk
+    except (OSError, http.client.HTTPException) as error:
+        raise CutOffError(f"{where}: {error or type(error).__name__}") from error
+
+
+def _version(headers: Message) -> str | None:
+    """As If-Range takes it: a weak ETag says too little."""
+    etag: str | None = headers.get("ETag")
+    return headers.get("Last-Modified") if etag is None or etag.startswith("W/") else etag
+
+
+def _sha256(headers: Message) -> str | None:
+    """What RFC 9530 or a bucket's own header says of the whole file."""
+    found = re.search(r"sha-256=:([^:]+):", headers.get("Repr-Digest", ""))
+    told = found.group(1) if found else headers.get("x-amz-checksum-sha256", "")
+    return whole_sha256(told)
+
+
+def whole_sha256(told: str) -> str | None:
+    """A base64 digest in hexadecimal digits; None for none, and for one that is made of parts."""
+    try:
+        digest = base64.b64decode(told, validate=True)
+    except binascii.Error:
+        return None
+    return digest.hex() if len(digest) == 32 else None
+
+
+# --- S3 -------------------------------------------------------------------------------------------
+
+
+class S3Source:
+    """Raises FetchError where boto3 is missing or its configuration is wrong."""
+
+    def __init__(self, bucket: str, folder: str) -> None:
+        try:
+            import boto3
+            from botocore import UNSIGNED
+            from botocore.config import Config
+            from botocore.exceptions import BotoCoreError
+        except ImportError as error:
+            raise FetchError("s3 needs boto3: pip install 'baton-serve[s3]'") from error
+        self._bucket, self._folder = bucket, folder.strip("/")
+        try:
+            session = boto3.Session()
+            # Without credentials, what everybody may read.
+            unsigned = {} if session.get_credentials() else {"signature_version": UNSIGNED}
+            config = Config(connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S, **unsigned)
+            self._client: Any = session.client("s3", config=config)
+        except (BotoCoreError, ValueError) as error:
+            raise FetchError(f"s3://{bucket}: {error}") from error
+
+    def where(self, name: str) -> str:
+        return f"s3://{self._bucket}/{self._key(name)}"
+
+    def names(self) -> frozenset[str] | None:
+        prefix = self._key("")
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=prefix, Delimiter="/"
+        )
+        try:
+            with _translated(self.where("")):
+                keys = [item["Key"] for page in pages for item in page.get("Contents", ())]
+        except ForbiddenError:  # reading may be allowed where listing is not
+            return None
+        return frozenset(key.removeprefix(prefix) for key in keys)
+
+    @contextlib.contextmanager
+    def read(self, name: str, start: int = 0, version: str | None = None) -> Iterator[Content]:
+        where, wanted = self.where(name), {"Bucket": self._bucket, "Key": self._key(name)}
+        with _translated(where):
+            answer, start = self._get(wanted, start, version)
+        with contextlib.closing(answer["Body"]) as body:
+            yield Content(
+                _body_chunks(body, where),
+                start,
+                start + answer["ContentLength"],
+                answer.get("ETag"),
+                whole_sha256(answer.get("ChecksumSHA256", "")),
+            )
+
+    def _get(self, wanted: dict[str, str], start: int, version: str | None) -> tuple[Any, int]:
+        from botocore.exceptions import ClientError
+
+        if start and version is not None:
+            try:
+                part = {"Range": f"bytes={start}-", "IfMatch": version}
+                return self._client.get_object(**wanted, **part), start
+            except ClientError as error:
+                if _status(error) not in (412, 416):  # it is another one now
+                    raise
+        return self._client.get_object(**wanted), 0
+
+    def _key(self, name: str) -> str:
+        return f"{self._folder}/{name}".lstrip("/")
+
+
+@contextlib.contextmanager
+def _translated(where: str) -> Iterator[None]:
+    """boto3's errors as Baton's."""
+    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+
+    try:
+        yield
+    except ClientError as error:
+        raise of_status(_status(error), where) from error
+    except HTTPClientError as error:
+        raise CutOffError(f"{where}: {error}") from error
+    except BotoCoreError as error:
+        raise FetchError(f"{where}: {error}") from error
+
+
+def _body_chunks(body: Any, where: str) -> Iterator[bytes]:
+    from botocore.exceptions import BotoCoreError
+    from urllib3.exceptions import HTTPError
+
+    try:
+        yield from body.iter_chunks(CHUNK_BYTES)
+    except (BotoCoreError, HTTPError, OSError) as error:
+        raise CutOffError(f"{where}: {error}") from error
+
+
+def _status(error: Any) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
