@@ -187,7 +187,7 @@ class Door:
                     return unit
             if request.resume_from_index:
                 raise not_resumable()
-        return self._units[drawn(request_id, [unit.share for unit in self._units])]
+        return self._units[drawn(request_id, self._shares)]
 
     async def _keeper_of(
         self, request: router_pb2.GenerateRequest, routers: list[Router]
@@ -205,6 +205,12 @@ class Door:
             if isinstance(answer, BaseException):
                 raise answer
         return None
+
+    @property
+    def _shares(self) -> list[float]:
+        """Of the units, as listed. A unit without a router leaves its share to the other."""
+        ready = [unit.share if unit.router is not None else 0.0 for unit in self._units]
+        return ready if any(ready) else [unit.share for unit in self._units]
 
     # --- waiting -------------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ class UnitSeen:
     record: Record = field(default_factory=Record)
     pools: Mapping[str, PoolSeen] = field(default_factory=dict)
     figures: Figures | None = None
-    """None: no router reports."""
+    """None: no router has it yet."""
     is_ending: bool = False
     """The deletion of its RayCluster has begun."""
 
@@ -350,21 +350,17 @@ def _advance(
     max_timeout_s: float,
     now_s: float,
 ) -> Step:
-    changes_model = former.unit.model != coming.unit.model
-    steps = tuple(strategy.steps) if changes_model else (1.0,)
-    record = coming.record
+    record, code = coming.record, coming.unit.code
+    steps = _steps(strategy, former, coming)
     index = min(record.step, len(steps) - 1)
-    target, code = steps[index], coming.unit.code
+    target = steps[index]
     live = sum(pool.live for pool in coming.pools.values())
     if live > record.live:
         record = replace(record, live=live, since_s=now_s)
-    needs = {name: _need(n, target, strategy) for name, n in totals.items()}
-    late = [name for name, need in needs.items() if _seen(coming, name).live < need]
-    state, told = State.GROWING, ""
-    if late and record.share < target:
-        told = ", ".join(f"{name} {_seen(coming, name).live}/{needs[name]}" for name in late)
-        told = f"unit {code} gets its workers for {target:.0%}: {told} live"
-        if not changes_model:
+    missing = _missing(totals, target, strategy, coming)
+    state, told = State.GROWING, f"unit {code} gets ready for {target:.0%}: {missing}"
+    if missing and record.share < target:
+        if len(steps) == 1 and coming.figures is not None:
             record = replace(record, share=max(record.share, _live_share(totals, former, coming)))
     elif record.share < target:
         state, record = State.SHIFTING, replace(record, share=target, since_s=now_s, live=live)
@@ -492,27 +488,28 @@ def _failure(
     now_s: float,
 ) -> str:
     """Why the coming unit goes back; empty: it does not."""
-    record = coming.record
-    if record.share < 1.0 and _lacks_workers(totals, strategy, former, coming):
-        live = sum(pool.live for pool in coming.pools.values())
-        spent_s = now_s - record.since_s
-        if live <= record.live and spent_s > strategy.ready_timeout_s:
-            return (
-                f"no further worker of unit {coming.unit.code} became live"
-                f" in {strategy.ready_timeout_s:g} s"
-            )
+    record, steps = coming.record, _steps(strategy, former, coming)
+    target = steps[min(record.step, len(steps) - 1)]
+    missing = _missing(totals, target, strategy, coming) if record.share < target else ""
+    live = sum(pool.live for pool in coming.pools.values())
+    if missing and live <= record.live and now_s - record.since_s > strategy.ready_timeout_s:
+        return f"nothing more became ready in {strategy.ready_timeout_s:g} s: {missing}"
     return judge(former.figures, coming.figures, strategy)
 
 
-def _lacks_workers(
-    totals: Mapping[str, int], strategy: Strategy, former: UnitSeen, coming: UnitSeen
-) -> bool:
-    is_same = former.unit.model == coming.unit.model
-    steps = (1.0,) if is_same else tuple(strategy.steps)
-    target = steps[min(coming.record.step, len(steps) - 1)]
-    if coming.record.share >= target:
-        return False
-    return any(_seen(coming, name).live < _need(n, target, strategy) for name, n in totals.items())
+def _steps(strategy: Strategy, former: UnitSeen, coming: UnitSeen) -> Sequence[float]:
+    """Where the model stays, requests follow the workers that are live."""
+    return strategy.steps if former.unit.model != coming.unit.model else (1.0,)
+
+
+def _missing(totals: Mapping[str, int], target: float, strategy: Strategy, coming: UnitSeen) -> str:
+    """What the coming unit lacks for a step's share of the requests; empty: nothing."""
+    needs = {name: _need(total, target, strategy) for name, total in totals.items()}
+    live = {name: _seen(coming, name).live for name in totals}
+    late = [f"{name} {live[name]}/{need} live" for name, need in needs.items() if live[name] < need]
+    if not late and coming.figures is None:
+        return "no router has read its tokenizer yet"
+    return ", ".join(late)
 
 
 def judge(former: Figures | None, coming: Figures | None, strategy: Strategy) -> str:

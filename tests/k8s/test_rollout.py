@@ -420,5 +420,5 @@ def test_a_worse_unit_goes_back_by_itself(
             asking.result(120.0)
     assert len(failed) - num_failed <= 8, "those that were under way"
     assert fault == "fails" or not failed
-    expected = {"never ready": "became live", "fails": "of its requests fail", "slow": "gaps"}
+    expected = {"never ready": "became ready", "fails": "of its requests fail", "slow": "gaps"}
     assert expected[fault] in degraded["message"]

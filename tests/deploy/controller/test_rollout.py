@@ -92,10 +92,13 @@ class World:
     units: dict[str, Standing] = field(default_factory=dict)
     broken: frozenset[str] = frozenset()
     """Codes of units whose workers never become live."""
+    unread: frozenset[str] = frozenset()
+    """Codes of units whose tokenizer no router can read."""
     states: list[State] = field(default_factory=list)
 
     def look(self) -> Step:
         seen = [each.seen() for each in self.units.values()]
+        seen = [replace(u, figures=None) if u.unit.code in self.unread else u for u in seen]
 
         def ask() -> Step:
             return next_step(
@@ -237,11 +240,26 @@ def test_a_unit_that_never_gets_ready_goes_back_and_stays_away() -> None:
     world.wanted = NEW
     step = world.settle()
     assert step.state is State.REVERTED
-    assert "no further worker of unit hjkmn became live in 200 s" in step.reason
+    assert "nothing more became ready in 200 s: prefill 0/1 live" in step.reason
     assert list(world.units) == ["bcdfg"]
     world.wanted = THIRD
     world.settle()
     assert list(world.units) == ["pqrst"]
+
+
+def test_a_unit_gets_no_request_before_a_router_has_read_its_tokenizer() -> None:
+    world = World(unread=frozenset({"hjkmn"}))
+    world.settle()
+    world.wanted = NEW
+    for _ in range(15):
+        assert dict(world.turn().routes).get("hjkmn", 0.0) == 0.0
+    assert "no router has read its tokenizer yet" in world.look().reason
+    assert world.settle().state is State.REVERTED
+    world = World(unread=frozenset({"xxxxx"}))
+    world.settle()
+    world.wanted = OLD_IMAGE
+    for _ in range(15):
+        assert dict(world.turn().routes).get("xxxxx", 0.0) == 0.0
 
 
 @pytest.mark.parametrize(
