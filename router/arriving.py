@@ -33,7 +33,7 @@ class Arriving:
             self._remove(key, task)
 
     def abort(self, key: Key) -> bool:
-        """End whatever arrives under this name; False when nothing does."""
+        """End what arrives under this name; False when nothing does."""
         tasks = self._tasks.pop(key, set())
         for task in tasks:
             task.cancel()

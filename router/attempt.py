@@ -4,13 +4,13 @@
    or with a rejection.
 2. `Prefill` with the lease goes to the prefill worker; its first token is emitted at once.
 3. The decode worker's tokens follow on the session. They may come before the first token does:
-   tokens are emitted strictly by index, early ones wait, duplicates are dropped.
-   An attempt that was attached to begins here, or at 2: who attaches is told the lease again, for
-   whoever was told before may be gone. The writer serves it once, whoever asks.
-4. When the session is lost while the worker lives, the attempt attaches to itself in the next one:
-   the worker has gone on, or kept what it had. No token is computed twice.
-5. It ends with the last token, or with an `AttemptError`. What is then still under way on either
-   worker is cancelled. Every wait has a limit.
+   tokens are emitted strictly by index, early ones wait, duplicates are dropped. An attempt that
+   was attached to begins here, or at 2. A router that attaches gets the lease again, since the
+   router before it may be gone. The writer serves it once, whoever asks. 4. When the session is
+   lost while the worker lives, the attempt attaches to itself in the next one: the worker has gone
+   on, or kept what it had. No token is computed twice. 5. It ends with the last token, or with an
+   `AttemptError`. What is then still under way on either worker is cancelled. Every wait has a
+   limit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Attempt:
         self.wire_id = wire_id
         self.number: int | None = None
         self.running = False
-        self.progress_s = -math.inf  # when the decode worker last told a token
+        self.progress_s = -math.inf  # when the decode worker last sent a token
         self._workers, self._sink = workers, sink
         self._config, self._clock = config, clock
         self._first_token_limit_s = first_token_limit_s
@@ -226,7 +226,9 @@ class Attempt:
             request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
             self._prefill_leg.ask(writer, request, self._config.max_timeout_s)
         # Else the first router has to have asked it: how long to wait is the lease's affair.
-        if not self._reserved:  # told after the prefill was asked for: that must not wait for it
+        if (
+            not self._reserved
+        ):  # reported after the prefill was asked for, which must not wait for it
             self._reserved = True
             self._sink.reserved(reserved.lease.lease_id)
 
@@ -305,7 +307,7 @@ class Attempt:
         try:
             response = await attach_again(link, self._spec, self.listen, timeout_s)
         except TakenOverError:
-            self.on_moved()  # nobody could tell before
+            self.on_moved()  # nobody knew before
         except NotAttachedError as error:
             self._decode_lost(f"{lost}; not attached again: {error}")
         else:
@@ -333,7 +335,7 @@ class Attempt:
         if self._done.done():
             return
         self._see_first(first, first.num_cached_tokens)
-        self._over_at_worker |= first.finished != 0  # its writer tells the decode worker
+        self._over_at_worker |= first.finished != 0  # its writer informs the decode worker
         if self.running:
             self._expect("a token", self._decode)
         else:  # it hangs at the writer, or at the receiver that does not acknowledge

@@ -41,7 +41,7 @@ from router.unit import UnitKey, UnitRouter, drawn
 log = logging.getLogger(__name__)
 
 HEARD_WITHIN_S = 2.0
-UNITS_EVERY_S = 5.0  # the list is told at least so often
+UNITS_EVERY_S = 5.0  # the list comes at least this often
 
 
 class Door:
@@ -69,7 +69,7 @@ class Door:
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
         self.fault: asyncio.Future[None]
-        """Done once the process, which goes on with what runs, cannot serve any longer."""
+        """Done once the process cannot serve any longer. What runs continues until then."""
 
     async def start(self) -> None:
         """Begin to follow the list of units."""

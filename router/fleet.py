@@ -210,7 +210,7 @@ class Fleet:
         """Hold a worker that failed a request, but never more than a third of its pool.
 
         Of two workers one may be held while the other serves. When that one fails too, both serve:
-        nothing tells which of them is sick, and the sound one must not be the one that waits.
+        nobody knows which of them is sick, and the sound one must not wait.
         """
         if not self._is_here(entry):
             return
@@ -255,20 +255,20 @@ class Fleet:
         self._recount(entry)
 
     def forget_others(self) -> None:
-        """Nobody tells of others' load, or of quarantine, any more: what was told last must not
+        """Forget others' load and quarantine, which nobody reports any more: old reports must not
         count for ever."""
         for entry in self:
             entry.others_requests = entry.others_queued_tokens = entry.num_quarantined_blocks = 0
             self._recount(entry)
 
     def prefill_tokens_per_s(self, entry: WorkerEntry) -> float:
-        """As the worker told last; the default until it has."""
+        """The worker's last report; the default before the first."""
         if not self._is_here(entry):  # its slot may be another's by now
             return self._config.default_prefill_tokens_per_s
         return float(self.arrays.prefill_tokens_per_s[entry.slot])
 
     def observe_handoff(self, entry: WorkerEntry, num_bytes: int, seconds: float) -> None:
-        """Learn a prefill worker's bandwidth from a handoff large enough to tell."""
+        """Learn a prefill worker's bandwidth from a handoff that is large enough."""
         if self._is_here(entry) and num_bytes >= 1 << 16 and seconds > 0:
             rates = self.arrays.handoff_bytes_per_s
             rates[entry.slot] += LEARNING_RATE * (num_bytes / seconds - rates[entry.slot])

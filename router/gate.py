@@ -34,8 +34,8 @@ _HEALTH = f"/{health.SERVICE_NAME}/"
 
 class Gate(grpc.aio.ServerInterceptor):
     """Refuses calls to `service` whose message is no protobuf, or holds text that is not UTF-8:
-    gRPC itself would answer UNKNOWN and log a traceback. With `callers`, whatever is not health
-    wants a token, and tenants are confined to themselves."""
+    gRPC itself would answer UNKNOWN and log a traceback. With `callers`, every call but health
+    needs a token, and tenants are confined to themselves."""
 
     def __init__(self, service: str, callers: Callers | None) -> None:
         self._prefix = f"/{service}/"

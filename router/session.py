@@ -1,11 +1,11 @@
 """The one stream between this router and one decode worker.
 
-1. `run` waits for the connection, opens the session and stays until it is lost.
-2. Reservations and cancels go out in order; what comes in is handed to the attempt it names.
-3. When the session is lost every attempt on it is told, once, and forgotten here. It may wait for
-   the next session with the same worker (`wait_open`) and attach there. Cancels that were not
-   sent, or so lately that they may have been lost with it, go first in the next session: an attempt
-   that was abandoned may still run there.
+1. `run` waits for the connection, opens the session and stays until it is lost. 2. Reservations and
+cancels go out in order; what comes in is handed to the attempt it names. 3. When the session is
+lost every attempt on it is informed once, and forgotten here. It may wait for the next session with
+the same worker (`wait_open`) and attach there. Cancels that were not sent, or so lately that they
+may have been lost with it, go first in the next session: an attempt that was abandoned may still
+run there.
 
 Every session has an id of its own: the worker may learn of the lost one later than of the next,
 and must not be asked to attach a request to it.
@@ -154,8 +154,8 @@ class Session:
         self._forget_received(now)
 
     def cancel_every_attempt(self, wire_id: str) -> None:
-        """Abort whatever runs under the id. Not kept when the session is lost: then nobody follows
-        the request any more, and a later one may have taken the id over."""
+        """Abort what runs under the id. The cancel is not kept when the session is lost: nobody
+        follows the request any more, and a later one may have the id."""
         if self._outbox is None:
             return
         cancel = worker_pb2.Cancel(request_id=wire_id, attempt=ANY_ATTEMPT)
@@ -249,7 +249,7 @@ class Session:
             log.debug("session with %s: nothing more is sent: %s", self._worker_id, error)
 
     def end(self, message: str) -> None:
-        """The worker is given up: attempts on it are told at once."""
+        """The worker is given up: attempts on it are informed at once."""
         self._is_over = True
         self.refuse_waiting()
         if self._outbox is not None:

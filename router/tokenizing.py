@@ -156,7 +156,7 @@ class Tokenizing:
     # --- whose turn it is ----------------------------------------------------------------------
 
     def _start_next(self) -> None:
-        """On the threads that are idle. One is so again when its work is done, whoever waits."""
+        """Start work on idle threads. A thread is idle again when its work is done."""
         while self._num_idle and (job := self._next()) is not None:
             self._num_idle -= 1
             del self._lines[job.tenant].waiting[job]

@@ -59,7 +59,7 @@ class Waiting(Protocol):
 
     @property
     def progress_s(self) -> float:
-        """When its decode worker last told a token of it."""
+        """When its decode worker last sent a token of it."""
 
     def review_patience(self) -> None:
         """The worker's state has changed."""
@@ -87,7 +87,7 @@ class WorkerLink:
         self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.session = Session(facts.worker_id, identity, config.max_session_backlog)
         self.waiting: set[Waiting] = set()
-        self.first_token_s = -math.inf  # when it last told one, as a prefill worker
+        self.first_token_s = -math.inf  # when it last sent one, as a prefill worker
         self._kv = KvFollower(index, entry.slot, facts.incarnation)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_stopped = False

@@ -37,8 +37,8 @@ _TELL_EVERY_S = 30.0
 
 
 def keep(folder: Path, text_only: bool, fill: Callable[[Path], None], tell: Tell) -> None:
-    """Have the model in `folder`. `fill` is given a folder, which may hold what an earlier try left
-    there. Raises what `fill` does, and OSError."""
+    """Bring the model into `folder`. `fill` gets a folder, which may hold files of an earlier try.
+    Raises what `fill` raises, and OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(_beside(folder, "lock"), tell):
         whole = _beside(folder, "all")
@@ -61,8 +61,8 @@ def _beside(folder: Path, kind: str) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path, tell: Tell) -> Iterator[None]:
-    """The kernel lets go for whoever dies, and whoever fetches ends when nothing comes for long: so
-    nobody waits for more than what a fetch takes."""
+    """The kernel releases the lock of a process that dies, and a fetch ends when nothing comes for
+    long. So nobody waits longer than a fetch takes."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "rb") as lock:
         told_at = None
         while True:
@@ -78,7 +78,7 @@ def _locked(path: Path, tell: Tell) -> Iterator[None]:
 
 
 def _lead(folder: Path, whole: Path) -> None:
-    """At once, also for those who read there."""
+    """Switch the link in one step, also for readers."""
     link = _beside(folder, "link")
     link.unlink(missing_ok=True)
     link.symlink_to(whole.name)
@@ -98,18 +98,19 @@ def _sync(folder: Path) -> None:
 
 
 _AT_ONCE = 4
-"""Files that come at the same time: one connection seldom fills a link."""
+"""Files fetched at the same time: one connection seldom fills a link."""
 
 
 class Fetcher:
-    """`environment`: its BEARER_TOKEN is for https; boto3 reads its own. `pause_s`: before the next
-    try of a file of which nothing came; doubled each time."""
+    """`environment`: https uses its BEARER_TOKEN; boto3 reads its own variables. `pause_s`: the
+    pause after a try in which nothing came; doubled each time."""
 
     def __init__(self, environment: Mapping[str, str], tell: Tell, pause_s: float = 1.0) -> None:
         self._environment, self._tell, self._pause_s = environment, tell, pause_s
 
     def fetch(self, uri: str, folder: Path, text_only: bool) -> None:
-        """Have the checkpoint of `uri` in `folder`; `text_only`: no weights. Raises FetchError."""
+        """Bring the checkpoint of `uri` into `folder`. `text_only`: no weights. Raises
+        FetchError."""
         try:
             keep(folder, text_only, partial(self._fill, uri, text_only), self._tell)
         except OSError as error:
