@@ -21,7 +21,7 @@ from baton import render
 from baton.config.cluster import ClusterConfig
 from baton.errors import ConfigError
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -32,7 +32,7 @@ def is_hub_name(model: str) -> bool:
     return _HUB_NAME.fullmatch(model) is not None
 
 
-def with_model_folder(config: ClusterConfig, announce: Tell, detail: Tell) -> ClusterConfig:
+def with_model_folder(config: ClusterConfig, announce: Report, detail: Report) -> ClusterConfig:
     """Return the cluster with its model as a folder. A model named on the hub is fetched, once for
     all.
 
@@ -52,7 +52,7 @@ def with_model_folder(config: ClusterConfig, announce: Tell, detail: Tell) -> Cl
     )
 
 
-def _fetched(name: str, revision: str | None, announce: Tell, detail: Tell) -> str:
+def _fetched(name: str, revision: str | None, announce: Report, detail: Report) -> str:
     """Fetch a model and return its folder. `detail` gets every per cent.
 
     A child process fetches, in a session of its own: a terminal's interrupt reaches only this
@@ -95,14 +95,14 @@ def main() -> int:
     # Signals without a handler do not end the first process of a container.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    tell = partial(print, flush=True)
+    report = partial(print, flush=True)
     try:
         if (Path(options.name) / CONFIG).is_file():  # its name may look like one on the hub
-            tell(f"{options.name} is there")
+            report(f"{options.name} is there")
         elif not is_hub_name(options.name):
             raise ConfigError(f"{options.name} holds no {CONFIG}", field="model")
         else:
-            tell(f"it is in {_fetched(options.name, options.revision, tell, tell)}")
+            report(f"it is in {_fetched(options.name, options.revision, report, report)}")
     except ConfigError as error:
         print(f"cannot fetch the model: {error}", file=sys.stderr)
         return 1

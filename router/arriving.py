@@ -18,7 +18,7 @@ class Arriving:
         self._tasks: dict[Key, set[asyncio.Task[Any]]] = {}
 
     async def run(self, key: Key, work: Coroutine[Any, Any, T]) -> T | None:
-        """What `work` gives or raises; None when `abort` came first, even if only just."""
+        """Return or raise what `work` does. None when `abort` came first, even if only just."""
         task = asyncio.create_task(work)
         self._tasks.setdefault(key, set()).add(task)
         try:

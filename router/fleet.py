@@ -31,7 +31,8 @@ REPORT_AGE_S = 2.0  # of a worker's figures at most: its heartbeat's and the reg
 
 
 class WorkerState(enum.Enum):
-    """What the registry says; UNLISTED: it no longer names the worker, perhaps it was restarted."""
+    """The state in the registry. UNLISTED: the registry no longer names the worker, perhaps after a
+    restart."""
 
     STARTING = "starting"
     LIVE = "live"
@@ -189,7 +190,7 @@ class Fleet:
         self._recount(entry)
 
     def set_roles(self, entry: WorkerEntry, prefills: bool, decodes: bool) -> None:
-        """What the worker is to get new requests for, of what it can do; what it runs stays."""
+        """Which new requests the worker gets, of those that it can serve. Running ones stay."""
         a, slot, facts = self.arrays, entry.slot, entry.facts
         roles = (prefills and facts.can_prefill, decodes and facts.can_decode)
         if (bool(a.can_prefill[slot]), bool(a.can_decode[slot])) != roles:
@@ -234,9 +235,9 @@ class Fleet:
     # --- load ----------------------------------------------------------------------------------
 
     def report(self, entry: WorkerEntry, load: ReportedLoad) -> None:
-        """Take in a worker's figures; what exceeds this router's own books is others' load.
-
-        The figures are of a moment ago: what was booked then, and is over, is not others'.
+        """Take in a worker's figures. What exceeds this router's bookings is other routers' load.
+        The figures are old by a moment, so bookings that were open then and are over now are not
+        others' load.
         """
         a, slot, now = self.arrays, entry.slot, self._clock()
         booked = entry.peak_requests.over(entry.num_booked, now)

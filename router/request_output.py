@@ -94,7 +94,7 @@ class RequestOutput:
         self._had_time |= has_time
 
     def attempt_over(self) -> None:
-        """What follows in line is no worker's doing."""
+        """The time in line from here on is no worker's fault."""
         self._still_s += self._parts.clock() - max(self._attempt_at_s, self._last_at_s)
 
     @property
@@ -206,7 +206,7 @@ class RequestOutput:
             self._parts.pool_figures.saw_gap(self._booking.decode.facts.pool, gap_s)
 
     def _flush(self, num_new: int) -> None:
-        """The text held back comes with the last token, unless clients may have taken that."""
+        """Held-back text comes with the last token, unless clients may have taken that token."""
         held_back = self._detokenizer.finish()
         if num_new:
             self.log.texts[-1] += held_back

@@ -98,7 +98,7 @@ async def find_running(
 
 
 def _check_nowhere(sought: Sought, links: FleetLinks, answers: Mapping[WorkerLink, object]) -> None:
-    """No worker that answered keeps the request: raise what keeps it from being run again."""
+    """No worker that answered keeps the request. Raise the reason why it cannot run again."""
     heard = {k: answer for k, answer in answers.items() if not isinstance(answer, _NoAnswerError)}
     if sought.resume_from_index:
         _check_all_heard(links, heard.keys())

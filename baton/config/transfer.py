@@ -45,7 +45,7 @@ class TransferConfig:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)!r}")
-        if not self.renew_within_s >= 0.001:  # a lease tells it in whole milliseconds
+        if not self.renew_within_s >= 0.001:  # a lease carries it in whole milliseconds
             raise ValueError(f"renew_within_s must be at least 0.001, not {self.renew_within_s!r}")
 
     @property

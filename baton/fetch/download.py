@@ -20,34 +20,34 @@ from baton.fetch.errors import CutOffError, FetchError, ForbiddenError, NotThere
 from baton.fetch.sources import Content, Source
 from baton.render import num_bytes
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 _TRIES = 6
 """Tries in a row in which nothing came."""
-_TELL_EVERY_S = 10.0
+_REPORT_EVERY_S = 10.0
 
 
 class Progress:
     """How much of all files has come, reported now and then. Any thread may call it."""
 
-    def __init__(self, tell: Tell, total_bytes: int | None) -> None:
-        self.tell = tell
+    def __init__(self, report: Report, total_bytes: int | None) -> None:
+        self.report = report
         self.is_over = threading.Event()
         """Set when a file cannot be fetched: nobody needs the rest."""
         self._total_bytes = total_bytes
         self._came_bytes = 0
-        self._told_at = time.monotonic()
+        self._reported_at = time.monotonic()
         self._lock = threading.Lock()
 
     def came(self, count: int) -> None:
         with self._lock:
             self._came_bytes += count
             now = time.monotonic()
-            if now - self._told_at < _TELL_EVERY_S:
+            if now - self._reported_at < _REPORT_EVERY_S:
                 return
-            self._told_at = now
+            self._reported_at = now
             of = f" of {num_bytes(self._total_bytes)}" if self._total_bytes else ""
-            self.tell(f"{num_bytes(self._came_bytes)}{of}")
+            self.report(f"{num_bytes(self._came_bytes)}{of}")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Download:
             os.fsync(content.fileno())
         part.rename(whole)
         self._kept(file.name).unlink(missing_ok=True)
-        self._progress.tell(f"{file.name}: {num_bytes(whole.stat().st_size)}")
+        self._progress.report(f"{file.name}: {num_bytes(whole.stat().st_size)}")
 
     def _all_of(self, name: str) -> str | None:
         """Fetch the whole file. Returns its digest if the source has one."""
@@ -100,7 +100,7 @@ class Download:
                         f"{error.message}: given up after {_TRIES} tries; the next start continues "
                         f"at {num_bytes(came)}"
                     ) from error
-                self._progress.tell(f"{error.message}; continuing at {num_bytes(came)}")
+                self._progress.report(f"{error.message}; continuing at {num_bytes(came)}")
                 if self._progress.is_over.wait(self._pause_s * 2**tries if tries else 0):
                     raise
 
