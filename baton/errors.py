@@ -1,4 +1,4 @@
-"""The errors Baton tells its callers, and the one table that maps them to gRPC.
+"""Baton's errors, and the one table that maps them to gRPC.
 
 BatonError
 ├── InvalidRequestError    the caller's mistake; names the field

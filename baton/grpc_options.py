@@ -5,18 +5,18 @@ from __future__ import annotations
 Options = tuple[tuple[str, int], ...]
 
 WORKER_MESSAGE_BYTES = 32 << 20
-"""That a worker takes at most: a larger one ends the session it comes on, for all that is on it."""
+"""Largest message that a worker accepts. A larger one ends its session and all requests on it."""
 
 DIRECT: Options = (("grpc.enable_http_proxy", 0),)
-"""For a channel: the environment's http_proxy is not for Baton's own connections."""
+"""For a channel that ignores the environment's http_proxy, as all of Baton's own do."""
 
 
 def sends_pings(keepalive_s: float, when_idle: bool = True) -> Options:
-    """A peer that answers no ping for twice `keepalive_s` is lost; `when_idle`: also while it is
-    asked nothing.
+    """Count a peer as lost when it answers no ping for twice `keepalive_s`. `when_idle`: also while
+    no call runs.
 
-    The peer has to `accept_pings`. Without `ping_timeout_ms` an unanswered ping is given a minute,
-    whatever the keepalive timeout.
+    The peer must set `accepts_pings`. Without `ping_timeout_ms` gRPC waits a minute for an answer,
+    and ignores the keepalive timeout.
     """
     keepalive_ms = int(keepalive_s * 1e3)
     return (
@@ -29,8 +29,8 @@ def sends_pings(keepalive_s: float, when_idle: bool = True) -> Options:
 
 
 def accepts_pings(min_interval_s: float = 0.1, max_strikes: int = 0) -> Options:
-    """For a server: pings may come this often, and a peer may break that `max_strikes` times before
-    it is cut off; 0: any number of times."""
+    """For a server: how often pings may come. A peer that exceeds this `max_strikes` times is cut
+    off; 0: never."""
     return (
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", int(min_interval_s * 1e3)),

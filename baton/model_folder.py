@@ -1,4 +1,4 @@
-"""Have a model's folder before anything that needs it is started.
+"""Fetch a model's folder before anything that needs it starts.
 
 `python -m baton.model_folder --name NAME [--revision REVISION]` is what a worker pod's init
 container runs where the model is named on the hub.
@@ -21,7 +21,7 @@ from baton import render
 from baton.config.cluster import ClusterConfig
 from baton.errors import ConfigError
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -32,11 +32,12 @@ def is_hub_name(model: str) -> bool:
     return _HUB_NAME.fullmatch(model) is not None
 
 
-def with_model_folder(config: ClusterConfig, announce: Tell, detail: Tell) -> ClusterConfig:
-    """The same cluster with its model as a folder: one named on the hub is fetched, once for all.
+def with_model_folder(config: ClusterConfig, announce: Report, detail: Report) -> ClusterConfig:
+    """Return the cluster with its model as a folder. A model named on the hub is fetched, once for
+    all.
 
-    Ranks that fetched it would be killed for not registering in time. What is neither a folder nor
-    such a name stays. Raises ConfigError.
+    If ranks fetched it they would be killed for not registering in time. A model that is neither a
+    folder nor such a name stays. Raises ConfigError.
     """
     if Path(config.model).is_dir() or not is_hub_name(config.model):
         if config.model_revision is not None:
@@ -51,32 +52,33 @@ def with_model_folder(config: ClusterConfig, announce: Tell, detail: Tell) -> Cl
     )
 
 
-def _fetched(name: str, revision: str | None, announce: Tell, detail: Tell) -> str:
-    """`detail` hears every per cent.
+def _fetched(name: str, revision: str | None, announce: Report, detail: Report) -> str:
+    """Fetch a model and return its folder. `detail` gets every per cent.
 
-    In a process that an interrupt of this one ends: a terminal's own does not reach it.
+    A child process fetches, in a session of its own: a terminal's interrupt reaches only this
+    process, which ends the child.
     """
     named = f"{name} ({revision})" if revision else name
     announce(f"fetching {named} from the Hugging Face hub")
     command = [sys.executable, "-m", "engine.models.hub", name]
     if revision is not None:
         command.append(revision)
-    told_percent = -1
+    shown_percent = -1
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                told = json.loads(line)
-                if "folder" in told:
-                    return str(told["folder"])
-                if "error" in told:
-                    raise ConfigError(told["error"], field="model")
-                fetched, total = told["fetched_bytes"], told["total_bytes"]
+                report = json.loads(line)
+                if "folder" in report:
+                    return str(report["folder"])
+                if "error" in report:
+                    raise ConfigError(report["error"], field="model")
+                fetched, total = report["fetched_bytes"], report["total_bytes"]
                 percent = 100 * fetched // max(1, total)
-                if percent != told_percent:
-                    told_percent = percent
+                if percent != shown_percent:
+                    shown_percent = percent
                     detail(f"{render.num_bytes(fetched)} of {render.num_bytes(total)}")
         finally:
             process.terminate()
@@ -90,17 +92,17 @@ def main() -> int:
     parser.add_argument("--name", required=True, help="on the hub, or a folder that is here")
     parser.add_argument("--revision", help="a branch, tag or commit; else the main branch")
     options = parser.parse_args()
-    # The first process of a container is not ended by signals that it has no handler for.
+    # Signals without a handler do not end the first process of a container.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    tell = partial(print, flush=True)
+    report = partial(print, flush=True)
     try:
         if (Path(options.name) / CONFIG).is_file():  # its name may look like one on the hub
-            tell(f"{options.name} is there")
+            report(f"{options.name} is there")
         elif not is_hub_name(options.name):
             raise ConfigError(f"{options.name} holds no {CONFIG}", field="model")
         else:
-            tell(f"it is in {_fetched(options.name, options.revision, tell, tell)}")
+            report(f"it is in {_fetched(options.name, options.revision, report, report)}")
     except ConfigError as error:
         print(f"cannot fetch the model: {error}", file=sys.stderr)
         return 1

@@ -1,8 +1,8 @@
 """Native code: compiled for this machine at first use, and kept in the user's cache.
 
 A file's name is a digest of sources, flags, compiler and CPU, so that a home folder shared by
-unequal machines never serves one the other's code. What lies in the cache is loaded as code, so
-only a folder that nobody else can write to serves. Standard library only.
+unequal machines never serves one the other's code. Files in the cache are loaded as code, so it
+must be a folder that nobody else can write to. Standard library only.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def build(recipe: Recipe, cache: Path | None = None) -> Path:
 
 
 def _kept(libraries: dict[str, Path]) -> Path | None:
-    """One that is there already, whatever compiler has failed before."""
+    """A library that the cache holds, even if a compiler failed."""
     return next((library for library in libraries.values() if library.exists()), None)
 
 
 def _built(recipe: Recipe, libraries: dict[str, Path], failures: list[str]) -> Path:
-    """By the first compiler that can. Raises NativeBuildError with what each has said, after the
-    failures of those that cannot even tell who they are."""
+    """Compile with the first compiler that succeeds. Raises NativeBuildError with all failures,
+    those of `--version` first."""
     log.info("compiling %s for this machine (once; a few seconds)", recipe.name)
     for compiler, library in libraries.items():
         try:
@@ -82,7 +82,8 @@ def _built(recipe: Recipe, libraries: dict[str, Path], failures: list[str]) -> P
 
 
 def cache_folder() -> Path:
-    """The user's, below XDG_CACHE_HOME or ~/.cache; one for temporary files where that is not safe.
+    """The user's folder below XDG_CACHE_HOME or ~/.cache, or one for temporary files if that is not
+    safe.
 
     Raises PermissionError when neither is.
     """
@@ -122,7 +123,7 @@ def _compile(recipe: Recipe, compiler: str, library: Path) -> None:
 
 
 def _digest_of_sources(recipe: Recipe) -> bytes:
-    """And of what they are compiled with."""
+    """Digest of the sources, headers, flags and CPU."""
     digest = hashlib.blake2b()
     for path in (*recipe.sources, *recipe.headers):
         digest.update(path.name.encode() + path.read_bytes())

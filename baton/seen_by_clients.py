@@ -18,7 +18,7 @@ class SeenByClients:
     """Of streams that it decodes."""
 
     def worse(self, other: SeenByClients) -> SeenByClients:
-        """Of each figure the higher one: nobody is to see worse than what is told."""
+        """The higher of each figure, so that no client sees worse."""
         return SeenByClients(_worse(self.ttft_s, other.ttft_s), _worse(self.itl_s, other.itl_s))
 
 
@@ -33,13 +33,13 @@ def _worse(one: float | None, other: float | None) -> float | None:
 def seen_by_clients(
     routers: Iterable[control_pb2.ReportRouterRequest],
 ) -> dict[str, SeenByClients]:
-    """By pool; of those that some router told of."""
+    """The worst figures of each pool that a router reported."""
     found: dict[str, SeenByClients] = {}
     for router in routers:
-        for told in router.pools:
+        for figures in router.pools:
             seen = SeenByClients(
-                told.ttft_p95_s if told.HasField("ttft_p95_s") else None,
-                told.itl_p95_s if told.HasField("itl_p95_s") else None,
+                figures.ttft_p95_s if figures.HasField("ttft_p95_s") else None,
+                figures.itl_p95_s if figures.HasField("itl_p95_s") else None,
             )
-            found[told.pool] = found.get(told.pool, NOTHING_SEEN).worse(seen)
+            found[figures.pool] = found.get(figures.pool, NOTHING_SEEN).worse(seen)
     return found

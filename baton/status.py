@@ -19,7 +19,7 @@ T = TypeVar("T")
 DOMAIN = "baton.dev"
 DETAILS_KEY = "grpc-status-details-bin"
 _MAX_ERROR_BYTES = 500
-# In the ErrorInfo of a router that shuts down: whether it had begun the request. The reason is
+# In the ErrorInfo of a router that shuts down: whether it has begun the request. The reason is
 # UNAVAILABLE, so every client tries another router.
 _SHUTTING_DOWN, _BEGUN, _NOT_BEGUN = "shutting_down", "begun", "not_begun"
 
@@ -43,8 +43,7 @@ _BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
 
 
 _NEVER_CONNECTED = ("failed to connect", "errors resolving", "dns resolution failed")
-# Of a connection that did not come about though something listens there: signs in gRPC's words, and
-# what they mean.
+# Why a connection fails although something listens: signs in gRPC's messages, and their meaning.
 _HANDSHAKES = {
     "certificate_verify_failed: ": "its certificate is not trusted",
     "certificate signature failure": "its certificate is not trusted",
@@ -56,7 +55,7 @@ _HANDSHAKES = {
 
 
 class RpcFailure(Protocol):
-    """What sync and asyncio calls raise: grpc.RpcError with these."""
+    """A grpc.RpcError with these methods, as sync and asyncio calls raise it."""
 
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str | None: ...
@@ -102,9 +101,9 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
 async def first_message(
     requests: AsyncIterator[T], timeout_s: float, context: grpc.aio.ServicerContext[Any, Any]
 ) -> T | None:
-    """What a caller's stream begins with; None when it ends without a message.
+    """Read the first message of a caller's stream; None when it ends without one.
 
-    A caller that says nothing for `timeout_s` is told so by a DeadlineError, and the call is over.
+    After `timeout_s` without a message the call ends with a DeadlineError.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -147,7 +146,7 @@ def is_never_connected(failure: RpcFailure) -> bool:
 
 
 def is_out_of_time(failure: RpcFailure) -> bool:
-    """Whether the call's own timeout ended it, rather than a Baton server's word."""
+    """Whether the call's own timeout ended it, rather than a Baton server."""
     return failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not _status_details(failure)
 
 

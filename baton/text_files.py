@@ -1,4 +1,5 @@
-"""The files of a model that say something about text. Workers find them, routers read them."""
+"""A model's files about text: tokenizer, chat template, ends. Workers find them, and routers read
+them from workers."""
 
 from __future__ import annotations
 

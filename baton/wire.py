@@ -5,17 +5,18 @@ from __future__ import annotations
 from baton.v1 import common_pb2
 
 ANY_ATTEMPT = (1 << 32) - 1
-"""As a `Cancel`'s attempt: every attempt at the request, whichever router follows it."""
+"""A `Cancel` with this attempt ends every attempt at the request, from any router."""
 
 DEADLINE = "deadline"
-"""As the `error` of a request that was aborted: its deadline had passed at its worker."""
+"""The `error` of a request that its worker aborted after the deadline."""
 
 ORPHANED = "its router is gone"
-"""The same of one that no router has followed for `orphan_ttl_s`; whoever attaches runs it on."""
+"""The `error` of a request that no router followed for `orphan_ttl_s`. A router that attaches runs
+it on."""
 
 _OF_SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
 def field_on_wire(name: str) -> str:
-    """The name that clients give a field of an engine's InvalidRequestError."""
+    """The name, for clients, of the field in an engine's InvalidRequestError."""
     return f"sampling.{name}" if name in _OF_SAMPLING else name

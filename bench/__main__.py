@@ -24,12 +24,12 @@ RESULTS = Path(__file__).parent / "results"
 _BEGAN = time.monotonic()
 
 
-def tell(line: str) -> None:
+def say(line: str) -> None:
     print(f"{time.monotonic() - _BEGAN:5.0f} s  {line}", file=sys.stderr, flush=True)
 
 
 def progress(message: str) -> None:
-    tell(f"  {message} ...")
+    say(f"  {message} ...")
 
 
 def demo_section() -> str:
@@ -124,13 +124,13 @@ def main(arguments: list[str] | None = None) -> None:
     except FileExistsError as error:
         parser.error(f"{error.filename} is there already; a run writes a file of its own")
     if warning := machine.load_warning():
-        tell(warning)
+        say(warning)
     for number, name in enumerate(chosen, 1):
-        tell(f"[{number}/{len(chosen)}] {name}")
+        say(f"[{number}/{len(chosen)}] {name}")
         # Written as they come: a long run that is cut short leaves what it has.
         with output.open("a") as file:
             file.write(f"\n{SECTIONS[name]()}")
-    tell(f"done; written to {output}")
+    say(f"done; written to {output}")
     print(output.read_text())
 
 

@@ -55,7 +55,7 @@ def tensors(shape: Shape) -> dict[str, torch.Tensor]:
 
 
 def save_tokenizer(shape: Shape, folder: Path) -> None:
-    """One word per token id, so that a router can serve the checkpoint."""
+    """A tokenizer with one word per token id, so that a router can serve the checkpoint."""
     words = {f"w{token_id}": token_id for token_id in range(shape.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -90,7 +90,7 @@ class BatonSide:
 
     @contextmanager
     def decoding(self, prompts: list[np.ndarray]) -> Iterator[Callable[[], float]]:
-        """Computes the prompts; each call then takes DECODE_STEPS steps, and tells the seconds."""
+        """Computes the prompts. Each call then takes DECODE_STEPS steps and returns the seconds."""
         waiting = {self._add(prompt, MOST_TOKENS) for prompt in prompts}
         while waiting:  # until each has its first token
             waiting -= {e.request_id for e in self.engine.step() if isinstance(e, TokenEvent)}

@@ -222,7 +222,7 @@ async def measure(
     for number in range(rounds + 2):
         sources, targets = (scattered(2 * number + i, num_runs // NUM_LAYERS) for i in (0, 1))
         written.update(targets)
-        # By turns: whoever comes second finds the sources in the cache.
+        # By turns, since the second one finds the sources in the cache.
         copy_s = memcpy.seconds(sources, targets) if number % 2 else 0.0
         pipe.send(targets)
         spent = await hand_over(worker, pipe, sources)

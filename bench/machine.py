@@ -19,10 +19,10 @@ def cpu_name() -> str:
 
 
 def cpu_kind() -> str:
-    """What tells CPUs of one name apart: family, model, stepping, last-level cache."""
+    """What differs between CPUs of one name: family, model, stepping, last-level cache."""
     first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
-    told = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in told.items()}
+    lines = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in lines.items()}
     names = ("cpu family", "model", "stepping", "cache size")
     return ", ".join(f"{name} {fields[name]}" for name in names if name in fields)
 
@@ -54,7 +54,7 @@ def commit() -> str:
 
 
 def load_warning() -> str:
-    """What to tell when other work runs beside a benchmark; empty on a machine that is idle."""
+    """A warning if other work runs beside a benchmark; empty on an idle machine."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load <= IDLE_LOAD_PER_CORE * cores:
         return ""

@@ -67,7 +67,8 @@ class Shape:
         return 2 * (num_tokens * (self.num_parameters - embedding) + head)
 
     def num_read_bytes(self, item_bytes: int) -> int:
-        """Of the weights that one decode step reads: of the embedding it reads a row a token."""
+        """Bytes of the weights that one decode step reads. Of the embedding it reads one row per
+        token."""
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return (self.num_parameters - embedding) * item_bytes
 

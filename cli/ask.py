@@ -82,8 +82,8 @@ class AnswerMeter:
         the first token to the end. 0 before the end, and for fewer than two tokens.
 
         TPOT (time per output token, the first excluded) is vLLM's (e2e - ttft) / (n - 1): every gap
-        after the first token counts, also the one that the handoff is in. When tokens arrive here
-        says nothing: a late reader gets many at once.
+        after the first token counts, also that of the handoff. Arrival times here mean nothing: a
+        late reader gets many tokens at once.
         """
         if self._finished is None:
             return 0.0
@@ -129,7 +129,7 @@ class AnswerMeter:
 
 
 TOKEN = "BATON_TOKEN"
-"""The environment variable that holds the bearer token: a command line is there for all to read."""
+"""The environment variable that holds the bearer token. Others can read a command line."""
 _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "model")
 
 
@@ -157,7 +157,8 @@ def client_of(arguments: argparse.Namespace) -> Client:
 
 
 def stream_answer(events: Generator[Event, None, None]) -> tuple[str, AnswerMeter]:
-    """Print an answer as it comes; its text and what it cost. Leaving early aborts the request."""
+    """Print an answer as it comes. Returns its text and what it cost. Leaving early aborts the
+    request."""
     meter = AnswerMeter()
     pieces: list[str] = []
     patience = Patience(render.err(), "waiting for the first token")
@@ -184,7 +185,7 @@ def _check_end(finished: Finished) -> None:
 
 
 def _read(read: Callable[[], str]) -> str:
-    """What it reads from standard input. Raises InvalidRequestError for what is not text."""
+    """Read standard input. Raises InvalidRequestError for what is not text."""
     try:
         return read()
     except UnicodeDecodeError as error:
@@ -232,7 +233,8 @@ def _exchange(
 ) -> None:
     """Ask, stream, and remember both sides; an interrupted or failed exchange is forgotten.
 
-    Raises UnavailableError where nobody types who could wait for workers, or the router.
+    Raises UnavailableError if standard input is no terminal: nobody there could wait for workers or
+    the router.
     """
     turns = [*history, {"role": "user", "content": line}]
     events = client.generate(chat=turns, **sampling_options(arguments))

@@ -1,8 +1,8 @@
-"""`baton up --autoscale`: the planner's hand on the pools of one machine.
+"""`baton up --autoscale`: the planner scales the pools of one machine.
 
-A thread follows the registry, plans with every answer and tells the registry what pools should be.
-A registry that is gone is tried again; nothing is scaled meanwhile. Where the machine has no room
-for what the planner wishes, the pool gets what there is room for.
+A thread follows the registry, plans with every answer and sets the pools' sizes. If the registry is
+gone the thread tries again; nothing is scaled meanwhile. If the machine lacks room for a planned
+size, the pool gets the size that fits.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ _ITSELF = "the autoscaler"
 
 
 class Autoscaler:
-    """Own the thread and what the planner remembers."""
+    """Own the thread and the planner's state."""
 
     def __init__(
         self,
         control: str,
         bounds: Mapping[str, PoolBounds],
         config: PlannerConfig,
-        tell: Callable[[str], None] = log.info,
+        report: Callable[[str], None] = log.info,
     ) -> None:
-        """`bounds`: of the pools that are scaled; `tell` hears of every change, in words."""
+        """`bounds`: of the pools to scale. `report` gets a line for every change."""
         self._client = ControlClient(control)
-        self._bounds, self._config, self._tell = bounds, config, tell
+        self._bounds, self._config, self._report = bounds, config, report
         self._signals = FleetSignals()
         self._state = PlannerState()
         self._warned: dict[str, str] = {}
-        """What was last logged of each pool, and of the planner itself, and is not over yet."""
+        """The last warning about each pool, and about the autoscaler itself, that still holds."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autoscaler", daemon=True)
 
@@ -65,14 +65,14 @@ class Autoscaler:
                     self._warned.pop(_ITSELF, None)
             except BatonError as error:
                 log.debug("autoscaler: %s", error)
-            except Exception as error:  # noqa: BLE001 - a fault of its own, or a closed channel
-                # Pools stay as they are until it is over, not for good.
+            except Exception as error:  # noqa: BLE001 - our own fault, or a closed channel
+                # Pools stay as they are until the fault is over.
                 self._warn(_ITSELF, repr(error), error)
             self._stopping.wait(_RETRY_S)
 
     def _warn(self, of: str, text: str, fault: Exception | None = None) -> None:
-        """Logged once: it comes again with each second that changes nothing. What comes of the
-        channel's own end is not."""
+        """Log a warning once: it would come again each second. Warnings after `stop` are not
+        logged."""
         if self._warned.get(of) != text and not self._stopping.is_set():
             self._warned[of] = text
             log.warning("%s: %s", of, text, exc_info=fault)
@@ -84,11 +84,11 @@ class Autoscaler:
             self._apply(pool.name, pool.desired_replicas, pool.role_plan, plan.pools[pool.name])
 
     def _apply(self, pool: str, replicas: int, roles: RolePlan, plan: PoolPlan) -> None:
-        """What the registry refuses is told, and asked for again with the next."""
+        """Log what the registry refuses, and ask for it again with the next plan."""
         try:
             if plan.role_plan is not None and plan.role_plan != roles:
                 self._client.set_role_plan(pool, plan.role_plan.prefill, plan.role_plan.decode)
-                self._tell(plan.reason)
+                self._report(plan.reason)
             if plan.desired_replicas != replicas:
                 self._resize(pool, replicas, plan)
             else:
@@ -97,7 +97,7 @@ class Autoscaler:
             self._warn(pool, error.message)
 
     def _resize(self, pool: str, replicas: int, plan: PoolPlan) -> None:
-        """To the size nearest to the plan's that there is room for. Raises BatonError."""
+        """Set the size nearest to the plan's that has room. Raises BatonError."""
         wanted = plan.desired_replicas
         for size in range(wanted, replicas, -1) if wanted > replicas else (wanted,):
             try:
@@ -106,5 +106,5 @@ class Autoscaler:
                 if size == wanted:
                     self._warn(pool, error.message)
                 continue
-            self._tell(plan.reason if size == wanted else f"{plan.reason}; room for {size}")
+            self._report(plan.reason if size == wanted else f"{plan.reason}; room for {size}")
             return

@@ -93,7 +93,7 @@ def _meet(host: str, other: str) -> bool:
 
 
 def _addresses(host: str) -> set[str]:
-    """None for a name that nobody knows, which `_check_free` tells."""
+    """Empty for an unknown name, which `_check_free` reports."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, flags=socket.AI_PASSIVE)
     except OSError:
@@ -125,7 +125,7 @@ _GONE_WITHIN_S = 15.0
 
 
 def read_config(file: str | None, model: str | None = None) -> ClusterConfig:
-    """The cluster file, or the defaults; the shipped model is found from any folder."""
+    """Read the cluster file, or take the defaults. The shipped model is found from any folder."""
     config = load_config(file) if file else parse_config(None)
     if model is not None:
         config = dataclasses.replace(config, model=os.path.expanduser(model))
@@ -138,10 +138,9 @@ def read_config(file: str | None, model: str | None = None) -> ClusterConfig:
 class Startup:
     """Start a cluster so that SIGINT and SIGTERM end it cleanly at any time, in any shell.
 
-    The first raises KeyboardInterrupt. While the cluster is closed because of it, the second cuts
-    short what that waits for, and further ones change nothing. Shells have what they start in the
-    background ignore SIGINT, and Ray puts its own SIGTERM handler in place while it starts: ours
-    are put back at every step.
+    The first raises KeyboardInterrupt, which closes the cluster. The second cuts the waits of
+    closing short; further ones change nothing. Shells let background commands ignore SIGINT, and
+    Ray sets its own SIGTERM handler while it starts. So every step sets our handlers again.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -160,10 +159,10 @@ class Startup:
         from router.text import TextModel
 
         check_ports(config)
-        Access(config.router)  # its files are read before anything is started
+        Access(config.router)  # reads its files before anything starts
         config = with_model_folder(config, self._announce, self._steps.detail)
         self._announce("reading the tokenizer")
-        # A wrong folder is told before anything is started.
+        # A wrong folder is reported before anything starts.
         TextModel.load(find_text_files(config.model, tokenizer=config.tokenizer))
         self._cluster = start_cluster(config, on_progress=self._announce)
         self._catch()
@@ -209,7 +208,7 @@ def check_all_gone(processes: set[Process]) -> None:
 
 @contextlib.contextmanager
 def autoscaled(config: ClusterConfig, cluster: RunningCluster, wanted: bool) -> Iterator[None]:
-    """The pools follow the load meanwhile; every change is told with its reason."""
+    """Let the pools follow the load during the block. Every change is printed with its reason."""
     if not wanted:
         yield
         return
@@ -220,8 +219,8 @@ def autoscaled(config: ClusterConfig, cluster: RunningCluster, wanted: bool) -> 
         name: PoolBounds(pool.min_replicas, pool.max_replicas)
         for name, pool in config.pools.items()
     }
-    tell = partial(render.out().print, markup=False)
-    autoscaler = Autoscaler(cluster.control_address, bounds, config.planner, tell)
+    report = partial(render.out().print, markup=False)
+    autoscaler = Autoscaler(cluster.control_address, bounds, config.planner, report)
     autoscaler.start()
     try:
         yield
@@ -230,19 +229,19 @@ def autoscaled(config: ClusterConfig, cluster: RunningCluster, wanted: bool) -> 
 
 
 def _first_question(router: RouterConfig) -> str:
-    """The command that asks it, by TLS and with a token where it wants them."""
-    words = ["baton generate"]
+    """The command to try first, with TLS and a token if the router wants them."""
+    parts = ["baton generate"]
     if router.tls is not None:
-        words.append("--tls-ca FILE")
+        parts.append("--tls-ca FILE")
     if router.tls is not None and router.tls.client_ca_file is not None:
-        words.append("--tls-cert FILE --tls-key FILE")
+        parts.append("--tls-cert FILE --tls-key FILE")
     if router.auth is not None:
-        words.append("--token-file FILE")
-    return " ".join([*words, "'Tell me a story.'"])
+        parts.append("--token-file FILE")
+    return " ".join([*parts, "'Tell me a story.'"])
 
 
 def up(arguments: argparse.Namespace) -> int:
-    """Raises KeyboardInterrupt when it was interrupted more often than once: requests were lost;
+    """Raises KeyboardInterrupt after a second interrupt, since requests were lost, and
     UnavailableError when Ray has ended under the cluster."""
     config = read_config(arguments.file, arguments.model)
     out = render.out()

@@ -109,10 +109,10 @@ def demo(arguments: argparse.Namespace) -> int:
             num_processes = len(descendants())
             _introduce(config.model_name, num_processes, time.monotonic() - began)
             with Client(cluster.router_address) as client:
-                told: set[tuple[Turn, ...]] = set()
+                asked: set[tuple[Turn, ...]] = set()
                 for prompt in prompts:
-                    _ask(client, prompt, is_known=prompt.context in told)
-                    told.add(prompt.context)
+                    _ask(client, prompt, is_known=prompt.context in asked)
+                    asked.add(prompt.context)
             processes = descendants()
             steps("stopping")
         check_all_gone(processes)
@@ -122,8 +122,8 @@ def demo(arguments: argparse.Namespace) -> int:
 
 
 def _for_show(config: ClusterConfig) -> ClusterConfig:
-    """On free ports, for a cluster that is up is no hindrance; every prompt is handed over; on the
-    CPU, since two pools would need two GPUs."""
+    """Use free ports, since another cluster may be up, and the CPU, since two pools would need two
+    GPUs. Hand every prompt over."""
     return dataclasses.replace(
         config,
         engine=dataclasses.replace(config.engine, device="cpu"),
@@ -151,7 +151,7 @@ def _ask(client: Client, prompt: DemoPrompt, *, is_known: bool) -> None:
 
 
 def _heading(prompt: DemoPrompt, *, is_known: bool) -> Text:
-    """The question, with what comes before it in short."""
+    """The question, after a short form of its context."""
     text = Text()
     for turn in prompt.context:
         if turn.role == "system":

@@ -265,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _ending_what_was_started() -> Iterator[None]:
-    """SIGTERM leaves by way of every block that ends something."""
+    """Let SIGTERM leave through every block that ends a process."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -26,7 +26,7 @@ from baton.errors import (
     UnavailableError,
 )
 
-_LONGEST_WAIT_S = 7 * 86400.0  # gRPC takes an endless one for one that is over
+_LONGEST_WAIT_S = 7 * 86400.0  # gRPC treats an endless wait as one that is over
 EXIT_FAILED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 # Command -> module that has a function of that name taking the parsed arguments.
@@ -57,8 +57,8 @@ _PACKAGES = (
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "baton", unreachable: str = "") -> int:
-    """`prog`: what it was called by; `unreachable`: what to do where nothing answers, else it is a
-    cluster of `baton up`."""
+    """`prog`: the program's name in messages. `unreachable`: the hint if nothing answers; empty:
+    the hint for a cluster of `baton up`."""
     parser = _parser(prog)
     parser.set_defaults(prog=prog, unreachable=unreachable)
     arguments = parser.parse_args(argv)
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "baton", unreachable:
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return EXIT_USAGE
-    if _COMMANDS[arguments.command] == "cli.ask":  # we say ourselves why a handshake fails
+    if _COMMANDS[arguments.command] == "cli.ask":  # our own message says why a handshake fails
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         command = getattr(importlib.import_module(_COMMANDS[arguments.command]), arguments.command)
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "baton", unreachable:
         print(file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has left; Python would complain again while it shuts down.
+        # The reader of our output has left; Python would complain again while it shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except BatonError as error:
@@ -92,13 +92,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "baton", unreachable:
 
 
 def _print_version(arguments: argparse.Namespace) -> int:
-    """Of what is installed: a checkout that is run without being installed has none to tell."""
+    """Print the installed version. A checkout that is not installed has none."""
     from importlib import metadata
 
     try:
         version = metadata.version("baton-serve")
     except metadata.PackageNotFoundError:
-        problem = "the version is not known: baton-serve is not installed"
+        problem = "baton-serve is not installed, so it has no version"
         return _report(ConfigError(problem), arguments)
     print(f"baton {version}")
     return 0
@@ -161,7 +161,7 @@ def _parser(prog: str = "baton") -> argparse.ArgumentParser:
         prog=prog,
         description="Serve large language models with prefill and decode on separate pools.",
     )
-    parser.add_argument("--version", action="store_true", help="tell the version and leave")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_cluster_commands(commands)
     _add_request_commands(commands)
@@ -169,7 +169,7 @@ def _parser(prog: str = "baton") -> argparse.ArgumentParser:
     return parser
 
 
-Subparsers = argparse._SubParsersAction  # the type argparse has for it
+Subparsers = argparse._SubParsersAction  # argparse's own type
 
 
 def _add_cluster_commands(commands: Subparsers[argparse.ArgumentParser]) -> None:
@@ -196,7 +196,7 @@ def _add_request_commands(commands: Subparsers[argparse.ArgumentParser]) -> None
         "--raw", action="store_true", help="send the prompt as it is, without the chat template"
     )
     chat = commands.add_parser("chat", help="talk to the model")
-    chat.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    chat.add_argument("--system", metavar="TEXT", help="the system prompt")
     for command in (generate, chat):
         _add_sampling(command)
         _add_router(command)
@@ -263,7 +263,7 @@ def _add_router(command: argparse.ArgumentParser) -> None:
 
 
 def _add_credentials(command: argparse.ArgumentParser) -> None:
-    """Never a token itself: whoever may list processes reads command lines."""
+    """A token itself is never an option, since others can read command lines."""
     command.add_argument("--tls", action="store_true", help="ask by TLS; those below imply it")
     command.add_argument(
         "--tls-ca",

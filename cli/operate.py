@@ -32,7 +32,7 @@ def scale(arguments: argparse.Namespace) -> int:
 
 
 def _scaled(fleet: Fleet, pool: str, replicas: int) -> _Progress:
-    """How far a pool is. Raises BatonError when its workers do not start."""
+    """How far a pool's change is. Raises BatonError when its workers do not start."""
     now = next((entry for entry in fleet.pools if entry.name == pool), control_pb2.PoolStatus())
     if now.live_replicas < replicas and now.num_failed_starts >= _FAILED_STARTS:
         raise BatonError(f"the {pool} pool does not start: {now.last_error}")
@@ -47,7 +47,8 @@ def _scaled(fleet: Fleet, pool: str, replicas: int) -> _Progress:
 
 
 def roles(arguments: argparse.Namespace) -> int:
-    """Takes effect with the next request: no process restarts, and what runs ends where it is."""
+    """Takes effect with the next request. No process restarts, and running requests end where they
+    are."""
     pool, prefill, decode = arguments.pool, arguments.prefill, arguments.decode
     plan = RolePlan(prefill, decode)
     with ControlClient(arguments.control) as control:
@@ -84,7 +85,7 @@ def drain(arguments: argparse.Namespace) -> int:
 
 
 def _incarnations(fleet: Fleet) -> dict[str, int]:
-    """Which start of each worker that is not gone is in the fleet."""
+    """The incarnation of each worker that is not gone."""
     return {
         worker.info.ref.worker_id: worker.info.ref.incarnation
         for worker in sorted(fleet.workers, key=lambda worker: worker.info.ref.worker_id)
@@ -103,7 +104,7 @@ class _Progress:
 def _wait(
     control: ControlClient, progress_of: Callable[[Fleet], _Progress], timeout_s: float
 ) -> int:
-    """Follow the fleet until it is as wanted; say how far it is whenever that changes."""
+    """Follow the fleet until the change is done, and print each progress."""
     message = "waiting for the control service"
     with Steps(render.err()) as steps:
         try:

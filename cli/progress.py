@@ -1,4 +1,4 @@
-"""Show what is being waited for: a spinner with seconds on a terminal, plain lines elsewhere."""
+"""Show what the user waits for: a spinner with seconds on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -163,13 +163,13 @@ def _worker_row(worker: control_pb2.FleetWorker) -> list[str]:
 
 
 def kv_use(load: worker_pb2.WorkerLoad) -> float | None:
-    """The part of KV memory that holds something; None where there is none."""
+    """The share of KV memory in use; None without KV memory."""
     used = load.num_blocks - load.num_free_blocks - load.num_quarantined_blocks
     return used / load.num_blocks if load.num_blocks else None
 
 
 def pool_and_role(worker: control_pb2.FleetWorker) -> str:
-    """With the role in force, of a worker that could do more."""
+    """The pool, with the role in force if the worker could do more."""
     role = worker.active_role
     is_split = role not in (common_pb2.WORKER_ROLE_UNSPECIFIED, common_pb2.WORKER_ROLE_MIXED)
     return f"{worker.info.pool} as {role_name(role)}" if is_split else worker.info.pool

@@ -170,7 +170,7 @@ class Engine(Protocol):
     def admit(self, request_id: RequestId, first: SampledToken) -> None:
         """All KV of a reserved request has arrived: run it from its first token on.
 
-        `first` was told to the caller by its writer: no TokenEvent repeats it. Raises
+        The writer has sent `first` to the caller already: no TokenEvent repeats it. Raises
         UnknownRequestError when nothing is reserved under this id.
         """
 

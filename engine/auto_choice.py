@@ -1,7 +1,7 @@
 """Decide what `device: auto` and `dtype: auto` mean on this machine, in a process of its own.
 
-`python -m engine.auto_choice [--model MODEL --devices DEVICE...]` serves whoever does without
-torch. It prints one JSON object: `device` and `device_reason`; with a model also `dtype` and
+`python -m engine.auto_choice [--model MODEL --devices DEVICE...]` serves processes without torch.
+It prints one JSON object: `device` and `device_reason`; with a model also `dtype` and
 `dtype_reason`, for all of the devices together; or `error`.
 """
 

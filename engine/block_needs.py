@@ -1,7 +1,8 @@
-"""What placing a request takes of every layer group's pool: read at every try, it changes nothing.
+"""How many blocks a request needs of every layer group's pool before it can start. It is computed
+at every try and changes nothing.
 
-Of a group's table only the entries of a span are needed: those before it a window has left, those
-behind it are acquired as the window moves on.
+Only the entries of a span of a group's table are needed. A window has left those before the span,
+and acquires those behind it as it moves on.
 """
 
 from __future__ import annotations

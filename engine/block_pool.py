@@ -26,7 +26,7 @@ from kv_transfer.layout import NULL_BLOCK, BlockId
 
 
 class BlockPool:
-    """`num_blocks` includes the null block. `on_evicted` is told each hash that is forgotten."""
+    """`num_blocks` includes the null block. `on_evicted` gets each hash that is forgotten."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class BlockPool:
         return sum(not refs[by_hash[h]] for h in chain)
 
     def is_cached(self, block: BlockId) -> bool:
-        """Whether the block is one of those counted free for being used by nobody."""
+        """Whether the block counts as free because nobody uses it."""
         return self._refs[block] == 0
 
     # --- taking and giving back -----------------------------------------------------------------

@@ -1,8 +1,8 @@
 """How many threads this process computes with: the share of the machine's cores that it is given.
 
-torch keeps the number for each thread that calls it: one that changes while the process runs is
-taken over by the thread that steps, between two steps. Whoever divides the cores calls `want`, from
-any thread; a runner on a CPU calls `wanted` before each step.
+torch keeps the number for each thread that calls it. So the stepping thread takes a changed number
+over between two steps. The code that divides the cores calls `want`, from any thread. A runner on a
+CPU calls `wanted` before each step.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def own_dtype(model_path: str, revision: str | None = None) -> str:
         try:
             with Checkpoint(resolve(model_path, revision)) as checkpoint:
                 named = checkpoint.dtype()
-        except CheckpointError as error:  # whoever decides for others may have no weights
+        except CheckpointError as error:  # the process that decides for others may have no weights
             raise CheckpointError(
                 f"{error}, and config.json names no dtype: set engine.dtype"
             ) from error
@@ -83,7 +83,7 @@ def own_dtype(model_path: str, revision: str | None = None) -> str:
 
 
 def _computed_on(device: str) -> set[str]:
-    """What the device has instructions for, as far as torch can tell."""
+    """The dtypes that the device has instructions for, as far as torch knows."""
     if device == "cpu":
         return {"float32", "bfloat16"} if cpu_has_bf16() else {"float32"}
     # A machine that only decides for others may have no GPU; of theirs nothing is known.
@@ -94,6 +94,6 @@ def _computed_on(device: str) -> set[str]:
 
 
 def cpu_has_bf16() -> bool:
-    """False where torch is too old to tell: float32 is right everywhere, if not the fastest."""
+    """False if torch is too old to know. float32 is right everywhere, if not the fastest."""
     tell = getattr(torch.cpu, "get_capabilities", None)
     return tell is not None and any(tell().get(name) for name in _BF16_INSTRUCTIONS)

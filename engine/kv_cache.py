@@ -257,7 +257,7 @@ class KvCache:
     # --- prefix cache ---------------------------------------------------------------------------
 
     def cached_chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
-        """All that `events` told of and that is still there, as `BlockPool.chains`."""
+        """All blocks that `events` reported and that are still there, as `BlockPool.chains`."""
         return self.pools[self._announced].chains()
 
     def _extend_hashes(self, blocks: RequestBlocks, tokens: TokenIds, num_full: int) -> None:
@@ -334,7 +334,7 @@ class KvCache:
 
     @property
     def max_tokens(self) -> int | None:
-        """Most tokens that one request can hold; None where windows leave blocks for ever more."""
+        """Most tokens that one request can hold; None if every window leaves blocks as it moves."""
         usable = self.num_blocks - 1
         windows = [w for w in self.windows if w is not None]
         if len(windows) == len(self.windows) and all(

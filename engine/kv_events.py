@@ -29,7 +29,7 @@ class KvEventLog:
         self._removed.append(block_hash)
 
     def stored(self, hashes: Sequence[BlockHash], start: int, is_new: Sequence[bool]) -> None:
-        """Of the chain `hashes`, the blocks from `start` on that are new: `is_new` tells each."""
+        """The new blocks of the chain `hashes` from `start` on, as `is_new` says of each."""
         self._flush_removed()
         for begin, end in _runs(is_new):
             parent = hashes[start + begin - 1] if start + begin else None

@@ -1,12 +1,12 @@
-"""Tells a sink of each layer that a step has written, without the step's thread waiting for it.
+"""Reports each layer that a step has written to a sink. The step's thread does not wait.
 
-A device computes behind the host's back: that a layer was asked for does not mean that it is
-written, and what is put from its memory is read at once. So on a device an event is recorded after
-each layer; a thread of its own waits for one event after the other and tells the sink. The step
-ends when the sink has heard all: a sink's calls never overlap, and its errors are the step's.
+A device computes asynchronously: a layer that was launched need not be written yet, and a put reads
+its memory at once. So on a device an event is recorded after each layer. A thread of its own waits
+for one event after the other and calls the sink. The step ends when the sink has got all layers. A
+sink's calls never overlap, and its errors are the step's.
 
-A step also ends when all its KV is written, whether or not any is pushed: its blocks may be freed
-then, and leased to a writer that nothing orders behind this device's work.
+A step also ends only when all its KV is written, even if none is pushed. Its blocks may then be
+freed and leased to a writer that nothing orders behind this device's work.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LayerPushes:
         self._sink = sink
         self._layout = layout
         self._new_event = new_event
-        self._told: list[Future[None]] = []
+        self._reported: list[Future[None]] = []
         self._written: queue.SimpleQueue[_Written | None] = queue.SimpleQueue()
         if new_event is not None:
             # A daemon: an executor's thread is waited for when the interpreter ends, and an event
@@ -59,12 +59,12 @@ class LayerPushes:
 
     @classmethod
     def on(cls, device: torch.device, sink: KvSink, layout: KvLayout) -> LayerPushes:
-        """Whoever waits for a CUDA event sleeps: to look at it all the time would take a core."""
+        """A thread that waits for a CUDA event sleeps: polling would take a core."""
         return cls(sink, layout, _new_cuda_event if device.type == "cuda" else None)
 
     def of_step(self, pushes: Sequence[BlockPush]) -> Callable[[int], None]:
         """What to call when a layer was asked for: nothing in a step that pushes nothing."""
-        assert not self._told, "the step before has not finished"
+        assert not self._reported, "the step before has not finished"
         if not pushes:
             return lambda layer: None
         of_group = [
@@ -78,16 +78,15 @@ class LayerPushes:
         return layer_done
 
     def finish(self, *, is_read_back: bool) -> None:
-        """Wait until the sink has heard of every layer. Raises what it raised first.
-
-        `is_read_back`: whoever runs the step reads its logits, and so waits for the device itself.
+        """Wait until the sink has got every layer. Raises its first error. `is_read_back`: the
+        caller reads the step's logits, and so waits for the device itself.
         """
         if self._new_event is not None and not is_read_back:
             event = self._new_event()
             event.record()
             event.synchronize()
-        told, self._told = self._told, []
-        for each in told:
+        reported, self._reported = self._reported, []
+        for each in reported:
             each.result()
 
     def close(self) -> None:
@@ -101,7 +100,7 @@ class LayerPushes:
         event = self._new_event()
         event.record()
         written = _Written(event, layer, pushes)
-        self._told.append(written.told)
+        self._reported.append(written.reported)
         self._written.put(written)
 
     def _run(self) -> None:
@@ -110,16 +109,16 @@ class LayerPushes:
                 written.event.synchronize()
                 self._sink.layer_done(written.layer, written.pushes)
             except BaseException as error:  # noqa: BLE001 - the step raises it
-                written.told.set_exception(error)
+                written.reported.set_exception(error)
             else:
-                written.told.set_result(None)
+                written.reported.set_result(None)
 
 
 @dataclass(frozen=True)
 class _Written:
-    """A layer that the sink is told of when its event has come to pass."""
+    """A layer that the sink gets when its event has happened."""
 
     event: DeviceEvent
     layer: int
     pushes: Sequence[BlockPush]
-    told: Future[None] = field(default_factory=Future)
+    reported: Future[None] = field(default_factory=Future)

@@ -24,7 +24,7 @@ class LearnedRates:
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._chunk = max_num_batched_tokens
         self._telling = min(_PROMPT_UNIT, max(1, max_num_batched_tokens // 2)) / _PROMPT_UNIT
-        """Units of prompts in a step from which the time of a unit can first be told."""
+        """Fewest units of prompts in a step from which the time of a unit can be learned."""
         self._times_s: list[float | None] = [None, None, None]  # of decodes, a step, a unit
         self._longest = 0  # prompt tokens of one step
         self._learned_at_s = 0.0

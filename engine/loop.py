@@ -1,12 +1,11 @@
 """A thread for an engine: commands go in between steps, events come out after each.
 
-1. `start`: the thread waits until there is a command or something to step.
-2. It runs the commands that are there, in order, then one step, then `on_events`, and again.
-3. `stop` ends it after the step under way; commands that have not run fail with
-   EngineStoppedError, as do later ones.
-4. An exception in a step, in `on_events` or in a posted command is fatal: KV and requests are in
-   an unknown state. It is logged, waiting and later futures fail with an EngineStoppedError that it
-   caused, `on_fatal` is told, the thread ends.
+1. `start`: the thread waits until there is a command or something to step. 2. It runs the commands
+that are there in order, then one step, then `on_events`, and repeats. 3. `stop` ends it after the
+step under way; commands that have not run fail with EngineStoppedError, as do later ones. 4. An
+exception in a step, in `on_events` or in a posted command is fatal: KV and requests are in an
+unknown state. It is logged. Waiting and later futures fail with an EngineStoppedError that it
+caused. Then `on_fatal` is called and the thread ends.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A step's plan as rank 0 tells it: what differs from the plan before.
+"""A step's plan as rank 0 sends it: the difference from the plan before.
 
 Block tables grow by one entry in many steps, but a whole one has an entry for each block of a
-context. So both ends keep the tables of the last plan's sequences; a sequence that was not in it is
-told whole, one that is not in the next is forgotten, finished or not. The two ends stay equal only
-if every plan arrives, in order: each has a number, and a gap is an error.
+context. So both ends keep the tables of the last plan's sequences. A new sequence is sent whole.
+One that the next plan lacks is forgotten, finished or not. The two ends stay equal only if every
+plan arrives in order, so each has a number, and a gap is an error.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class LostPlanError(Exception):
 
 @dataclass(frozen=True)
 class PlanDelta:
-    """A plan to whoever has the one before. Per sequence, unless it says otherwise; flat arrays
-    hold one sequence's part after the other's, and in it one layer group's after the other's."""
+    """A plan for a rank that has the one before. Fields are per sequence unless they say otherwise.
+    Flat arrays hold one sequence's part after the other's, and in it one layer group's after the
+    other's."""
 
     number: int
-    """Of the plans told: 1, 2, 3, ..."""
+    """The plan's number: 1, 2, 3, ..."""
     step: int
     num_tokens: int
     pushes: tuple[BlockPush, ...]
@@ -129,7 +130,7 @@ class PlanListener:
         self._last: list[_Known] = []
 
     def plan(self, delta: PlanDelta) -> StepPlan:
-        """The plan that was told. Its block tables are valid until the next call, as a scheduler's.
+        """The plan that was sent. Its block tables are valid until the next call, as a scheduler's.
 
         Raises LostPlanError when it is not the one after the last.
         """
@@ -164,7 +165,7 @@ def _take_over(known: _Known, seq: ScheduledSeq) -> list[Int32s]:
             changed.append(_NO_ENTRIES)
             continue
         differs = table != now
-        differs[length:] = True  # a new entry is told even where it is the null block
+        differs[length:] = True  # a new entry is sent even if it is the null block
         at = np.flatnonzero(differs).astype(np.int32)
         if len(at):
             table[at] = now[at]

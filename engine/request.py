@@ -93,7 +93,7 @@ class SampledToken:
     logprobs: TokenLogprobs | None = None
 
 
-# --- what the engine tells its worker, in order; one batch a step -------------------------------
+# --- what the engine reports to its worker, in order; one batch a step --------------------------
 
 
 @dataclass(frozen=True)

@@ -221,11 +221,14 @@ def _logprobs(
     most = max(rows[i].params.logprobs or 0 for i in asked)
     top = logprobs.topk(most, dim=-1)
     # Read back at once: float64 holds logprobs, ranks and ids alike.
-    told = torch.cat([part.double() for part in (of_sampled, ranks, top.values, top.indices)], 1)
-    return {i: _told(row, rows[i].params.logprobs or 0) for i, row in zip(asked, told.tolist())}
+    values = torch.cat([part.double() for part in (of_sampled, ranks, top.values, top.indices)], 1)
+    return {
+        i: _token_logprobs(row, rows[i].params.logprobs or 0)
+        for i, row in zip(asked, values.tolist())
+    }
 
 
-def _told(row: list[float], num_top: int) -> TokenLogprobs:
+def _token_logprobs(row: list[float], num_top: int) -> TokenLogprobs:
     """From the sampled token's logprob and rank, then the values and ids of the likeliest."""
     logprob, rank, *top = row
     values, ids = top[: len(top) // 2], top[len(top) // 2 :]

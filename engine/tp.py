@@ -1,13 +1,11 @@
-"""Tensor-parallel ranks: one process each, rank 0 plans and tells the others.
+"""Tensor-parallel ranks: one process each. Rank 0 plans and sends the plan to the others.
 
 Life of a group:
-1. Every rank joins with `TpGroup.join`; rank 0 listens since before the others know where: a port
-   that nobody held in between could be another replica's by then.
-2. Each step rank 0 sends the plan, as what differs from the last (`plan_deltas`); ranks > 0 wait
-   for it in `follow`, as long as it takes.
-3. Inside a step every collective is bounded by `_STEP_TIMEOUT`; a rank that died or hangs
-   makes it raise TpPeerError on the others, and the whole replica is torn down.
-4. Rank 0 sends the stop message with `close`.
+1. Every rank joins with `TpGroup.join`. Rank 0 listens before the others learn its port: a port
+that nobody holds could go to another replica. 2. Each step rank 0 sends the plan's difference from
+the last one (`plan_deltas`). Ranks > 0 wait for it in `follow`, without a limit. 3. Inside a step
+every collective is bounded by `_STEP_TIMEOUT`; a rank that died or hangs makes it raise TpPeerError
+on the others, and the whole replica is torn down. 4. Rank 0 sends the stop message with `close`.
 """
 
 from __future__ import annotations
@@ -134,7 +132,7 @@ class TpGroup:
         return None if parts is None else torch.cat(parts, dim=1)
 
     def close(self) -> None:
-        """Leave the group; rank 0 tells the others to stop first, if they are still there."""
+        """Leave the group. Rank 0 first sends the stop message to ranks that are still there."""
         try:
             if self.rank == 0:
                 self.send_plan(None)

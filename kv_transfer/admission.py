@@ -135,7 +135,7 @@ class Admission:
         """Take a source rank's `done` to one of this worker's ranks. `error`: what that rank found
         wrong, or empty."""
         decision = self._decide(message, source_rank, done, error)
-        # Before the answer: whatever the answer causes comes after the decision in the mailbox.
+        # Before the answer, so that in the mailbox its consequences follow the decision.
         if decision.outcome in (Outcome.ADMITTED, Outcome.WRONG):
             self._report(decision)
         if decision.outcome in (Outcome.ADMITTED, Outcome.REPEATED):

@@ -1,13 +1,13 @@
 """The router's queue: a request leaves it with a placement and its booking.
 
-A request goes on only when a decode worker has room and the prefill it is best off with can start
-within `lease_lead_s`, so that queued prompts strand no decode memory. Order: priority, then a fair
-share for every tenant, then arrival; a request may be overtaken by one that can start now. After
-`max_bypass_s` the decode workers that it could itself use are kept for it; others serve whom they
-can. One that no usable worker takes is refused after `fleet_wait_s`, which begins anew for as long
-as a pool that it needs was scaled to zero: it is held until that is back. A full line sheds its
-last request: the newest of the tenant that asked for most. A request whose first token would come
-after its own deadline is refused at once.
+A request leaves only when a decode worker has room and its best prefill can start within
+`lease_lead_s`. So queued prompts strand no decode memory. Order: priority, then a fair share for
+every tenant, then arrival; a request may be overtaken by one that can start now. After
+`max_bypass_s` the decode workers that it could use are kept for it; other workers serve other
+requests. A request that no usable worker takes is refused after `fleet_wait_s`. That time begins
+anew while a pool that it needs is scaled to zero: the request is held until the pool is back. A
+full line sheds its last request: the newest of the tenant that asked for most. A request whose
+first token would come after its own deadline is refused at once.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from router.prompt import PromptBlocks
 from router.refusals import stranded, too_large
 from router.ticket import Placed, Ticket
 
-SCAN_AHEAD = 32  # requests tried per round, of those that fit some open worker and can run at all
+SCAN_AHEAD = 32  # requests tried per round that fit some open worker and can run at all
 POLL_S = 0.25  # longest time between rounds while requests wait
-ROUND_PAUSE = 4.0  # times what a round spent in vain: the event loop is left to the streams
+ROUND_PAUSE = 4.0  # times what a round spent in vain: the rest of the event loop is for the streams
 
 
 @dataclass
@@ -44,7 +44,7 @@ class _Tally:
     """Of one round."""
 
     next_s: float
-    """After how many seconds trying again may help."""
+    """Seconds until another try may help."""
     num_tries: int = 0
     num_in_vain: int = 0
 
@@ -81,7 +81,7 @@ class Admission:
 
     @property
     def waiting(self) -> Sequence[Ticket]:
-        """In line, first come first; placed ones may still be among them."""
+        """Requests in line, oldest first. Some may be placed already."""
         return self._waiting
 
     def ticket(
@@ -103,8 +103,8 @@ class Admission:
         return ticket
 
     def emitted(self, tenant: str, num_before: int, num_after: int) -> None:
-        """A request of the tenant has put out more tokens: it pays for those that its ticket did
-        not, and so do its requests in line, which are to wait for as long."""
+        """Charge a tenant for tokens that a request emitted beyond its ticket. The tenant's
+        requests in line wait for them too."""
         paid = self._config.decode_growth_tokens
         work = max(0, num_after - paid) - max(0, num_before - paid)
         if work > 0:
@@ -113,7 +113,7 @@ class Admission:
                 self._owed[tenant] += work
 
     def _settle(self) -> None:
-        """Put the requests in line where what their tenants owe moves them."""
+        """Sort the line again by what the tenants owe."""
         if not self._owed:
             return
         for ticket in self._waiting:
@@ -229,7 +229,7 @@ class Admission:
             self._unschedule()
 
     def _try_in_order(self, within_reach: Reach, tally: _Tally) -> None:
-        """Place who can start, on decode workers that are not reserved."""
+        """Place requests that can start on decode workers that are not reserved."""
         config, arrays, now = self._config, self._fleet.arrays, self._clock()
         reserved = np.zeros(self._fleet.num_slots, dtype=np.bool_)
         longest = longest_open(arrays, reserved, now)
@@ -257,15 +257,15 @@ class Admission:
     def _reserve(
         self, reserved: Bools, ticket: Ticket, best: Placement | None, limits: Reach
     ) -> None:
-        """Keep room for a request that has been overtaken for long enough: where it goes once its
-        prefill can start, or wherever it could."""
+        """Keep room for a request that was overtaken for long enough: at the worker that it will
+        use once its prefill can start, or at all that it could use."""
         if best is not None:
             reserved[best.decode_slot] = True
         else:
             reserved |= limits.takes(len(ticket.prompt), ticket.least_new_tokens)
 
     def _next_release_s(self, now: float) -> float:
-        """Until a held worker may be asked again; other changes come as kicks."""
+        """Wait until a held worker may be asked again. Other changes come as kicks."""
         holds = self._fleet.arrays.hold_until_s - now
         return min(POLL_S, float(min(holds[holds > 0], default=POLL_S)))
 
@@ -295,8 +295,8 @@ class Admission:
             )
 
     def _refuse_stranded(self, within_reach: Reach, now: float) -> None:
-        """What counts is for how long nobody took the request, not for how long it has waited: a
-        worker that is away for a moment costs nobody a place in line."""
+        """The time without a usable worker counts, not the whole wait: a worker that is away for a
+        moment costs no request its place in line."""
         are_held = self._fleet.away.hold(self._config.local_prefill)
         for ticket in self._waiting:
             assert ticket.placed is not None
@@ -305,7 +305,9 @@ class Admission:
             total, num_tokens = ticket.num_tokens, len(ticket.prompt)
             if any(total <= longest and num_tokens <= prompt for longest, prompt in self._kinds):
                 ticket.stranded_since_s = None
-            elif error := too_large(ticket, self._fleet, self._config):  # who took it has left
+            elif error := too_large(
+                ticket, self._fleet, self._config
+            ):  # the worker that took it has left
                 ticket.placed.set_exception(error)
             elif ticket.stranded_since_s is None or are_held:
                 ticket.stranded_since_s = now

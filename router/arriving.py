@@ -18,7 +18,7 @@ class Arriving:
         self._tasks: dict[Key, set[asyncio.Task[Any]]] = {}
 
     async def run(self, key: Key, work: Coroutine[Any, Any, T]) -> T | None:
-        """What `work` gives or raises; None when `abort` came first, even if only just."""
+        """Return or raise what `work` does. None when `abort` came first, even if only just."""
         task = asyncio.create_task(work)
         self._tasks.setdefault(key, set()).add(task)
         try:
@@ -33,7 +33,7 @@ class Arriving:
             self._remove(key, task)
 
     def abort(self, key: Key) -> bool:
-        """End whatever arrives under this name; False when nothing does."""
+        """End what arrives under this name; False when nothing does."""
         tasks = self._tasks.pop(key, set())
         for task in tasks:
             task.cancel()

@@ -4,13 +4,13 @@
    or with a rejection.
 2. `Prefill` with the lease goes to the prefill worker; its first token is emitted at once.
 3. The decode worker's tokens follow on the session. They may come before the first token does:
-   tokens are emitted strictly by index, early ones wait, duplicates are dropped.
-   An attempt that was attached to begins here, or at 2: who attaches is told the lease again, for
-   whoever was told before may be gone. The writer serves it once, whoever asks.
-4. When the session is lost while the worker lives, the attempt attaches to itself in the next one:
-   the worker has gone on, or kept what it had. No token is computed twice.
-5. It ends with the last token, or with an `AttemptError`. What is then still under way on either
-   worker is cancelled. Every wait has a limit.
+   tokens are emitted strictly by index, early ones wait, duplicates are dropped. An attempt that
+   was attached to begins here, or at 2. A router that attaches gets the lease again, since the
+   router before it may be gone. The writer serves it once, for any router. 4. When the session is
+   lost while the worker lives, the attempt attaches to itself in the next one: the worker has gone
+   on, or kept what it had. No token is computed twice. 5. It ends with the last token, or with an
+   `AttemptError`. What is then still under way on either worker is cancelled. Every wait has a
+   limit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Attempt:
         self.wire_id = wire_id
         self.number: int | None = None
         self.running = False
-        self.progress_s = -math.inf  # when the decode worker last told a token
+        self.progress_s = -math.inf  # when the decode worker last sent a token
         self._workers, self._sink = workers, sink
         self._config, self._clock = config, clock
         self._first_token_limit_s = first_token_limit_s
@@ -114,7 +114,7 @@ class Attempt:
         self._sink.attached(response.tokens.num_cached_tokens)
         config = self._config
         self._begin("a token", config.token_timeout_s if self.running else config.max_timeout_s)
-        # For want of a router, or by a client that wants it after all.
+        # Ended because no router was there, or by a client that now wants it after all.
         self._adopt(response.tokens, response.tokens.finished == common_pb2.FINISH_REASON_ABORTED)
         if self._early_loss is not None:
             self.on_session_lost(self._early_loss)
@@ -125,8 +125,8 @@ class Attempt:
         self._first_index = len(spec.token_ids) // 4 - spec.num_prompt_tokens
 
     def _adopt(self, tokens: worker_pb2.RequestTokens, was_given_up: bool) -> None:
-        """Take in what an attached request has put out so far, and what came meanwhile; where its
-        worker gave it up, its end there is not the request's."""
+        """Take in the output of an attached request, and what came meanwhile. If its worker gave it
+        up, that is not the request's end."""
         self._adopted = True
         if was_given_up:
             tokens.ClearField("finished")
@@ -147,7 +147,7 @@ class Attempt:
         self._patience.expect(what, seconds, self._decode)
 
     async def _follow(self) -> None:
-        """Wait for the end; without progress in time it comes as a failure."""
+        """Wait for the end. Raises a failure without progress in time."""
         try:
             await asyncio.wait({self._done})
             self._done.result()
@@ -178,7 +178,7 @@ class Attempt:
         self._stop()
 
     def cancel_on_worker(self) -> None:
-        """Abort what the decode worker may still do for this attempt; unless it is over there."""
+        """Abort the attempt at the decode worker, unless it is over there."""
         if not self._over_at_worker and self.number is not None:
             self._workers.decode.session.cancel(self.wire_id, self.number)
 
@@ -225,13 +225,15 @@ class Attempt:
             self._expect_first(writer.entry)
             request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
             self._prefill_leg.ask(writer, request, self._config.max_timeout_s)
-        # Else the first router has to have asked it: how long to wait is the lease's affair.
-        if not self._reserved:  # told after the prefill was asked for: that must not wait for it
+        # Else the first router has asked it: the lease says how long to wait.
+        if (
+            not self._reserved
+        ):  # reported after the prefill was asked for, which must not wait for it
             self._reserved = True
             self._sink.reserved(reserved.lease.lease_id)
 
     def _writer_of(self, lease: worker_pb2.Lease) -> WorkerLink | None:
-        """The prefill worker of the placement; of another router's placement the one it chose."""
+        """The prefill worker of the placement, even if another router chose it."""
         if self._workers.prefill is None and self._find_worker is not None:
             writer = self._find_worker(lease.writer.worker_id, lease.writer.incarnation)
             if writer is not None:
@@ -278,15 +280,17 @@ class Attempt:
         self._deliver_early()
 
     def on_moved(self) -> None:
-        """Another router follows it. It needs the handoff that may be under way from here."""
+        """Another router follows the request, and needs the handoff that may be under way from
+        here."""
         self._over_at_worker = self.has_moved = True
         fail = partial(self._fail, Failure.MOVED, self._decode, "another router attached it")
         self._prefill_leg.then(fail)
 
     def on_session_lost(self, message: str) -> None:
-        """A lost answer to Reserve cannot be had again; all else the worker keeps for a while."""
+        """A lost answer to Reserve does not come again. The worker keeps everything else for a
+        while."""
         if self._over_at_worker:
-            return  # its end is known, or another router's affair
+            return  # its end is known, or is for another router
         if not self._reserved and not self._adopted:
             self._early_loss = message
         elif not self._reserved or self._done.done():
@@ -305,7 +309,7 @@ class Attempt:
         try:
             response = await attach_again(link, self._spec, self.listen, timeout_s)
         except TakenOverError:
-            self.on_moved()  # nobody could tell before
+            self.on_moved()  # nobody knew before
         except NotAttachedError as error:
             self._decode_lost(f"{lost}; not attached again: {error}")
         else:
@@ -324,7 +328,7 @@ class Attempt:
 
     def on_lease_refused(self) -> None:
         self._is_lease_taken = self._find_worker is not None  # else its writer came too late for it
-        if not self.running:  # how long to wait is the lease's affair
+        if not self.running:  # the lease says how long to wait
             self._patience.expect("a token", self._config.max_timeout_s, self._decode)
 
     def on_first_token(self, first: worker_pb2.FirstToken) -> None:
@@ -333,7 +337,7 @@ class Attempt:
         if self._done.done():
             return
         self._see_first(first, first.num_cached_tokens)
-        self._over_at_worker |= first.finished != 0  # its writer tells the decode worker
+        self._over_at_worker |= first.finished != 0  # its writer informs the decode worker
         if self.running:
             self._expect("a token", self._decode)
         else:  # it hangs at the writer, or at the receiver that does not acknowledge
@@ -356,7 +360,8 @@ class Attempt:
             self._sink.first_token(first, num_cached_tokens)
 
     def on_prefill_failed(self, broken: PrefillFailed) -> None:
-        """Of no account once the decode worker has taken over, unless the first token is lost."""
+        """This does not matter once the decode worker has taken over, unless the first token is
+        lost."""
         if not (self.running and self._first_seen):
             worker = self._decode if broken.lost_receiver else self._workers.writer
             self._fail(broken.failure, worker, broken.message, field=broken.field)
@@ -364,7 +369,7 @@ class Attempt:
     # --- tokens --------------------------------------------------------------------------------
 
     def _deliver(self, tokens: worker_pb2.RequestTokens, at_decode_worker: bool = True) -> None:
-        """Emit what is new of a run of tokens that leaves no gap."""
+        """Emit the new tokens of a run that leaves no gap."""
         skip = self._sink.num_emitted - tokens.index
         ids, logprobs = tokens.ids[skip:], tokens.logprobs[skip:]
         if at_decode_worker:

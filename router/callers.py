@@ -25,7 +25,7 @@ _MAX_TENANT_CHARS = 128
 
 
 class Callers:
-    """Own the tenants' tokens; `look` reads their files again when they have changed."""
+    """Own the tenants' tokens. `look` reads changed files again."""
 
     def __init__(self, config: AuthConfig) -> None:
         """Raises ConfigError when the tokens cannot be read."""
@@ -102,7 +102,8 @@ def _texts(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _files(path: Path) -> list[Path]:
-    """The tenants' files; what begins with a dot is how Kubernetes swaps a mounted Secret."""
+    """The tenants' files. Names with a leading dot are Kubernetes' own, for swapping a mounted
+    Secret."""
     try:
         return sorted(file for file in path.iterdir() if not file.name.startswith("."))
     except OSError:  # a file, or nothing

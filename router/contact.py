@@ -1,4 +1,4 @@
-"""For how long a worker that does not answer is waited for: it may keep what nobody else has."""
+"""How long to wait for a worker that does not answer: it may keep what nobody else has."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import math
 from collections.abc import Callable
 
 SETTLED_S = 1.0
-"""A connection that has lasted for so long is one; what ends sooner is none."""
+"""A connection counts only after it has lasted this long."""
 
 
 class Contact:
-    """Own since when nothing shows that a worker can be reached.
-
-    One whose connections all end as soon as they begin is waited for no longer than one that has
-    none: from the first of them on.
+    """Own the time since which a worker seems out of reach. If its connections all end as soon as
+    they begin, that is the start of the first one.
     """
 
     def __init__(self, patience_s: float, clock: Callable[[], float]) -> None:

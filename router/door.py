@@ -41,7 +41,7 @@ from router.unit import UnitKey, UnitRouter, drawn
 log = logging.getLogger(__name__)
 
 HEARD_WITHIN_S = 2.0
-UNITS_EVERY_S = 5.0  # the list is told at least so often
+UNITS_EVERY_S = 5.0  # the list comes at least this often
 
 
 class Door:
@@ -69,7 +69,7 @@ class Door:
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
         self.fault: asyncio.Future[None]
-        """Done once the process, which goes on with what runs, cannot serve any longer."""
+        """Done once the process cannot serve any longer. What runs continues until then."""
 
     async def start(self) -> None:
         """Begin to follow the list of units."""
@@ -87,8 +87,8 @@ class Door:
             self._tasks.append(task)
 
     async def can_serve(self) -> None:
-        """Return once every unit that has a share knows its fleet. What a registry does not say is
-        not waited for."""
+        """Return once every unit that has a share knows its fleet. A silent registry is not waited
+        for."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEARD_WITHIN_S):
                 while not self._has_all:
@@ -104,8 +104,8 @@ class Door:
             self.fault.set_result(None)
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Take nothing new, give what runs `drain_s` to end, then leave the rest to its decode
-        workers: they keep it for the next router."""
+        """Take nothing new and give running requests `drain_s` to end. Then leave the rest to the
+        decode workers, which keep it for the next router."""
         self._closing = True
         self._announce()
         for task in self._tasks:
@@ -123,7 +123,7 @@ class Door:
 
     @property
     def routers(self) -> list[Router]:
-        """Of all units, those included that have left the list and still run requests."""
+        """Over all units, also those that have left the list and still run requests."""
         units = (*self._units, *self._leaving)
         return [unit.router for unit in units if unit.router is not None]
 
@@ -132,7 +132,7 @@ class Door:
         return sum(router.num_active for router in self.routers)
 
     async def router_for(self, request: router_pb2.GenerateRequest, request_id: str) -> Router:
-        """The router that a request goes to, waited for until it is there.
+        """Wait for the router that a request goes to.
 
         Raises NotResumableError when what the request names is served no more, OverloadedError,
         DeadlineError, UnavailableError.
@@ -153,7 +153,7 @@ class Door:
         return router
 
     async def main_router(self) -> Router:
-        """Of the unit that gets most requests, waited for until it is there."""
+        """Wait for the router of the unit that gets most requests."""
 
         def found() -> Router | None:
             shares = [unit.share for unit in self._units]
@@ -316,7 +316,7 @@ class Door:
         )
 
     def _held(self, key: UnitKey) -> control_pb2.ReportRouterRequest:
-        """Who waits for a first worker of the unit: where its pools are at zero, they start."""
+        """Report requests that wait for a first worker of the unit, so that pools at zero start."""
         is_drawn = any(unit.key == key and unit.share > 0 for unit in self._units)
         return control_pb2.ReportRouterRequest(
             router_id=self._door_id, num_held=self.num_waiting if is_drawn else 0

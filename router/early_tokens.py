@@ -1,4 +1,4 @@
-"""Tokens that came before those that they follow: they wait."""
+"""Tokens that came too early wait for those before them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EarlyTokens:
         return runs
 
     def next_after(self, num_emitted: int) -> worker_pb2.RequestTokens | None:
-        """The run that begins first, if it leaves no gap: its turn has come."""
+        """The first run, if no gap is before it."""
         first = min(self._runs, key=lambda run: run.index, default=None)
         if first is None or first.index > num_emitted:
             return None

@@ -1,4 +1,4 @@
-"""Why attempts fail: what is done about it depends on it."""
+"""Why attempts fail. The reaction depends on it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Failure(enum.Enum):
 
 
 class AttemptError(Exception):
-    """The attempt is over, the request is not. `worker` is who failed it, as far as is known."""
+    """The attempt is over, the request is not. `worker`: the one that failed it, if known."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class AttemptError(Exception):
         retry_after_s: float = 0.0,
         field: str | None = None,
     ) -> None:
-        """`field`: of the request, that an INVALID one's worker names."""
+        """`field`: the request's field that the worker calls INVALID."""
         super().__init__(message)
         self.failure, self.worker, self.message = failure, worker, message
         self.retry_after_s, self.field = retry_after_s, field
@@ -86,5 +86,5 @@ def failure_of_call(error: grpc.aio.AioRpcError, worker: WorkerEntry) -> Failure
 
 
 def loss_of(worker: WorkerEntry, otherwise: Failure) -> Failure:
-    """What losing a worker counts as: one that drains was about to leave."""
+    """The failure of losing a worker. A draining one was about to leave."""
     return Failure.DRAINED if worker.state is WorkerState.DRAINING else otherwise

@@ -24,7 +24,7 @@ class FairShare:
         return max(self._served, self._next.get(tenant, 0.0))
 
     def charge(self, tenant: str, work: float) -> None:
-        """The tenant has asked for `work`, or has got so much more than it had asked for."""
+        """The tenant has asked for `work`, or has got this much beyond what it asked for."""
         self._next[tenant] = self.stamp(tenant) + work
         if len(self._next) > self._sweep_at:
             self._sweep()
@@ -45,7 +45,7 @@ class FairShare:
         self._next.clear()
 
     def _sweep(self) -> None:
-        """A clock that fell behind says nothing."""
+        """Drop clocks that fell behind: they say nothing."""
         self._next = {tenant: at for tenant, at in self._next.items() if at > self._served}
         self._sweep_at = max(SWEEP_ABOVE, 2 * len(self._next))
 

@@ -1,4 +1,4 @@
-"""What a router tells for planning: arrivals of the last seconds, and who waits for what.
+"""What a router reports for planning: arrivals of the last seconds, and who waits for what.
 
 Pure but for the clock: counters go in, a message comes out.
 """

@@ -31,7 +31,8 @@ REPORT_AGE_S = 2.0  # of a worker's figures at most: its heartbeat's and the reg
 
 
 class WorkerState(enum.Enum):
-    """What the registry says; UNLISTED: it no longer names the worker, perhaps it was restarted."""
+    """The state in the registry. UNLISTED: the registry no longer names the worker, perhaps after a
+    restart."""
 
     STARTING = "starting"
     LIVE = "live"
@@ -189,7 +190,7 @@ class Fleet:
         self._recount(entry)
 
     def set_roles(self, entry: WorkerEntry, prefills: bool, decodes: bool) -> None:
-        """What the worker is to get new requests for, of what it can do; what it runs stays."""
+        """Which new requests the worker gets, of those that it can serve. Running ones stay."""
         a, slot, facts = self.arrays, entry.slot, entry.facts
         roles = (prefills and facts.can_prefill, decodes and facts.can_decode)
         if (bool(a.can_prefill[slot]), bool(a.can_decode[slot])) != roles:
@@ -210,7 +211,7 @@ class Fleet:
         """Hold a worker that failed a request, but never more than a third of its pool.
 
         Of two workers one may be held while the other serves. When that one fails too, both serve:
-        nothing tells which of them is sick, and the sound one must not be the one that waits.
+        nobody knows which of them is sick, and the sound one must not wait.
         """
         if not self._is_here(entry):
             return
@@ -234,9 +235,9 @@ class Fleet:
     # --- load ----------------------------------------------------------------------------------
 
     def report(self, entry: WorkerEntry, load: ReportedLoad) -> None:
-        """Take in a worker's figures; what exceeds this router's own books is others' load.
-
-        The figures are of a moment ago: what was booked then, and is over, is not others'.
+        """Take in a worker's figures. What exceeds this router's bookings is other routers' load.
+        The figures are old by a moment, so bookings that were open then and are over now are not
+        others' load.
         """
         a, slot, now = self.arrays, entry.slot, self._clock()
         booked = entry.peak_requests.over(entry.num_booked, now)
@@ -255,20 +256,20 @@ class Fleet:
         self._recount(entry)
 
     def forget_others(self) -> None:
-        """Nobody tells of others' load, or of quarantine, any more: what was told last must not
+        """Forget others' load and quarantine, which nobody reports any more: old reports must not
         count for ever."""
         for entry in self:
             entry.others_requests = entry.others_queued_tokens = entry.num_quarantined_blocks = 0
             self._recount(entry)
 
     def prefill_tokens_per_s(self, entry: WorkerEntry) -> float:
-        """As the worker told last; the default until it has."""
+        """The worker's last report; the default before the first."""
         if not self._is_here(entry):  # its slot may be another's by now
             return self._config.default_prefill_tokens_per_s
         return float(self.arrays.prefill_tokens_per_s[entry.slot])
 
     def observe_handoff(self, entry: WorkerEntry, num_bytes: int, seconds: float) -> None:
-        """Learn a prefill worker's bandwidth from a handoff large enough to tell."""
+        """Learn a prefill worker's bandwidth from a handoff that is large enough."""
         if self._is_here(entry) and num_bytes >= 1 << 16 and seconds > 0:
             rates = self.arrays.handoff_bytes_per_s
             rates[entry.slot] += LEARNING_RATE * (num_bytes / seconds - rates[entry.slot])

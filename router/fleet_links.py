@@ -95,11 +95,11 @@ class FleetLinks:
 
     @property
     def are_all_known(self) -> bool:
-        """The registry has told of a fleet, and not that workers of it may have yet to register."""
+        """The registry has reported a fleet, and does not settle any more."""
         return self._heard.is_set() and not self._settles
 
     async def wait_heard(self) -> None:
-        """Until the registry has told of a fleet."""
+        """Wait until the registry has reported a fleet."""
         await self._heard.wait()
 
     async def wait_tried(self, timeout_s: float) -> None:

@@ -89,8 +89,8 @@ def _is_away(
     role: common_pb2.WorkerRole.ValueType,
     can: Collection[common_pb2.WorkerRole.ValueType],
 ) -> bool:
-    """Whether no pool is to have workers for the role, or those of one have yet to start. Of a
-    registry that keeps pools and was told of none, both are to come."""
+    """Whether no pool is to have workers for the role, or those of one have yet to start. If a
+    registry keeps pools and knows none yet, both roles are to come."""
     if not message.pools:
         return message.keeps_pools
     pools = [pool for pool in message.pools if pool.role in can]

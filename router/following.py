@@ -38,7 +38,7 @@ class Following(Generic[M]):
         take: Callable[[M], Awaitable[None]],
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """`silence_s`: the registry is asked anew after so long without a word."""
+        """`silence_s`: the registry is asked anew after this long without a message."""
         self._address, self._config, self._silence_s = address, config, silence_s
         self._call, self._take, self._on_lost = call, take, on_lost
         self.is_connected = False

@@ -1,8 +1,6 @@
-"""What a call passes before the service sees it: whose is it, can its message be read, and is it in
-its caller's own name.
-
-All of it once a call. Streamed answers pass nothing here: the wrapper of a streaming method writes
-them itself, which gRPC would do otherwise, and adds no step to any.
+"""Checks of a call before the service sees it: its tenant, whether its message can be read, and
+whether it speaks in its caller's name. Each happens once a call. The wrapper of a streaming method
+writes the answers as gRPC would, and adds no step to any.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ _HEALTH = f"/{health.SERVICE_NAME}/"
 
 class Gate(grpc.aio.ServerInterceptor):
     """Refuses calls to `service` whose message is no protobuf, or holds text that is not UTF-8:
-    gRPC itself would answer UNKNOWN and log a traceback. With `callers`, whatever is not health
-    wants a token, and tenants are confined to themselves."""
+    gRPC itself would answer UNKNOWN and log a traceback. With `callers`, every call but health
+    needs a token, and tenants are confined to themselves."""
 
     def __init__(self, service: str, callers: Callers | None) -> None:
         self._prefix = f"/{service}/"
@@ -61,7 +59,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 def _refusing(error: BatonError) -> Handler:
-    """Of a method of any kind: as one that streams both ways it reads no message."""
+    """A handler for a method of any kind. As one that streams both ways it reads no message."""
 
     async def call(requests: object, context: Context) -> Never:
         await abort(context, error)
@@ -71,7 +69,7 @@ def _refusing(error: BatonError) -> Handler:
 
 
 def _admitting(handler: Handler, tenant: str | None) -> Handler:
-    """The method, for messages that are what they have to be. `tenant` None: any."""
+    """The method behind the checks of its message. `tenant` None: any."""
     assert not handler.request_streaming, "each message of such a stream would have to be checked"
     deserializer, serializer = handler.request_deserializer, handler.response_serializer
     assert deserializer is not None
@@ -94,8 +92,8 @@ def _admitting(handler: Handler, tenant: str | None) -> Handler:
 
 
 def confine(message: Message, tenant: str | None) -> None:
-    """Have a message that names no tenant name its caller's. Raises PermissionDeniedError where it
-    names another one."""
+    """Fill in the caller's tenant. Raises PermissionDeniedError if the message names another
+    one."""
     if tenant is None:
         return
     match message:

@@ -11,7 +11,7 @@ from router.listening import cannot_listen, check_can_listen
 
 
 class HealthPort:
-    """Own its server; what it tells is the servicer's."""
+    """Own its server. The servicer knows the health."""
 
     def __init__(self, servicer: health.aio.HealthServicer, config: RouterConfig) -> None:
         """Raises ConfigError when the port is taken."""

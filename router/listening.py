@@ -1,4 +1,4 @@
-"""Addresses to listen on: what is wrong with one is told before gRPC would only say that it is."""
+"""Addresses to listen on. An error here says what is wrong with one; gRPC's would not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router process tells Prometheus: of all its units together."""
+"""A router process's Prometheus metrics, over all its units."""
 
 from __future__ import annotations
 

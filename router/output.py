@@ -38,7 +38,7 @@ _FINISHED = {
 
 
 def finish_reason_of(tokens: worker_pb2.RequestTokens) -> FinishReason | None:
-    """How a run of tokens ends its request; None: it goes on, or only the attempt is over."""
+    """How a run of tokens ends its request. None: it continues, or only the attempt is over."""
     return None if tokens.error == DEADLINE else _FINISHED.get(tokens.finished)
 
 

@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 from router.fleet import WorkerEntry, WorkerState
 
-Limit = float | Callable[[], float]  # seconds from the last progress; or what tells them
+Limit = (
+    float | Callable[[], float]
+)  # seconds from the last progress, or a function that returns them
 
 
 class Patience:
@@ -31,11 +33,9 @@ class Patience:
         self._timer: asyncio.TimerHandle | None = None
 
     def expect(self, what: str, limit: Limit, *workers: WorkerEntry) -> None:
-        """There was progress; the next one has to come within the limit.
-
-        Where the limit may grow meanwhile, what tells it is asked again once it is over. Any of
-        `workers` may be what it waits for. When it does not come, the one whose time was over first
-        is told of, of equals the first.
+        """Note progress. The next one must come within the limit. A limit that may grow is computed
+        again once it is over. The wait may be for any of `workers`. If nothing comes, the worker
+        whose time was over first is named; of equals the first.
         """
         self._workers, self._what = workers, what
         self._since_s, self._limit = self._clock(), limit

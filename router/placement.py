@@ -34,7 +34,7 @@ class FleetArrays:
     usable: Bools  # live, connected, not draining
     hold_until_s: Floats  # gets nothing before this time
     prefill_tokens_per_s: Floats
-    prefill_measured_s: Floats  # when that was told anew; minus infinity: it is the default
+    prefill_measured_s: Floats  # when that was last reported; minus infinity: it is the default
     decode_step_s: Floats
     decode_measured_s: Floats
     handoff_bytes_per_s: Floats
@@ -147,8 +147,8 @@ class Placement:
     """Of this prompt and those before it in line, what its worker has to compute."""
 
     def first_token_s(self, tokens_per_s: float) -> float:
-        """What to be patient for: queue and prefill as predicted here, or, if longer, at the rate
-        that the worker itself told last."""
+        """How long to be patient: queue and prefill as predicted here, or by the rate that the
+        worker itself reported last, if that is longer."""
         return max(self.queue_s + self.prefill_s, self.num_tokens_ahead / tokens_per_s)
 
     @property

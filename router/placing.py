@@ -41,8 +41,8 @@ class Placing:
         return sorted(found, key=lambda p: p.cost_s)[:limit]
 
     def earliest_s(self, ticket: Ticket, ahead_tokens: int, now: float) -> float | None:
-        """Seconds until the first token at the earliest, with so many prompt tokens before it in
-        line; None when it cannot be told."""
+        """Seconds until the first token at the earliest, with this many prompt tokens before it in
+        line. None: unknown."""
         expected = [
             earliest_first_token_s(query, self._fleet.arrays, self._config, ahead_tokens, now)
             for query in self.queries(ticket, now)

@@ -15,12 +15,12 @@ def earliest_first_token_s(
     ahead_tokens: float,
     now_s: float,
 ) -> float | None:
-    """Seconds until a first token, were all to go well; None when it cannot be told.
+    """Seconds until a first token if all goes well. None: unknown.
 
     It takes the best worker for the prompt itself and, for `ahead_tokens` (prompt tokens of the
     requests before it in line), all workers together. Held workers, decode room and transfers are
     left out: they only add to it. A prefill worker whose rate is not learned yet may be the fast
-    one, so nothing is told; a decode worker that never prefilled counts as the fastest of all.
+    one, so the result is None; a decode worker that never prefilled counts as the fastest of all.
     """
     here = fleet.usable & (fleet.kv_class == query.kv_class)
     prefill = here & fleet.can_prefill & (policy.local_prefill != "always")

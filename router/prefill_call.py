@@ -1,7 +1,7 @@
 """An attempt's call to its prefill worker: what the answer says, and what its end means.
 
-The worker tells the first token at once and the end of the handoff later; a first token that ends
-the request is all it tells.
+The worker sends the first token at once and the end of the handoff later. It sends nothing more
+after a first token that ends the request.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class PrefillFailed:
 
 
 class PrefillListener(Protocol):
-    """What is called as the prefill goes on; all on the event loop, none may block."""
+    """Callbacks for the prefill's progress. All run on the event loop, and none may block."""
 
     def on_first_token(self, first: worker_pb2.FirstToken) -> None: ...
     def on_handed_off(self, done: worker_pb2.HandoffDone) -> None: ...
     def on_prefill_failed(self, broken: PrefillFailed) -> None: ...
     def on_lease_refused(self) -> None:
-        """It is served already, or fenced or over: the session tells how it ends."""
+        """The lease is served already, fenced or over: the session reports how it ends."""
 
 
 class PrefillLeg:
@@ -62,7 +62,7 @@ class PrefillLeg:
         return self._task is not None and not self._task.done()
 
     def ask(self, writer: WorkerLink, request: worker_pb2.PrefillRequest, timeout_s: float) -> None:
-        """The listener is told what comes of it."""
+        """The listener gets the result."""
         if writer.has_left:  # since the request was placed there
             message = f"{writer.entry.facts.worker_id} has left the fleet"
             failure = loss_of(writer.entry, Failure.PREFILL_FAILED)
@@ -89,7 +89,7 @@ class PrefillLeg:
 
 
 async def follow_prefill(call: PrefillCall, worker: WorkerEntry, listener: PrefillListener) -> None:
-    """Tell the listener of a prefill that the worker was asked for, to its end."""
+    """Report a prefill to the listener, from the worker's answers to its end."""
     worker_id = worker.facts.worker_id
     is_over = False
     try:

@@ -40,7 +40,7 @@ def _bits(mask: int) -> Iterable[int]:
 def _leading_blocks(
     hashes: Sequence[BlockHash], num_slots: int, holders: Callable[[BlockHash], int]
 ) -> IntArray:
-    """How far each worker holds the chain, when whoever holds a block holds its ancestors.
+    """How far each worker holds the chain. A worker that holds a block holds its ancestors.
 
     Binary search for all workers at once: a range splits where its workers part.
     """

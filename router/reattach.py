@@ -1,7 +1,7 @@
-"""Going on with an attempt in its decode worker's next session.
+"""Continue an attempt in its decode worker's next session.
 
-The worker has gone on with the request, or kept what it had; it gives it back to the router that
-followed it last, and to no other.
+The worker has continued the request, or kept its output. It gives both to the router that followed
+the request last, and to no other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tells the registry once a second what planning goes by, also when that was gone meanwhile."""
+"""Reports a router's figures to the registry once a second, for planning. Continues after the
+registry was gone."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _LEAVE_WITHIN_S = 1.0
 
 
 class Reporting:
-    """Own the call on which this router tells its figures."""
+    """Own the call on which this router reports its figures."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class Reporting:
         self._address, self._config, self._report = address, config, report
 
     async def run(self) -> None:
-        """Until cancelled. FleetWatch tells of a registry that is lost."""
+        """Report until cancelled. FleetWatch logs a registry that is lost."""
         config = self._config
         backoff = Backoff(config.reconnect_min_s, config.reconnect_max_s, random.Random())
         options = channel_options(config)

@@ -1,5 +1,5 @@
 """The line that a request leaves in the log at its end, as JSON: ids, workers, outcome and times.
-Names aside, nothing of what its client wrote is in it, nor of what it was told."""
+It holds names, but nothing else that the client wrote, and nothing of the answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 MET, MISSED = "met", "missed"
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?P<trace>[0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
-_MAX_CHARS = 128  # longer names are refused, and the refusal is told by this line
+_MAX_CHARS = 128  # longer names are refused, and this line reports the refusal
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RequestLine:
 
 
 def of_refused(request: router_pb2.GenerateRequest, outcome: str, e2e_s: float) -> RequestLine:
-    """Of a request that never got as far as a run; whatever its client named it."""
+    """The line of a request that never ran. Its client may have named it anything."""
     return RequestLine(
         request_id=request.request_id,
         tenant=request.tenant,
@@ -63,8 +63,8 @@ def of_refused(request: router_pb2.GenerateRequest, outcome: str, e2e_s: float) 
 
 
 def judged(target_s: float | None, took_s: float, *, is_over: bool) -> str:
-    """Whether what took so long so far, and `is_over` or not, met its target; empty where none was
-    named, or where it ended before anybody could tell."""
+    """Whether a time met its target. `is_over`: the time is final. Empty: no target was named, or
+    it ended before that was known."""
     if target_s is None or (took_s <= target_s and not is_over):
         return ""
     return MET if took_s <= target_s else MISSED

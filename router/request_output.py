@@ -42,7 +42,7 @@ class Served(enum.Enum):
     ABANDONED = "abandoned"
     """It stood still for so long that its client ended it."""
     NOT_JUDGED = "not judged"
-    """Its client ended it, or another router goes on with it."""
+    """Its client ended it, or another router continues it."""
 
 
 class RequestOutput:
@@ -85,16 +85,16 @@ class RequestOutput:
         on_taken_in: Callable[[], None],
         has_time: bool,
     ) -> None:
-        """Tokens come of this booking now. `routed` is told once its decode worker has room: a full
-        one may be asked many times; so is who wants to know. `has_time`: until its deadline, as far
-        as is known, for somebody to serve it."""
+        """This booking's tokens come now. `routed` is sent once its decode worker has room, since a
+        full one may be asked many times. `has_time`: as far as is known, a worker could serve it
+        before its deadline."""
         self._booking, self._attempt_at_s = booking, self._parts.clock()
         self._routed, self._on_taken_in = routed, on_taken_in
         self._num_attempts, self._lease_id = self._num_attempts + 1, ""
         self._had_time |= has_time
 
     def attempt_over(self) -> None:
-        """What follows in line is no worker's doing."""
+        """The time in line from here on is no worker's fault."""
         self._still_s += self._parts.clock() - max(self._attempt_at_s, self._last_at_s)
 
     @property
@@ -206,7 +206,7 @@ class RequestOutput:
             self._parts.pool_figures.saw_gap(self._booking.decode.facts.pool, gap_s)
 
     def _flush(self, num_new: int) -> None:
-        """The text held back comes with the last token, unless clients may have taken that."""
+        """Held-back text comes with the last token, unless clients may have taken that token."""
         held_back = self._detokenizer.finish()
         if num_new:
             self.log.texts[-1] += held_back
@@ -285,7 +285,7 @@ class RequestOutput:
         )
 
     def _tell_end(self, outcome: str, timings: Timings) -> None:
-        """To whoever operates this, in the log and by the counters of targets."""
+        """For operators: a line in the log, and the counters of targets."""
         arrival, parsed, booking = self._arrival, self._arrival.parsed, self._booking
         prefill = decode = ""
         if booking is not None:
@@ -331,7 +331,7 @@ class RequestOutput:
         return found
 
     def _timings(self) -> Timings:
-        """The gap before the second token is told apart: the handoff is in it."""
+        """The gap before the second token is reported apart, since it contains the handoff."""
         arrived_s, gaps_s = self._arrival.arrived_s, self._gaps_s[1:]
         return Timings(
             queue_s=self.queue_s,

@@ -1,12 +1,11 @@
 """One client request, from its arrival to its last token.
 
-1. It waits in line for a placement (`Admission`), then runs as an `Attempt`.
-2. An attempt that fails is cancelled where it may still run. The next one goes elsewhere with the
-   prompt and every token emitted so far: an emitted index is never sampled again, and a client
-   that has seen tokens is told `Migrated`.
-3. A request whose router vanished is looked for at the decode workers first (`resume_from_index`).
-4. It ends as Finished or as a BatonError, at its deadline at the latest. A cancelled one is
-   cancelled at every hop.
+1. It waits in line for a placement (`Admission`), then runs as an `Attempt`. 2. An attempt that
+fails is cancelled where it may still run. The next one goes elsewhere with the prompt and every
+token emitted so far: an emitted index is never sampled again, and a client that has seen tokens
+gets `Migrated`. 3. A request whose router vanished is looked for at the decode workers first
+(`resume_from_index`). 4. It ends as Finished or as a BatonError, at its deadline at the latest. A
+cancelled one is cancelled at every hop.
 
 Clients read its `OutputLog`; none has to be there for it to go on.
 """
@@ -94,8 +93,8 @@ class RequestRun:
             self._task.cancel()
 
     def lose_clients(self) -> None:
-        """Cancel a request that nobody reads, unless another router has gone on with it: that one
-        needs the handoff that may be under way from here."""
+        """Cancel a request that nobody reads, unless another router continues it and may need the
+        handoff that is under way from here."""
         if not self._has_moved:
             self.abort()
 
@@ -104,7 +103,7 @@ class RequestRun:
         return self._attempt is not None and self._attempt.has_moved
 
     def orphan(self) -> None:
-        """Stop following the request; it goes on at its decode worker for another router."""
+        """Stop following the request. It continues at its decode worker for another router."""
         if self._task is not None and not self._task.done():
             self._orphaned = True
             self._task.cancel()

@@ -26,8 +26,8 @@ class Reread(Generic[T]):
         self.value = read()
 
     def look(self) -> None:
-        """Read the files again when they have changed. What cannot be read changes nothing, and is
-        told in the log."""
+        """Read the files again when they have changed. If one cannot be read nothing changes, and
+        the log says so."""
         stamp = self._stamp()
         if stamp == self._seen:
             return
@@ -35,7 +35,7 @@ class Reread(Generic[T]):
             value = self._read()
         except ConfigError as error:
             if self._stamp() == stamp:
-                self._seen = stamp  # told once
+                self._seen = stamp  # logged once
                 log.error("what was read before stays in force: %s", error.message)
             return
         if self._stamp() != stamp:
@@ -48,7 +48,8 @@ class Reread(Generic[T]):
 
 
 def _stamp_of(path: Path) -> tuple[str, int, int, int]:
-    """What tells one content of a file from the next, links followed: a mounted Secret is one."""
+    """A stamp that changes with the file's content. It follows links, since a mounted Secret is
+    one."""
     try:
         found = path.stat()
     except OSError:

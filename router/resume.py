@@ -46,7 +46,7 @@ def check_resumable(parsed: ParsedRequest) -> None:
     if parsed.resume_from_index and parsed.seed is None:
         raise NotResumableError(
             "no decode worker keeps the request, and without its seed it cannot be run again;"
-            " send the seed that Routed told",
+            " send the seed from Routed",
             field="seed",
         )
 
@@ -71,8 +71,8 @@ async def find_running(
 ) -> Found | None:
     """Ask every decode worker; of several attempts the newest is taken, the others are cancelled.
 
-    Raises AlreadyExistsError when the id runs with another body or seed only: it is left where it
-    is. Where the request itself runs too, that one is followed: asking has moved it here. Raises
+    Raises AlreadyExistsError when the id runs only with another body or seed, which is left alone.
+    If the request itself runs too, it is followed: asking has moved it here. Raises
     UnavailableError when tokens are out and a worker that may keep them has yet to answer: run
     again they would be sampled again.
     """
@@ -98,7 +98,7 @@ async def find_running(
 
 
 def _check_nowhere(sought: Sought, links: FleetLinks, answers: Mapping[WorkerLink, object]) -> None:
-    """No worker that answered keeps the request: raise what keeps it from being run again."""
+    """No worker that answered keeps the request. Raise the reason why it cannot run again."""
     heard = {k: answer for k, answer in answers.items() if not isinstance(answer, _NoAnswerError)}
     if sought.resume_from_index:
         _check_all_heard(links, heard.keys())
@@ -116,8 +116,8 @@ def _abandon(asked: Iterable[asyncio.Task[Found | None]]) -> None:
 
 
 def _check_all_heard(links: FleetLinks, heard: Set[WorkerLink]) -> None:
-    """Raises UnavailableError for a worker that may keep the request, and be heard in a moment, or
-    be told of by a registry that has not been heard itself, or has just started."""
+    """Raises UnavailableError while a worker may keep the request: one that may answer in a moment,
+    or one that a silent or just started registry may yet report."""
     if not links.are_all_known:
         message = "the registry has yet to tell which workers may keep the request"
         raise UnavailableError(message, retry_after_s=1.0)

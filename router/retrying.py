@@ -1,8 +1,7 @@
-"""What the failures of a request's attempts mean: whether another may follow, when, and where not.
+"""What a failed attempt means: whether another may follow, when, and on which workers not.
 
-Each failure ends in one of three ways: the next attempt comes at no cost (nothing was done, or
-nobody is to blame), it costs a retry and the worker is kept from the request, or the request is
-over with a BatonError.
+Each failure ends in one of three ways: the next attempt is free (nothing was done, or nobody is to
+blame); it costs a retry and avoids the worker; or the request ends with a BatonError.
 """
 
 from __future__ import annotations
@@ -65,7 +64,8 @@ class Retrying:
         self._lost.append(worker.facts.identity)
 
     def taken_in(self, worker: WorkerEntry) -> None:
-        """A worker has room for the request and could read it: who could not is itself sick."""
+        """A worker has room for the request and could read it. So a worker that could not is sick
+        itself."""
         fleet, config = self._parts.fleet, self._parts.config
         self._rejected_by.discard(worker.facts.identity)
         for slot in fleet.slots_of(self._rejected_by):
@@ -96,7 +96,7 @@ class Retrying:
         return parts.config.retry_backoff_s if self.num_failures > 1 else 0.0
 
     def _was_not_begun(self, error: AttemptError) -> bool:
-        """Whether the worker had nothing to do with it, and is not asked again for now."""
+        """Whether the worker is not to blame, and is only left alone for now."""
         fleet, failure = self._parts.fleet, error.failure
         if failure is Failure.NO_CAPACITY:
             fleet.hold(error.worker, max(MIN_HOLD_S, error.retry_after_s))
@@ -117,7 +117,7 @@ class Retrying:
             self._parts.fleet.eject(error.worker, self._parts.config.eject_s)
 
     def _outnumber(self, error: AttemptError) -> None:
-        """The worker knows a later attempt of this id: no fault of its, so it stays in use."""
+        """The worker knows a later attempt of this id. It is not to blame and stays in use."""
         self._num_stale += 1
         self.attempt_number += 4**self._num_stale
         if self._num_stale >= MAX_STALE:

@@ -21,7 +21,7 @@ class ServedModel:
     """What clients call it."""
     text: TextModel
     fingerprint: bytes = b""
-    """Of weights and configuration; empty: the worker that told its tokenizer has none."""
+    """Of weights and configuration. Empty: the worker that sent its tokenizer has none."""
     code: str = ""
     """Of the unit that serves it."""
 

@@ -76,10 +76,9 @@ class RouterServer:
         log.info("the router listens on %s", self.address)
 
     async def stop(self, drain_s: float) -> None:
-        """Finish what runs within `drain_s`; what does not is left to another router.
-
-        gRPC's server goes on until then, and new requests are refused by name: were it told to stop
-        at once, no call but those under way would get here, and Abort has to, for these.
+        """Finish what runs within `drain_s`, and leave the rest to another router. gRPC's server
+        runs until then, so that Abort can reach the requests that still run. New requests are
+        refused by name.
         """
         if self._starting is not None:
             self._starting.cancel()
@@ -95,7 +94,7 @@ class RouterServer:
             await asyncio.wait({self._following})
 
     async def _tell_serving(self) -> None:
-        """It serves whoever asks it all the same: only who looks for a router is told to wait."""
+        """It still serves those that ask it. Only those that look for a router must wait."""
         await self.door.can_serve()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 

@@ -1,9 +1,9 @@
 """`RouterService`: the wire's side of the router. Client messages stop here.
 
-A client that goes away: gRPC does not tell a cancelled call from a lost connection. A request that
-its client named (`request_id` set) goes on for `resume_window_s`, so that the client can come back
-for it; `Abort` ends it at once, also while it is only being tokenized. A request that the router
-named is aborted at once, at every hop.
+A client that goes away: gRPC does not distinguish a cancelled call from a lost connection. A
+request that its client named (`request_id` set) runs on for `resume_window_s`, so that the client
+can come back for it; `Abort` ends it at once, also while it is only being tokenized. A request that
+the router named is aborted at once, at every hop.
 """
 
 from __future__ import annotations

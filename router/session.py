@@ -1,14 +1,13 @@
 """The one stream between this router and one decode worker.
 
-1. `run` waits for the connection, opens the session and stays until it is lost.
-2. Reservations and cancels go out in order; what comes in is handed to the attempt it names.
-3. When the session is lost every attempt on it is told, once, and forgotten here. It may wait for
-   the next session with the same worker (`wait_open`) and attach there. Cancels that were not
-   sent, or so lately that they may have been lost with it, go first in the next session: an attempt
-   that was abandoned may still run there.
+1. `run` waits for the connection, opens the session and stays until it is lost. 2. Reservations and
+cancels go out in order; what comes in is handed to the attempt it names. 3. When the session is
+lost every attempt on it is informed once, and forgotten here. It may wait for the next session with
+the same worker (`wait_open`) and attach there. Cancels that were not sent, or may have been lost,
+go first in the next session: an abandoned attempt may still run there.
 
-Every session has an id of its own: the worker may learn of the lost one later than of the next,
-and must not be asked to attach a request to it.
+Every session has an id of its own. The worker may learn of the lost session after the next one, and
+must not attach a request to the lost one.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _Message = TypeVar(
 
 
 class AttemptHandler(Protocol):
-    """What a session calls for one attempt; all on the event loop, none may block."""
+    """Callbacks of a session for one attempt. All run on the event loop, and none may block."""
 
     @property
     def wire_id(self) -> str: ...
@@ -94,12 +93,12 @@ class Session:
 
     @property
     def session_id(self) -> str:
-        """What the worker knows this session by; no other was ever called so."""
+        """The session's id at the worker; never used before."""
         return f"{self._identity.router_id}/{self._num_sessions}"
 
     async def wait_open(self) -> None:
-        """Until there is a session. Raises SessionLostError when the worker is given up, or
-        nothing answers at its address: it is dead."""
+        """Wait for a session. Raises SessionLostError when the worker is given up, or is dead:
+        nothing answers at its address."""
         if self._outbox is not None:
             return
         if self._is_over:
@@ -140,7 +139,7 @@ class Session:
         self._put(self._outbox, worker_pb2.SessionRequest(reserve=reserve))
 
     def cancel(self, wire_id: str, attempt: int) -> None:
-        """Abort an attempt, now or when the worker is heard of again."""
+        """Abort an attempt, now or when the worker is connected again."""
         now = asyncio.get_running_loop().time()
         sent_s: float | None = None
         if self._outbox is not None:
@@ -154,8 +153,8 @@ class Session:
         self._forget_received(now)
 
     def cancel_every_attempt(self, wire_id: str) -> None:
-        """Abort whatever runs under the id. Not kept when the session is lost: then nobody follows
-        the request any more, and a later one may have taken the id over."""
+        """Abort what runs under the id. The cancel is not kept when the session is lost: nobody
+        follows the request any more, and a later one may have the id."""
         if self._outbox is None:
             return
         cancel = worker_pb2.Cancel(request_id=wire_id, attempt=ANY_ATTEMPT)
@@ -235,7 +234,7 @@ class Session:
     async def _write(
         self, call: SessionCall, outbox: asyncio.Queue[worker_pb2.SessionRequest]
     ) -> None:
-        """Send until the call ends; who reads it sees why it did."""
+        """Send until the call ends. Its reader sees why it ended."""
         identity = self._identity
         opening = worker_pb2.OpenSession(
             router_id=self.session_id, incarnation=identity.incarnation
@@ -249,7 +248,7 @@ class Session:
             log.debug("session with %s: nothing more is sent: %s", self._worker_id, error)
 
     def end(self, message: str) -> None:
-        """The worker is given up: attempts on it are told at once."""
+        """The worker is given up: attempts on it are informed at once."""
         self._is_over = True
         self.refuse_waiting()
         if self._outbox is not None:
@@ -275,7 +274,7 @@ class Session:
             handler.on_moved()
 
     def _heard(self, messages: Iterable[_Message]) -> Iterator[tuple[AttemptHandler, _Message]]:
-        """Each message that is for an attempt of now, with its handler."""
+        """Yield each message of a current attempt with its handler."""
         for message in messages:
             if handler := self._handler(message.request_id, message.attempt):
                 yield handler, message

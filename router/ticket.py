@@ -1,4 +1,4 @@
-"""A request's place in the router's line, and what it leaves it with."""
+"""A request's position in the router's line, and its needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ticket:
     charged: int = field(compare=False, default=0)
     """Tokens that its tenant has paid for it; given back if it is never placed."""
     owed_before: int = field(compare=False, default=0)
-    """Of what its tenant owes, how much is older than its place in line."""
+    """How much of its tenant's debt is older than its position in line."""
     failed: set[tuple[str, int]] = field(compare=False, default_factory=set)
     """Worker ids and incarnations on which the request failed."""
     deadline_s: float | None = field(compare=False, default=None)
@@ -45,8 +45,8 @@ class Ticket:
         return len(self.prompt) + self.least_new_tokens
 
     def may_fit(self, longest: float) -> bool:
-        """It waits for a worker, and fits one with room for so many tokens. Of who is stranded no
-        worker's reach has changed since that was seen."""
+        """It waits for a worker with room for this many tokens. If it is stranded, no worker's
+        reach has changed since that was seen."""
         waits = self.placed is not None and not self.placed.done()
         return waits and self.stranded_since_s is None and self.num_tokens <= longest
 

@@ -1,4 +1,4 @@
-"""The router's certificate: what each new connection is shown, and what it must show."""
+"""The router's certificate, and the one that clients must show."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ServerTls:
 
 
 def read_certificates(config: TlsConfig) -> grpc.ServerCertificateConfiguration:
-    """Checked here: gRPC would say no more than that it failed. Raises ConfigError."""
+    """Check the files, since gRPC would only say that it failed. Raises ConfigError."""
     certificate = _read(config.certificate_file, "tls.certificate_file")
     key = _read(config.key_file, "tls.key_file")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

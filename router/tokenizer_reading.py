@@ -33,7 +33,7 @@ class ReadTokenizer:
 
 
 async def read_tokenizer(control_address: str, config: RouterConfig) -> ReadTokenizer:
-    """From any live worker, tried again until there is one that has it."""
+    """Read it from any live worker. Tries again until one has it."""
     backoff = Backoff(config.reconnect_min_s, config.reconnect_max_s, random.Random())
     last_why = ""
     while True:

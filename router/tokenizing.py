@@ -1,9 +1,9 @@
 """The tokenizer's threads and the line before them.
 
 A request waits here before anything is known of its prompt, so the line is bounded in requests and
-in bytes of their messages, and its tenants get equal parts of the threads, by bytes. At the worst
-it holds `max_tokenizing_bytes`, and each thread one message more whose caller has left, with the
-tokens it is made into.
+in bytes of their messages, and its tenants get equal parts of the threads, by bytes. At most it
+holds `max_tokenizing_bytes`. Each thread may hold one more message whose caller has left, and its
+tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class _Line:
 
 
 class Tokenizing:
-    """Own the threads, and who waits for one: tenants by turns, each one's first come first."""
+    """Own the threads and the requests that wait for one. Tenants take turns; a tenant's oldest
+    request is first."""
 
     def __init__(self, config: RouterConfig, num_threads: int = 1) -> None:
         self._config = config
@@ -60,7 +61,7 @@ class Tokenizing:
         """Of those that wait or are worked on."""
 
     async def run(self, work: Callable[[], T], tenant: str, num_bytes: int, timeout_s: float) -> T:
-        """What `work` gives on a thread; a caller that leaves takes its place in line with it.
+        """Run `work` on a thread. A caller that leaves gives up its position in line.
 
         When the line is full the newest request of the tenant that has most of it is shed: raises
         OverloadedError, at once or while it waits. DeadlineError after `timeout_s`, and what `work`
@@ -105,7 +106,8 @@ class Tokenizing:
             del self._lines[job.tenant]
 
     def _to_shed(self, tenant: str, num_bytes: int) -> list[_Job]:
-        """Who makes room for a new request. Raises OverloadedError when nobody else has to."""
+        """The request that makes room for a new one. Raises OverloadedError if that is the new one
+        itself."""
         config, own = self._config, self._lines.get(tenant, _Line())
         num_left, bytes_left = self.num_requests, self.num_bytes
         shed: list[_Job] = []
@@ -156,7 +158,7 @@ class Tokenizing:
     # --- whose turn it is ----------------------------------------------------------------------
 
     def _start_next(self) -> None:
-        """On the threads that are idle. One is so again when its work is done, whoever waits."""
+        """Start work on idle threads. A thread is idle again when its work is done."""
         while self._num_idle and (job := self._next()) is not None:
             self._num_idle -= 1
             del self._lines[job.tenant].waiting[job]

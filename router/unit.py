@@ -1,8 +1,8 @@
 """A unit at the door: its share of the requests, and the life of its router.
 
-1. The tokenizer is read from one of the unit's workers; then the unit has a router.
-2. If the unit serves another model from now on, that router is closed and another one made.
-3. When the unit has left the list, what runs goes on to its end; then its router is closed.
+1. The tokenizer is read from one of the unit's workers; then the unit has a router. 2. If the unit
+serves another model from now on, that router is closed and another one made. 3. When the unit has
+left the list, what runs continues to its end; then its router is closed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 from router.router import Router
 
-_POINTS = 2**53  # as many as a float tells apart between 0 and 1
+_POINTS = 2**53  # as many as floats between 0 and 1 can distinguish
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class UnitRouter:
         return self._leaves.is_set()
 
     def leave(self) -> None:
-        """Let what runs go on to its end; nothing new comes."""
+        """Let what runs continue to its end; nothing new comes."""
         self._leaves.set()
         if self._is_reading and self._task is not None:
             self._task.cancel()

@@ -101,7 +101,7 @@ class ParsedRequest:
     def is_same_as(self, body_digest: bytes, seed: int) -> bool:
         """Whether this is the request that runs under its id with that digest and effective seed.
 
-        A client that left the seed to the router may come back with the seed it was told.
+        A client that left the seed to the router may come back with the seed that it got.
         """
         return self.body_digest == body_digest and self.seed in (None, seed)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.v1 import common_pb2
 
-NO_BOUND = 1 << 30  # tokens; of a length that nothing has told of
+NO_BOUND = 1 << 30  # tokens; of an unknown length
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class WorkerFacts:
         """Tokens of one request that KV memory can hold; 0: memory does not bound its length."""
         if self.max_request_tokens or self.max_held_tokens:
             return self.max_request_tokens
-        return self.num_blocks * self.block_size  # a worker that tells neither
+        return self.num_blocks * self.block_size  # a worker that reports neither
 
     @property
     def longest_request(self) -> int:

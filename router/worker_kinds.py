@@ -1,4 +1,4 @@
-"""What kinds of workers a fleet has: who hands KV over to whom, and how long a request is taken."""
+"""The kinds of workers in a fleet: which hand KV to which, and how long a request they accept."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class WorkerKinds:
         self._list_classes()
 
     def _list_classes(self) -> None:
-        """Every request looks at them, and they hardly ever change."""
+        """Cached: every request reads them, and they hardly ever change."""
         self.classes = tuple(self._numbers.items())
 
     @property

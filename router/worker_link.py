@@ -59,7 +59,7 @@ class Waiting(Protocol):
 
     @property
     def progress_s(self) -> float:
-        """When its decode worker last told a token of it."""
+        """When its decode worker last sent a token of it."""
 
     def review_patience(self) -> None:
         """The worker's state has changed."""
@@ -87,7 +87,7 @@ class WorkerLink:
         self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.session = Session(facts.worker_id, identity, config.max_session_backlog)
         self.waiting: set[Waiting] = set()
-        self.first_token_s = -math.inf  # when it last told one, as a prefill worker
+        self.first_token_s = -math.inf  # when it last sent one, as a prefill worker
         self._kv = KvFollower(index, entry.slot, facts.incarnation)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._is_stopped = False
@@ -110,7 +110,8 @@ class WorkerLink:
             self._begin(f"session:{name}", self._hold_session)
 
     def _begin(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Begin what ends only with the link; a fault that ends it must not lose the worker."""
+        """Start a task that ends only with the link. If a fault ends it, it is started again, so
+        the worker is not lost."""
         if self._is_stopped:
             return
         task = self._tasks[name] = asyncio.create_task(work(), name=name)
@@ -125,7 +126,7 @@ class WorkerLink:
         task.add_done_callback(ended)
 
     def stop(self) -> None:
-        """From now on nothing is taken in from the worker: its slot may be given to another."""
+        """Take in nothing more from the worker, since its slot may go to another."""
         self._is_stopped = True
         self.tried.set()
         for task in self._tasks.values():
@@ -143,8 +144,8 @@ class WorkerLink:
 
     @property
     def may_be_heard_again(self) -> bool:
-        """Whether a decode worker that does not answer now may do so in a moment, with all that it
-        kept: the registry takes it for well, and it has not been out of reach for long."""
+        """Whether a silent decode worker may answer in a moment with all that it kept: the registry
+        calls it healthy, and it has not been out of reach for long."""
         entry = self.entry
         if not entry.facts.can_decode or entry.state in (WorkerState.STARTING, WorkerState.SUSPECT):
             return False
@@ -166,7 +167,7 @@ class WorkerLink:
         `seed` or an `attempt`, whichever it runs with.
 
         Raises grpc.aio.AioRpcError: NOT_FOUND when the worker does not know the request,
-        ALREADY_EXISTS when it is another one; then it stays with whom it is.
+        ALREADY_EXISTS when the id is another request's, which stays where it is.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
@@ -189,7 +190,7 @@ class WorkerLink:
             await asyncio.sleep(ATTACH_AGAIN_S)
 
     def review_waiting(self) -> None:
-        """Let everyone who waits for this worker reconsider for how long."""
+        """Let all attempts that wait for this worker compute their limits again."""
         for waiting in list(self.waiting):
             waiting.review_patience()
 
@@ -238,7 +239,8 @@ class WorkerLink:
                 await asyncio.sleep(backoff.next_s())
 
     async def _wait_ready(self) -> None:
-        """Until the channel is connected. A refused connection is told to who waits for it."""
+        """Wait for the channel to connect. A refused connection is reported to those that wait for
+        it."""
         while (state := self._channel.get_state(True)) is not grpc.ChannelConnectivity.READY:
             if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 self.session.refuse_waiting()
@@ -280,11 +282,9 @@ class Workers:
     def serve_others(
         self, worker: WorkerEntry, since_s: float, has_first_token: bool, is_running: bool
     ) -> bool:
-        """Whether a worker of these that says nothing of an attempt does well by others meanwhile.
-
-        So does a writer whose other prompts come out, and a decode worker whose other streams
-        flow: it has preempted this one for memory, and elsewhere all would have to be computed
-        again.
+        """Whether a worker that is silent about this attempt serves others meanwhile. A writer does
+        if its other prompts come out, a decode worker if its other streams flow. It has preempted
+        this attempt for memory, and elsewhere everything would be computed again.
         """
         if worker.state is WorkerState.SUSPECT:
             return False

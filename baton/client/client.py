@@ -5,12 +5,12 @@
             if isinstance(event, Tokens):
                 print(event.text, end="")
 
-A request survives its router: when the connection is lost, nothing answers on it for seconds, or
-the router shuts down, the client goes on at the next address (over a new connection where it left
-in good order: one address may stand for several routers) with the request's id, seed and first
-unseen index, so that no token is seen twice and none is missing. A short call goes to the next
-address when one does not answer. Errors are those of `baton.errors`. Leaving a stream early aborts
-its request.
+A request survives its router. When the connection is lost, is silent for seconds, or the router
+shuts down, the client continues at the next address with the request's id, seed and first unseen
+index. So no token is seen twice and none is missing. After a router that shut down it opens a new
+connection even to the same address, which may stand for several routers. A short call goes to the
+next address when one does not answer. Errors are those of `baton.errors`. Leaving a stream early
+aborts its request.
 
     Client("router.example:7100", tls=Tls(ca_file="ca.crt"), token=token_in("token"))
 """
@@ -44,13 +44,13 @@ DEFAULT_ADDRESS = "127.0.0.1:7100"
 _RECONNECT_WITHIN_S = 10.0
 _CALL_TIMEOUT_S = 10.0
 _MAX_MESSAGE_BYTES = 64 << 20
-_KEEPALIVE_S = 5.0  # a router whose host hangs is left within twice this
+_KEEPALIVE_S = 5.0  # a router whose host hangs is given up within twice this
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Channels to one address would share a connection, also one that is to be left.
+    # Channels to one address would share a connection, even one that is given up.
     ("grpc.use_local_subchannel_pool", 1),
     *sends_pings(_KEEPALIVE_S, when_idle=False),
     *DIRECT,
@@ -68,8 +68,8 @@ def _connector(channels: Any, tls: Tls | None) -> Callable[[str], Any]:
 class Client:
     """Several threads may share one. Addresses: one, several, or several in one text by commas.
 
-    `tls` None: plain text, in which a `token` would be read by whoever is between. Raises
-    ConfigError for files that cannot be read.
+    `tls` None: plain text, in which others on the way could read a `token`. Raises ConfigError for
+    files that cannot be read.
     """
 
     def __init__(
@@ -188,7 +188,8 @@ class Client:
 
     @contextlib.contextmanager
     def _using(self, connection: Connection[grpc.Channel]) -> Iterator[Connection[grpc.Channel]]:
-        """For a call: keeps it open. One that is over meanwhile gives way to its successor."""
+        """Keep a connection open for a call. A connection that has ended is replaced by its
+        successor."""
         connection = self._routers.connections.begin(connection)
         try:
             yield connection

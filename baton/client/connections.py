@@ -1,8 +1,8 @@
 """A client's connections to its routers, over either kind of channel. Opens and closes none itself.
 
 An address may stand for several routers (a Kubernetes Service), and a channel stays with the one
-that it has reached. Where that one shuts down the address's next call goes over a new connection;
-the old one is to be closed once no call runs on it any more.
+that it has reached. When that router shuts down, the address's next call uses a new connection. The
+old one is closed after its last call.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Connections(Generic[C]):
         return self._current[address_index]
 
     def in_turn(self, first: Connection[C], with_left: bool) -> list[Connection[C]]:
-        """`first`, then those to the addresses after it; `with_left`: then also those on which only
-        what was begun there still runs."""
+        """`first`, then the connections to the addresses after it. `with_left`: then also old
+        connections whose calls still run."""
         with self._lock:
             at = first.address_index
             left = self._left if with_left else []
@@ -54,7 +54,7 @@ class Connections(Generic[C]):
         return list(dict.fromkeys(turn))
 
     def begin(self, connection: Connection[C]) -> Connection[C]:
-        """Note a call, over this connection or the one that took its place."""
+        """Note a call over this connection or its successor."""
         with self._lock:
             if connection.is_over:
                 connection = self._current[connection.address_index]
@@ -62,7 +62,7 @@ class Connections(Generic[C]):
             return connection
 
     def end(self, connection: Connection[C]) -> C | None:
-        """Note a call's end; the channel to close, where none needs it any more."""
+        """Note a call's end. Returns the channel if no call needs it any more."""
         with self._lock:
             connection.num_calls -= 1
             if connection.num_calls or connection not in self._left:
@@ -72,7 +72,7 @@ class Connections(Generic[C]):
             return connection.channel
 
     def leave(self, connection: Connection[C]) -> None:
-        """The router there shuts down; a call that has yet to end keeps the connection."""
+        """Note that the router there shuts down. Calls that still run keep the connection."""
         with self._lock:
             at = connection.address_index
             if self._current[at] is connection and not self._is_closed:
@@ -80,7 +80,7 @@ class Connections(Generic[C]):
                 self._current[at] = Connection(at, self._connect(self._addresses[at]))
 
     def close(self) -> list[C]:
-        """The channels to close; no other is opened."""
+        """Returns all channels to close. No further one is opened."""
         with self._lock:
             self._is_closed = True
             return [connection.channel for connection in (*self._current, *self._left)]

@@ -12,7 +12,8 @@ import grpc
 from baton.errors import ConfigError
 
 Token = str | Callable[[], str]
-"""A bearer token, or what tells it: asked before every call, for a token that changes."""
+"""A bearer token, or a function that returns it: called before every call, for a token that
+changes."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,12 @@ class Tls:
     """TLS to the routers. Files are PEM."""
 
     ca_file: str | None = None
-    """The authorities that the routers' certificates are trusted for; None: those gRPC ships."""
+    """The authorities that may sign the routers' certificates. None: those that gRPC ships."""
     certificate_file: str | None = None
     """The client's own certificate, for routers that ask for one."""
     key_file: str | None = None
     server_name: str | None = None
-    """What the routers' certificate calls them, where that is not what the address says."""
+    """The name in the routers' certificate, if it differs from the address."""
 
     def __post_init__(self) -> None:
         if (self.certificate_file is None) != (self.key_file is None):
@@ -59,7 +60,8 @@ class Tls:
 
 
 def metadata_of(token: Token | None) -> tuple[tuple[str, str], ...]:
-    """What a call carries. Raises ConfigError, which does not quote it, for what is no token."""
+    """A call's metadata with the token. Raises ConfigError, which does not quote it, for a
+    malformed token."""
     if token is None:
         return ()
     text = (token if isinstance(token, str) else token()).strip()
@@ -69,7 +71,8 @@ def metadata_of(token: Token | None) -> tuple[tuple[str, str], ...]:
 
 
 def token_in(file: str) -> Callable[[], str]:
-    """The first line of a file, read anew each time. It raises ConfigError where it cannot be."""
+    """Read the first line of a file anew for each call. The function raises ConfigError if it
+    cannot."""
 
     def read() -> str:
         lines = _read(file).decode(errors="replace").split("\n")

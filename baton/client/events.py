@@ -18,7 +18,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True)
 class Routed:
-    """Where the request runs. Comes again when it is tried again."""
+    """Where the request runs. Comes again with each further try."""
 
     request_id: str
     seed: int
@@ -66,13 +66,13 @@ class Tokens:
     ids: tuple[int, ...]
     text: str
     logprobs: tuple[Logprobs | None, ...] = ()
-    """One for each of `ids` where they were asked for; None: who sampled the token is gone, and
-    what it knew of it."""
+    """One for each of `ids` if they were asked for. None: the worker that sampled the token is
+    gone."""
 
 
 @dataclass(frozen=True)
 class Migrated:
-    """The request goes on elsewhere; nothing is lost or repeated."""
+    """The request continues on another worker; nothing is lost or repeated."""
 
     from_index: int
     reason: str

@@ -37,7 +37,8 @@ _GRACE_S = 5.0  # the router's own DeadlineError comes first, and says more
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What `generate` takes beside the prompt; what is left out is the model's default."""
+    """Options of `generate` beside the prompt. An option that is left out has the model's
+    default."""
 
     model: str
     temperature: float
@@ -209,7 +210,7 @@ class RequestStream:
         now = time.monotonic()
         problem = None if failure is None else status.from_rpc_error(failure, self.address)
         if failure is not None and problem is not None and not self._may_retry(failure, problem):
-            # Its router says so; but one that is too busy to look for it knows nothing of it.
+            # Its router says so. A router that is too busy to look for it does not know.
             self.is_finished = not (self._was_taken and isinstance(problem, OverloadedError))
             raise problem
         if now >= self._deadline:
@@ -228,7 +229,7 @@ class RequestStream:
             left_s = ends_at - now - told_s
             if left_s < 0:
                 raise problem
-            # Those who were sent away at once are not to come back at once.
+            # A client that was sent away at once must not come back at once.
             pause_s = max(pause_s, told_s + random.uniform(0.0, min(told_s / 2, left_s)))
         if now > ends_at:
             why = "shuts down" if self.was_sent_away else "was lost"
@@ -242,9 +243,9 @@ class RequestStream:
     def _may_retry(self, failure: status.RpcFailure, problem: BatonError) -> bool:
         if status.is_connection_lost(failure) or isinstance(problem, ShuttingDownError):
             return True
-        if isinstance(problem, OverloadedError):  # what it has put out would be lost
+        if isinstance(problem, OverloadedError):  # its output would be lost
             return self._next_index > 0
-        # What was begun lives on at its workers, whatever keeps this router from it.
+        # A begun request lives on at its workers, even if this router cannot reach it.
         return self._was_taken and isinstance(problem, UnavailableError)
 
     def _note_loss(self, failure: status.RpcFailure | None, problem: BatonError | None) -> None:
@@ -258,7 +259,7 @@ class RequestStream:
             self._was_taken = True
 
     def _new_tokens(self, tokens: Tokens) -> Tokens | None:
-        """Only what has not been seen. The last text may come alone, after all its tokens."""
+        """Keep only unseen tokens. The last text may come alone, after all its tokens."""
         if tokens.index > self._next_index:
             raise BatonError(
                 f"tokens {self._next_index} to {tokens.index - 1} of request {self.request_id} "

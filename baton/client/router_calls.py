@@ -1,4 +1,4 @@
-"""What both clients do, whatever waits for the answer: calls, the order of routers, failed tries.
+"""The decisions of both clients: calls, the order of routers, failed tries.
 
 `Client` and `AsyncClient` hold connections and wait; every decision is made here and, for a
 stream, in `request_stream`. The one is not built upon the other: grpc.aio in a second event loop
@@ -23,13 +23,13 @@ T = TypeVar("T")
 C = TypeVar("C")
 
 REFUSED_BY_GRPC = (ValueError, grpc.aio.UsageError)
-"""How it refuses a call on a channel that was closed since its caller looked, among others."""
+"""gRPC raises it for a call on a closed channel, among others."""
 _ABORT_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """A short call of RouterService: its message, and what its answer is to the caller."""
+    """A short call of RouterService: its message, and what the caller gets of the answer."""
 
     method: str
     message: Any
@@ -37,7 +37,7 @@ class Call(Generic[T]):
     takes_first: bool = False
     """The method streams, and its first message is the answer."""
     only_where_known: bool = False
-    """One router alone may know what is meant: the next is asked when one does not."""
+    """Only one router may know the request, so the next is asked on NOT_FOUND."""
 
 
 def abort(request_id: str, tenant: str) -> Call[None]:
@@ -106,7 +106,7 @@ class Routers(Generic[C]):
     def lost(
         self, stream: RequestStream, connection: Connection[C], failure: status.RpcFailure | None
     ) -> float:
-        """As the stream's own; no other request begins at a router that shuts down."""
+        """Handle a stream's failure. No other request begins at a router that shuts down."""
         pause_s = stream.lost(failure)
         if stream.was_sent_away:
             self.preferred = stream.address_index
@@ -114,7 +114,7 @@ class Routers(Generic[C]):
         return pause_s
 
     def answered(self, connection: Connection[C]) -> None:
-        """Whole: its router is asked first from now on, unless it shuts down."""
+        """The stream ended well: its router is asked first from now on, unless it shuts down."""
         if self.connections.current(connection.address_index) is connection:
             self.preferred = connection.address_index
 
@@ -123,8 +123,8 @@ class Routers(Generic[C]):
         return self._tries(call, self._call_timeout_s, first)
 
     def abandon(self, stream: RequestStream, connection: Connection[C]) -> Tries[None, C] | None:
-        """The abort of a request whose caller has left, first where it was asked for last; None
-        where there is nothing to abort."""
+        """The abort of a request whose caller has left, first at the router that it was last sent
+        to. None if there is nothing to abort."""
         if stream.is_finished or self._is_closed:
             return None
         return self._tries(abort(stream.request_id, stream.tenant), _ABORT_TIMEOUT_S, connection)
@@ -152,11 +152,11 @@ class Tries(Generic[T, C]):
 
     @property
     def connection(self) -> Connection[C]:
-        """To the router to ask now."""
+        """The connection to ask now."""
         return self._connections[self._num_failed]
 
     def answered(self, answer: Any) -> T:
-        """The caller's part of an answer; its router is asked first from now on."""
+        """What the caller gets of an answer. Its router is asked first from now on."""
         if answer is None:
             address = self._routers.addresses[self.connection.address_index]
             raise UnavailableError(f"the router at {address} ended its answer before it began")

@@ -46,7 +46,7 @@ class PoolConfig:
     tensor_parallel: int = 1
     """Processes that one worker is made of; on cuda each has a GPU of its own."""
     drain_timeout_s: float | None = None
-    """How long a worker of this pool that leaves may finish what it runs; None:
+    """How long a leaving worker of this pool may finish what it runs. None:
     `worker.drain_timeout_s`."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Engine settings of this pool that differ from the cluster's."""
@@ -82,8 +82,8 @@ class ControlConfig:
     port: int = 7101
     """0: any free port."""
     announced_host: str | None = None
-    """The host that workers and routers are told, where `host` is not what others reach: a Service
-    of Kubernetes, say; None: `host`."""
+    """The host by which workers and routers reach it, if that is not `host`: a Service of
+    Kubernetes, say. None: `host`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -105,13 +105,13 @@ class ClusterConfig:
     model_revision: str | None = None
     """Of a model on the hub: a branch, a tag or a commit; None: its main branch."""
     tokenizer: str | None = None
-    """A folder or a name on the hub that holds tokenizer and chat template, where the model's own
-    files hold none; None: the model's."""
+    """A folder or a name on the hub with tokenizer and chat template, for a model whose files hold
+    none. None: the model's."""
     served_model_name: str | None = None
     """What clients call the model; None: the last part of `model`."""
     unit: str = ""
-    """The code by which routers, statuses and logs know this cluster where a model has several
-    versions, each a cluster of its own."""
+    """The code of this cluster in routers, statuses and logs, where several versions of a model
+    serve, each as a cluster of its own."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     runs_on: Literal["machine", "pods"] = "machine"
     """machine: all workers share the machine of `baton up`. pods: each replica has a pod of its
@@ -154,7 +154,7 @@ class ClusterConfig:
             )
 
     def _check_reachable(self) -> None:
-        """Where workers have to find the registry from elsewhere."""
+        """Check that workers can find the registry from other machines."""
         host, announced = self.control.host, self.control.announced_host
         if self.runs_on == "pods" and host in _ANY_HOST and announced is None:
             raise ValueError(
@@ -162,7 +162,7 @@ class ClusterConfig:
             )
 
     def _check_times(self) -> None:
-        """Where one part has to outlast another."""
+        """Check that one part outlasts another where it must."""
         drains_s = {"worker": self.worker.drain_timeout_s}
         for name, pool in self.pools.items():
             if pool.drain_timeout_s is not None:
@@ -210,8 +210,8 @@ class ClusterConfig:
         return settings.parse(EngineConfig, merged, source=source, key=key)
 
     def with_absolute_folders(self) -> ClusterConfig:
-        """For workers and routers, which have working directories of their own; a name on the hub
-        stays one."""
+        """An absolute path, since workers and routers have working directories of their own. A name
+        on the hub stays a name."""
         tokenizer = None if self.tokenizer is None else _absolute(self.tokenizer)
         return dataclasses.replace(self, model=_absolute(self.model), tokenizer=tokenizer)
 
@@ -234,7 +234,7 @@ def parse_config(value: object, *, source: str = "configuration") -> ClusterConf
 
 
 def _check_pool(name: str, config: ClusterConfig, source: str) -> None:
-    """A pool's engine settings are told under their own keys."""
+    """Read the pools' engine settings, with errors under their own keys."""
     if not name.replace("-", "").isalnum() or not name.isascii() or len(name) > 40:
         raise ConfigError(
             f"{source}: pools.{name}: a pool's name is letters, digits and -", field=f"pools.{name}"
@@ -243,9 +243,9 @@ def _check_pool(name: str, config: ClusterConfig, source: str) -> None:
 
 
 def load_config(path: str | Path) -> ClusterConfig:
-    """Read a cluster file; a relative `model` or `tokenizer` that is a folder beside the file means
-    that one, and one that begins with ~ lies in a home folder. The router's relative files for TLS
-    and tokens are those beside it."""
+    """Read a cluster file. A relative `model` or `tokenizer` means a folder beside the file, if
+    there is one; a leading ~ means a home folder. Relative files for TLS and tokens lie beside the
+    file."""
     source = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How long a decode worker waits, and keeps what nobody asks for. All times are in seconds."""
+    """How long a decode worker waits, and how long it keeps output that nobody asks for. All times
+    are in seconds."""
 
     orphan_ttl_s: float = 30.0
     """How long a request runs on, or its output is kept, after its router is gone."""
@@ -19,11 +20,11 @@ class DecodeConfig:
     max_finished_bytes: int = 256 << 20
     """The same in bytes of their prompts and outputs."""
     no_capacity_retry_s: float = 0.1
-    """When a router that met a full worker is told to come back."""
+    """When a router that met a full worker is to come back."""
     max_lease_s: float = 600.0
     """Longest life of a lease for a request without a deadline."""
     open_timeout_s: float = 10.0
-    """A session that has not said whose it is by then is ended."""
+    """A session whose first message has not come by then is ended."""
 
     def __post_init__(self) -> None:
         if self.max_finished < 1:

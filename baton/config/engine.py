@@ -12,7 +12,7 @@ Backend = Literal["torch", "fake"]
 
 AUTO: Literal["auto"] = "auto"
 DTYPES = ("bfloat16", "float16", "float32")
-"""What can be computed in."""
+"""Dtypes that an engine computes in."""
 _CHOICES = {
     "dtype": get_args(Dtype),
     "device": get_args(Device),
@@ -53,12 +53,12 @@ class FakeEngineConfig:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Limits and sizes of one engine; a worker's memory and its longest step follow from them."""
+    """Limits and sizes of one engine. They set a worker's memory and its longest step."""
 
     block_size: int = 16
     """Tokens of one KV block."""
     num_blocks: int | None = None
-    """KV blocks per layer group; None: as many as `kv_memory_bytes` hold."""
+    """KV blocks per layer group. None: as many as fit into `kv_memory_bytes`."""
     kv_memory_bytes: int | None = None
     """Bytes of one rank's KV pool. None: on a GPU what `gpu_memory_utilization` leaves, on a CPU
     256 MiB."""
@@ -97,7 +97,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class EngineTuning:
-    """What tests and benchmarks set of an engine."""
+    """Engine settings for tests and benchmarks."""
 
     num_regions: int = 4
     """Separately registered parts of the KV pool."""

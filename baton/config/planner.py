@@ -1,7 +1,7 @@
 """The planner's settings. Standard library only: a section of cluster.yaml and of ServingCluster.
 
-All times are in seconds. Whoever calls the planner does so at least once in `panic_window_s`, or
-once a second: fleets are told of no oftener.
+All times are in seconds. The planner must be called at least once in `panic_window_s`, or once a
+second: fleets report no oftener.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PlannerTargets:
-    """Targets for latency, and bounds for what is done to meet them."""
+    """Latency targets, and bounds for the means to meet them."""
 
     ttft_target_s: float = 1.0
     """Time to first token that prefill is planned for: the wait for a worker and the prefill."""
@@ -23,8 +23,8 @@ class PlannerTargets:
     max_prefill_per_decode: float | None = None
     """Most prefill replicas for each decode replica; None: no bound."""
     scale_to_zero_after_s: float | None = None
-    """Pools that all may have no replica are stopped together when nothing was asked for during
-    this time, `stable_window_s` at least; None: never."""
+    """All pools stop together when nothing was asked for during this time, if each may have no
+    replica. `stable_window_s` at least. None: never."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "ttft_target_s", "itl_target_s")
@@ -44,30 +44,30 @@ class PlannerTuning:
     """How fast pools follow the load."""
 
     max_utilisation: float = 0.8
-    """Share of a worker's measured prefill rate that is planned with at most."""
+    """Largest share of a worker's measured prefill rate that is planned with."""
     max_kv_use: float = 0.8
-    """Share of a worker's KV memory, and of the streams it runs at most, that is planned with."""
+    """Share of a worker's KV memory, and of its most streams, that is planned with."""
     catch_up_s: float = 60.0
-    """Within this time a queue that misses the TTFT target is to be worked off; it never asks for
-    more than twice what the arrivals ask for, and one worker."""
+    """A queue that misses the TTFT target is to be worked off within this time. It asks for at most
+    twice what the arrivals ask for, and one worker."""
     panic_window_s: float = 15.0
-    """Scale-out goes by the mean of what was needed within this time."""
+    """Scale-out follows the mean need within this time."""
     stable_window_s: float = 300.0
-    """Scale-in goes by the most that was needed within this time, all of which must be known."""
+    """Scale-in follows the greatest need within this time, all of which must be known."""
     scale_in_hold_s: float = 60.0
     """After a scale-in a pool shrinks again after this long at the earliest."""
     role_hold_s: float = 30.0
-    """After its roles were switched a mixed pool keeps them for this long at least."""
+    """A mixed pool keeps its roles for at least this long after a switch."""
     stale_after_s: float = 15.0
-    """Figures older than this are not gone by."""
+    """Figures older than this are ignored."""
     warm_up_s: float = 30.0
-    """How fast a worker is does not count until it has been live for this long."""
+    """A worker's speed does not count until it has been live for this long."""
     tolerance: float = 0.1
     """A pool grows when the need exceeds its replicas by more than this share of them."""
     consolidation_margin: float = 0.2
     """A pool shrinks when the remaining replicas would hold the load and this share more."""
     max_step_out: int = 4
-    """Replicas that a pool may have beyond those that have started, one that is at zero too."""
+    """Replicas that a pool may have beyond those that have started; also for a pool at zero."""
     max_step_in: int = 1
     """Replicas that leave a pool at once; those that never started come on top."""
 

@@ -33,12 +33,12 @@ class TlsConfig:
 
 @dataclass(frozen=True)
 class AuthConfig:
-    """Who may call a router: whoever has a tenant's token, and in that tenant's name alone."""
+    """Who may call a router: clients with a tenant's token, in that tenant's name alone."""
 
     tokens: str
-    """A folder, in which each file is named as a tenant and holds that tenant's bearer token, or a
+    """A folder with a file for each tenant, named as the tenant, that holds its bearer tokens; or a
     YAML file that maps tenants to tokens. Read again when it changes. A tenant may have several
-    tokens, one a line: so one can go over to the next."""
+    tokens, one a line, so that it can change over."""
 
     def beside(self, folder: Path) -> AuthConfig:
         """A relative path is one in `folder`."""
@@ -61,23 +61,24 @@ class RouterConfig:
     auth: AuthConfig | None = None
     """None: everyone may call, in any tenant's name."""
     health_port: int | None = None
-    """A port of its own for the health service, in plain text and open to all: for probes, which
-    have no certificate. It is told at the router's own port all the same. None: only there."""
+    """A further port for the health service, in plain text and open to all: probes have no
+    certificate. The router's own port serves health in any case. None: only there."""
 
     max_queue: int = 4096
     """Requests waiting for a placement; more are refused as OVERLOADED."""
     max_tokenizing: int = 4096
-    """Requests that wait to be tokenized, before they can wait for a placement."""
+    """Requests that may wait to be tokenized, which comes before the wait for a placement."""
     max_tokenizing_bytes: int = 128 << 20
-    """The same in bytes of their messages; one larger than this is taken when it is alone."""
+    """The same in bytes of their messages. A larger one is taken when it is alone."""
     lease_lead_s: float = 0.5
-    """A prompt goes on only when its prefill is predicted to start within this time."""
+    """A prompt leaves the queue only when its prefill is predicted to start within this time."""
     max_bypass_s: float = 1.0
-    """For a request that has waited this long the decode workers it could itself use are kept."""
+    """A request that has waited this long keeps the decode workers that it could use from
+    others."""
     fleet_wait_s: float = 10.0
     """How long a request waits while no usable worker takes it, without a break."""
     overload_retry_s: float = 1.0
-    """What a refused client is told to wait."""
+    """The delay in `RetryInfo` of a refused request."""
 
     max_attempts: int = 6
     """Tries of one request, the first included."""
@@ -95,12 +96,12 @@ class RouterConfig:
     max_timeout_s: float = 3600.0
     reserve_timeout_s: float = 5.0
     first_token_timeout_s: float = 150.0
-    """Longest wait for a first token beyond what is predicted, by the newest measure of its
-    worker. More than the registry allows a step that nothing predicts (`registry.first_step_s`):
-    a worker whose step hangs is told to be SUSPECT long before."""
+    """Longest wait for a first token beyond the prediction by its worker's newest measure. It
+    exceeds what the registry allows a step that nothing predicts (`registry.first_step_s`): a
+    worker whose step hangs is SUSPECT long before."""
     token_timeout_s: float = 30.0
-    """Longest gap between tokens before a request is moved. One whose worker is not SUSPECT and
-    serves others meanwhile is not: it was preempted there, or its prompt waits its turn."""
+    """Longest gap between tokens before a request is moved. It stays if its worker is not SUSPECT
+    and serves others meanwhile: it was preempted there, or its prompt waits its turn."""
     suspect_silence_s: float = 1.5
     """The same on a worker that the registry calls SUSPECT: stuck or silent itself."""
     reattach_timeout_s: float = 1.0
@@ -108,7 +109,8 @@ class RouterConfig:
     handoff_report_wait_s: float = 0.25
     """How long a finished request waits for its handoff's figures."""
     resume_window_s: float = 30.0
-    """How long a request whose client vanished is kept running, and a finished one remembered."""
+    """How long a request runs on after its client vanished, and how long a finished one is
+    remembered."""
     max_remembered_bytes: int = 256 << 20
     """Output of finished requests that is remembered; beyond it the oldest is forgotten first."""
     attach_timeout_s: float = 3.0
@@ -118,7 +120,8 @@ class RouterConfig:
     keepalive_s: float = 2.0
     """Ping interval to workers; a host that does not answer for as long again is lost."""
     registry_silence_s: float = 5.0
-    """The registry speaks about once a second; after this long without a word it is asked anew."""
+    """The registry reports about once a second. After this long without a report the router asks
+    anew."""
     connect_timeout_s: float = 5.0
     reconnect_min_s: float = 0.1
     reconnect_max_s: float = 2.0
@@ -131,21 +134,22 @@ class RouterConfig:
     local_prefill: LocalPrefill = "auto"
     """auto, never or always: may a decode worker prefill by itself."""
     local_prefill_weight: float = 2.0
-    """A second of prefill on a decode worker costs this many: streams stall behind it."""
+    """A second of prefill on a decode worker costs this many seconds, since streams stall behind
+    it."""
     default_prefill_tokens_per_s: float = 2000.0
-    """Of every worker, until the first one of a model has told its own."""
+    """Prefill rate of every worker until the first one of a model reports its own."""
     default_decode_step_s: float = 0.02
     explore_share: float = 1 / 64
-    """Of the placements: those that do not trust old measures of a worker's speed."""
+    """Share of placements that do not trust old measures of a worker's speed."""
     trust_rates_s: float = 30.0
-    """How long these trust a measure; an older one counts as good as the best worker's."""
+    """How long these trust a measure. A worker with an older one counts as the best."""
     default_handoff_bytes_per_s: float = 2e9
     handoff_overhead_s: float = 0.002
     """Fixed cost of a handoff: a reservation and an acknowledgement."""
     handoff_overlap: float = 0.9
     """Share of a move that can hide behind the prefill, and of the prefill it can hide behind."""
     decode_horizon_tokens: int = 32
-    """Tokens over which a decode worker's load is felt when workers are compared."""
+    """Tokens over which a decode worker's load counts when workers are compared."""
     decode_growth_tokens: int = 128
     """Output tokens for which room is set aside on a decode worker, at most `max_tokens`."""
     prediction_ttl_s: float = 5.0
@@ -153,7 +157,7 @@ class RouterConfig:
     max_predictions: int = 200_000
 
     def timeout_s(self, named_s: float | None) -> float:
-        """How long a request may take that names this timeout, or none."""
+        """How long a request with this timeout, or with none, may take."""
         return min(named_s or self.default_timeout_s, self.max_timeout_s)
 
     def beside(self, folder: Path) -> RouterConfig:

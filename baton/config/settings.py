@@ -56,7 +56,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_key(name: str, valid: Sequence[str]) -> str:
-    """What to say of a key that is none of those."""
+    """The message about an unknown key."""
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(valid))}"
     return f"unknown key; {hint}"
@@ -197,7 +197,7 @@ def _describe(value: object) -> str:
 
 
 def _describe_for_text(value: object) -> str:
-    """What was given where a word is wanted: YAML takes some words for true or false."""
+    """Describe a value that is not text. YAML reads some unquoted words as true or false."""
     if not isinstance(value, bool):
         return _describe(value)
     name, words = ("true", "yes and on") if value else ("false", "no and off")

@@ -16,13 +16,13 @@ class TransferConfig:
     checksum: str = "off"
     """off, sampled (every 16th block) or always."""
     renew_within_s: float = 10.0
-    """A lease whose writer is not heard of for this long is fenced."""
+    """A lease is fenced when its writer is silent for this long."""
     ack_timeout_s: float = 10.0
-    """Longest wait for a handoff's answer since bytes for its receiver have last left, and for a
-    broken one to drain."""
+    """Longest wait for a handoff's answer after the last bytes for its receiver left, and for a
+    broken handoff to drain."""
     tombstone_s: float = 4000.0
-    """How long a fenced or finished lease is remembered: until no `Prefill` call that names it can
-    be under way any more. About 150 bytes a handoff: 60 MB where a worker hands off 100 a second.
+    """How long a fenced or finished lease is remembered: longer than any `Prefill` call that names
+    it can be under way. About 150 bytes a handoff: 60 MB where a worker hands off 100 a second.
     """
     keepalive_s: float = 1.0
     """How often UCX asks whether a peer's process still runs."""
@@ -45,7 +45,7 @@ class TransferConfig:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)!r}")
-        if not self.renew_within_s >= 0.001:  # a lease tells it in whole milliseconds
+        if not self.renew_within_s >= 0.001:  # a lease carries it in whole milliseconds
             raise ValueError(f"renew_within_s must be at least 0.001, not {self.renew_within_s!r}")
 
     @property

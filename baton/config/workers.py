@@ -9,40 +9,40 @@ import math
 from dataclasses import dataclass
 
 POD_LABEL = "baton.dev/pod"
-"""The label of a Ray node that tells the name of the pod it is."""
+"""The label of a Ray node that holds the name of its pod."""
 PORT_VARIABLE = "BATON_WORKER_PORT"
-"""In a pod's environment: where its worker listens, whatever its settings say."""
+"""In a pod's environment: where its worker listens. It overrides the settings."""
 
 
 def pod_resource(pool: str) -> str:
-    """The resource that a pool's pods offer Ray, as many units as a replica has ranks."""
+    """The resource that a pool's pods offer Ray: a unit for each rank of a replica."""
     return f"baton-pool/{pool}"
 
 
 @dataclass(frozen=True)
 class RegistryConfig:
-    """When the registry thinks what of a worker. All times are in seconds."""
+    """When the registry calls a worker SUSPECT or GONE. All times are in seconds."""
 
     silent_after_s: float = 3.0
     """A worker not heard of for this long gets nothing new: SUSPECT."""
     stuck_after_s: float = 3.0
-    """A step may always take this long, however short it was predicted."""
+    """A step may always take this long, even if a shorter one was predicted."""
     stuck_factor: float = 20.0
-    """A step that takes longer than this many times what was predicted is stuck: SUSPECT."""
+    """A step that takes this many times its prediction is stuck: SUSPECT."""
     first_step_s: float = 120.0
-    """A worker's first step with a prompt, its first that decodes, and one with prompts over four
-    times as long as any before may each take this long: nothing predicts them yet."""
+    """How long a step that nothing predicts may take: a worker's first with a prompt, its first
+    that decodes, and one with prompts over four times as long as any before."""
     gone_after_s: float = 15.0
     """A worker not heard of for this long is GONE; longer than `silent_after_s`."""
     forget_after_s: float = 10.0
     """How long a worker that is GONE is still shown."""
     register_within_s: float = 10.0
-    """A call to register that has not said who calls by then is ended."""
+    """A call to register whose first message has not come by then is ended."""
 
     @property
     def look_s(self) -> float:
-        """How often the registry looks who is silent. What it misses of its own time beyond two
-        looks (stopped, starved) is nobody's silence."""
+        """How often the registry looks for silent workers. If it misses more than two looks
+        (stopped, starved), that time counts as nobody's silence."""
         return self.silent_after_s / 6
 
     def __post_init__(self) -> None:
@@ -61,16 +61,16 @@ class RegistryConfig:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What holds for every worker process, whatever its pool."""
+    """Settings of every worker process in all pools."""
 
     heartbeat_s: float = 0.3
-    """How often a worker tells the registry of itself."""
+    """How often a worker reports to the registry."""
     drain_timeout_s: float = 30.0
-    """How long a drain waits for what runs; what still runs then is lost to this worker."""
+    """How long a drain waits for what runs. Then the rest continues on other workers."""
     leave_timeout_s: float = 10.0
     """How long a worker that leaves waits for the engine's step under way."""
     port: int = 0
-    """Where a worker's gRPC services listen; 0: any free port, which the registry is told."""
+    """Where a worker's gRPC services listen. 0: any free port, which it registers."""
     metrics_port: int | None = 0
     """Prometheus metrics over HTTP; None: not served, 0: any free port."""
 
@@ -86,16 +86,17 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class SupervisorConfig:
-    """How long a replica may take before it is killed. All times are in seconds."""
+    """How long replicas may take before they are killed. All times are in seconds."""
 
     fence_after_s: float = 10.0
-    """A worker that has been a suspect for this long is killed and recreated; so is one that a
-    restarted supervisor finds serving and that does not register again by then."""
+    """A worker that has been SUSPECT for this long is killed and recreated. A restarted supervisor
+    also kills one that it finds serving and that does not register again by then."""
     start_timeout_s: float = 600.0
     """A replica that has not registered by then is killed and recreated; `baton up` gives up when
     its pools are not live by then."""
     drain_timeout_s: float = 60.0
-    """A replica that was let go and has not left by then is killed; above the worker's own."""
+    """A leaving replica that has not ended by then is killed. Must exceed the worker's own drain
+    timeout."""
 
     def __post_init__(self) -> None:
         for name in ("fence_after_s", "start_timeout_s", "drain_timeout_s"):

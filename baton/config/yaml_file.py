@@ -1,4 +1,4 @@
-"""A YAML file's value, where every key of a mapping is given once: YAML would take the last."""
+"""Read a YAML file and refuse repeated keys: YAML itself would take the last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RepeatedKeyError(yaml.YAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Checks keys as they are written: what `<<` merges in may be given again."""
+    """Check keys as written. A key that `<<` merges in may be given again."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

@@ -21,8 +21,8 @@ def main() -> int:
     parser.add_argument("--folder", required=True, type=Path, help="where it is to lie")
     parser.add_argument("--text-only", action="store_true", help="no weights: what routers read")
     options = parser.parse_args()
-    # At once, at any line: the next one goes on. The first process of a container is not ended by
-    # signals that it has no handler for.
+    # Ends at once, at any line: the next run continues. Signals without a handler do not end the
+    # first process of a container.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: os._exit(128 + number))
     try:

@@ -25,7 +25,7 @@ from baton.fetch.checkpoint_files import (
     unpack,
     wanted_files,
 )
-from baton.fetch.download import Download, Progress, Tell
+from baton.fetch.download import Download, Progress, Report
 from baton.fetch.errors import CACHE, FetchError
 from baton.fetch.sources import S3Source, Source, WebSource
 
@@ -33,19 +33,19 @@ from baton.fetch.sources import S3Source, Source, WebSource
 
 
 _LOOK_S = 0.5
-_TELL_EVERY_S = 30.0
+_REPORT_EVERY_S = 30.0
 
 
-def keep(folder: Path, text_only: bool, fill: Callable[[Path], None], tell: Tell) -> None:
-    """Have the model in `folder`. `fill` is given a folder, which may hold what an earlier try left
-    there. Raises what `fill` does, and OSError."""
+def keep(folder: Path, text_only: bool, fill: Callable[[Path], None], report: Report) -> None:
+    """Bring the model into `folder`. `fill` gets a folder, which may hold files of an earlier try.
+    Raises what `fill` raises, and OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(_beside(folder, "lock"), tell):
+    with _locked(_beside(folder, "lock"), report):
         whole = _beside(folder, "all")
         if text_only and not whole.is_dir():
             whole = _beside(folder, "text")
         if whole.is_dir():
-            tell(f"{folder} is there")
+            report(f"{folder} is there")
         else:
             partial = whole.with_name(f"{whole.name}.partial")
             partial.mkdir(exist_ok=True)
@@ -60,25 +60,25 @@ def _beside(folder: Path, kind: str) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, tell: Tell) -> Iterator[None]:
-    """The kernel lets go for whoever dies, and whoever fetches ends when nothing comes for long: so
-    nobody waits for more than what a fetch takes."""
+def _locked(path: Path, report: Report) -> Iterator[None]:
+    """The kernel releases the lock of a process that dies, and a fetch ends when nothing comes for
+    long. So nobody waits longer than a fetch takes."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "rb") as lock:
-        told_at = None
+        reported_at = None
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if told_at is None or time.monotonic() - told_at > _TELL_EVERY_S:
-                    told_at = time.monotonic()
-                    tell("waiting for another pod of this node, which is fetching it")
+                if reported_at is None or time.monotonic() - reported_at > _REPORT_EVERY_S:
+                    reported_at = time.monotonic()
+                    report("waiting for another pod of this node, which is fetching it")
             time.sleep(_LOOK_S)
         yield
 
 
 def _lead(folder: Path, whole: Path) -> None:
-    """At once, also for those who read there."""
+    """Switch the link in one step, also for readers."""
     link = _beside(folder, "link")
     link.unlink(missing_ok=True)
     link.symlink_to(whole.name)
@@ -98,20 +98,23 @@ def _sync(folder: Path) -> None:
 
 
 _AT_ONCE = 4
-"""Files that come at the same time: one connection seldom fills a link."""
+"""Files fetched at the same time: one connection seldom fills a link."""
 
 
 class Fetcher:
-    """`environment`: its BEARER_TOKEN is for https; boto3 reads its own. `pause_s`: before the next
-    try of a file of which nothing came; doubled each time."""
+    """`environment`: https uses its BEARER_TOKEN; boto3 reads its own variables. `pause_s`: the
+    pause after a try in which nothing came; doubled each time."""
 
-    def __init__(self, environment: Mapping[str, str], tell: Tell, pause_s: float = 1.0) -> None:
-        self._environment, self._tell, self._pause_s = environment, tell, pause_s
+    def __init__(
+        self, environment: Mapping[str, str], report: Report, pause_s: float = 1.0
+    ) -> None:
+        self._environment, self._report, self._pause_s = environment, report, pause_s
 
     def fetch(self, uri: str, folder: Path, text_only: bool) -> None:
-        """Have the checkpoint of `uri` in `folder`; `text_only`: no weights. Raises FetchError."""
+        """Bring the checkpoint of `uri` into `folder`. `text_only`: no weights. Raises
+        FetchError."""
         try:
-            keep(folder, text_only, partial(self._fill, uri, text_only), self._tell)
+            keep(folder, text_only, partial(self._fill, uri, text_only), self._report)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 what = "is full: give it more room, or take away models that no pod uses any more"
@@ -130,7 +133,7 @@ class Fetcher:
         source = self._source(uri.rstrip("/").removesuffix(name))
         wanted = WantedFile(name, sha256=read_sums(source).get(name))
         self._fetch_all(source, Wanted((wanted,)), folder)
-        self._tell(f"{name}: unpacking")
+        self._report(f"{name}: unpacking")
         unpack(folder / name, folder, text_only)
         (folder / name).unlink()
 
@@ -141,7 +144,7 @@ class Fetcher:
         return WebSource(uri, self._environment.get("BEARER_TOKEN"))
 
     def _fetch_all(self, source: Source, wanted: Wanted, folder: Path) -> None:
-        progress = Progress(self._tell, wanted.weights_bytes)
+        progress = Progress(self._report, wanted.weights_bytes)
         download = Download(source, folder, progress, self._pause_s)
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as threads:
             under_way = [threads.submit(download.fetch, file) for file in wanted.files]

@@ -25,7 +25,7 @@ TEXT_FILES = (
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SUMS = "SHA256SUMS"
-"""As sha256sum writes it; where it is there it also lists the folder."""
+"""The file that sha256sum writes. If there is one, it also lists the folder."""
 
 _SMALL_BYTES = 64 << 20
 _FILE_NAME = re.compile(r"[\w][\w.+-]*")
@@ -35,7 +35,7 @@ _FILE_NAME = re.compile(r"[\w][\w.+-]*")
 class WantedFile:
     name: str
     is_needed: bool = True
-    """False: it is fetched where it is there."""
+    """False: it may be missing."""
     sha256: str | None = None
 
 
@@ -43,7 +43,7 @@ class WantedFile:
 class Wanted:
     files: tuple[WantedFile, ...]
     weights_bytes: int | None = None
-    """As the index says; None: it does not, or no weights are wanted."""
+    """From the index; None: the index has no total, or no weights are wanted."""
 
 
 def wanted_files(source: Source, text_only: bool) -> Wanted:
@@ -66,7 +66,7 @@ def wanted_files(source: Source, text_only: bool) -> Wanted:
 
 
 def read_sums(source: Source) -> Mapping[str, str]:
-    """The digest of each file of the folder, where it holds them."""
+    """Digest by file name; empty if the folder holds none."""
     text = _small(source, SUMS)
     if text is None:
         return {}
@@ -80,7 +80,7 @@ def read_sums(source: Source) -> Mapping[str, str]:
 
 
 def _weights(source: Source, names: frozenset[str] | None) -> tuple[list[str], int | None]:
-    """As the engine chooses where the folder's files are known: a single file is all of it."""
+    """Choose as the engine does: a single file is the whole model."""
     if names is not None and SINGLE in names:
         return [SINGLE], None
     text = _small(source, INDEX) if names is None or INDEX in names else None
@@ -101,7 +101,7 @@ def _weights(source: Source, names: frozenset[str] | None) -> tuple[list[str], i
 
 
 def _small(source: Source, name: str) -> bytes | None:
-    """All of a file that is not large; None where it is not there."""
+    """Read a small file whole; None if it is missing."""
     found = b""
     try:
         with source.read(name) as content:
@@ -121,8 +121,8 @@ ARCHIVES = (".tar", ".tar.gz", ".tgz")
 
 
 def unpack(archive: Path, folder: Path, text_only: bool) -> None:
-    """The checkpoint's files, which lie where its config.json does. Only their last names are
-    taken: nothing is written outside `folder`. Raises FetchError and OSError."""
+    """Unpack the checkpoint's files, which lie beside its config.json. Only their last names count,
+    so nothing is written outside `folder`. Raises FetchError and OSError."""
     try:
         with tarfile.open(archive) as tar:
             members = [member for member in tar if member.isfile()]

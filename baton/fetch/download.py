@@ -1,7 +1,7 @@
-"""One file, fetched piece by piece: gone on with after a cut, in this process or the next one.
+"""Fetch one file piece by piece. After a cut this process or the next one continues.
 
-While it comes it is called `<name>.part`, beside `<name>.whole`, which tells what it is part of. A
-file under its own name is whole, and what its checksum says.
+An unfinished file is called `<name>.part`; `<name>.whole` beside it says what it is part of. A file
+under its own name is whole and matches its checksum.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from baton.fetch.errors import CutOffError, FetchError, ForbiddenError, NotThere
 from baton.fetch.sources import Content, Source
 from baton.render import num_bytes
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 _TRIES = 6
-"""In a row, in which nothing came."""
-_TELL_EVERY_S = 10.0
+"""Tries in a row in which nothing came."""
+_REPORT_EVERY_S = 10.0
 
 
 class Progress:
-    """What has come of all files, told now and then. Any thread may call it."""
+    """How much of all files has come, reported now and then. Any thread may call it."""
 
-    def __init__(self, tell: Tell, total_bytes: int | None) -> None:
-        self.tell = tell
+    def __init__(self, report: Report, total_bytes: int | None) -> None:
+        self.report = report
         self.is_over = threading.Event()
-        """Set when another file cannot be fetched: nobody needs the rest."""
+        """Set when a file cannot be fetched: nobody needs the rest."""
         self._total_bytes = total_bytes
         self._came_bytes = 0
-        self._told_at = time.monotonic()
+        self._reported_at = time.monotonic()
         self._lock = threading.Lock()
 
     def came(self, count: int) -> None:
         with self._lock:
             self._came_bytes += count
             now = time.monotonic()
-            if now - self._told_at < _TELL_EVERY_S:
+            if now - self._reported_at < _REPORT_EVERY_S:
                 return
-            self._told_at = now
+            self._reported_at = now
             of = f" of {num_bytes(self._total_bytes)}" if self._total_bytes else ""
-            self.tell(f"{num_bytes(self._came_bytes)}{of}")
+            self.report(f"{num_bytes(self._came_bytes)}{of}")
 
 
 @dataclass(frozen=True)
 class Whole:
-    """What a part is part of, as the source told it."""
+    """What a part is part of, as the source reports it."""
 
     version: str
     size: int | None
@@ -60,14 +60,14 @@ class Whole:
 
 
 class Download:
-    """`pause_s`: between tries in which nothing came; doubled each time."""
+    """`pause_s`: the pause after a try in which nothing came; doubled each time."""
 
     def __init__(self, source: Source, folder: Path, progress: Progress, pause_s: float) -> None:
         self._source, self._folder, self._progress = source, folder, progress
         self._pause_s = pause_s
 
     def fetch(self, file: WantedFile) -> None:
-        """Raises FetchError, with what came kept for the next time, and OSError."""
+        """Raises FetchError, and keeps what came for the next try. Raises OSError."""
         whole = self._folder / file.name
         if whole.exists():
             return
@@ -83,10 +83,10 @@ class Download:
             os.fsync(content.fileno())
         part.rename(whole)
         self._kept(file.name).unlink(missing_ok=True)
-        self._progress.tell(f"{file.name}: {num_bytes(whole.stat().st_size)}")
+        self._progress.report(f"{file.name}: {num_bytes(whole.stat().st_size)}")
 
     def _all_of(self, name: str) -> str | None:
-        """The file's digest, where the source says it."""
+        """Fetch the whole file. Returns its digest if the source has one."""
         part, tries = self._part(name), 0
         while True:
             before = part.stat().st_size if part.exists() else 0
@@ -97,10 +97,10 @@ class Download:
                 tries = 0 if came > before else tries + 1
                 if tries == _TRIES:
                     raise FetchError(
-                        f"{error.message}: given up after {_TRIES} tries; the next start goes on "
+                        f"{error.message}: given up after {_TRIES} tries; the next start continues "
                         f"at {num_bytes(came)}"
                     ) from error
-                self._progress.tell(f"{error.message}; going on at {num_bytes(came)}")
+                self._progress.report(f"{error.message}; continuing at {num_bytes(came)}")
                 if self._progress.is_over.wait(self._pause_s * 2**tries if tries else 0):
                     raise
 

@@ -1,6 +1,6 @@
 """Why a checkpoint cannot be fetched.
 
-FetchError              told to a person, who has to change something; names the field
+FetchError              a person has to change something; names the field
 ├── NotThereError       the source has no such file
 ├── ForbiddenError      the source wants other credentials; or it has no such file and does not say
 └── CutOffError         the source, or the way to it, failed: worth another try
@@ -37,7 +37,7 @@ class CutOffError(FetchError):
 
 
 def of_status(status: int, where: str) -> FetchError:
-    """What an HTTP status other than success means for the file at `where`."""
+    """The error of an HTTP status other than success for the file at `where`."""
     if status in (404, 410):
         return NotThereError(
             f"{where} is not there (HTTP {status}): the URI is the folder that holds config.json"

@@ -20,7 +20,7 @@ from urllib.request import Request, urlopen
 from baton.fetch.errors import CutOffError, FetchError, ForbiddenError, of_status
 
 TIMEOUT_S = 60.0
-"""What nothing comes for so long is cut off."""
+"""A connection on which nothing comes for this long is cut off."""
 CHUNK_BYTES = 1 << 20
 
 
@@ -31,13 +31,13 @@ class Content:
     chunks: Iterator[bytes]
     """Raises CutOffError; may also end early."""
     start: int
-    """How many bytes of its beginning are left out."""
+    """How many bytes at the start are left out."""
     size: int | None
-    """Of the whole file, in bytes; None: the source does not say, and ends only when all came."""
+    """Bytes of the whole file. None: the source does not say, and ends only after the last byte."""
     version: str | None
-    """What to ask for when it is gone on with; None: the source cannot tell its versions apart."""
+    """The version to continue with. None: the source does not distinguish versions."""
     sha256: str | None = None
-    """Of the whole file, in hexadecimal digits, where the source says it."""
+    """SHA-256 of the whole file in hexadecimal digits, if the source has it."""
 
 
 class Source(Protocol):
@@ -52,7 +52,7 @@ class Source(Protocol):
     def read(
         self, name: str, start: int = 0, version: str | None = None
     ) -> AbstractContextManager[Content]:
-        """A file from byte `start` on while it is still this `version`, else from its beginning.
+        """Read a file from byte `start` on if it is still this `version`, else from its beginning.
 
         Raises NotThereError, ForbiddenError, CutOffError, FetchError.
         """
@@ -62,7 +62,7 @@ class Source(Protocol):
 
 
 class WebSource:
-    """`folder`: its URL; `token`: sent to this server alone, not to where it redirects."""
+    """`folder`: its URL. `token`: sent to this server, and never to one that it redirects to."""
 
     def __init__(self, folder: str, token: str | None = None) -> None:
         self._folder = folder.rstrip("/")
@@ -115,8 +115,8 @@ def _content(response: http.client.HTTPResponse, where: str) -> Content:
         if found is None:
             raise CutOffError(f"{where}: an answer with a part of it does not say which")
         start, size = map(int, found.groups())
-    elif (told := headers.get("Content-Length")) is not None:
-        size = int(told)
+    elif (length := headers.get("Content-Length")) is not None:
+        size = int(length)
     return Content(_chunks(response, where), start, size, _version(headers), _sha256(headers))
 
 
@@ -129,22 +129,22 @@ def _chunks(response: http.client.HTTPResponse, where: str) -> Iterator[bytes]:
 
 
 def _version(headers: Message) -> str | None:
-    """As If-Range takes it: a weak ETag says too little."""
+    """A version for If-Range, which takes no weak ETag."""
     etag: str | None = headers.get("ETag")
     return headers.get("Last-Modified") if etag is None or etag.startswith("W/") else etag
 
 
 def _sha256(headers: Message) -> str | None:
-    """What RFC 9530 or a bucket's own header says of the whole file."""
+    """The whole file's digest, from RFC 9530's header or a bucket's own."""
     found = re.search(r"sha-256=:([^:]+):", headers.get("Repr-Digest", ""))
-    told = found.group(1) if found else headers.get("x-amz-checksum-sha256", "")
-    return whole_sha256(told)
+    digest = found.group(1) if found else headers.get("x-amz-checksum-sha256", "")
+    return whole_sha256(digest)
 
 
-def whole_sha256(told: str) -> str | None:
-    """A base64 digest in hexadecimal digits; None for none, and for one that is made of parts."""
+def whole_sha256(encoded: str) -> str | None:
+    """A base64 digest in hexadecimal digits. None for an empty one, and for one made of parts."""
     try:
-        digest = base64.b64decode(told, validate=True)
+        digest = base64.b64decode(encoded, validate=True)
     except binascii.Error:
         return None
     return digest.hex() if len(digest) == 32 else None

@@ -1,9 +1,9 @@
 """A model's files on the Hugging Face hub: which are wanted, and the folder they are fetched to.
 
-`python -m engine.models.hub NAME [REVISION]` fetches in a process of its own, for whoever must be
-able to stop at any time: the hub's threads finish their files before they heed an interrupt. It
-tells on standard output, a JSON object a line: {"fetched_bytes", "total_bytes"} as they change, and
-at the end {"folder"} or {"error"}.
+`python -m engine.models.hub NAME [REVISION]` fetches in a process of its own, for callers that must
+be able to stop at any time: the hub's threads finish their files before they heed an interrupt. It
+prints a JSON object a line: {"fetched_bytes", "total_bytes"} as they change, and at the end
+{"folder"} or {"error"}.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ def snapshot(
 
 
 def _telling_bars() -> Any:
-    """Progress bars that tell bytes on standard output. Older hubs only count files: not told."""
+    """Progress bars that print bytes on standard output. Older hubs only count files, which are not
+    printed."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-    told, lock = 0, threading.Lock()  # files come on threads of their own
+    printed, lock = 0, threading.Lock()  # files come on threads of their own
 
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **settings: Any) -> None:
@@ -68,18 +69,18 @@ def _telling_bars() -> Any:
             super().__init__(*args, **settings | {"file": io.StringIO(), "disable": False})
 
         def update(self, n: float | None = 1) -> bool | None:
-            nonlocal told
+            nonlocal printed
             drawn: bool | None = super().update(n)
             with lock:
-                if self.unit == "B" and self.n > told:  # several bars count the same bytes
-                    told = int(self.n)
-                    _tell(fetched_bytes=told, total_bytes=int(self.total or 0))
+                if self.unit == "B" and self.n > printed:  # several bars count the same bytes
+                    printed = int(self.n)
+                    _print(fetched_bytes=printed, total_bytes=int(self.total or 0))
             return drawn
 
     return Bar
 
 
-def _tell(**values: object) -> None:
+def _print(**values: object) -> None:
     print(json.dumps(values), flush=True)
 
 
@@ -87,9 +88,9 @@ def main(name: str, revision: str | None = None) -> int:
     try:
         folder = snapshot(name, revision, _telling_bars())
     except CheckpointError as error:
-        _tell(error=str(error))
+        _print(error=str(error))
         return 1
-    _tell(folder=str(folder))
+    _print(folder=str(folder))
     return 0
 
 

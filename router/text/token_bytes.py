@@ -44,7 +44,7 @@ class DecodeRules:
 
     @classmethod
     def read(cls, tokenizer: Tokenizer) -> DecodeRules | None:
-        """None when the decoder cannot be told by tokens alone."""
+        """None when tokens alone do not show the decoder."""
         decoder = json.loads(tokenizer.to_str()).get("decoder")
         if decoder is None:
             return None

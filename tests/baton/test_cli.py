@@ -266,7 +266,7 @@ sys.exit(cli.main(["--version"]))
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )
     assert told.returncode == 2, told.stderr
-    assert "baton: the version is not known: baton-serve is not installed" in told.stderr
+    assert "baton: baton-serve is not installed, so it has no version" in told.stderr
 
 
 def test_scaling_a_pool_whose_workers_do_not_start_says_why(capsys: Capture) -> None:

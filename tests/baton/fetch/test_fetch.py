@@ -155,7 +155,7 @@ def test_a_try_that_failed_leaves_what_came_to_the_next_start(
     server.cuts[f"m/{LARGE}"] = [2_000_000] + [0] * 6
     said = node.refused()
     assert said.startswith("spec.model.uri: ")
-    assert "given up after 6 tries; the next start goes on at 2.0 MB" in said
+    assert "given up after 6 tries; the next start continues at 2.0 MB" in said
     server.asked.clear()
     node.fetch()
     assert node.files() == CHECKPOINT
