@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+
+from baton.clock import NowS
 
 SETTLED_S = 1.0
 """A connection that has lasted for so long is one; what ends sooner is none."""
@@ -16,7 +17,7 @@ class Contact:
     none: from the first of them on.
     """
 
-    def __init__(self, patience_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, patience_s: float, clock: NowS) -> None:
         self._patience_s, self._clock = patience_s, clock
         self._settled_s = min(SETTLED_S, patience_s)
         self._in_doubt_since_s = clock()
