@@ -88,7 +88,7 @@ class ManualClock:
             self._now_s = max(self._now_s, due_s)
             if timer.callback is not None:
                 timer.callback()
-        self._now_s = end_s
+        self._now_s = max(self._now_s, end_s)  # a callback may have advanced further
 
 
 class AwakeClock:

@@ -337,3 +337,6 @@ async def test_rounds_that_try_nobody_look_at_nobody_and_leave_the_event_loop_al
     assert len(looked_at) == 4
     # A round that tries nobody shows nobody when the next one may begin.
     assert admission._pause_until_s == pytest.approx(clock.now_s() + 4 * 0.02)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
