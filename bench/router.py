@@ -29,6 +29,7 @@ import numpy as np
 import psutil
 import uvloop
 
+from baton.clock import LoopClock
 from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from bench.table import markdown
@@ -227,7 +228,7 @@ async def placement_us(size: int) -> float:
     """Median microseconds from the queue to a booked placement, and back."""
     config, index = RouterConfig(), PrefixIndex()
     fleet = fleet_of(size, config, index)
-    admission = Admission(config, fleet, index, time.monotonic, random.Random(0))
+    admission = Admission(config, fleet, index, LoopClock(), random.Random(0))
     took = []
     rng = np.random.default_rng(0)
     for _ in range(NUM_PLACEMENTS):

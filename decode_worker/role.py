@@ -22,6 +22,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
+from baton.clock import Clock
 from baton.config.decode import DecodeConfig
 from baton.wire import ANY_ATTEMPT
 from decode_worker.errors import NoSessionError, OtherBodyError, StaleAttemptError
@@ -41,7 +42,6 @@ from engine.request import (
     TokenEvent,
 )
 from engine.wire import finish_reason_from_proto
-from kv_transfer.clock import Clock
 from kv_transfer.errors import LeaseError
 from kv_transfer.lease import FirstToken, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
@@ -71,7 +71,7 @@ class DecodeRole:
             config.finished_ttl_s, config.max_finished, config.max_finished_bytes
         )
         self._sessions: dict[str, RouterSession] = {}
-        self._runs = Runs()  # not ended
+        self.runs = Runs()  # not ended
         self._fenced: set[RequestId] = set()
         self._draining = False
         self._numbers = itertools.count(1)  # of submissions
@@ -95,7 +95,7 @@ class DecodeRole:
         session.close()
         if self._sessions.get(session.router_id) is session:
             del self._sessions[session.router_id]
-        self._runs.orphan(session, self._clock.now_s())
+        self.runs.orphan(session, self._clock.now_s())
 
     def attach(
         self,
@@ -116,7 +116,7 @@ class DecodeRole:
         session = self._sessions.get(router_id)
         if session is None:
             raise NoSessionError(f"router {router_id!r} has no session here")
-        run = self._runs.of_request(request_id)
+        run = self.runs.of_request(request_id)
         if run is not None:
             if attempt is not None and run.router != session.router:
                 raise OtherBodyError(f"request {request_id!r} is followed by another router")
@@ -138,7 +138,7 @@ class DecodeRole:
         if refused is not None:
             session.reject(submission, *refused)
             return
-        former = self._runs.of_request(submission.request_id)
+        former = self.runs.of_request(submission.request_id)
         if former is not None:
             self._end(former, FinishReason.ABORTED, "replaced by a newer attempt")
             if former.session is not None:
@@ -152,7 +152,7 @@ class DecodeRole:
         record = self._log.open(submission)
         deadline_s = submission.deadline_s(self._clock.now_s())
         run = Run(submission, record, session, session.router, Phase.RESERVING, deadline_s)
-        self._runs.add(run)
+        self.runs.add(run)
         try:
             # A writer sends the first token to the router itself: this worker starts after it.
             session.follow(record, len(record.token_ids) + (writer is not None))
@@ -168,7 +168,7 @@ class DecodeRole:
         A router that lost the request to another router may cancel it only by ANY_ATTEMPT, which
         means that the client wants it ended.
         """
-        run = self._runs.of_request(request_id)
+        run = self.runs.of_request(request_id)
         if run is None or run.submission.attempt > attempt:
             return
         if run.router == session.router or attempt == ANY_ATTEMPT:
@@ -249,7 +249,7 @@ class DecodeRole:
 
     def admitted(self, request_id: str, first: FirstToken) -> None:
         """All KV of a lease has arrived: the request joins the running batch."""
-        run = self._runs.find(request_id)
+        run = self.runs.find(request_id)
         assert run is not None, request_id
         assert run.phase is Phase.LEASED, (request_id, run.phase)
         run.phase, run.reserved = Phase.RUNNING, None
@@ -280,7 +280,7 @@ class DecodeRole:
 
     def _without_lease(self, request_id: str) -> Run | None:
         """Quarantine the blocks of an attempt that lost its lease. None if it is not LEASED."""
-        run = self._runs.find(request_id)
+        run = self.runs.find(request_id)
         if run is None or run.phase is not Phase.LEASED:
             return None
         self._quarantine(run)
@@ -301,7 +301,7 @@ class DecodeRole:
         for event in events:
             if not isinstance(event, TokenEvent | FinishedEvent):
                 continue
-            run = self._runs.find(event.request_id)
+            run = self.runs.find(event.request_id)
             if run is None:
                 continue  # another role's, or already ended here
             self._started(run)  # its first token may come before `_start` resumes
@@ -324,7 +324,7 @@ class DecodeRole:
     def sweep(self) -> None:
         """End attempts past their deadline, unclaimed orphans and expired records."""
         now_s = self._clock.now_s()
-        for run in self._runs:
+        for run in self.runs:
             why = run.overdue(now_s, self._config.orphan_ttl_s)
             if why is not None:
                 self._end(run, FinishReason.ABORTED, why)
@@ -346,7 +346,7 @@ class DecodeRole:
 
     def _close(self, run: Run, reason: FinishReason, error: str) -> None:
         run.phase = Phase.ENDED
-        self._runs.remove(run)
+        self.runs.remove(run)
         self._log.finish(run.record, reason, error, self._clock.now_s())
 
     def _refuse(self, run: Run, refusal: Refusal, message: str, field: str = "") -> None:
@@ -379,7 +379,7 @@ class DecodeRole:
     @property
     def is_idle(self) -> bool:
         """Nothing runs, and no writer may still write this worker's memory."""
-        return not self._runs and not self._fenced and not self.tasks
+        return not self.runs and not self._fenced and not self.tasks
 
     @property
     def has_sent_all(self) -> bool:
@@ -387,8 +387,8 @@ class DecodeRole:
         return all(session.has_sent_all for session in self._sessions.values())
 
     def num_orphans(self) -> int:
-        return self._runs.num_orphans()
+        return self.runs.num_orphans()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an attempt has two owners or none."""
-        self._runs.check_integrity()
+        self.runs.check_integrity()

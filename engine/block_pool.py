@@ -78,10 +78,6 @@ class BlockPool:
             return len(chain) - bisect.bisect_left(chain, True, key=lambda h: not refs[by_hash[h]])
         return sum(not refs[by_hash[h]] for h in chain)
 
-    def is_cached(self, block: BlockId) -> bool:
-        """Whether the block counts as free because nobody uses it."""
-        return self._refs[block] == 0
-
     # --- taking and giving back -----------------------------------------------------------------
 
     def acquire(self, count: int) -> list[BlockId] | None:

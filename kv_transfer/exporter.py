@@ -26,10 +26,10 @@ import logging
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
+from baton.clock import Clock, LoopClock, Timer
 from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
 from kv_transfer.admission import Event, PeerLost
-from kv_transfer.clock import Clock, LoopClock, Timer
 from kv_transfer.errors import (
     CancelledHandoffError,
     FencedError,

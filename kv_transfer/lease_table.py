@@ -32,10 +32,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton.clock import Clock, LoopClock, Timer
 from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
 from kv_transfer.admission import Admission, Decision, Event, Outcome, PeerLost, is_from_writer
-from kv_transfer.clock import Clock, LoopClock, Timer
 from kv_transfer.layout import NULL_BLOCK, BlockId
 from kv_transfer.lease import FirstToken, Lease, LeaseId, RankAddress, WorkerIdentity
 from kv_transfer.process import ProcessIdentity, is_gone

@@ -18,11 +18,12 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from baton.clock import Clock, Timer
 from baton.config.router import RouterConfig
 from baton.errors import OverloadedError
 from router.fair_share import FairShare
@@ -61,7 +62,7 @@ class Admission:
         config: RouterConfig,
         fleet: Fleet,
         index: PrefixIndex,
-        clock: Callable[[], float],
+        clock: Clock,
         rng: random.Random,
     ) -> None:
         self._config, self._fleet = config, fleet
@@ -71,7 +72,7 @@ class Admission:
         self._shares = FairShare()
         self._owed: Counter[str] = Counter()  # tokens that requests in line do not account for yet
         self._waiting: list[Ticket] = []
-        self._round: asyncio.TimerHandle | asyncio.Handle | None = None
+        self._round: Timer | None = None
         self._round_at_s = self._pause_until_s = 0.0
         self._kinds: set[tuple[float, float]] = set()  # of decode workers (`Reach.kinds`)
         self._looked_at_s = -math.inf  # at them, for who is stranded
@@ -156,7 +157,7 @@ class Admission:
             raise error
         if not ticket.was_placed and (self._waiting or ticket.deadline_s is not None):
             self._refuse_too_late(ticket)
-        ticket.since_s, ticket.stranded_since_s = self._clock(), None
+        ticket.since_s, ticket.stranded_since_s = self._clock.now_s(), None
         ticket.owed_before = self._owed[ticket.tenant]
         ticket.explores = self._rng.random() < self._config.explore_share
         ticket.placed = asyncio.get_running_loop().create_future()
@@ -177,6 +178,11 @@ class Admission:
         if at < len(self._waiting) and self._waiting[at] is ticket:
             del self._waiting[at]
 
+    @property
+    def num_tenants(self) -> int:
+        """Tenants whose share is kept account of."""
+        return len(self._shares)
+
     def kick(self) -> None:
         """Something changed: try the waiting requests soon, many changes at once."""
         if self._waiting:
@@ -184,23 +190,22 @@ class Admission:
 
     def candidates(self, ticket: Ticket, limit: int) -> list[Placement]:
         """Every placement of a request that is not in line, cheapest first. Books nothing."""
-        return self._placing.candidates(ticket, self._clock(), limit)
+        return self._placing.candidates(ticket, self._clock.now_s(), limit)
 
     # --- rounds --------------------------------------------------------------------------------
 
     def _schedule(self, delay_s: float) -> None:
-        now = self._clock()
+        now = self._clock.now_s()
         at_s = max(now + delay_s, self._pause_until_s)
         if self._round is not None:
             if self._round_at_s <= at_s:
                 return
             self._round.cancel()
-        loop = asyncio.get_running_loop()
         self._round_at_s = at_s
         self._round = (
-            loop.call_later(at_s - now, self._run_round)
+            self._clock.call_later(at_s - now, self._run_round)
             if at_s > now
-            else loop.call_soon(self._run_round)
+            else asyncio.get_running_loop().call_soon(self._run_round)
         )
 
     def _unschedule(self) -> None:
@@ -210,7 +215,7 @@ class Admission:
 
     def _run_round(self) -> None:
         self._round = None
-        now = self._clock()
+        now = self._clock.now_s()
         within_reach = reach(self._fleet.arrays, self._config)
         kinds = within_reach.kinds()
         if kinds != self._kinds or now - self._looked_at_s >= POLL_S:
@@ -218,7 +223,7 @@ class Admission:
             self._refuse_stranded(within_reach, now)
         tally = _Tally(self._next_release_s(now))
         self._try_in_order(within_reach, tally)
-        ended_s = self._clock()
+        ended_s = self._clock.now_s()
         self._pause_until_s = ended_s + ROUND_PAUSE * (ended_s - now) * tally.share_in_vain
         self._waiting = [t for t in self._waiting if t.placed is not None and not t.placed.done()]
         if self._waiting:
@@ -230,7 +235,7 @@ class Admission:
 
     def _try_in_order(self, within_reach: Reach, tally: _Tally) -> None:
         """Place requests that can start on decode workers that are not reserved."""
-        config, arrays, now = self._config, self._fleet.arrays, self._clock()
+        config, arrays, now = self._config, self._fleet.arrays, self._clock.now_s()
         reserved = np.zeros(self._fleet.num_slots, dtype=np.bool_)
         longest = longest_open(arrays, reserved, now)
         if longest:
@@ -277,7 +282,7 @@ class Admission:
     # --- refusals ------------------------------------------------------------------------------
 
     def _refuse_too_late(self, ticket: Ticket) -> None:
-        now = self._clock()
+        now = self._clock.now_s()
         if ticket.deadline_s is None:
             self._placing.queries(ticket, now)  # notes what it leaves to compute, for those behind
             return

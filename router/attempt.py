@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from baton.clock import Clock
 from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, worker_pb2
 from baton.wire import DEADLINE, ORPHANED
@@ -46,7 +47,7 @@ class Attempt:
         workers: Workers,
         sink: TokenSink,
         config: RouterConfig,
-        clock: Callable[[], float],
+        clock: Clock,
         first_token_limit_s: Callable[[WorkerEntry], float],
     ) -> None:
         """`first_token_limit_s`: how long a worker may take for the first token, once reserved."""
@@ -60,15 +61,15 @@ class Attempt:
         self._spec = worker_pb2.RequestSpec()
         self._first_index = 0  # output index of the first token that is this attempt's own
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._early = EarlyTokens()
+        self.early = EarlyTokens()
         self._early_reserved: worker_pb2.Reserved | None = None
         self._early_loss: str | None = None  # of the session, before `adopt`
         self._adopted = True
         self._find_worker: FindWorker | None = None  # of an attempt that was attached to
         self._first_seen = False
-        self._over_at_worker = False
+        self.is_over_at_worker = False
         self.has_moved = False  # to another router
-        self._is_lease_taken = False  # as far as is known, by another router
+        self.is_lease_taken = False  # as far as is known, by another router
         self._reserved = False
         self._prefill_leg = PrefillLeg(self)
         self._reattach_task: asyncio.Task[None] | None = None
@@ -130,14 +131,14 @@ class Attempt:
         self._adopted = True
         if was_given_up:
             tokens.ClearField("finished")
-        for run in (tokens, *self._early.take_all()):
+        for run in (tokens, *self.early.take_all()):
             if run.attempt == self.number:
                 self.on_tokens(run)
         reserved, self._early_reserved = self._early_reserved, None
         if reserved is not None and reserved.attempt == self.number:
             self.on_reserved(reserved)
         if was_given_up:
-            self._over_at_worker = True
+            self.is_over_at_worker = True
             message = f"{self._decode.facts.worker_id} gave it up: {tokens.error}"
             self._fail(Failure.GIVEN_UP, self._decode, message)
 
@@ -179,7 +180,7 @@ class Attempt:
 
     def cancel_on_worker(self) -> None:
         """Abort the attempt at the decode worker, unless it is over there."""
-        if not self._over_at_worker and self.number is not None:
+        if not self.is_over_at_worker and self.number is not None:
             self._workers.decode.session.cancel(self.wire_id, self.number)
 
     def review_patience(self) -> None:
@@ -192,7 +193,7 @@ class Attempt:
         self._patience.expect("a first token", partial(self._first_token_limit_s, worker), worker)
 
     def _on_silence(self, worker: WorkerEntry, what: str) -> None:
-        since_s = self._clock() - self._config.token_timeout_s
+        since_s = self._clock.now_s() - self._config.token_timeout_s
         if self._workers.serve_others(worker, since_s, self._first_seen, self.running):
             again = partial(self._expect, what) if self._first_seen else self._expect_first
             return again(worker)
@@ -242,12 +243,12 @@ class Attempt:
         return self._workers.prefill
 
     def on_rejected(self, rejected: worker_pb2.Rejected) -> None:
-        self._over_at_worker = True
+        self.is_over_at_worker = True
         fail = partial(self._fail_rejected, rejected)
         if failure_of(rejected) is Failure.HANDOFF_FAILED and not self._first_seen:
             # A writer gives up when its first token ends the request, or another router cancels it:
             # that token, or its refusal to serve again, may be on its way.
-            asyncio.get_running_loop().call_later(self._config.handoff_report_wait_s, fail)
+            self._clock.call_later(self._config.handoff_report_wait_s, fail)
         else:
             fail()
 
@@ -255,7 +256,7 @@ class Attempt:
         failure = failure_of(rejected)
         is_of_handoff = failure is Failure.HANDOFF_FAILED
         worker = self._workers.writer if is_of_handoff else self._decode
-        if is_of_handoff and (self._workers.prefill is None or self._is_lease_taken):
+        if is_of_handoff and (self._workers.prefill is None or self.is_lease_taken):
             failure = Failure.WRITER_UNKNOWN
         message = f"{self._decode.facts.worker_id}: {failure.value}: {rejected.message}"
         retry_after_s, field = rejected.retry_after_ms / 1e3, rejected.field or None
@@ -268,13 +269,13 @@ class Attempt:
 
     def on_tokens(self, tokens: worker_pb2.RequestTokens) -> None:
         if not self._adopted:
-            self._early.keep(tokens)
+            self.early.keep(tokens)
             return
         if self._done.done():
             return
         if tokens.index > self._sink.num_emitted:
             self.running = True
-            self._early.keep(tokens)
+            self.early.keep(tokens)
             return
         self._deliver(tokens)
         self._deliver_early()
@@ -282,14 +283,14 @@ class Attempt:
     def on_moved(self) -> None:
         """Another router follows the request, and needs the handoff that may be under way from
         here."""
-        self._over_at_worker = self.has_moved = True
+        self.is_over_at_worker = self.has_moved = True
         fail = partial(self._fail, Failure.MOVED, self._decode, "another router attached it")
         self._prefill_leg.then(fail)
 
     def on_session_lost(self, message: str) -> None:
         """A lost answer to Reserve does not come again. The worker keeps everything else for a
         while."""
-        if self._over_at_worker:
+        if self.is_over_at_worker:
             return  # its end is known, or is for another router
         if not self._reserved and not self._adopted:
             self._early_loss = message
@@ -327,17 +328,17 @@ class Attempt:
             self._expect("the handed-off request", self._decode)
 
     def on_lease_refused(self) -> None:
-        self._is_lease_taken = self._find_worker is not None  # else its writer came too late for it
+        self.is_lease_taken = self._find_worker is not None  # else its writer came too late for it
         if not self.running:  # the lease says how long to wait
             self._patience.expect("a token", self._config.max_timeout_s, self._decode)
 
     def on_first_token(self, first: worker_pb2.FirstToken) -> None:
         if self._workers.prefill is not None:
-            self._workers.prefill.first_token_s = self._clock()
+            self._workers.prefill.first_token_s = self._clock.now_s()
         if self._done.done():
             return
         self._see_first(first, first.num_cached_tokens)
-        self._over_at_worker |= first.finished != 0  # its writer informs the decode worker
+        self.is_over_at_worker |= first.finished != 0  # its writer informs the decode worker
         if self.running:
             self._expect("a token", self._decode)
         else:  # it hangs at the writer, or at the receiver that does not acknowledge
@@ -373,7 +374,7 @@ class Attempt:
         skip = self._sink.num_emitted - tokens.index
         ids, logprobs = tokens.ids[skip:], tokens.logprobs[skip:]
         if at_decode_worker:
-            self._over_at_worker |= tokens.finished != 0
+            self.is_over_at_worker |= tokens.finished != 0
             self._on_progress(tokens, has_news=bool(ids))
         finished = finish_reason_of(tokens)
         if (ids or finished) and self._sink.emit(ids, logprobs, finished):
@@ -392,12 +393,12 @@ class Attempt:
             self.running = True
             self._see_first(None, tokens.num_cached_tokens)
         if has_news:
-            self.progress_s = self._clock()
+            self.progress_s = self._clock.now_s()
             self._expect("a token", self._decode)
 
     def _deliver_early(self) -> None:
         while not self._done.done():
-            run = self._early.next_after(self._sink.num_emitted)
+            run = self.early.next_after(self._sink.num_emitted)
             if run is None:
                 return
             self._deliver(run)

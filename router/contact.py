@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+
+from baton.clock import NowS
 
 SETTLED_S = 1.0
 """A connection counts only after it has lasted this long."""
@@ -14,7 +15,7 @@ class Contact:
     they begin, that is the start of the first one.
     """
 
-    def __init__(self, patience_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, patience_s: float, clock: NowS) -> None:
         self._patience_s, self._clock = patience_s, clock
         self._settled_s = min(SETTLED_S, patience_s)
         self._in_doubt_since_s = clock()

@@ -15,10 +15,10 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from baton.clock import Clock, LoopClock
 from baton.config.router import RouterConfig
 from baton.errors import (
     BatonError,
@@ -54,17 +54,17 @@ class Door:
         model_name: str,
         *,
         read: Callable[[str, RouterConfig], Awaitable[ReadTokenizer]] = read_tokenizer,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock | None = None,
         rng: random.Random | None = None,
     ) -> None:
         """`read`: the tokenizer of the unit at a control address."""
-        self.config, self.model_name, self.clock = config, model_name, clock
+        self.config, self.model_name, self.clock = config, model_name, clock or LoopClock()
         self.metrics = RouterMetrics()
         self.num_waiting = 0
         self._door_id = f"door-{uuid.uuid4().hex[:12]}"
         self._control_address, self._read, self._rng = control_address, read, rng
-        self._units: list[UnitRouter] = []  # as the list has them, the oldest first
-        self._leaving: list[UnitRouter] = []
+        self.units: list[UnitRouter] = []  # as the list has them, the oldest first
+        self.leaving: list[UnitRouter] = []
         self._changed = asyncio.Event()
         self._closing = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -110,7 +110,7 @@ class Door:
         self._announce()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*(unit.close(drain_s) for unit in (*self._units, *self._leaving)))
+        await asyncio.gather(*(unit.close(drain_s) for unit in (*self.units, *self.leaving)))
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -124,7 +124,7 @@ class Door:
     @property
     def routers(self) -> list[Router]:
         """Over all units, also those that have left the list and still run requests."""
-        units = (*self._units, *self._leaving)
+        units = (*self.units, *self.leaving)
         return [unit.router for unit in units if unit.router is not None]
 
     @property
@@ -156,8 +156,8 @@ class Door:
         """Wait for the router of the unit that gets most requests."""
 
         def found() -> Router | None:
-            shares = [unit.share for unit in self._units]
-            return self._units[shares.index(max(shares))].router if shares else None
+            shares = [unit.share for unit in self.units]
+            return self.units[shares.index(max(shares))].router if shares else None
 
         return await self._until_there(found, None)
 
@@ -178,16 +178,16 @@ class Door:
 
     def _unit_for(self, request: router_pb2.GenerateRequest, request_id: str) -> UnitRouter | None:
         """None: the list is not known yet. Raises NotResumableError."""
-        if not self._units:
+        if not self.units:
             return None
         if request.unit:
-            for unit in self._units:
+            for unit in self.units:
                 is_named = unit.key.code == request.unit.rpartition("/")[0]
                 if is_named and (unit.router is None or unit.router.model.unit == request.unit):
                     return unit
             if request.resume_from_index:
                 raise not_resumable()
-        return self._units[drawn(request_id, self._shares)]
+        return self.units[drawn(request_id, self._shares)]
 
     async def _keeper_of(
         self, request: router_pb2.GenerateRequest, routers: list[Router]
@@ -209,15 +209,15 @@ class Door:
     @property
     def _shares(self) -> list[float]:
         """Of the units, as listed. A unit without a router leaves its share to the other."""
-        ready = [unit.share if unit.router is not None else 0.0 for unit in self._units]
-        return ready if any(ready) else [unit.share for unit in self._units]
+        ready = [unit.share if unit.router is not None else 0.0 for unit in self.units]
+        return ready if any(ready) else [unit.share for unit in self.units]
 
     # --- waiting -------------------------------------------------------------------------------
 
     @property
     def _has_all(self) -> bool:
         """Whether the list is known, and every unit that has a share has its router."""
-        shared = [unit for unit in self._units if unit.share > 0]
+        shared = [unit for unit in self.units if unit.share > 0]
         return bool(shared) and all(unit.router is not None for unit in shared)
 
     async def _until_there(
@@ -252,7 +252,7 @@ class Door:
             self.num_waiting -= 1
 
     def _in_vain(self, named_s: float | None) -> BatonError:
-        missing = [unit for unit in self._units if unit.router is None]
+        missing = [unit for unit in self.units if unit.router is None]
         if missing:
             named = " and ".join(unit.key.code or "the cluster" for unit in missing)
             message = f"no worker of {named} has told its tokenizer yet"
@@ -269,17 +269,17 @@ class Door:
     # --- the list of units ---------------------------------------------------------------------
 
     async def _take_units(self, message: control_pb2.WatchUnitsResponse) -> None:
-        known = {unit.key: unit for unit in self._units}
+        known = {unit.key: unit for unit in self.units}
         units = []
         for listed in message.units:
             key = UnitKey(listed.code, listed.control_address or self._control_address)
             unit = known.pop(key, None) or self._enter(key)
             unit.share = listed.share
             units.append(unit)
-        self._units = units
+        self.units = units
         for unit in known.values():
             log.info("unit %r leaves", unit.key.code)
-            self._leaving.append(unit)
+            self.leaving.append(unit)
             unit.leave()
         self._announce()
 
@@ -288,8 +288,8 @@ class Door:
         unit = UnitRouter(key, self._make, self._announce)
 
         def ended(task: asyncio.Task[None]) -> None:
-            if unit in self._leaving:
-                self._leaving.remove(unit)
+            if unit in self.leaving:
+                self.leaving.remove(unit)
             if not unit.has_left or (not task.cancelled() and task.exception() is not None):
                 self.tell_fault(task)
 
@@ -317,7 +317,7 @@ class Door:
 
     def _held(self, key: UnitKey) -> control_pb2.ReportRouterRequest:
         """Report requests that wait for a first worker of the unit, so that pools at zero start."""
-        is_drawn = any(unit.key == key and unit.share > 0 for unit in self._units)
+        is_drawn = any(unit.key == key and unit.share > 0 for unit in self.units)
         return control_pb2.ReportRouterRequest(
             router_id=self._door_id, num_held=self.num_waiting if is_drawn else 0
         )

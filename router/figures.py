@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from baton.clock import NowS
 from baton.v1 import control_pb2
 
 WINDOW_S = 10.0
@@ -45,7 +46,7 @@ class Waiting:
 class Figures:
     """Own the counts of the last `WINDOW_S`."""
 
-    def __init__(self, router_id: str, clock: Callable[[], float]) -> None:
+    def __init__(self, router_id: str, clock: NowS) -> None:
         self._router_id, self._clock = router_id, clock
         self._seen: deque[tuple[float, Counts]] = deque([(clock(), Counts())])
 

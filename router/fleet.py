@@ -16,6 +16,7 @@ from typing import NewType
 
 import numpy as np
 
+from baton.clock import NowS
 from baton.config.router import RouterConfig
 from router.placement import FleetArrays, Placement
 from router.recent_peak import RecentPeak
@@ -24,7 +25,6 @@ from router.worker_facts import WorkerFacts
 from router.worker_kinds import WorkerKinds
 
 Slot = NewType("Slot", int)
-Clock = Callable[[], float]
 
 LEARNING_RATE = 0.2  # weight of the newest observation
 REPORT_AGE_S = 2.0  # of a worker's figures at most: its heartbeat's and the registry's pace
@@ -101,7 +101,7 @@ class Booking:
 class Fleet:
     """Own worker rows and bookings; everything here runs on the event loop."""
 
-    def __init__(self, config: RouterConfig, clock: Clock, on_change: Callable[[], None]) -> None:
+    def __init__(self, config: RouterConfig, clock: NowS, on_change: Callable[[], None]) -> None:
         self._config = config
         self._clock = clock
         self._on_change = on_change

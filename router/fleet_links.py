@@ -66,7 +66,7 @@ class FleetLinks:
         self._links: dict[str, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._heard, self._settles = asyncio.Event(), False
-        self._refused: set[str] = set()
+        self.refused: set[str] = set()
 
     def __iter__(self) -> Iterator[WorkerLink]:
         return iter(list(self._links.values()))
@@ -118,13 +118,13 @@ class FleetLinks:
         self._fleet.away = fleet.away
         self._settles = fleet.settles
         listed = set()
-        self._refused &= {report.facts.worker_id for report in fleet.workers}
+        self.refused &= {report.facts.worker_id for report in fleet.workers}
         for report in fleet.workers:
             if self._is_served(report.facts):
                 listed.add(report.facts.worker_id)
                 self._update_one(report)
-            elif report.facts.worker_id not in self._refused:
-                self._refused.add(report.facts.worker_id)
+            elif report.facts.worker_id not in self.refused:
+                self.refused.add(report.facts.worker_id)
                 log.warning(
                     "worker %s runs %r: not used", report.facts.worker_id, report.facts.model
                 )

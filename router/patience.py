@@ -6,9 +6,9 @@ flows stays, one that is silent as well moves on.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
+from baton.clock import Clock, Timer
 from router.fleet import WorkerEntry, WorkerState
 
 Limit = (
@@ -22,7 +22,7 @@ class Patience:
     def __init__(
         self,
         suspect_silence_s: float,
-        clock: Callable[[], float],
+        clock: Clock,
         on_over: Callable[[WorkerEntry, str], None],
     ) -> None:
         self._suspect_silence_s, self._clock, self._on_over = suspect_silence_s, clock, on_over
@@ -30,7 +30,7 @@ class Patience:
         self._what = ""
         self._since_s = self._timer_at_s = 0.0
         self._limit: Limit = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
 
     def expect(self, what: str, limit: Limit, *workers: WorkerEntry) -> None:
         """Note progress. The next one must come within the limit. A limit that may grow is computed
@@ -38,7 +38,7 @@ class Patience:
         whose time was over first is named; of equals the first.
         """
         self._workers, self._what = workers, what
-        self._since_s, self._limit = self._clock(), limit
+        self._since_s, self._limit = self._clock.now_s(), limit
         self.review()
 
     def review(self) -> None:
@@ -67,8 +67,8 @@ class Patience:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_at_s = at_s
-        delay_s = max(0.0, at_s - self._clock())
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+        delay_s = max(0.0, at_s - self._clock.now_s())
+        self._timer = self._clock.call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -76,7 +76,7 @@ class Patience:
             return
         worker = min(self._workers, key=self._over_at_s)
         over_at_s = self._over_at_s(worker)
-        if over_at_s > self._clock():
+        if over_at_s > self._clock.now_s():
             self._set_timer(over_at_s)
         else:
             self._on_over(worker, self._what)

@@ -6,9 +6,9 @@ Pure but for the times that come in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from baton.clock import NowS
 from baton.v1 import control_pb2
 from router.recent import Recent
 
@@ -27,7 +27,7 @@ class PoolFigures:
     """Own what was seen of each pool in the last `WINDOW_S`; one of which nothing was seen any more
     is forgotten."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: NowS) -> None:
         self._clock = clock
         self._pools: dict[str, _Pool] = {}
 

@@ -8,9 +8,9 @@ on what hangs. Pure but for the times that come in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.clock import NowS
 from baton.v1 import control_pb2
 from router.recent import Recent, Spans
 
@@ -32,7 +32,7 @@ class _Ended:
 class RequestFigures:
     """Own what was seen of requests in the last `WINDOW_S`."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: NowS) -> None:
         self._clock = clock
         self._ended = Spans(WINDOW_S, _Ended)
         self._gaps_s = Recent(WINDOW_S)

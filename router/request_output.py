@@ -88,14 +88,14 @@ class RequestOutput:
         """This booking's tokens come now. `routed` is sent once its decode worker has room, since a
         full one may be asked many times. `has_time`: as far as is known, a worker could serve it
         before its deadline."""
-        self._booking, self._attempt_at_s = booking, self._parts.clock()
+        self._booking, self._attempt_at_s = booking, self._parts.clock.now_s()
         self._routed, self._on_taken_in = routed, on_taken_in
         self._num_attempts, self._lease_id = self._num_attempts + 1, ""
         self._had_time |= has_time
 
     def attempt_over(self) -> None:
         """The time in line from here on is no worker's fault."""
-        self._still_s += self._parts.clock() - max(self._attempt_at_s, self._last_at_s)
+        self._still_s += self._parts.clock.now_s() - max(self._attempt_at_s, self._last_at_s)
 
     @property
     def num_emitted(self) -> int:
@@ -103,7 +103,7 @@ class RequestOutput:
 
     def reserved(self, lease_id: str) -> None:
         self._lease_id = lease_id
-        self._reserve_s = self._parts.clock() - self._attempt_at_s
+        self._reserve_s = self._parts.clock.now_s() - self._attempt_at_s
         self._on_taken_in()
         if self._routed is not None:
             self.log.mark(self._routed)
@@ -112,7 +112,7 @@ class RequestOutput:
         self._num_cached_tokens = num_cached_tokens
 
     def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
-        now = self._parts.clock()
+        now = self._parts.clock.now_s()
         booking = self._booking
         prefilled = booking is not None and booking.prefill_held  # else found where it ran
         if booking is not None:
@@ -188,7 +188,7 @@ class RequestOutput:
         """Tokens that come together share the gap before them: none of them took no time."""
         if not num_new:
             return
-        now = self._parts.clock()
+        now = self._parts.clock.now_s()
         if len(self.log.ids) == num_new:
             self._first_at_s = now
         else:
@@ -337,7 +337,7 @@ class RequestOutput:
             queue_s=self.queue_s,
             ttft_s=self._first_at_s - arrived_s if self.log.ids else 0.0,
             itl_s=statistics.median(gaps_s) if gaps_s else 0.0,
-            e2e_s=self._parts.clock() - arrived_s,
+            e2e_s=self._parts.clock.now_s() - arrived_s,
             tokenize_s=self._arrival.tokenize_s,
             reserve_s=self._reserve_s,
             prefill_s=self._prefill_s,

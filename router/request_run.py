@@ -60,7 +60,7 @@ class RequestRun:
         self._deadline_s = arrival.arrived_s + config.timeout_s(parsed.timeout_s)
         self._retrying = Retrying(arrival, parts, self.log)
         self._aborted = self._orphaned = self._has_lost_model = False
-        self._attempt: Attempt | None = None  # under way
+        self.attempt: Attempt | None = None  # under way
         self._is_sought = parsed.resume_from_index is not None  # at the decode workers
         self._task: asyncio.Task[None] | None = None
 
@@ -88,19 +88,19 @@ class RequestRun:
         if self._task is not None and not self._task.done():
             self._aborted = True
             # One that is looked for may run, and may belong to this router's session by now.
-            if self._is_sought or self._has_moved:
+            if self._is_sought or self.has_moved:
                 self._parts.links.cancel_everywhere(self.arrival.wire_id)
             self._task.cancel()
 
     def lose_clients(self) -> None:
         """Cancel a request that nobody reads, unless another router continues it and may need the
         handoff that is under way from here."""
-        if not self._has_moved:
+        if not self.has_moved:
             self.abort()
 
     @property
-    def _has_moved(self) -> bool:
-        return self._attempt is not None and self._attempt.has_moved
+    def has_moved(self) -> bool:
+        return self.attempt is not None and self.attempt.has_moved
 
     def orphan(self) -> None:
         """Stop following the request. It continues at its decode worker for another router."""
@@ -142,7 +142,7 @@ class RequestRun:
 
     async def _drive_until_deadline(self) -> None:
         try:
-            async with asyncio.timeout(max(0.0, self._deadline_s - self._parts.clock())):
+            async with asyncio.timeout(max(0.0, self._deadline_s - self._parts.clock.now_s())):
                 await self._drive()
         except TimeoutError:
             raise DeadlineError(OUT_OF_TIME) from None
@@ -152,9 +152,9 @@ class RequestRun:
             return
         ticket = self._ticket()
         while True:
-            queued_at_s = self._parts.clock()
+            queued_at_s = self._parts.clock.now_s()
             placed = await self._place(ticket)
-            self._output.queue_s += self._parts.clock() - queued_at_s
+            self._output.queue_s += self._parts.clock.now_s() - queued_at_s
             if await self._ends_well(self._try_placed(placed)):
                 return
 
@@ -225,7 +225,7 @@ class RequestRun:
         """See an attempt through to its end, and leave nothing of it behind on its workers."""
         taken_in = partial(self._retrying.taken_in, booking.decode)
         self._output.new_attempt(booking, routed, taken_in, self._has_time(booking))
-        self._attempt = attempt
+        self.attempt = attempt
         try:
             await running
         except AttemptError as error:
@@ -233,7 +233,7 @@ class RequestRun:
                 self._retrying.lost_while_running(booking.decode)
             raise
         finally:
-            self._attempt = None
+            self.attempt = None
             self._output.attempt_over()
             if not self._orphaned:
                 attempt.cancel_on_worker()
@@ -242,7 +242,7 @@ class RequestRun:
         """Whether its deadline leaves, as far as is known, what its prompt takes."""
         parts = self._parts
         least_s = least_prefill_s(booking.prefill_tokens, parts.fleet.arrays)
-        return self._deadline_s - parts.clock() > least_s
+        return self._deadline_s - parts.clock.now_s() > least_s
 
     def _new_attempt(self, workers: Workers, first_token_s: Callable[[float], float]) -> Attempt:
         """`first_token_s`: what to be patient for at a rate of prefill, in tokens a second."""
@@ -305,7 +305,7 @@ class RequestRun:
 
     def _spec(self, placed: Placed) -> worker_pb2.RequestSpec:
         arrival, parsed = self.arrival, self.arrival.parsed
-        left_s = self._deadline_s - self._parts.clock()
+        left_s = self._deadline_s - self._parts.clock.now_s()
         return worker_pb2.RequestSpec(
             request_id=arrival.wire_id,
             body_digest=parsed.body_digest,

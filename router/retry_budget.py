@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 
+from baton.clock import NowS
 from baton.config.router import RouterConfig
 
 MAX_TENANTS = 4096  # the longest unused is forgotten, and with it starts from a full bucket
@@ -29,7 +29,7 @@ class TokenBucket:
 class RetryBudget:
     """Own the fleet's bucket and one per tenant: a retry draws on both or on neither."""
 
-    def __init__(self, config: RouterConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, config: RouterConfig, clock: NowS) -> None:
         self._config, self._clock = config, clock
         self._fleet = TokenBucket(config.retry_burst, config.retry_per_s, clock())
         self._tenants: OrderedDict[str, TokenBucket] = OrderedDict()

@@ -14,9 +14,10 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 
+from baton.clock import Clock, Timer
 from baton.config.router import RouterConfig
 from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
 from baton.v1 import control_pb2, router_pb2
@@ -58,7 +59,7 @@ class Router:
         metrics: RouterMetrics,
         *,
         on_fault: Callable[[asyncio.Task[None]], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock,
         rng: random.Random | None = None,
     ) -> None:
         """`on_fault` hears of a task that has ended, and must not while the router serves."""
@@ -68,19 +69,19 @@ class Router:
         self._control_address = control_address
         self.metrics = metrics
         self.identity = RouterIdentity(f"router-{uuid.uuid4().hex[:12]}", time.time_ns())
-        self._figures = Figures(self.identity.router_id, clock)
+        self._figures = Figures(self.identity.router_id, clock.now_s)
         self.index = PrefixIndex(config.max_predictions)
-        self.fleet = Fleet(config, clock, self._fleet_changed)
+        self.fleet = Fleet(config, clock.now_s, self._fleet_changed)
         self.links = FleetLinks(config, self.identity, self.fleet, self.index, self._is_served)
         self.admission = Admission(config, self.fleet, self.index, clock, random.Random())
         self.watch = FleetWatch(control_address, config, self._take_fleet, self.fleet.forget_others)
-        self._parts = self._make_parts()
+        self.parts = self._make_parts()
         self._runs: dict[tuple[str, str], RequestRun] = {}
-        self._timers: dict[RequestRun, asyncio.TimerHandle] = {}
+        self._timers: dict[RequestRun, Timer] = {}
         self._remembered: dict[RequestRun, int] = {}  # ended, oldest first: bytes of its output
         self._remembered_bytes = 0
         self._stack = AsyncExitStack()
-        self._closing = False
+        self.is_closing = False
         self._emptied = asyncio.Event()  # set when no request is known here any more
         self.replaced = asyncio.Event()
         """Set once the registry reports another model: the router is to be closed."""
@@ -94,25 +95,25 @@ class Router:
             links=self.links,
             admission=self.admission,
             searching=Searching(self.config),
-            retries=RetryBudget(self.config, self.clock),
+            retries=RetryBudget(self.config, self.clock.now_s),
             metrics=self.metrics,
             counts=Counts(),
-            request_figures=RequestFigures(self.clock),
-            pool_figures=PoolFigures(self.clock),
+            request_figures=RequestFigures(self.clock.now_s),
+            pool_figures=PoolFigures(self.clock.now_s),
             clock=self.clock,
             rng=self._rng,
         )
 
     async def start(self) -> None:
         """Begin to follow the fleet."""
-        reporting = Reporting(self._control_address, self.config, self._report)
+        reporting = Reporting(self._control_address, self.config, self.report)
         for work in (self.watch.run(), reporting.run()):
             task = asyncio.create_task(work)
             task.add_done_callback(self._ended_task)
             self._stack.push_async_callback(_stop, task)
 
     def _ended_task(self, task: asyncio.Task[None]) -> None:
-        if not self._closing:
+        if not self.is_closing:
             self._on_fault(task)
 
     async def run_out(self) -> None:
@@ -124,7 +125,7 @@ class Router:
     async def close(self, drain_s: float = 0.0) -> None:
         """Take nothing new, give what runs `drain_s` to end, then leave the rest to its decode
         workers: they keep it for the next router."""
-        self._closing = True
+        self.is_closing = True
         runs = [run for run in self._runs.values() if run.log.end is None]
         if runs and drain_s > 0:
             await asyncio.wait([asyncio.ensure_future(r.wait()) for r in runs], timeout=drain_s)
@@ -141,7 +142,7 @@ class Router:
 
     def leave_requests(self) -> None:
         """Take nothing new, and leave what runs to its decode workers at once."""
-        self._closing = True
+        self.is_closing = True
         for run in list(self._runs.values()):
             run.orphan()
 
@@ -154,7 +155,7 @@ class Router:
         """
         parsed = arrival.parsed
         run = self._runs.get(arrival.key)
-        if self._closing:
+        if self.is_closing:
             has_begun = run is not None
             raise ShuttingDownError(SHUTTING_DOWN, has_begun=has_begun, retry_after_s=1.0)
         if run is None:
@@ -169,12 +170,12 @@ class Router:
         return run, run.log.reader(parsed.resume_from_index or 0)
 
     def _begin(self, arrival: Arrival) -> RequestRun:
-        run = self._runs[arrival.key] = RequestRun(arrival, self._parts)
+        run = self._runs[arrival.key] = RequestRun(arrival, self.parts)
         num_tokens = len(arrival.parsed.token_ids)
         self.metrics.arrivals.inc()
         self.metrics.prompt_tokens.inc(num_tokens)
-        self._parts.counts.num_arrivals += 1
-        self._parts.counts.prompt_tokens += num_tokens
+        self.parts.counts.num_arrivals += 1
+        self.parts.counts.prompt_tokens += num_tokens
         run.start(self._ended)
         return run
 
@@ -185,7 +186,7 @@ class Router:
             return
         if run.log.end is None and not run.arrival.chose_id:
             run.lose_clients()
-        elif not self._closing:
+        elif not self.is_closing:
             has_ended = run.log.end is not None
             self._set_timer(run, (lambda: self._forget(run)) if has_ended else run.lose_clients)
 
@@ -204,7 +205,7 @@ class Router:
             seed,
             request.resume_from_index,
         )
-        async with self._parts.searching.turn(request.tenant):
+        async with self.parts.searching.turn(request.tenant):
             return await is_kept(sought, self.links, self.config.attach_timeout_s)
 
     def abort(self, tenant: str, request_id: str) -> None:
@@ -231,7 +232,7 @@ class Router:
         self._forget_timer(run)
         end = run.log.end
         useful = isinstance(end, Finished) and end.reason is not FinishReason.ABORTED
-        if run.arrival.chose_id and useful and not self._closing:
+        if run.arrival.chose_id and useful and not self.is_closing:
             self._set_timer(run, lambda: self._forget(run))
             self._remember(run)
         else:
@@ -253,8 +254,7 @@ class Router:
 
     def _set_timer(self, run: RequestRun, action: Callable[[], None]) -> None:
         self._forget_timer(run)
-        loop = asyncio.get_running_loop()
-        self._timers[run] = loop.call_later(self.config.resume_window_s, action)
+        self._timers[run] = self.clock.call_later(self.config.resume_window_s, action)
 
     def _forget_timer(self, run: RequestRun) -> None:
         if timer := self._timers.pop(run, None):
@@ -292,11 +292,13 @@ class Router:
             model_names=(self.model.name,),
         )
 
-    def _report(self) -> control_pb2.ReportRouterRequest:
-        waiting = waiting_requests(self.admission.waiting, self.fleet, self.config, self.clock())
-        report = self._figures.report(self._parts.counts, waiting)
-        report.requests.CopyFrom(self._parts.request_figures.report(self.num_active))
-        report.pools.extend(self._parts.pool_figures.report())
+    def report(self) -> control_pb2.ReportRouterRequest:
+        waiting = waiting_requests(
+            self.admission.waiting, self.fleet, self.config, self.clock.now_s()
+        )
+        report = self._figures.report(self.parts.counts, waiting)
+        report.requests.CopyFrom(self.parts.request_figures.report(self.num_active))
+        report.pools.extend(self.parts.pool_figures.report())
         return report
 
     def gauges(self) -> Gauges:
@@ -311,6 +313,11 @@ class Router:
         )
 
     @property
+    def runs(self) -> Collection[RequestRun]:
+        """Requests that run, or whose output is kept."""
+        return self._runs.values()
+
+    @property
     def num_active(self) -> int:
         return sum(run.log.end is None for run in self._runs.values())
 
@@ -323,6 +330,7 @@ class Router:
         """Raise AssertionError when books disagree, or hold something no request accounts for."""
         self.fleet.check_integrity()
         self.index.check_integrity()
+        assert self._timers.keys() <= set(self.runs), "a timer of a request that is forgotten"
         assert self.fleet.num_bookings <= self.num_active, (
             self.fleet.num_bookings,
             self.num_active,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import quote
 
+from baton.clock import Clock
 from baton.config.router import RouterConfig
 from router.admission import Admission
 from router.figures import Counts
@@ -34,7 +34,7 @@ class RunParts:
     counts: Counts
     request_figures: RequestFigures
     pool_figures: PoolFigures
-    clock: Callable[[], float]
+    clock: Clock
     rng: random.Random
 
 

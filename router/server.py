@@ -34,7 +34,7 @@ class RouterServer:
         the files for TLS or tokens cannot be read."""
         check_can_listen(listen, config.reuse_port)
         self.door, self._config = door, config
-        self._service = RouterService(door)
+        self.service = RouterService(door)
         self._health = health.aio.HealthServicer()
         self._health_server = (
             None if config.health_port is None else HealthPort(self._health, config)
@@ -53,7 +53,7 @@ class RouterServer:
                 *sends_pings(_CLIENT_KEEPALIVE_S),
             ),
         )
-        router_pb2_grpc.add_RouterServiceServicer_to_server(self._service, self._server)
+        router_pb2_grpc.add_RouterServiceServicer_to_server(self.service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -88,7 +88,7 @@ class RouterServer:
         await self._server.stop(grace=1.0)
         if self._health_server is not None:
             await self._health_server.stop()
-        self._service.close()
+        self.service.close()
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})

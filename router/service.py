@@ -65,7 +65,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     def __init__(self, door: Door) -> None:
         self._door = door
         self.tokenizing = Tokenizing(door.config)
-        self._arriving = Arriving()
+        self.arriving = Arriving()
         self._of_names = RequestLimits(NO_BOUND, model_names=(door.model_name,))
 
     def close(self) -> None:
@@ -76,11 +76,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Generate(  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
-        arrived_s = self._door.clock()
+        arrived_s = self._door.clock.now_s()
         try:
             opened = await self._open(request, arrived_s)
             if opened is None:
-                yield _response(_aborted(self._door.clock() - arrived_s))
+                yield _response(_aborted(self._door.clock.now_s() - arrived_s))
                 return
             router, run, reader = opened
             try:
@@ -107,7 +107,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             raise
         finally:
             if opened is None:
-                of_refused(request, outcome, self._door.clock() - arrived_s).write()
+                of_refused(request, outcome, self._door.clock.now_s() - arrived_s).write()
         return opened
 
     async def _arrive(
@@ -118,7 +118,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         arriving: Coroutine[Any, Any, tuple[Router, Arrival] | None]
         arriving = self._arrival(request, request_id, arrived_s)
         if request.request_id:
-            arriving = self._arriving.run((request.tenant, request.request_id), arriving)
+            arriving = self.arriving.run((request.tenant, request.request_id), arriving)
         return await arriving
 
     async def _arrival(
@@ -154,7 +154,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Abort(  # noqa: N802
         self, request: router_pb2.AbortRequest, context: Context
     ) -> router_pb2.AbortResponse:
-        if self._arriving.abort((request.tenant, request.request_id)):
+        if self.arriving.abort((request.tenant, request.request_id)):
             self._door.abort_everywhere(request.tenant, request.request_id)
             return router_pb2.AbortResponse()
         try:

@@ -25,13 +25,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from baton.clock import AwakeClock, NowS
 from baton.config.workers import RegistryConfig
 from baton.errors import OtherModelError
 from cluster.pools.pool_table import Pool, PoolTable, Slot
 from cluster.pools.role_plan import Role, RolePlan, active_roles
 from cluster.registry.router_reports import RouterReports, SilentRouter
 from cluster.registry.units import UnitList
-from kv_transfer.clock import AwakeClock, NowS
 
 
 class WorkerState(enum.Enum):

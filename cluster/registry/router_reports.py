@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from kv_transfer.clock import NowS
+from baton.clock import NowS
 
 SILENT_AFTER_S = 5.0
 """After this silence a router's report is left out."""

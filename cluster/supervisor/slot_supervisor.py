@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from baton.clock import Clock, LoopClock, wait_for_event
 from baton.v1 import control_pb2
 from cluster.errors import PodLostError, ReplicaError
 from cluster.registry.control_service import Changes
 from cluster.registry.registry import FleetEntry, Registration, Registry, WorkerState
 from cluster.supervisor.replica import RankEnd, Replica, ReplicaName, Replicas
 from cluster.worker.config import WorkerConfig
-from kv_transfer.clock import Clock, LoopClock, wait_for_event
 from kv_transfer.process import ProcessIdentity
 
 log = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from baton.clock import LoopClock
 from baton.errors import OtherModelError
 from baton.grpc_options import WORKER_MESSAGE_BYTES, accepts_pings
 from baton.text_files import find_text_files
@@ -55,7 +56,6 @@ from engine.build import build_engine
 from engine.loop import EngineThread
 from engine.request import EngineEvent
 from engine.warm_up import warm_up
-from kv_transfer.clock import LoopClock
 from kv_transfer.exporter import Exporter
 from kv_transfer.lease_table import LeaseTable
 from prefill_worker.role import PrefillRole

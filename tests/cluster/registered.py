@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from baton.clock import ManualClock
 from baton.v1 import common_pb2, control_pb2
 from cluster.registry.registry import Progress, Registration, Registry, Stream
-from kv_transfer.clock import ManualClock
 from tests.cluster.memory_replicas import process_of
 
 

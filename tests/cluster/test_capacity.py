@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from baton.config.engine import FakeEngineConfig
 from baton.v1 import common_pb2, router_pb2
 from cluster.pools.role_plan import Role
-from router.text import TextModel
-from tests.router.deployment import byte_model
-from tests.router.test_real_workers import Listed, router_over
-
-
-@pytest.fixture
-def text_model(tmp_path: Path) -> TextModel:
-    return byte_model(tmp_path)
+from tests.router.real_workers import Listed, router_over
 
 
 async def test_a_request_without_max_tokens_runs_where_memory_holds_less_than_the_context(
-    text_model: TextModel, kit: Any
+    kit: Any,
 ) -> None:
     small = dataclasses.replace(
         kit.engine, num_blocks=20, fake=FakeEngineConfig(vocab_size=257, max_model_len=4096)
@@ -34,7 +24,7 @@ async def test_a_request_without_max_tokens_runs_where_memory_holds_less_than_th
         kit.running_worker("d0", Role.DECODE, small) as decode,
     ):
         listed = [Listed(worker, worker.address) for worker in (prefill, decode)]
-        async with router_over(text_model, *listed) as (router, client):
+        async with router_over(*listed) as (router, client):
             request = router_pb2.GenerateRequest(
                 token_ids=router_pb2.TokenIds(ids=range(20)),
                 sampling=common_pb2.SamplingParams(temperature=0.0, ignore_eos=True),

@@ -55,10 +55,10 @@ async def test_books_show_what_a_handoff_holds_on_either_side_and_nothing_after_
 async def test_a_part_whose_books_do_not_agree_is_named(pair: Any) -> None:
     role = pair.decode.decode
     # Only a bug could make the tables disagree, so the test writes into them.
-    role._runs._by_request["ghost"] = None  # a request that nobody runs
+    role.runs._by_request["ghost"] = None  # a request that nobody runs
     (problem,) = (await books_of(pair.decode)).problems
     assert problem.startswith("decode: ")
-    del role._runs._by_request["ghost"]
+    del role.runs._by_request["ghost"]
     assert not (await books_of(pair.decode)).problems
 
 

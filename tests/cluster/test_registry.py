@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.clock import ManualClock
 from baton.config.decode import DecodeConfig
 from baton.config.workers import RegistryConfig, WorkerSettings
 from baton.errors import InvalidRequestError, NotFoundError, OtherModelError
 from cluster.registry.registry import Progress, Registration, Registry, Stream, WorkerState
-from kv_transfer.clock import ManualClock
 from tests.cluster.pool_settings import settings_of
 from tests.cluster.registered import pass_s
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from baton.clock import ManualClock
 from baton.config.workers import RegistryConfig, SupervisorConfig
 from cluster.registry.fleet_wire import fleet_message
 from cluster.registry.pool_changes import PoolChanges
 from cluster.registry.registry import Registry
 from cluster.supervisor.supervisor import Supervision
-from kv_transfer.clock import ManualClock
 from tests.cluster.memory_replicas import (
     POOL,
     MemoryReplicas,

@@ -12,6 +12,7 @@ from typing import cast
 
 import pytest
 
+from baton.clock import ManualClock
 from baton.config.workers import RegistryConfig, SupervisorConfig
 from baton.v1 import common_pb2, control_pb2
 from cluster.errors import PodLostError
@@ -21,7 +22,6 @@ from cluster.registry.registry import Progress, Registration, Registry, Stream
 from cluster.supervisor.replica import RankEnd, Replica
 from cluster.supervisor.slot_supervisor import LOOK_S, SlotContext, SlotSupervisor
 from cluster.worker.config import WorkerConfig
-from kv_transfer.clock import ManualClock
 from kv_transfer.process import ProcessIdentity
 from tests.cluster.memory_replicas import PROCESS, MemoryReplicas, replica_of
 from tests.cluster.pool_settings import settings_of

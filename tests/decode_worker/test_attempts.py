@@ -52,7 +52,7 @@ async def test_an_attempt_that_comes_again_within_a_step_gets_its_own_tokens() -
         await until(lambda: len(role._log) == 0)
         heard.finished = 0
         await link.reserve(latter)
-        await until(lambda: len(role._runs) == 1)
+        await until(lambda: len(role.runs) == 1)
         step.go_on.set()
         await link.until(lambda: heard.finished)
         assert heard.in_order() == expected

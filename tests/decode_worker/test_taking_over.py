@@ -162,7 +162,7 @@ async def test_what_fails_while_a_request_is_taken_leaves_nothing_of_it(
     told = link.of("x").rejected
     assert told is not None
     assert told.reason == worker_pb2.REJECT_REASON_INTERNAL
-    assert not worker.decode._runs  # a leak that no call shows
+    assert not worker.decode.runs  # a leak that no call shows
     await link.reserve(make_spec("x"))
     await link.until(lambda: link.of("x").finished)
     assert link.of("x").in_order() == Oracle().tokens(make_spec("x"))
@@ -229,7 +229,7 @@ async def test_a_router_takes_nothing_back_that_another_attached_while_its_sessi
 ) -> None:
     """Nor does it end it; whether or not the other's own session is lost by then."""
     assert worker.decode is not None
-    runs = worker.decode._runs  # which attempt is whose, which no call shows
+    runs = worker.decode.runs  # which attempt is whose, which no call shows
     lost = await open_link(worker, "router-a/1")
     await lost.reserve(endless("x"))
     await lost.until(lambda: lost.of("x").tokens)
@@ -265,5 +265,5 @@ async def refused_and_unheard(
     assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
     await link.cancel("x")
     await barrier(link, f"after the cancel with {orphans} orphans")
-    assert len(worker.decode._runs) == 1  # it runs on; nothing is sent to an orphan
+    assert len(worker.decode.runs) == 1  # it runs on; nothing is sent to an orphan
     assert worker.decode.num_orphans() == orphans

@@ -6,23 +6,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.layer_pushes import LayerPushes
-from engine.request import BlockPush, HandoffId
-from kv_transfer.layout import BlockId, KvLayout, LayerGroup, TensorSpec
-from tests.engine.driving import RecordingSink
+from tests.engine.layer_sinks import LAYOUT, PUSHES, Sink
 
-TENSORS = (TensorSpec("k", 1, 8, "float32"),)
-LAYOUT = KvLayout(16, (LayerGroup(0, 1, TENSORS), LayerGroup(1, 2, TENSORS, 64)))
-PUSHES = tuple(BlockPush(HandoffId("h"), group, (0,), (BlockId(3),)) for group in (0, 1))
 WAIT_S = 10.0
 HUNG_DEVICE = """
 import threading
-from tests.engine.test_layer_pushes import LAYOUT, PUSHES, LayerPushes, Sink
+from engine.layer_pushes import LayerPushes
+from tests.engine.layer_sinks import LAYOUT, PUSHES, Sink
 
 class Never:
     def record(self): pass
@@ -54,21 +50,6 @@ class Event:
 
     def synchronize(self) -> None:
         assert self.reached.wait(WAIT_S), "nobody computes"
-
-
-class Sink(RecordingSink):
-    """Tells when it has heard of a layer; fails at one."""
-
-    def __init__(self, fails_at: int | None = None) -> None:
-        super().__init__()
-        self.heard = threading.Semaphore(0)
-        self._fails_at = fails_at
-
-    def layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
-        if layer == self._fails_at:
-            raise ValueError(f"layer {layer}")
-        super().layer_done(layer, pushes)
-        self.heard.release()
 
 
 @pytest.fixture

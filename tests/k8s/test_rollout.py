@@ -324,6 +324,7 @@ def test_another_image_of_the_workers_takes_over_worker_by_worker_and_loses_no_s
 
 # --- back by itself -------------------------------------------------------------------------------
 
+READY_WITHIN = {"never ready": "60s", "fails": "10m", "slow": "10m"}
 _FAILS = """
 import importlib.abc, importlib.machinery, sys
 
@@ -375,7 +376,7 @@ def test_a_worse_unit_goes_back_by_itself(
         **with_engine(FAKE, router={"localPrefill": "never"}),
         pools={"prefill": {"role": "prefill"}, "decode": {"role": "decode"}},
         router={"replicas": 1},
-        rollout={"interval": "120s", "steps": [50, 100], "readyTimeout": "60s"},
+        rollout={"interval": "120s", "steps": [50, 100], "readyTimeout": READY_WITHIN[fault]},
     )
     installed.wait_available()
     before, failed = rollout_of(installed)["unit"], list[BatonError]()

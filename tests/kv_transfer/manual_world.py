@@ -11,9 +11,9 @@ from typing import Any
 from handoff_pairs import HERE, THERE
 from transfer_sides import LAYOUT, Side, SideSpec
 
+from baton.clock import ManualClock
 from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
-from kv_transfer.clock import ManualClock
 from kv_transfer.lease import Lease, Receipt
 from kv_transfer.memory_transport import ManualScheduler, MemoryNetwork, Operation
 from kv_transfer.process import ProcessIdentity

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 from transfer_sides import ONE_HEAD, Side, SideSpec
 
+from baton.clock import ManualClock
 from baton.config.transfer import TransferConfig
-from kv_transfer.clock import ManualClock
 from kv_transfer.errors import CancelledHandoffError, HandoffTimeoutError
 from kv_transfer.lease import Receipt
 from kv_transfer.lease_table import LeaseFailure, LeaseState

@@ -25,8 +25,8 @@ from transfer_sides import (
     pool_content,
 )
 
+from baton.clock import ManualClock
 from baton.config.transfer import TransferConfig
-from kv_transfer.clock import ManualClock
 from kv_transfer.errors import HandoffError, LeaseError
 from kv_transfer.layout import HandoffId, RegionLayout
 from kv_transfer.lease import Lease

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from baton.clock import Clock
 from baton.config.transfer import TransferConfig
-from kv_transfer.clock import Clock
 from kv_transfer.exporter import Exporter
 from kv_transfer.layout import (
     BlockId,

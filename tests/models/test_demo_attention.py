@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.models.test_demo_training import run
+from tests.models.training_scripts import run
 
 # Queries a block at a time, against all of them at once: prints the largest difference of the
 # results and of the gradients, for each length.

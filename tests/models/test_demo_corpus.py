@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-TRAINING = Path(__file__).resolve().parents[2] / "models" / "demo_training"
+from tests.models.training_scripts import TRAINING
 
 # Runs beside the generator's modules, which are plain scripts, and prints what it saw.
 PROBE = """

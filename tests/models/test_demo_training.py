@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -11,7 +9,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from baton.config.engine import EngineConfig
 from engine.request import SamplingParams
-from tests.models.test_demo_corpus import TRAINING
+from tests.models.training_scripts import run
 from tests.path.oracles import engine_alone, ids_of
 
 NUM_TOKENS = 12
@@ -99,18 +97,6 @@ write_checkpoint(rest.model, tokenizer, out)
 same = all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 print(before, train.validate(whole.model, unseen, 16), same)
 """
-
-
-def run(script: str, *arguments: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=TRAINING,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not done.returncode, done.stderr
-    return done.stdout.split()
 
 
 def test_muon_does_what_torch_s_does_in_either_dtype() -> None:

@@ -63,7 +63,7 @@ def streams_from(router: Router, worker_id: str) -> bool:
     """Whether a request that is decoded there has put out two tokens."""
     return any(
         len(run.log.ids) > 1 and run.log.end is None and mark.decode_worker == worker_id
-        for run in router._runs.values()
+        for run in router.runs
         for _, mark in run.log.marks
         if isinstance(mark, Routed)
     )

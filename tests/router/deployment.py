@@ -6,18 +6,17 @@ import asyncio
 import functools
 import json
 import random
-import time
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from baton.clock import Clock
 from baton.config.router import RouterConfig
 from baton.grpc_options import accepts_pings
 from baton.text_files import find_text_files
@@ -26,13 +25,15 @@ from baton.v1 import (
     control_pb2,
     control_pb2_grpc,
     router_pb2,
-    router_pb2_grpc,
 )
 from router.door import UNITS_EVERY_S, Door
+from router.fleet import WorkerEntry
 from router.router import Router
 from router.server import RouterServer
 from router.text import TextModel
 from router.tokenizer_reading import ReadTokenizer
+from tests.router.answers import Client
+from tests.router.fleets import entry_of
 from tests.router.scripted_worker import MODEL, Fabric, ScriptedWorker
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -42,7 +43,6 @@ PREFILL, DECODE, MIXED = (
     common_pb2.WORKER_ROLE_MIXED,
 )
 EOS = 256
-PROMPT = "the fox sang to the moon"
 QUICK = RouterConfig(
     keepalive_s=0.3,
     reconnect_min_s=0.02,
@@ -93,13 +93,19 @@ def _byte_alphabet() -> list[str]:
     return [stand_in[byte] for byte in range(256)]
 
 
+@functools.cache
+def default_model() -> TextModel:
+    with tempfile.TemporaryDirectory() as folder:
+        return byte_model(Path(folder))
+
+
 def reading(
-    text_model: TextModel, registry: Registry
+    registry: Registry, text_model: TextModel | None = None
 ) -> Callable[[str, RouterConfig], Awaitable[ReadTokenizer]]:
     """What a door gets that need not ask a worker."""
 
     async def read(control_address: str, config: RouterConfig) -> ReadTokenizer:
-        return ReadTokenizer(text_model, registry.model_fingerprint)
+        return ReadTokenizer(text_model or default_model(), registry.model_fingerprint)
 
     return read
 
@@ -171,81 +177,11 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
                     continue
 
 
-@dataclass
-class Answer:
-    """What a client saw; every index is checked to come once and in order."""
-
-    from_index: int = 0
-    ids: list[int] = field(default_factory=list)
-    text: str = ""
-    routed: list[router_pb2.Routed] = field(default_factory=list)
-    migrated: list[router_pb2.Migrated] = field(default_factory=list)
-    handed_off: list[router_pb2.HandedOff] = field(default_factory=list)
-    prefilled: list[router_pb2.Prefilled] = field(default_factory=list)
-    finished: router_pb2.Finished | None = None
-    num_token_messages: int = 0
-
-    def take(self, response: router_pb2.GenerateResponse) -> None:
-        kind = response.WhichOneof("event")
-        assert self.finished is None, f"{kind} after the end"
-        if kind == "tokens":
-            tokens = response.tokens
-            assert tokens.index == self.from_index + len(self.ids), "a gap or a repetition"
-            self.ids.extend(tokens.ids)
-            self.text += tokens.text
-            self.num_token_messages += 1
-        elif kind == "finished":
-            self.finished = response.finished
-        else:
-            getattr(self, kind).append(getattr(response, kind))
-
-
-class Client:
-    """One router's stub."""
-
-    def __init__(self, address: str) -> None:
-        self.channel = grpc.aio.insecure_channel(
-            address, options=(("grpc.use_local_subchannel_pool", 1),)
-        )
-        self.stub = router_pb2_grpc.RouterServiceStub(self.channel)
-
-    async def ask(
-        self,
-        request: router_pb2.GenerateRequest,
-        until: Callable[[Answer], bool] = lambda answer: False,
-    ) -> Answer:
-        """Read a stream to its end, or until the answer so far is enough, then leave."""
-        answer = Answer(request.resume_from_index)
-        call = self.stub.Generate(request, timeout=20)
-        async for response in call:
-            answer.take(response)
-            if until(answer):
-                call.cancel()
-                return answer
-        return answer
-
-
-def error_reason(error: grpc.aio.AioRpcError) -> str:
-    """The ErrorInfo reason of a failed call."""
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]
-    assert status is not None
-    info = error_details_pb2.ErrorInfo()
-    assert status.details[0].Unpack(info)
-    return info.reason
-
-
-def ask_for(prompt: str, max_tokens: int = 12, **fields: Any) -> router_pb2.GenerateRequest:
-    sampling = common_pb2.SamplingParams(max_tokens=max_tokens)
-    return router_pb2.GenerateRequest(
-        **{"model": MODEL, "text": prompt, "sampling": sampling, "seed": 7, **fields}
-    )
-
-
 class Deployment:
     """Own the processes-to-be of one test: all in one event loop, all over real sockets."""
 
     def __init__(
-        self, text_model: TextModel, config: RouterConfig, clock: Callable[[], float]
+        self, config: RouterConfig, clock: Clock | None, text_model: TextModel | None
     ) -> None:
         self.text_model, self.config, self.clock = text_model, config, clock
         self.fabric, self.registry = Fabric(), Registry()
@@ -288,7 +224,7 @@ class Deployment:
             config,
             self.registry.address,
             MODEL,
-            read=reading(self.text_model, self.registry),
+            read=reading(self.registry, self.text_model),
             clock=self.clock,
             rng=random.Random(1),
         )
@@ -299,6 +235,9 @@ class Deployment:
         self.servers.append(server)
         self.clients.append(Client(server.address))
         return self.clients[-1]
+
+    def entry(self, worker_id: str) -> WorkerEntry:
+        return entry_of(self.router.fleet, worker_id)
 
     async def until(self, condition: Callable[[], bool], what: str = "") -> None:
         """Wait for something that must come; the limit is the failure, not the measure."""
@@ -334,15 +273,19 @@ class Deployment:
 
 @asynccontextmanager
 async def deployment(
-    text_model: TextModel,
     prefill: int = 1,
     decode: int = 1,
     mixed: int = 0,
-    clock: Callable[[], float] = time.monotonic,
+    text_model: TextModel | None = None,
+    clock: Clock | None = None,
+    is_emptied: bool = True,
     **changes: Any,
 ) -> AsyncIterator[Deployment]:
-    """Workers p0.., d0.., m0.. and one router that is connected to all of them."""
-    made = Deployment(text_model, RouterConfig(**{**vars(QUICK), **changes}), clock)
+    """Workers p0.., d0.., m0.. and one router that is connected to all of them.
+
+    At the end nothing may be left of any request, unless the test says so: `is_emptied`.
+    """
+    made = Deployment(RouterConfig(**{**vars(QUICK), **changes}), clock, text_model)
     try:
         await made.registry.start()
         for letter, role, count in (("p", PREFILL, prefill), ("d", DECODE, decode)):
@@ -353,5 +296,29 @@ async def deployment(
         await made.add_router()
         await made.connected(prefill + decode + mixed)
         yield made
+        if is_emptied:
+            await made.check_empty()
     finally:
         await made.close()
+
+
+async def left_behind(
+    d: Deployment, router: int, worker_id: str, request: router_pb2.GenerateRequest
+) -> None:
+    """Have a request run on a worker, and its router gone."""
+    client, running = d.clients[router], d.worker(worker_id).runs
+    d.worker(worker_id).may_decode.clear()
+    for entry in d.routers[router].fleet:
+        if entry.facts.can_decode and entry.facts.worker_id != worker_id:
+            d.routers[router].fleet.hold(entry, 60.0)
+    asking = asyncio.create_task(client.ask(request))
+    await d.until(lambda: any(run.task is not None for run in running.values()))
+    await d.servers[router].stop(0.0)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await asking
+
+
+def held(d: Deployment) -> set[str]:
+    """Workers that get nothing now: they were ejected."""
+    now, holds = d.router.clock.now_s(), d.router.fleet.arrays.hold_until_s
+    return {entry.facts.worker_id for entry in d.router.fleet if holds[entry.slot] > now}

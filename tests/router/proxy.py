@@ -22,10 +22,13 @@ class Proxy:
     @classmethod
     async def to(cls, target: str) -> Proxy:
         proxy = cls(target)
-        proxy._server = await asyncio.start_server(proxy._accept, "127.0.0.1", 0)
-        host, port = proxy._server.sockets[0].getsockname()[:2]
-        proxy.address = f"{host}:{port}"
+        await proxy.start()
         return proxy
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        self.address = f"{host}:{port}"
 
     def freeze(self) -> None:
         self._open.clear()

@@ -246,7 +246,7 @@ class ScriptedWorker(
             elif request.HasField("cancel"):
                 self._cancel(request.cancel.request_id, request.cancel.attempt)
 
-    def _tell(self, router_id: str | None, **parts: Any) -> None:
+    def tell(self, router_id: str | None, **parts: Any) -> None:
         if router_id in self.sessions:
             self.sessions[router_id].put_nowait(worker_pb2.SessionResponse(**parts))
 
@@ -288,8 +288,8 @@ class ScriptedWorker(
             )
             running.reserved = reserved
         else:
-            running.task = asyncio.ensure_future(self._decode(running))
-        self._tell(router_id, reserved=[reserved])
+            running.task = asyncio.ensure_future(self.decode(running))
+        self.tell(router_id, reserved=[reserved])
 
     def _reject(
         self, router_id: str | None, spec: worker_pb2.RequestSpec, reason: int, retry_ms: int
@@ -302,7 +302,7 @@ class ScriptedWorker(
             retry_after_ms=retry_ms,
             field="token_ids" if reason == worker_pb2.REJECT_REASON_INVALID else "",
         )
-        self._tell(router_id, rejected=[rejected])
+        self.tell(router_id, rejected=[rejected])
 
     def _cancel(self, request_id: str, attempt: int) -> None:
         self.cancels.append((request_id, attempt))
@@ -321,10 +321,10 @@ class ScriptedWorker(
                 admitted = worker_pb2.HandoffAdmitted(
                     request_id=spec.request_id, attempt=spec.attempt
                 )
-                first = [self._tokens(running, 0)] if running.was_attached else []
-                self._tell(running.router_id, admitted=[admitted], tokens=first)
+                first = [self.tokens_of(running, 0)] if running.was_attached else []
+                self.tell(running.router_id, admitted=[admitted], tokens=first)
                 self.kv.hold(self.kv_fingerprint, known_tokens(spec), spec.cache_salt)
-                running.task = asyncio.ensure_future(self._decode(running))
+                running.task = asyncio.ensure_future(self.decode(running))
                 return True
         return False
 
@@ -336,18 +336,18 @@ class ScriptedWorker(
                 reason = worker_pb2.REJECT_REASON_HANDOFF_FAILED
                 self._reject(running.router_id, running.spec, reason, 0)
 
-    async def _decode(self, running: Running) -> None:
+    async def decode(self, running: Running) -> None:
         while not running.finished:
             await asyncio.sleep(self.step_s)
             await self.may_decode.wait()
             running.finished = running.next()
             self.num_decode_steps += 1
-            self._tell(running.router_id, tokens=[self._tokens(running, len(running.output) - 1)])
+            self.tell(running.router_id, tokens=[self.tokens_of(running, len(running.output) - 1)])
             self.on_token(running)
         self.runs.pop(running.spec.request_id, None)
         self.finished[running.spec.request_id] = running
 
-    def _tokens(self, running: Running, index: int) -> worker_pb2.RequestTokens:
+    def tokens_of(self, running: Running, index: int) -> worker_pb2.RequestTokens:
         return worker_pb2.RequestTokens(
             request_id=running.spec.request_id,
             attempt=running.spec.attempt,
@@ -382,8 +382,8 @@ class ScriptedWorker(
         former, running.router_id, running.router = running.router_id, request.router_id, router
         if former not in (None, request.router_id) and not self.faults.use("lose_moves"):
             moved = worker_pb2.Moved(request_id=wanted, attempt=running.spec.attempt)
-            self._tell(former, moved=[moved])
+            self.tell(former, moved=[moved])
         if running.reserved is not None and running.task is None:
             running.was_attached = True
-            self._tell(request.router_id, reserved=[running.reserved])
-        return worker_pb2.AttachResponse(spec=running.spec, tokens=self._tokens(running, 0))
+            self.tell(request.router_id, reserved=[running.reserved])
+        return worker_pb2.AttachResponse(spec=running.spec, tokens=self.tokens_of(running, 0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.client import AsyncClient
 from baton.client.credentials import Tls, token_in
 from baton.client.request_stream import build_request
-from baton.config.router import AuthConfig, TlsConfig
+from baton.config.router import AuthConfig
 from baton.errors import (
     AlreadyExistsError,
     BatonError,
@@ -29,55 +28,18 @@ from baton.errors import (
 )
 from baton.v1 import router_pb2, router_pb2_grpc
 from router import access
-from router.text import TextModel
 from tests.certificates import Authority, swap
-from tests.router.deployment import PROMPT, Deployment, ask_for, deployment, error_reason
+from tests.router.answers import PROMPT, ask_for, error_reason
+from tests.router.deployment import deployment
 from tests.router.scripted_worker import MODEL
-
-RED, BLUE = "red-token-1", "blue-token-1"
-
-
-@dataclass
-class Site:
-    """A router behind TLS and tokens, and what its files are made from."""
-
-    d: Deployment
-    authority: Authority
-    tokens: Path
-
-    @property
-    def address(self) -> str:
-        return self.d.servers[0].address
-
-    @property
-    def tls(self) -> Tls:
-        return Tls(ca_file=str(self.authority.ca))
-
-    def client(self, token: str | None = RED, tls: Tls | None = None) -> AsyncClient:
-        return AsyncClient(self.address, tls=tls or self.tls, token=token)
-
-
-def secured(folder: Path, authority: Authority, **tls: str) -> dict[str, Any]:
-    """A router's settings, with tokens of two tenants."""
-    tokens = folder / "tokens"
-    tokens.mkdir()
-    (tokens / "red").write_text(f"{RED}\n")
-    (tokens / "blue").write_text(BLUE)
-    (tokens / "..data").mkdir()  # as Kubernetes has in a mounted Secret
-    made = authority.issue("router")
-    return {
-        "tls": TlsConfig(str(made.certificate), str(made.key), **tls),
-        "auth": AuthConfig(str(tokens)),
-    }
+from tests.router.secured import BLUE, RED, Site, secured
 
 
 @pytest.fixture
-async def site(
-    text_model: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Site]:
+async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     monkeypatch.setattr(access, "_LOOK_S", 0.01)
     authority = Authority(tmp_path)
-    async with deployment(text_model, **secured(tmp_path, authority)) as d:
+    async with deployment(**secured(tmp_path, authority)) as d:
         yield Site(d, authority, tmp_path / "tokens")
 
 
@@ -255,12 +217,10 @@ async def test_the_certificate_is_replaced_while_the_router_runs_and_streams_go_
     await site.d.check_empty()
 
 
-async def test_clients_without_a_certificate_of_theirs_are_left_outside(
-    text_model: TextModel, tmp_path: Path
-) -> None:
+async def test_clients_without_a_certificate_of_theirs_are_left_outside(tmp_path: Path) -> None:
     authority, clients = Authority(tmp_path), Authority(tmp_path / "clients")
     settings = secured(tmp_path, authority, client_ca_file=str(clients.ca)) | {"health_port": 0}
-    async with deployment(text_model, **settings) as d:
+    async with deployment(**settings) as d:
         site = Site(d, authority, tmp_path / "tokens")
         with pytest.raises(HandshakeError, match="a client's certificate"):
             await models_at(site)
@@ -275,10 +235,10 @@ async def test_clients_without_a_certificate_of_theirs_are_left_outside(
 
 
 async def test_probes_ask_health_in_plain_text_at_a_port_where_nothing_else_is(
-    text_model: TextModel, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     settings = secured(tmp_path, Authority(tmp_path)) | {"health_port": 0}
-    async with deployment(text_model, **settings) as d:
+    async with deployment(**settings) as d:
         port = d.servers[0].health_port
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             health = await health_pb2_grpc.HealthStub(channel).Check(
@@ -291,10 +251,10 @@ async def test_probes_ask_health_in_plain_text_at_a_port_where_nothing_else_is(
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_tokens_are_wanted_without_tls_too(text_model: TextModel, tmp_path: Path) -> None:
+async def test_tokens_are_wanted_without_tls_too(tmp_path: Path) -> None:
     file = tmp_path / "tokens.yaml"
     file.write_text(f"red: {RED}\nblue: |\n  {BLUE}\n  blue-token-2\n")
-    async with deployment(text_model, auth=AuthConfig(str(file))) as d:
+    async with deployment(auth=AuthConfig(str(file))) as d:
         address = d.servers[0].address
         async with AsyncClient(address) as nobody, AsyncClient(address, token=BLUE) as blue:
             with pytest.raises(UnauthenticatedError):

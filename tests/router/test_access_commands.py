@@ -9,22 +9,19 @@ from pathlib import Path
 import pytest
 
 from cli.main import main
-from router.text import TextModel
 from tests.certificates import Authority
 from tests.router.deployment import deployment
-from tests.router.test_access import BLUE, RED, Site, secured
+from tests.router.secured import BLUE, RED, Site, secured
 
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-async def site(
-    text_model: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Site]:
+async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     for name in ("BATON_TOKEN", "BATON_TLS_CA"):
         monkeypatch.delenv(name, raising=False)
     authority = Authority(tmp_path)
-    async with deployment(text_model, **secured(tmp_path, authority)) as d:
+    async with deployment(**secured(tmp_path, authority)) as d:
         yield Site(d, authority, tmp_path / "tokens")
 
 

@@ -14,7 +14,7 @@ from router.access import Access
 from router.rereading import Reread
 from router.tls import ServerTls
 from tests.certificates import Authority, swap
-from tests.router.test_access import secured
+from tests.router.secured import secured
 
 
 def test_relative_files_are_those_beside_the_cluster_file(tmp_path: Path) -> None:

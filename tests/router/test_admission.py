@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 
+from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.errors import NoCapacityError, OverloadedError, UnavailableError
 from router.admission import POLL_S, SCAN_AHEAD, Admission
-from router.fleet import Fleet, ReportedLoad, WorkerEntry, WorkerState
+from router.fleet import Fleet, ReportedLoad, WorkerState
 from router.prefix_index import PrefixIndex
-from router.prompt import PromptBlocks
 from router.ticket import Placed, Ticket
-from tests.router.test_placement import Clock, facts, fleet_of, two_and_two
-
-
-def prompt(num_tokens: int, first: int = 0) -> PromptBlocks:
-    return PromptBlocks(np.arange(first, first + num_tokens, dtype=np.uint32), "")
-
-
-def admission_of(fleet: Fleet, clock: Clock, **changes: object) -> Admission:
-    config = dataclasses.replace(RouterConfig(local_prefill="never"), **changes)  # type: ignore[arg-type]
-    return Admission(config, fleet, PrefixIndex(), clock, random.Random(0))
+from tests.router.fleets import admission_of, entry_of, facts, fleet_of, prompt, rounds, two_and_two
 
 
 async def test_priority_goes_first_then_arrival() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     admission = admission_of(fleet, clock)
     order: list[str] = []
@@ -46,11 +35,10 @@ async def test_priority_goes_first_then_arrival() -> None:
 
 
 async def test_a_prompt_waits_until_its_prefill_can_start_soon() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     for name in ("p0", "p1"):
-        entry = fleet.get(name)
-        assert entry is not None
+        entry = entry_of(fleet, name)
         fleet.report(entry, ReportedLoad(num_queued_tokens=4000))  # two seconds of work
     admission = admission_of(fleet, clock)
     placing = asyncio.create_task(admission.place(admission.ticket(prompt(10), 4, 0)))
@@ -58,8 +46,7 @@ async def test_a_prompt_waits_until_its_prefill_can_start_soon() -> None:
     await asyncio.sleep(0)
     assert not placing.done()
     assert fleet.num_bookings == 0  # no decode memory is held meanwhile
-    entry = fleet.get("p0")
-    assert entry is not None
+    entry = entry_of(fleet, "p0")
     fleet.report(entry, ReportedLoad(num_queued_tokens=500))
     admission.kick()
     placed = await placing
@@ -69,7 +56,7 @@ async def test_a_prompt_waits_until_its_prefill_can_start_soon() -> None:
 
 
 async def test_one_prompt_s_burst_is_drawn_to_where_its_prefix_is_about_to_be() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = fleet_of(
         *(facts(f"p{n}", True, False) for n in range(3)),
         *(facts(f"d{n}", False, True) for n in range(3)),
@@ -85,7 +72,7 @@ async def test_one_prompt_s_burst_is_drawn_to_where_its_prefix_is_about_to_be() 
 
 
 async def test_a_full_queue_and_a_prompt_no_worker_can_hold_are_refused() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = fleet_of(facts("p0", True, False), facts("d0", False, True, num_blocks=4), clock=clock)
     admission = admission_of(fleet, clock, max_queue=1)
     with pytest.raises(NoCapacityError):
@@ -102,7 +89,7 @@ async def test_a_full_queue_and_a_prompt_no_worker_can_hold_are_refused() -> Non
 
 
 async def test_a_placement_that_is_cancelled_as_it_comes_is_given_back() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     admission = admission_of(fleet, clock)
     ticket = admission.ticket(prompt(10), 4, 0)
@@ -118,7 +105,7 @@ async def test_a_placement_that_is_cancelled_as_it_comes_is_given_back() -> None
 
 
 async def test_a_prompt_longer_than_memory_is_placed_where_windows_leave_blocks() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     decode = facts("d0", False, True, num_blocks=8, max_held_tokens=64)  # 128 tokens
     fleet = fleet_of(facts("p0", True, False), decode, clock=clock)
     admission = admission_of(fleet, clock)
@@ -129,13 +116,14 @@ async def test_a_prompt_longer_than_memory_is_placed_where_windows_leave_blocks(
     await asyncio.sleep(0)
     assert not third.done()  # 128 tokens are booked
     fleet.release(placed[0].booking)
+    await rounds(admission, clock, 0.25)
     fleet.release((await third).booking)
     fleet.release(placed[1].booking)
     fleet.check_integrity()
 
 
 async def test_a_request_goes_only_where_all_it_asks_for_fits() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = fleet_of(
         facts("p0", True, False),
         facts("d0", False, True, max_model_len=101, max_request_tokens=100),
@@ -152,7 +140,7 @@ async def test_a_request_goes_only_where_all_it_asks_for_fits() -> None:
 
 
 async def test_a_request_in_line_is_refused_once_nobody_is_left_who_could_take_it() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = fleet_of(
         facts("p0", True, False),
         facts("d0", False, True, max_request_tokens=100),
@@ -165,8 +153,7 @@ async def test_a_request_in_line_is_refused_once_nobody_is_left_who_could_take_i
     short = asyncio.create_task(admission.place(admission.ticket(prompt(50), 4)))
     await asyncio.sleep(0)
     assert len(admission) == 2
-    large = fleet.get("d1")
-    assert large is not None
+    large = entry_of(fleet, "d1")
     fleet.remove(large)
     fleet.arrays.max_running[:] = 8
     admission.kick()
@@ -178,7 +165,7 @@ async def test_a_request_in_line_is_refused_once_nobody_is_left_who_could_take_i
 # --- requests that cannot start -------------------------------------------------------------------
 
 
-def unequal_fleet(clock: Clock) -> Fleet:
+def unequal_fleet(clock: ManualClock) -> Fleet:
     """A large and a small decode worker: 200 tokens, 100 tokens."""
     return fleet_of(
         facts("p0", True, False),
@@ -188,26 +175,11 @@ def unequal_fleet(clock: Clock) -> Fleet:
     )
 
 
-def entry_of(fleet: Fleet, worker_id: str) -> WorkerEntry:
-    entry = fleet.get(worker_id)
-    assert entry is not None
-    return entry
-
-
-async def rounds(admission: Admission, clock: Clock, seconds: float) -> None:
-    """Let a time pass in which rounds are held, as they would be."""
-    for _ in range(round(seconds / 0.25)):
-        admission.kick()
-        clock.now_s += 0.25
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)  # who was placed has been told
-
-
 @pytest.mark.parametrize("state", [WorkerState.SUSPECT, WorkerState.DRAINING])
 async def test_requests_that_only_an_unusable_worker_takes_hold_nobody_back(
     state: WorkerState,
 ) -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = unequal_fleet(clock)
     fleet.set_state(entry_of(fleet, "large"), state)
     admission = admission_of(fleet, clock, fleet_wait_s=10.0)
@@ -227,7 +199,7 @@ async def test_requests_that_only_an_unusable_worker_takes_hold_nobody_back(
 
 
 async def test_a_request_that_no_prefill_worker_can_compute_holds_nobody_back() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = fleet_of(
         facts("large", True, False, max_model_len=200),
         facts("small", True, False, max_model_len=100),
@@ -247,7 +219,7 @@ async def test_a_request_that_no_prefill_worker_can_compute_holds_nobody_back() 
 
 
 async def test_a_request_that_waits_for_the_large_worker_gets_it_and_leaves_the_small_one() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = unequal_fleet(clock)
     fleet.arrays.max_running[:] = 2
     admission = admission_of(fleet, clock)
@@ -270,7 +242,7 @@ async def test_a_request_that_waits_for_the_large_worker_gets_it_and_leaves_the_
 
 
 async def test_requests_that_have_waited_long_outlive_a_blink_of_the_last_worker() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     admission = admission_of(fleet, clock, fleet_wait_s=10.0)
     fleet.arrays.max_running[:] = 0
@@ -301,7 +273,7 @@ async def test_requests_that_have_waited_long_outlive_a_blink_of_the_last_worker
 
 
 async def test_rounds_leave_the_event_loop_to_the_streams() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     began: list[float] = []
 
@@ -309,8 +281,8 @@ async def test_rounds_leave_the_event_loop_to_the_streams() -> None:
         """Every look-up takes 5 ms."""
 
         def lookup_predicted(self, *args: Any) -> Any:
-            began.append(clock.now_s)
-            clock.now_s += 0.005
+            began.append(clock.now_s())
+            clock.advance(0.005)
             return super().lookup_predicted(*args)
 
     config = RouterConfig(local_prefill="never")
@@ -323,14 +295,11 @@ async def test_rounds_leave_the_event_loop_to_the_streams() -> None:
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     began.clear()
-    ended_s = clock.now_s
-    loop = asyncio.get_running_loop()
-    real_began_s = loop.time()
-    while not began:
+    for waited_s, is_over in ((0.079, False), (0.002, True)):  # four times the first round's 20 ms
         admission.kick()
+        clock.advance(waited_s)
         await asyncio.sleep(0)
-    assert loop.time() - real_began_s >= 0.07  # four times the 20 ms that the first round took
-    assert began[0] == ended_s
+        assert bool(began) is is_over
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)
@@ -339,7 +308,7 @@ async def test_rounds_leave_the_event_loop_to_the_streams() -> None:
 async def test_rounds_that_try_nobody_look_at_nobody_and_leave_the_event_loop_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     admission = admission_of(fleet, clock)
     fleet.arrays.max_running[:] = 0
@@ -354,17 +323,20 @@ async def test_rounds_that_try_nobody_look_at_nobody_and_leave_the_event_loop_al
     def num_tokens(ticket: Ticket) -> int:
         """Takes 5 ms."""
         looked_at.append(ticket)
-        clock.now_s += 0.005
+        clock.advance(0.005)
         return len(ticket.prompt) + ticket.least_new_tokens
 
     monkeypatch.setattr(Ticket, "num_tokens", property(num_tokens))
     for _ in range(3):
-        admission._run_round()
+        admission.kick()
+        await asyncio.sleep(0)
     assert not looked_at  # nothing has changed for them
-    clock.now_s += POLL_S
-    admission._run_round()
+    clock.advance(POLL_S)
+    admission.kick()
+    await asyncio.sleep(0)
     assert len(looked_at) == 4
-    assert admission._pause_until_s == pytest.approx(clock.now_s + 4 * 0.02)
+    # A round that tries nobody shows nobody when the next one may begin.
+    assert admission._pause_until_s == pytest.approx(clock.now_s() + 4 * 0.02)
     for task in waiting:
         task.cancel()
     await asyncio.wait(waiting)

@@ -8,9 +8,8 @@ import random
 import pytest
 
 from baton.v1 import worker_pb2
-from router.text import TextModel
-from tests.router.deployment import DECODE, PREFILL, Deployment, ask_for, deployment
-from tests.router.test_requests import assert_whole
+from tests.router.answers import ask_for, assert_whole
+from tests.router.deployment import DECODE, PREFILL, Deployment, deployment
 
 
 async def break_things(d: Deployment, rng: random.Random, incarnations: dict[str, int]) -> None:
@@ -34,7 +33,6 @@ PATIENT = {"max_attempts": 50, "max_dead_decode_workers": 50}
 
 
 async def run_chaos(
-    text_model: TextModel,
     seed: int,
     num_requests: int,
     workers: tuple[int, int, int] = (3, 3, 0),
@@ -42,7 +40,7 @@ async def run_chaos(
 ) -> None:
     """`workers`: how many prefill, decode and mixed ones; `others`: of each of the first two roles,
     how many whose KV is of another kind."""
-    async with deployment(text_model, *workers, **PATIENT, local_prefill="auto") as d:
+    async with deployment(*workers, **PATIENT, local_prefill="auto") as d:
         for number in range(others):
             for letter, role in (("p", PREFILL), ("d", DECODE)):
                 await d.add_worker(f"other-{letter}{number}", role, kv_fingerprint=b"other")
@@ -74,31 +72,25 @@ async def run_chaos(
         assert len(d.fabric.workers) == sum(workers) + 2 * others
 
 
-async def test_every_request_survives_a_fleet_that_keeps_breaking(text_model: TextModel) -> None:
-    await run_chaos(text_model, seed=1, num_requests=150)
+async def test_every_request_survives_a_fleet_that_keeps_breaking() -> None:
+    await run_chaos(seed=1, num_requests=150)
 
 
-async def test_three_workers_of_both_roles_that_keep_breaking_lose_nothing(
-    text_model: TextModel,
-) -> None:
-    await run_chaos(text_model, seed=11, num_requests=80, workers=(0, 0, 3))
+async def test_three_workers_of_both_roles_that_keep_breaking_lose_nothing() -> None:
+    await run_chaos(seed=11, num_requests=80, workers=(0, 0, 3))
 
 
-async def test_streams_go_on_among_workers_of_two_kinds_of_kv_that_keep_breaking(
-    text_model: TextModel,
-) -> None:
-    await run_chaos(text_model, seed=5, num_requests=80, workers=(2, 2, 0), others=2)
+async def test_streams_go_on_among_workers_of_two_kinds_of_kv_that_keep_breaking() -> None:
+    await run_chaos(seed=5, num_requests=80, workers=(2, 2, 0), others=2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(6))
-async def test_every_request_survives_broken_fleets_of_two_kinds_of_kv(
-    text_model: TextModel, seed: int
-) -> None:
-    await run_chaos(text_model, seed, num_requests=300, workers=(2, 2, 0), others=2)
+async def test_every_request_survives_broken_fleets_of_two_kinds_of_kv(seed: int) -> None:
+    await run_chaos(seed, num_requests=300, workers=(2, 2, 0), others=2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(2, 10))
-async def test_every_request_survives_many_broken_fleets(text_model: TextModel, seed: int) -> None:
-    await run_chaos(text_model, seed, num_requests=400)
+async def test_every_request_survives_many_broken_fleets(seed: int) -> None:
+    await run_chaos(seed, num_requests=400)

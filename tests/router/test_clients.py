@@ -10,10 +10,18 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import common_pb2, router_pb2, worker_pb2
-from router.text import TextModel
-from tests.router.deployment import PROMPT, Answer, Deployment, ask_for, deployment, error_reason
+from tests.router.answers import (
+    PROMPT,
+    Answer,
+    ask_for,
+    assert_whole,
+    error_reason,
+    expected,
+    failures_of,
+    refusal,
+)
+from tests.router.deployment import Deployment, deployment, left_behind
 from tests.router.scripted_tokens import oracle
-from tests.router.test_requests import assert_whole, expected
 
 
 async def paused_at(d: Deployment, request: router_pb2.GenerateRequest, index: int) -> Answer:
@@ -27,10 +35,8 @@ async def paused_at(d: Deployment, request: router_pb2.GenerateRequest, index: i
     return await d.client.ask(request, until=lambda answer: len(answer.ids) >= index)
 
 
-async def test_a_client_that_names_its_request_can_come_back_for_the_rest(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, resume_window_s=20.0) as d:
+async def test_a_client_that_names_its_request_can_come_back_for_the_rest() -> None:
+    async with deployment(resume_window_s=20.0) as d:
         request = ask_for(PROMPT, 20, request_id="mine")
         seen = await paused_at(d, request, 5)
         request.resume_from_index = len(seen.ids)
@@ -40,11 +46,10 @@ async def test_a_client_that_names_its_request_can_come_back_for_the_rest(
         assert seen.ids + rest.ids == expected(PROMPT, 20)
         assert seen.text + rest.text == bytes(expected(PROMPT, 20)).decode()
         assert d.worker("d0").num_reserves == 1
-        await d.check_empty()
 
 
-async def test_two_clients_of_one_request_see_the_same(text_model: TextModel) -> None:
-    async with deployment(text_model) as d:
+async def test_two_clients_of_one_request_see_the_same() -> None:
+    async with deployment() as d:
         request = ask_for(PROMPT, 30, request_id="shared")
         answers = await asyncio.gather(*(d.client.ask(request) for _ in range(3)))
         for answer in answers:
@@ -57,67 +62,52 @@ async def test_two_clients_of_one_request_see_the_same(text_model: TextModel) ->
         await d.until(lambda: d.router.num_remembered == 0)
 
 
-async def test_of_finished_requests_the_output_is_remembered_up_to_so_many_bytes(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, resume_window_s=20.0, max_remembered_bytes=10_000) as d:
+async def test_of_finished_requests_the_output_is_remembered_up_to_so_many_bytes() -> None:
+    async with deployment(resume_window_s=20.0, max_remembered_bytes=10_000) as d:
         for number in range(8):
             await d.client.ask(ask_for(PROMPT, request_id=f"r{number}"))
         await d.check_empty()
-        kept = [run.arrival.request_id for run in d.router._runs.values()]
+        kept = [run.arrival.request_id for run in d.router.runs]
         assert kept in (["r6", "r7"], ["r5", "r6", "r7"])
-        assert all(len(run.arrival.parsed.token_ids) == 0 for run in d.router._runs.values())
+        assert all(len(run.arrival.parsed.token_ids) == 0 for run in d.router.runs)
         assert_whole(await d.client.ask(ask_for(PROMPT, request_id="r7")), PROMPT)
         assert d.worker("d0").num_reserves == 8
 
 
-async def test_another_body_under_the_same_id_is_refused_but_not_in_another_tenant(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
+async def test_another_body_under_the_same_id_is_refused_but_not_in_another_tenant() -> None:
+    async with deployment() as d:
         await d.client.ask(ask_for(PROMPT, request_id="a/b"))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await d.client.ask(ask_for("other", request_id="a/b"))
-        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await d.client.ask(ask_for(PROMPT, request_id="a/b", seed=8))
-        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        error = await refusal(d.client, ask_for("other", request_id="a/b"))
+        assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+        error = await refusal(d.client, ask_for(PROMPT, request_id="a/b", seed=8))
+        assert error.code() is grpc.StatusCode.ALREADY_EXISTS
         answer = await d.client.ask(ask_for("other", request_id="b", tenant="a"))
         assert_whole(answer, "other")
-        await d.check_empty()
 
 
-async def test_a_cancelled_call_ends_an_unnamed_request_at_every_hop_at_once(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, resume_window_s=600.0) as d:
+async def test_a_cancelled_call_ends_an_unnamed_request_at_every_hop_at_once() -> None:
+    async with deployment(resume_window_s=600.0) as d:
         await paused_at(d, ask_for(PROMPT, 50), 3)
         await d.check_empty()
         assert len(d.worker("d0").cancels) == 1
 
 
-async def test_a_call_cancelled_while_it_is_prefilled_cancels_the_prefill(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
+async def test_a_call_cancelled_while_it_is_prefilled_cancels_the_prefill() -> None:
+    async with deployment() as d:
         d.worker("p0").may_prefill.clear()
         call = d.client.stub.Generate(ask_for(PROMPT))
         await d.until(lambda: d.worker("p0").num_prefilling == 1)
         call.cancel()
-        await d.check_empty()
 
 
-async def test_a_named_request_without_clients_ends_after_the_resume_window(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, resume_window_s=0.2) as d:
+async def test_a_named_request_without_clients_ends_after_the_resume_window() -> None:
+    async with deployment(resume_window_s=0.2) as d:
         await paused_at(d, ask_for(PROMPT, 50, request_id="mine"), 3)
         assert d.router.num_active == 1
-        await d.check_empty()
 
 
-async def test_abort_ends_a_request_for_all_its_clients(text_model: TextModel) -> None:
-    async with deployment(text_model, resume_window_s=600.0) as d:
+async def test_abort_ends_a_request_for_all_its_clients() -> None:
+    async with deployment(resume_window_s=600.0) as d:
         d.worker("d0").may_decode.clear()
         request = ask_for(PROMPT, request_id="mine", tenant="t")
         asking = asyncio.create_task(d.client.ask(request))
@@ -130,26 +120,21 @@ async def test_abort_ends_a_request_for_all_its_clients(text_model: TextModel) -
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         await d.client.stub.Abort(router_pb2.AbortRequest(request_id="mine", tenant="t"))
         answer = await asking
-        assert answer.finished is not None
-        assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
-        await d.check_empty()
+        assert answer.reason == common_pb2.FINISH_REASON_ABORTED
 
 
-async def test_a_slow_client_gets_its_tokens_coalesced_and_holds_nobody_up(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
+async def test_a_slow_client_gets_its_tokens_coalesced_and_holds_nobody_up() -> None:
+    async with deployment() as d:
         call = d.client.stub.Generate(ask_for(PROMPT, 300, request_id="slow"))
         await d.until(lambda: "slow" in d.worker("d0").finished)  # nothing was read so far
         answer = Answer()
         async for response in call:
             answer.take(response)
         assert_whole(answer, PROMPT, 300)
-        await d.check_empty()
 
 
-async def test_a_second_router_takes_over_what_the_first_one_left(text_model: TextModel) -> None:
-    async with deployment(text_model, prefill=1, decode=2) as d:
+async def test_a_second_router_takes_over_what_the_first_one_left() -> None:
+    async with deployment(prefill=1, decode=2) as d:
         for worker in ("d0", "d1"):
             w = d.worker(worker)
             w.on_token = lambda running, w=w: (  # type: ignore[misc]
@@ -178,58 +163,36 @@ async def test_a_second_router_takes_over_what_the_first_one_left(text_model: Te
         assert seen.text + rest.text == whole
         assert d.worker("d0").num_reserves + d.worker("d1").num_reserves == 2
         d.servers.pop(0)
-        await d.check_empty()
 
 
-async def test_a_request_found_nowhere_runs_again_with_its_seed(text_model: TextModel) -> None:
-    async with deployment(text_model) as d:
+async def test_a_request_found_nowhere_runs_again_with_its_seed() -> None:
+    async with deployment() as d:
         answer = await d.client.ask(ask_for(PROMPT, request_id="lost", resume_from_index=4))
         assert_whole(answer, PROMPT)
         unseeded = ask_for(PROMPT, request_id="unseeded", resume_from_index=4)
         unseeded.ClearField("seed")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await d.client.ask(unseeded)
-        assert error_reason(caught.value) == "NOT_RESUMABLE"
-        await d.check_empty()
+        error = await refusal(d.client, unseeded)
+        assert error_reason(error) == "NOT_RESUMABLE"
 
 
 @pytest.mark.parametrize(("prompt", "seed"), [("other", 7), (PROMPT, 8)])
 async def test_resuming_with_another_body_or_seed_is_refused_and_takes_nothing_away(
-    text_model: TextModel, prompt: str, seed: int
+    prompt: str, seed: int
 ) -> None:
-    async with deployment(text_model) as d:
+    async with deployment() as d:
         d.worker("d0").may_decode.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id="mine")))
         await d.until(lambda: bool(d.worker("d0").runs))
         second = await d.add_router()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await second.ask(ask_for(prompt, request_id="mine", seed=seed, resume_from_index=1))
-        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        asked = ask_for(prompt, request_id="mine", seed=seed, resume_from_index=1)
+        error = await refusal(second, asked)
+        assert error.code() is grpc.StatusCode.ALREADY_EXISTS
         d.worker("d0").may_decode.set()
         assert_whole(await asyncio.wait_for(asking, 10), PROMPT)
-        await d.check_empty()
 
 
-async def left_behind(
-    d: Deployment, router: int, worker_id: str, request: router_pb2.GenerateRequest
-) -> None:
-    """Have a request run on a worker, and its router gone."""
-    client, running = d.clients[router], d.worker(worker_id).runs
-    d.worker(worker_id).may_decode.clear()
-    for entry in d.routers[router].fleet:
-        if entry.facts.can_decode and entry.facts.worker_id != worker_id:
-            d.routers[router].fleet.hold(entry, 60.0)
-    asking = asyncio.create_task(client.ask(request))
-    await d.until(lambda: any(run.task is not None for run in running.values()))
-    await d.servers[router].stop(0.0)
-    with pytest.raises(grpc.aio.AioRpcError):
-        await asking
-
-
-async def test_abort_ends_a_request_that_is_still_looked_for_wherever_it_runs(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, decode=2, attach_timeout_s=20.0) as d:
+async def test_abort_ends_a_request_that_is_still_looked_for_wherever_it_runs() -> None:
+    async with deployment(decode=2, attach_timeout_s=20.0) as d:
         request = ask_for(PROMPT, request_id="mine")
         second = await d.add_router()
         await d.connected(3, d.routers[1])
@@ -241,13 +204,12 @@ async def test_abort_ends_a_request_that_is_still_looked_for_wherever_it_runs(
         assert d.worker("d0").runs
         await second.stub.Abort(router_pb2.AbortRequest(request_id="mine"))
         answer = await asking
-        assert answer.finished is not None
-        assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
+        assert answer.reason == common_pb2.FINISH_REASON_ABORTED
         await d.until(lambda: not d.worker("d0").runs)
 
 
-async def test_a_request_that_runs_is_resumed_where_the_line_is_full(text_model: TextModel) -> None:
-    async with deployment(text_model, max_queue=1) as d:
+async def test_a_request_that_runs_is_resumed_where_the_line_is_full() -> None:
+    async with deployment(max_queue=1) as d:
         second = await d.add_router()
         await d.connected(2, d.routers[1])
         request = ask_for(PROMPT, request_id="mine")
@@ -262,10 +224,8 @@ async def test_a_request_that_runs_is_resumed_where_the_line_is_full(text_model:
         waiting.cancel()
 
 
-async def test_a_request_that_its_worker_gave_up_goes_on_and_the_worker_is_not_blamed(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, eject_s=30.0) as d:
+async def test_a_request_that_its_worker_gave_up_goes_on_and_the_worker_is_not_blamed() -> None:
+    async with deployment(eject_s=30.0) as d:
         second = await d.add_router()
         await d.connected(2, d.routers[1])
         request, worker = ask_for(PROMPT, request_id="mine"), d.worker("d0")
@@ -278,14 +238,12 @@ async def test_a_request_that_its_worker_gave_up_goes_on_and_the_worker_is_not_b
         request.resume_from_index = 0
         assert_whole(await second.ask(request), PROMPT)
         router = d.routers[1]
-        assert {labels[0] for labels in router.metrics.failures._metrics} == {"GIVEN_UP"}
+        assert failures_of(router).keys() == {"GIVEN_UP"}
         assert not router.fleet.arrays.hold_until_s.any()
 
 
-async def test_a_request_goes_on_though_another_body_runs_under_its_id_elsewhere(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, decode=2) as d:
+async def test_a_request_goes_on_though_another_body_runs_under_its_id_elsewhere() -> None:
+    async with deployment(is_emptied=False, decode=2) as d:
         other, request = ask_for("other", request_id="mine"), ask_for(PROMPT, request_id="mine")
         await d.add_router()
         third = await d.add_router()
@@ -302,10 +260,8 @@ async def test_a_request_goes_on_though_another_body_runs_under_its_id_elsewhere
         assert d.worker("d0").num_attaches == 0
 
 
-async def test_a_lost_session_takes_nothing_from_the_router_that_went_on_with_the_request(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
+async def test_a_lost_session_takes_nothing_from_the_router_that_went_on_with_the_request() -> None:
+    async with deployment() as d:
         worker, prefill = d.worker("d0"), d.worker("p0")
         worker.may_decode.clear()
         prefill.faults.hang_prefills = 1
@@ -323,7 +279,7 @@ async def test_a_lost_session_takes_nothing_from_the_router_that_went_on_with_th
         worker.give_up(worker_pb2.Lease(lease_id=worker.runs["mine"].lease_id))
         await d.until(lambda: "mine" in worker.runs and worker.runs["mine"].task is not None)
         worker.session_calls[former].cancel()  # only now does the first router ask for its own
-        await d.until(lambda: any(run._has_moved for run in d.router._runs.values()))
+        await d.until(lambda: any(run.has_moved for run in d.router.runs))
         prefill.unhang.set()  # its lease is fenced
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await first_asking
@@ -334,11 +290,10 @@ async def test_a_lost_session_takes_nothing_from_the_router_that_went_on_with_th
         assert [routed.attempt for routed in answer.routed] == [1, 2]
         assert worker.num_attaches == 1
         assert worker.num_reserves == 2
-        await d.check_empty()
 
 
-async def test_an_adopted_request_survives_its_decode_worker(text_model: TextModel) -> None:
-    async with deployment(text_model, decode=2) as d:
+async def test_an_adopted_request_survives_its_decode_worker() -> None:
+    async with deployment(decode=2) as d:
         for worker in ("d0", "d1"):
             w = d.worker(worker)
             w.on_token = lambda running, w=w: (  # type: ignore[misc]
@@ -359,13 +314,10 @@ async def test_an_adopted_request_survives_its_decode_worker(text_model: TextMod
         assert seen.ids + rest.ids == expected(PROMPT, 20)
         assert len(rest.migrated) == 1
         d.servers.pop(0)
-        await d.check_empty()
 
 
-async def test_a_draining_router_finishes_what_runs_and_takes_nothing_new(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
+async def test_a_draining_router_finishes_what_runs_and_takes_nothing_new() -> None:
+    async with deployment() as d:
         d.worker("d0").may_decode.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
         await d.until(lambda: bool(d.worker("d0").runs))
@@ -376,9 +328,8 @@ async def test_a_draining_router_finishes_what_runs_and_takes_nothing_new(
             if check.status == health_pb2.HealthCheckResponse.NOT_SERVING:
                 break
         watching.cancel()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await d.client.ask(ask_for("later"))
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        error = await refusal(d.client, ask_for("later"))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
         d.worker("d0").may_decode.set()
         assert_whole(await asking, PROMPT)
         await stopping

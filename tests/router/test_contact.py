@@ -2,60 +2,60 @@
 
 from __future__ import annotations
 
+from baton.clock import ManualClock
 from router.contact import Contact
-from tests.router.test_placement import Clock
 
 PATIENCE_S = 6.0
 
 
 def test_a_worker_is_waited_for_while_it_is_connected_and_for_a_while_after() -> None:
-    clock = Clock()
-    contact = Contact(PATIENCE_S, clock)
+    clock = ManualClock(100.0)
+    contact = Contact(PATIENCE_S, clock.now_s)
     assert contact.may_be_heard
     contact.begin()
-    clock.now_s += 100.0
+    clock.advance(100.0)
     assert contact.may_be_heard
     contact.end()
-    clock.now_s += 5.9
+    clock.advance(5.9)
     assert contact.may_be_heard
-    clock.now_s += 0.2
+    clock.advance(0.2)
     assert not contact.may_be_heard
 
 
 def test_connections_that_end_as_they_begin_make_nobody_wait_longer() -> None:
-    clock = Clock()
-    contact = Contact(PATIENCE_S, clock)
+    clock = ManualClock(100.0)
+    contact = Contact(PATIENCE_S, clock.now_s)
     contact.begin()
-    clock.now_s += 100.0
+    clock.advance(100.0)
     contact.end()
     waited_s = 0.0
     while contact.may_be_heard:
-        clock.now_s += 0.5
+        clock.advance(0.5)
         waited_s += 0.5
         contact.begin()
         contact.end()
         assert waited_s < 2 * PATIENCE_S
     contact.begin()
     assert not contact.may_be_heard
-    clock.now_s += 1.0
+    clock.advance(1.0)
     assert contact.may_be_heard, "this one lasts"
 
 
 def test_a_worker_that_comes_back_after_long_is_waited_for_anew() -> None:
-    clock = Clock()
-    contact = Contact(PATIENCE_S, clock)
+    clock = ManualClock(100.0)
+    contact = Contact(PATIENCE_S, clock.now_s)
     for lasted_s in (100.0, 0.0):
         contact.begin()
-        clock.now_s += lasted_s
+        clock.advance(lasted_s)
         contact.end()
-        clock.now_s += 10.0
+        clock.advance(10.0)
         assert not contact.may_be_heard
     contact.begin()
     assert contact.may_be_heard
     contact.end()
-    clock.now_s += 3.0
+    clock.advance(3.0)
     contact.begin()
     contact.end()
     assert contact.may_be_heard
-    clock.now_s += 3.0
+    clock.advance(3.0)
     assert not contact.may_be_heard

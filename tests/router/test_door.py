@@ -34,7 +34,8 @@ from router.text import TextModel
 from router.unit import drawn
 from tests.cluster.conftest import ENGINE, engine_tokens, nothing_held, running_worker
 from tests.cluster.pool_settings import settings_of
-from tests.router.deployment import QUICK, Answer, Client, byte_model, error_reason
+from tests.router.answers import Answer, Client, error_reason
+from tests.router.deployment import QUICK, byte_model
 
 CONFIG = dataclasses.replace(QUICK, resume_window_s=20.0, fleet_wait_s=10.0)
 REGISTRY = RegistryConfig(silent_after_s=0.5)  # it settles soon, and looks often
@@ -148,7 +149,7 @@ class Two:
     async def share(self, of_new: float) -> None:
         old, new = self.old.with_share(1 - of_new), self.new.with_share(of_new)
         await set_units(self.old.control, old, new)
-        await until(lambda: [unit.share for unit in self.door._units] == [1 - of_new, of_new])
+        await until(lambda: [unit.share for unit in self.door.units] == [1 - of_new, of_new])
         await until(lambda: len(self.door.routers) == 2)
 
     def router(self, unit: Unit) -> Router:
@@ -224,7 +225,7 @@ async def test_each_request_is_answered_by_its_unit_with_its_own_tokenizer(tmp_p
         explain = router_pb2.ExplainRouteRequest(request=request_of(ids[0]))
         explained = await two.client.stub.ExplainRoute(explain)
         assert explained.unit == answers[0].routed[0].unit
-        reports = [router._report() for router in two.door.routers]
+        reports = [router.report() for router in two.door.routers]
         assert sum(report.requests.num_requests for report in reports) == len(ids)
         assert all(report.requests.num_requests for report in reports)
 
@@ -281,8 +282,7 @@ async def test_an_abort_reaches_the_unit_that_runs_the_request(
         await until(lambda: router.num_active == 1)
         await two.client.stub.Abort(router_pb2.AbortRequest(request_id="r"))
         answer = await asking
-        assert answer.finished is not None
-        assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
+        assert answer.reason == common_pb2.FINISH_REASON_ABORTED
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await two.client.stub.Abort(router_pb2.AbortRequest(request_id="nobody's"))
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
@@ -297,13 +297,13 @@ async def test_a_unit_that_leaves_ends_its_streams_first_and_nothing_of_it_stays
         old = two.router(two.old)
         await until(lambda: old.num_active == 4)
         await set_units(two.old.control, two.new.with_share(1.0))
-        await until(lambda: len(two.door._units) == 1)
+        await until(lambda: len(two.door.units) == 1)
         assert (await two.client.ask(request_of("next"))).routed[0].unit.startswith("new/")
         for answer in await asyncio.gather(*asking):
             assert_whole(answer, two.old)
             assert not answer.migrated
         await until(lambda: two.door.routers == [two.router(two.new)])
-        await until(lambda: not two.door._leaving)
+        await until(lambda: not two.door.leaving)
         assert not list(old.links)
         old.check_integrity()
 
@@ -353,8 +353,7 @@ async def test_a_request_that_waits_can_be_aborted(tmp_path: Path) -> None:
         await until(lambda: door.num_waiting == 1)
         await client.stub.Abort(router_pb2.AbortRequest(request_id="r"))
         answer = await asking
-        assert answer.finished is not None
-        assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
+        assert answer.reason == common_pb2.FINISH_REASON_ABORTED
         assert door.num_waiting == 0
 
 

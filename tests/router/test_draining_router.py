@@ -12,10 +12,9 @@ from baton.client import AsyncClient
 from baton.client.events import Event, Tokens
 from baton.errors import ShuttingDownError
 from baton.status import RpcFailure, from_rpc_error
-from router.text import TextModel
-from tests.router.deployment import PROMPT, Deployment, ask_for, deployment, error_reason
+from tests.router.answers import PROMPT, ask_for, error_reason, expected
+from tests.router.deployment import Deployment, deployment
 from tests.router.scripted_worker import MODEL
-from tests.router.test_requests import expected
 
 
 async def ask(client: AsyncClient, **options: Any) -> list[Event]:
@@ -34,15 +33,13 @@ async def before_both(d: Deployment) -> AsyncClient:
     return AsyncClient([server.address for server in d.servers])
 
 
-async def test_a_request_that_came_while_it_drains_runs_at_the_next_router(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d, await before_both(d) as client:
+async def test_a_request_that_came_while_it_drains_runs_at_the_next_router() -> None:
+    async with deployment() as d, await before_both(d) as client:
         d.worker("d0").may_decode.clear()
         first = asyncio.create_task(ask(client))
         await d.until(lambda: bool(d.worker("d0").runs))
         stopping = asyncio.create_task(d.servers[0].stop(10.0))
-        await d.until(lambda: d.router._closing)
+        await d.until(lambda: d.router.is_closing)
         second = asyncio.create_task(ask(client))
         await d.until(lambda: d.routers[1].num_active == 1)
         d.worker("d0").may_decode.set()
@@ -52,10 +49,8 @@ async def test_a_request_that_came_while_it_drains_runs_at_the_next_router(
         assert d.worker("d0").num_attaches == 0
 
 
-async def test_a_request_in_line_at_the_end_of_the_drain_goes_on_at_the_next_router(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d, await before_both(d) as client:
+async def test_a_request_in_line_at_the_end_of_the_drain_goes_on_at_the_next_router() -> None:
+    async with deployment() as d, await before_both(d) as client:
         d.router.fleet.arrays.max_running[:] = 0
         asking = asyncio.create_task(ask(client))
         await d.until(lambda: len(d.router.admission) == 1)
@@ -64,10 +59,8 @@ async def test_a_request_in_line_at_the_end_of_the_drain_goes_on_at_the_next_rou
         assert d.worker("d0").num_attaches == 0  # nobody can have begun it
 
 
-async def test_a_request_that_runs_at_the_end_of_the_drain_is_told_to_have_been_begun(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
+async def test_a_request_that_runs_at_the_end_of_the_drain_is_told_to_have_been_begun() -> None:
+    async with deployment(is_emptied=False) as d:
         d.worker("d0").may_decode.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
         await d.until(lambda: bool(d.worker("d0").runs))

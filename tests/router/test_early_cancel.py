@@ -14,11 +14,10 @@ import pytest
 from baton.v1 import router_pb2
 from baton.wire import ANY_ATTEMPT
 from cluster.pools.role_plan import Role
-from router.text import TextModel
 from tests.cluster.conftest import nothing_held, running_worker
-from tests.router.deployment import PROMPT, Deployment, ask_for, deployment
-from tests.router.test_real_workers import SMALL_VOCABULARY, Listed, request_of, router_over, until
-from tests.router.test_requests import assert_whole
+from tests.router.answers import PROMPT, ask_for, assert_whole
+from tests.router.deployment import Deployment, deployment
+from tests.router.real_workers import SMALL_VOCABULARY, Listed, request_of, router_over, until
 
 
 def in_line(d: Deployment) -> Callable[[], bool]:
@@ -53,9 +52,9 @@ POINTS = [in_line, searched_for, reserving, prefilling, backing_off]
 @pytest.mark.parametrize("by", ["cancel", "abort"])
 @pytest.mark.parametrize("point", POINTS)
 async def test_a_request_that_ends_before_it_runs_leaves_nothing(
-    text_model: TextModel, point: Callable[[Deployment], Callable[[], bool]], by: str
+    point: Callable[[Deployment], Callable[[], bool]], by: str
 ) -> None:
-    async with deployment(text_model, resume_window_s=0.05, retry_backoff_s=5.0) as d:
+    async with deployment(resume_window_s=0.05, retry_backoff_s=5.0) as d:
         reached = point(d)
         request = ask_for(PROMPT)
         if by == "abort" or point is searched_for:
@@ -70,7 +69,7 @@ async def test_a_request_that_ends_before_it_runs_leaves_nothing(
             call.cancel()
         await d.check_empty()
         await d.until(lambda: d.router.num_remembered == 0)
-        assert not d.router._timers
+        d.router.check_integrity()  # no timer is left either
         d.router.fleet.arrays.max_running[:] = 16
         d.worker("p0").may_prefill.set()
         assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)  # nothing is in its way
@@ -85,16 +84,14 @@ async def test_a_request_that_ends_before_it_runs_leaves_nothing(
         assert cancels == known.get(point, [])
 
 
-async def test_requests_cancelled_at_any_moment_leave_nothing_on_real_workers(
-    text_model: TextModel,
-) -> None:
+async def test_requests_cancelled_at_any_moment_leave_nothing_on_real_workers() -> None:
     rng = random.Random(5)
     async with (
         running_worker("p0", Role.PREFILL, SMALL_VOCABULARY) as prefill,
         running_worker("d0", Role.DECODE, SMALL_VOCABULARY) as decode,
     ):
         listed = Listed(prefill, prefill.address), Listed(decode, decode.address)
-        async with router_over(text_model, *listed) as (router, client):
+        async with router_over(*listed) as (router, client):
 
             async def one(number: int) -> bool:
                 """Whether the request had come as far as `Routed`."""

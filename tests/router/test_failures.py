@@ -8,15 +8,14 @@ import asyncio
 import pytest
 
 from router.attempt import Attempt
-from router.text import TextModel
-from tests.router.deployment import DECODE, PROMPT, Deployment, ask_for, deployment
+from tests.router.answers import PROMPT, ask_for, assert_whole
+from tests.router.deployment import DECODE, Deployment, deployment
 from tests.router.scripted_tokens import Running
 from tests.router.scripted_worker import ScriptedWorker
-from tests.router.test_requests import assert_whole
 
 
-async def test_a_prefill_worker_that_fails_is_replaced_by_another(text_model: TextModel) -> None:
-    async with deployment(text_model, prefill=2) as d:
+async def test_a_prefill_worker_that_fails_is_replaced_by_another() -> None:
+    async with deployment(prefill=2) as d:
         for worker in ("p0", "p1"):
             d.worker(worker).faults.fail_prefills = 1
         answer = await d.client.ask(ask_for(PROMPT))
@@ -25,13 +24,10 @@ async def test_a_prefill_worker_that_fails_is_replaced_by_another(text_model: Te
         assert {r.prefill_worker for r in answer.routed[:2]} == {"p0", "p1"}
         assert not answer.migrated  # the client had seen nothing
         assert len(d.worker("d0").cancels) >= 2  # the leases of the failed attempts
-        await d.check_empty()
 
 
-async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, prefill=2) as d:
+async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced() -> None:
+    async with deployment(prefill=2) as d:
         for worker in ("p0", "p1"):
             d.worker(worker).faults.hang_prefills = 1
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
@@ -40,28 +36,23 @@ async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced(
         d.worker("p0" if dying == "p1" else "p1").faults.hang_prefills = 0
         await d.worker(dying).die()
         assert_whole(await asking, PROMPT)
-        await d.check_empty()
 
 
-async def test_a_failed_handoff_is_repeated_with_the_first_token_in_the_prompt(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
+async def test_a_failed_handoff_is_repeated_with_the_first_token_in_the_prompt() -> None:
+    async with deployment() as d:
         d.worker("p0").faults.fail_handoffs = 2
         answer = await d.client.ask(ask_for(PROMPT))
         assert_whole(answer, PROMPT)
         assert [m.from_index for m in answer.migrated] == [1, 2]
         assert d.worker("p0").prefilled_at == [len(PROMPT), len(PROMPT) + 1, len(PROMPT) + 2]
-        await d.check_empty()
 
 
-async def test_a_prefill_that_ends_without_a_handoff_is_repeated(text_model: TextModel) -> None:
-    async with deployment(text_model) as d:
+async def test_a_prefill_that_ends_without_a_handoff_is_repeated() -> None:
+    async with deployment() as d:
         d.worker("p0").faults.end_early = 1
         answer = await d.client.ask(ask_for(PROMPT))
         assert_whole(answer, PROMPT)
         assert len(answer.migrated) == 1
-        await d.check_empty()
 
 
 def attempts(d: Deployment) -> list[Attempt]:
@@ -70,31 +61,27 @@ def attempts(d: Deployment) -> list[Attempt]:
     return [attempt for attempt in waiting if isinstance(attempt, Attempt)]
 
 
-async def test_tokens_that_overtake_the_first_one_wait_for_it(text_model: TextModel) -> None:
-    async with deployment(text_model) as d:
+async def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
+    async with deployment() as d:
         d.worker("p0").may_tell_first.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: any(attempt._early for attempt in attempts(d)))
+        await d.until(lambda: any(attempt.early for attempt in attempts(d)))
         d.worker("p0").may_tell_first.set()
         answer = await asking
         assert_whole(answer, PROMPT)
         assert len(answer.routed) == 1
-        await d.check_empty()
 
 
-async def test_a_handoff_given_up_because_the_first_token_ended_the_request_is_no_failure(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, handoff_report_wait_s=10.0) as d:
+async def test_a_handoff_given_up_because_the_first_token_ended_the_request_is_no_failure() -> None:
+    async with deployment(handoff_report_wait_s=10.0) as d:
         d.worker("p0").may_tell_first.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, 1)))
-        await d.until(lambda: any(attempt._over_at_worker for attempt in attempts(d)))
+        await d.until(lambda: any(attempt.is_over_at_worker for attempt in attempts(d)))
         d.worker("p0").may_tell_first.set()
         answer = await asking
         assert_whole(answer, PROMPT, num_tokens=1)
         assert len(answer.ids) == len(answer.routed) == 1
         assert d.worker("p0").num_prefills == 1
-        await d.check_empty()
 
 
 def dies_at(index: int, worker: ScriptedWorker) -> None:
@@ -107,10 +94,8 @@ def dies_at(index: int, worker: ScriptedWorker) -> None:
     worker.on_token = on_token
 
 
-async def test_a_decode_worker_that_dies_mid_stream_is_continued_elsewhere(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, decode=2) as d:
+async def test_a_decode_worker_that_dies_mid_stream_is_continued_elsewhere() -> None:
+    async with deployment(decode=2) as d:
         for worker in ("d0", "d1"):
             dies_at(5, d.worker(worker))
         answer = await d.client.ask(ask_for(PROMPT))
@@ -119,11 +104,10 @@ async def test_a_decode_worker_that_dies_mid_stream_is_continued_elsewhere(
         assert answer.routed[0].decode_worker != answer.routed[1].decode_worker
         assert len(answer.migrated) == 1
         assert 1 <= answer.migrated[0].from_index <= 5
-        await d.check_empty()
 
 
-async def test_a_frozen_decode_worker_is_left_after_its_silence(text_model: TextModel) -> None:
-    async with deployment(text_model, decode=2, token_timeout_s=0.3) as d:
+async def test_a_frozen_decode_worker_is_left_after_its_silence() -> None:
+    async with deployment(decode=2, token_timeout_s=0.3) as d:
         for worker in ("d0", "d1"):
             w = d.worker(worker)
             w.on_token = lambda running, w=w: (  # type: ignore[misc]
@@ -134,22 +118,18 @@ async def test_a_frozen_decode_worker_is_left_after_its_silence(text_model: Text
         answer = await d.client.ask(ask_for(PROMPT))
         assert_whole(answer, PROMPT)
         assert len(answer.routed) == 2
-        await d.check_empty()
 
 
-async def test_a_worker_that_never_answers_a_reservation_is_left(text_model: TextModel) -> None:
-    async with deployment(text_model, decode=2, reserve_timeout_s=0.2) as d:
+async def test_a_worker_that_never_answers_a_reservation_is_left() -> None:
+    async with deployment(decode=2, reserve_timeout_s=0.2) as d:
         for worker in ("d0", "d1"):
             d.worker(worker).faults.hang_reservations = 1
         answer = await d.client.ask(ask_for(PROMPT))
         assert_whole(answer, PROMPT)
-        await d.check_empty()
 
 
-async def test_workers_go_on_when_the_registry_is_gone_and_comes_back_empty(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
+async def test_workers_go_on_when_the_registry_is_gone_and_comes_back_empty() -> None:
+    async with deployment() as d:
         port = int(d.registry.address.rpartition(":")[2])
         await d.registry.stop()
         assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
@@ -160,20 +140,15 @@ async def test_workers_go_on_when_the_registry_is_gone_and_comes_back_empty(
         d.registry.workers = workers
         await d.registry.publish()
         assert_whole(await d.client.ask(ask_for(PROMPT + "?")), PROMPT + "?")
-        await d.check_empty()
 
 
 @pytest.mark.parametrize("incarnation", [2, 0], ids=["later", "its clock set back"])
-async def test_a_restarted_worker_serves_again_under_its_new_incarnation(
-    text_model: TextModel, incarnation: int
-) -> None:
-    async with deployment(text_model) as d:
+async def test_a_restarted_worker_serves_again_under_its_new_incarnation(incarnation: int) -> None:
+    async with deployment() as d:
         assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
         await d.worker("d0").die()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
         await d.add_worker("d0", DECODE, incarnation=incarnation)
         assert_whole(await asking, PROMPT)
-        entry = d.router.fleet.get("d0")
-        assert entry is not None
+        entry = d.entry("d0")
         assert entry.facts.incarnation == incarnation
-        await d.check_empty()

@@ -11,25 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.errors import OverloadedError
 from router.fair_share import SWEEP_ABOVE, FairShare
 from router.fleet import Fleet, ReportedLoad
 from router.prediction import earliest_first_token_s
-from router.text import TextModel
 from router.ticket import Ticket
-from tests.router.deployment import PROMPT, ask_for, deployment, error_reason
-from tests.router.test_admission import admission_of, prompt
-from tests.router.test_placement import Clock, facts, fleet_of, query, two_and_two
-from tests.router.test_requests import assert_whole
-from tests.router.test_service import refusal
+from tests.router.answers import PROMPT, ask_for, assert_whole, error_reason, refusal
+from tests.router.deployment import deployment
+from tests.router.fleets import admission_of, entry_of, facts, fleet_of, prompt, query, two_and_two
 
 POLICY = RouterConfig()
 
 
 async def served_order(requests: list[tuple[str, int, int]]) -> list[str]:
     """Tenants in the order their (tenant, priority, tokens) requests leave a line of one slot."""
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
     admission = admission_of(fleet, clock)
     fleet.arrays.max_running[:] = 0
@@ -63,8 +61,8 @@ async def test_a_tenant_pays_for_long_prompts() -> None:
     assert order[:9].count("short") >= 7  # ten short ones are as much work as one long one
 
 
-async def test_a_tenant_pays_for_long_answers_as_they_come(text_model: TextModel) -> None:
-    async with deployment(text_model, decode_growth_tokens=4) as d:
+async def test_a_tenant_pays_for_long_answers_as_they_come() -> None:
+    async with deployment(decode_growth_tokens=4) as d:
         d.worker("d0").step_s = 0.001
         slots = d.router.fleet.arrays.max_running
         slots[:] = 0
@@ -82,11 +80,10 @@ async def test_a_tenant_pays_for_long_answers_as_they_come(text_model: TextModel
         d.router.admission.kick()
         await asyncio.gather(*asking)
         assert order[:7].count("short") == 6  # one long answer is more than all of them
-        await d.check_empty()
 
 
 async def test_an_answer_s_tokens_are_paid_once_by_who_comes_before_and_after_them() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
     admission = admission_of(fleet, clock)
     fleet.arrays.max_running[:] = 0
@@ -107,10 +104,9 @@ async def test_an_answer_s_tokens_are_paid_once_by_who_comes_before_and_after_th
 
 
 async def test_what_is_refused_costs_its_tenant_nothing() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
-    prefill = fleet.get("p0")
-    assert prefill is not None
+    prefill = entry_of(fleet, "p0")
     fleet.report(prefill, ReportedLoad(prefill_tokens_per_s=100.0))
     admission = admission_of(fleet, clock)
     fleet.arrays.max_running[:] = 0
@@ -120,7 +116,7 @@ async def test_what_is_refused_costs_its_tenant_nothing() -> None:
     for _ in range(5):
         with pytest.raises(OverloadedError):
             await admission.place(
-                admission.ticket(prompt(500), 4, 0, "hasty", deadline_s=clock() + 1.0)
+                admission.ticket(prompt(500), 4, 0, "hasty", deadline_s=clock.now_s() + 1.0)
             )
     assert admission.ticket(prompt(10), 4, 0, "hasty").rank[1] == before + 14
     first.cancel()
@@ -172,7 +168,7 @@ def test_an_idle_tenant_saves_up_nothing_and_is_forgotten() -> None:
 
 
 async def test_a_full_line_sheds_the_newest_request_of_who_asked_for_most() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     fleet.arrays.max_running[:] = 0
     admission = admission_of(fleet, clock, max_queue=4)
@@ -230,8 +226,7 @@ def test_the_line_ahead_is_shared_by_all_workers() -> None:
 def test_default_rates_tell_nothing() -> None:
     fleet = two_and_two()
     assert earliest(fleet, 1 << 20) is None
-    entry = fleet.get("p0")
-    assert entry is not None
+    entry = entry_of(fleet, "p0")
     fleet.report(entry, ReportedLoad(prefill_tokens_per_s=0.1))
     assert earliest(fleet, 1 << 20) is None  # the other prefill worker may be quick
     assert earliest(fleet_of(), 10) is None
@@ -251,12 +246,9 @@ def test_more_work_ahead_never_brings_the_first_token_nearer(
     assert np.isfinite(more_s)
 
 
-async def test_a_request_that_cannot_meet_its_deadline_is_refused_at_once(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
-        entry = d.router.fleet.get("p0")
-        assert entry is not None
+async def test_a_request_that_cannot_meet_its_deadline_is_refused_at_once() -> None:
+    async with deployment() as d:
+        entry = d.entry("p0")
         hurried = ask_for(PROMPT, timeout_ms=3000)
         assert_whole(await d.client.ask(hurried), PROMPT)  # only default rates: it is tried
         d.router.fleet.report(entry, ReportedLoad(prefill_tokens_per_s=0.1))
@@ -267,4 +259,3 @@ async def test_a_request_that_cannot_meet_its_deadline_is_refused_at_once(
         assert d.worker("d0").num_reserves == 1
         d.router.fleet.report(entry, ReportedLoad(prefill_tokens_per_s=1e5))
         assert_whole(await d.client.ask(hurried), PROMPT)
-        await d.check_empty()

@@ -6,14 +6,13 @@ import asyncio
 
 import pytest
 
+from baton.clock import ManualClock
 from router.admission import SCAN_AHEAD
 from router.fleet import Fleet, ReportedLoad
-from router.text import TextModel
 from router.worker_facts import WorkerFacts
-from tests.router.deployment import DECODE, PREFILL, PROMPT, Deployment, ask_for, deployment
-from tests.router.test_admission import admission_of, prompt, rounds
-from tests.router.test_placement import Clock, facts, fleet_of
-from tests.router.test_requests import assert_whole, expected
+from tests.router.answers import PROMPT, ask_for, assert_whole, expected
+from tests.router.deployment import DECODE, PREFILL, Deployment, deployment
+from tests.router.fleets import admission_of, entry_of, facts, fleet_of, prompt, rounds
 
 
 def pair(name: str, kv: bytes, block_size: int = 16) -> list[WorkerFacts]:
@@ -22,18 +21,17 @@ def pair(name: str, kv: bytes, block_size: int = 16) -> list[WorkerFacts]:
     return [facts(f"p-{name}", True, False, **kind), facts(f"d-{name}", False, True, **kind)]
 
 
-def two_kinds(clock: Clock) -> Fleet:
+def two_kinds(clock: ManualClock) -> Fleet:
     return fleet_of(*pair("one", b"one"), *pair("other", b"other", 32), clock=clock)
 
 
 def report(fleet: Fleet, name: str, load: ReportedLoad) -> None:
-    worker = fleet.get(name)
-    assert worker is not None
+    worker = entry_of(fleet, name)
     fleet.report(worker, load)
 
 
 async def test_workers_pair_with_their_own_kind_wherever_there_is_less_to_do() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_kinds(clock)
     report(fleet, "p-one", ReportedLoad(num_queued_tokens=500))
     report(fleet, "d-other", ReportedLoad(num_requests=5))
@@ -52,7 +50,7 @@ async def test_workers_pair_with_their_own_kind_wherever_there_is_less_to_do() -
 
 
 async def test_a_kind_that_is_full_holds_up_no_request_that_the_other_has_room_for() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_kinds(clock)
     report(fleet, "d-one", ReportedLoad(num_requests=1000))
     admission = admission_of(fleet, clock)
@@ -70,10 +68,9 @@ async def test_a_kind_that_is_full_holds_up_no_request_that_the_other_has_room_f
 
 async def test_nobody_overtakes_more_requests_than_a_round_tries() -> None:
     """However many in front are too large for what room there is."""
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_kinds(clock)
-    worker = fleet.get("d-one")
-    assert worker is not None
+    worker = entry_of(fleet, "d-one")
     quarantined = worker.facts.num_blocks - 8
     report(fleet, "d-one", ReportedLoad(num_requests=1, num_quarantined_blocks=quarantined))
     report(fleet, "d-other", ReportedLoad(num_requests=1000))
@@ -93,7 +90,7 @@ async def test_nobody_overtakes_more_requests_than_a_round_tries() -> None:
 
 
 def test_a_kind_whose_workers_have_left_takes_no_other_s_number_when_it_is_back() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_kinds(clock)
     before = dict(fleet.kinds.classes)
     one = [entry for entry in fleet if entry.facts.kv_fingerprint == b"one"]
@@ -118,9 +115,9 @@ async def add_pair(d: Deployment, name: str) -> None:
 
 @pytest.mark.parametrize("is_same_router", [True, False], ids=["same router", "next router"])
 async def test_a_stream_goes_on_with_another_kind_of_kv_where_its_own_has_gone(
-    text_model: TextModel, is_same_router: bool
+    is_same_router: bool,
 ) -> None:
-    async with deployment(text_model, prefill=0, decode=0) as d:
+    async with deployment(prefill=0, decode=0) as d:
         await add_pair(d, "one")
         await d.connected(2)
         worker, has_begun = d.worker("d-one"), asyncio.Event()
@@ -153,4 +150,3 @@ async def test_a_stream_goes_on_with_another_kind_of_kv_where_its_own_has_gone(
             answer = await second.ask(request)
             assert answer.ids == expected(PROMPT, 12)[len(seen.ids) :]
         assert answer.routed[-1].decode_worker == "d-other"
-        await d.check_empty()

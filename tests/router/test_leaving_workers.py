@@ -10,11 +10,9 @@ import pytest
 from baton.v1 import control_pb2, worker_pb2
 from router.fleet import WorkerState
 from router.fleet_watch import read_fleet
-from router.text import TextModel
-from tests.router.deployment import PROMPT, Deployment, ask_for, deployment
+from tests.router.answers import PROMPT, ask_for, assert_whole, failures_of
+from tests.router.deployment import Deployment, deployment
 from tests.router.scripted_tokens import Running
-from tests.router.test_requests import assert_whole
-from tests.router.test_sessions import entry_of
 
 NO_RETRIES = {"max_attempts": 1, "retry_burst": 0, "eject_s": 30.0}
 
@@ -33,30 +31,27 @@ async def leave_once_placed(d: Deployment, worker_id: str) -> None:
     asyncio.get_running_loop().call_soon(leaves, d, worker_id)
 
 
-async def test_a_prefill_worker_that_left_once_a_prompt_was_placed_there_is_the_one_blamed(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, prefill=1, decode=1, **NO_RETRIES) as d:
-        decode_since_s = entry_of(d, "d0").state_since_s
+async def test_a_prefill_worker_that_left_once_a_prompt_was_placed_there_is_the_one_blamed() -> (
+    None
+):
+    async with deployment(prefill=1, decode=1, **NO_RETRIES) as d:
+        decode_since_s = d.entry("d0").state_since_s
         d.router.fleet.arrays.max_running[:] = 0
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
         await d.until(lambda: len(d.router.admission) == 1)
         await leave_once_placed(d, "p0")
         await d.until(lambda: d.router.fleet.get("p0") is None and len(d.router.admission) == 1)
-        assert entry_of(d, "d0").state is WorkerState.LIVE
-        assert entry_of(d, "d0").state_since_s == decode_since_s
+        assert d.entry("d0").state is WorkerState.LIVE
+        assert d.entry("d0").state_since_s == decode_since_s
         await d.add_worker("p1", d.worker("p0").role)
         answer = await asking
         assert_whole(answer, PROMPT)
         assert [r.prefill_worker for r in answer.routed] == ["p1"]
-        await d.check_empty()
 
 
-async def test_a_decode_worker_that_left_once_a_prompt_was_placed_there_is_the_one_blamed(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, prefill=1, decode=1, **NO_RETRIES) as d:
-        prefill_since_s = entry_of(d, "p0").state_since_s
+async def test_a_decode_worker_that_left_once_a_prompt_was_placed_there_is_the_one_blamed() -> None:
+    async with deployment(prefill=1, decode=1, **NO_RETRIES) as d:
+        prefill_since_s = d.entry("p0").state_since_s
         d.router.fleet.arrays.max_running[:] = 0
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
         await d.until(lambda: len(d.router.admission) == 1)
@@ -65,12 +60,11 @@ async def test_a_decode_worker_that_left_once_a_prompt_was_placed_there_is_the_o
         answer = await asking
         assert_whole(answer, PROMPT)
         assert [r.decode_worker for r in answer.routed] == ["d1"]
-        assert entry_of(d, "p0").state_since_s == prefill_since_s
-        await d.check_empty()
+        assert d.entry("p0").state_since_s == prefill_since_s
 
 
-async def test_a_draining_prefill_worker_s_refusal_costs_nothing(text_model: TextModel) -> None:
-    async with deployment(text_model, prefill=2, decode=1, **NO_RETRIES) as d:
+async def test_a_draining_prefill_worker_s_refusal_costs_nothing() -> None:
+    async with deployment(prefill=2, decode=1, **NO_RETRIES) as d:
         for worker_id in ("p0", "p1"):
             d.worker(worker_id).faults.not_for_us = ["DRAINING"]
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
@@ -80,28 +74,24 @@ async def test_a_draining_prefill_worker_s_refusal_costs_nothing(text_model: Tex
         assert_whole(answer, PROMPT)
         assert not answer.migrated
         assert (d.router.fleet.arrays.hold_until_s == 0).all()
-        await d.check_empty()
 
 
 @pytest.mark.parametrize("reason", ["FINGERPRINT", "REPLACED"])
 async def test_a_prefill_worker_replaced_before_the_registry_says_so_costs_nothing(
-    text_model: TextModel, reason: str
+    reason: str,
 ) -> None:
     changes = {**NO_RETRIES, "eject_s": 0.2}
-    async with deployment(text_model, prefill=2, decode=1, **changes) as d:
+    async with deployment(prefill=2, decode=1, **changes) as d:
         for worker_id in ("p0", "p1"):
             d.worker(worker_id).faults.not_for_us = [reason]
         answer = await d.client.ask(ask_for(PROMPT))
         assert_whole(answer, PROMPT)
         assert len(answer.routed) == 3  # each was held until it could be the right one again
-        assert d.router.metrics.failures.labels(reason)._value.get() == 2
-        await d.check_empty()
+        assert failures_of(d.router)[reason] == 2
 
 
-async def test_a_prefill_worker_that_ends_while_it_drains_costs_nothing(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, prefill=2, decode=1, **NO_RETRIES) as d:
+async def test_a_prefill_worker_that_ends_while_it_drains_costs_nothing() -> None:
+    async with deployment(prefill=2, decode=1, **NO_RETRIES) as d:
         for worker_id in ("p0", "p1"):
             d.worker(worker_id).may_prefill.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
@@ -114,14 +104,11 @@ async def test_a_prefill_worker_that_ends_while_it_drains_costs_nothing(
         assert_whole(answer, PROMPT)
         assert [r.prefill_worker for r in answer.routed] == [ends, other]
         assert (d.router.fleet.arrays.hold_until_s == 0).all()
-        await d.check_empty()
 
 
-async def test_decode_workers_that_end_while_they_drain_make_no_request_poison(
-    text_model: TextModel,
-) -> None:
+async def test_decode_workers_that_end_while_they_drain_make_no_request_poison() -> None:
     """Three in a row, as in a rolling restart whose drain is shorter than the request."""
-    async with deployment(text_model, decode=4, **NO_RETRIES) as d:
+    async with deployment(decode=4, **NO_RETRIES) as d:
         paused = asyncio.Event()
 
         def on_token(running: Running) -> None:
@@ -148,19 +135,18 @@ async def test_decode_workers_that_end_while_they_drain_make_no_request_poison(
         assert_whole(answer, PROMPT, 20)
         assert len({r.decode_worker for r in answer.routed}) == len(answer.routed) == 4
         assert len(answer.migrated) == 3
-        await d.check_empty()
 
 
 async def drains(d: Deployment, worker_id: str) -> None:
     """The registry says so, and the router has heard it."""
     d.worker(worker_id).state = control_pb2.WORKER_STATE_DRAINING
-    entry = entry_of(d, worker_id)
+    entry = d.entry(worker_id)
     await d.registry.publish()
     await d.until(lambda: entry.state is WorkerState.DRAINING)
 
 
-async def test_a_draining_decode_worker_s_refusal_costs_nothing(text_model: TextModel) -> None:
-    async with deployment(text_model, decode=2, **NO_RETRIES) as d:
+async def test_a_draining_decode_worker_s_refusal_costs_nothing() -> None:
+    async with deployment(decode=2, **NO_RETRIES) as d:
         for worker_id in ("d0", "d1"):
             d.worker(worker_id).faults.reject = [(worker_pb2.REJECT_REASON_DRAINING, 0)]
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
@@ -168,13 +154,10 @@ async def test_a_draining_decode_worker_s_refusal_costs_nothing(text_model: Text
         await d.registry.publish()
         assert_whole(await asking, PROMPT)
         assert (d.router.fleet.arrays.hold_until_s == 0).all()
-        await d.check_empty()
 
 
-async def test_a_prompt_at_a_prefill_worker_that_leaves_the_fleet_goes_on_at_once(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, prefill=2) as d:
+async def test_a_prompt_at_a_prefill_worker_that_leaves_the_fleet_goes_on_at_once() -> None:
+    async with deployment(prefill=2) as d:
         workers = [d.worker("p0"), d.worker("p1")]
         for worker in workers:
             worker.faults.hang_prefills = 1
@@ -187,10 +170,8 @@ async def test_a_prompt_at_a_prefill_worker_that_leaves_the_fleet_goes_on_at_onc
         assert_whole(await asyncio.wait_for(asking, 10), PROMPT)
 
 
-async def test_a_worker_that_leaves_while_it_is_asked_for_a_request_does_not_have_it(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, decode=2, attach_timeout_s=20.0) as d:
+async def test_a_worker_that_leaves_while_it_is_asked_for_a_request_does_not_have_it() -> None:
+    async with deployment(decode=2, attach_timeout_s=20.0) as d:
         d.worker("d1").faults.hang_attaches = 1
         request = ask_for(PROMPT, request_id="mine", resume_from_index=0)
         asking = asyncio.create_task(d.client.ask(request))

@@ -16,11 +16,19 @@ from baton.v1 import common_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.worker import Worker
 from kv_transfer.memory_transport import MemoryNetwork
-from router.text import TextModel
 from tests.cluster.conftest import nothing_held, running_worker
 from tests.prefill_worker.held_puts import HeldPuts
-from tests.router.test_real_workers import NUM_TOKENS, Listed, alone, router_over, until
-from tests.router.test_two_routers import CONFIG, SLOW, named
+from tests.router.answers import failures_of
+from tests.router.real_workers import (
+    CONFIG,
+    NUM_TOKENS,
+    SLOW,
+    Listed,
+    alone,
+    named,
+    router_over,
+    until,
+)
 
 PATIENT = dataclasses.replace(CONFIG, resume_window_s=30.0)
 
@@ -62,11 +70,11 @@ async def held_workers(
 
 
 @asynccontextmanager
-async def router_that_saw_a_first_token(text_model: TextModel, held: Held) -> AsyncIterator[None]:
+async def router_that_saw_a_first_token(held: Held) -> AsyncIterator[None]:
     """Of the request `named(1)`, which then fails at it."""
-    async with router_over(text_model, *held.listed, config=PATIENT) as (router, client):
+    async with router_over(*held.listed, config=PATIENT) as (router, client):
         asking = asyncio.create_task(client.ask(named(1)))
-        await until(lambda: any(len(run.log.ids) == 1 for run in router._runs.values()))
+        await until(lambda: any(len(run.log.ids) == 1 for run in router.runs))
         yield
         await router.close()
         with pytest.raises(grpc.aio.AioRpcError):
@@ -76,31 +84,31 @@ async def router_that_saw_a_first_token(text_model: TextModel, held: Held) -> As
 
 
 async def test_a_token_that_a_client_has_is_not_sampled_again_where_its_router_is_lost(
-    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with held_workers(monkeypatch) as held:
-        async with router_that_saw_a_first_token(text_model, held):
+        async with router_that_saw_a_first_token(held):
             pass
         held.go_on()
         again = named(1)
         again.resume_from_index = 1
-        async with router_over(text_model, *held.listed, config=PATIENT) as (router, client):
+        async with router_over(*held.listed, config=PATIENT) as (router, client):
             answer = await client.ask(again)
             assert answer.ids == alone(1)[1:]
             assert [routed.attempt for routed in answer.routed] == [1]
-            assert not router.metrics.failures._metrics
+            assert not failures_of(router)
         assert (await held.prefill.integrity()).num_first_tokens == 1
         assert (await held.decode.integrity()).num_later_tokens == NUM_TOKENS - 1
 
 
 async def test_a_handoff_that_nobody_comes_back_for_ends_with_its_request(
-    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with held_workers(monkeypatch, DecodeConfig(orphan_ttl_s=0.2)) as held:
-        async with router_that_saw_a_first_token(text_model, held):
+        async with router_that_saw_a_first_token(held):
             pass
         assert held.decode.decode is not None
-        runs = held.decode.decode._runs
+        runs = held.decode.decode.runs
         await until(lambda: len(runs) == 0)
         held.go_on()  # what was posted has to land before its blocks are free
         await nothing_held(held.prefill, held.decode)
@@ -111,16 +119,16 @@ async def test_a_handoff_that_nobody_comes_back_for_ends_with_its_request(
 
 @pytest.mark.parametrize("is_aborted", [True, False], ids=["aborted", "left"])
 async def test_a_handoff_that_its_client_ends_is_ended_by_the_lease_s_owner(
-    text_model: TextModel, monkeypatch: pytest.MonkeyPatch, is_aborted: bool
+    monkeypatch: pytest.MonkeyPatch, is_aborted: bool
 ) -> None:
     request = named(1)
     if not is_aborted:
         request.request_id = ""
     async with held_workers(monkeypatch) as held:
-        async with router_over(text_model, *held.listed, config=PATIENT) as (router, client):
+        async with router_over(*held.listed, config=PATIENT) as (router, client):
             if is_aborted:
                 asking = asyncio.create_task(client.ask(request))
-                runs = router._runs.values()
+                runs = router.runs
                 await until(lambda: any(len(run.log.ids) == 1 for run in runs))
                 router.abort("", "named")
                 finished = (await asking).finished
@@ -129,7 +137,7 @@ async def test_a_handoff_that_its_client_ends_is_ended_by_the_lease_s_owner(
             else:
                 await client.ask(request, until=lambda answer: len(answer.ids) == 1)
             assert held.decode.decode is not None
-            left = held.decode.decode._runs
+            left = held.decode.decode.runs
             await until(lambda: len(left) == 0)
             held.go_on()
             await nothing_held(held.prefill, held.decode)

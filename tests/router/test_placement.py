@@ -5,82 +5,14 @@ from __future__ import annotations
 import dataclasses
 import random
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.config.router import RouterConfig
-from baton.v1 import common_pb2
+from baton.clock import ManualClock
 from router.fleet import Fleet, ReportedLoad, WorkerState
-from router.placement import PlacementQuery, choose, ranked
+from router.placement import choose, ranked
 from router.recent_peak import RecentPeak
-from router.worker_facts import WorkerFacts
-
-POLICY = RouterConfig()
-
-
-def facts(worker_id: str, prefill: bool, decode: bool, **changes: object) -> WorkerFacts:
-    made = WorkerFacts(
-        worker_id=worker_id,
-        incarnation=1,
-        can_prefill=prefill,
-        can_decode=decode,
-        address="127.0.0.1:1",
-        model="tiny",
-        kv_fingerprint=b"f",
-        block_size=16,
-        num_blocks=1000,
-        max_model_len=8192,
-        max_request_tokens=0,
-        max_held_tokens=0,
-        max_num_seqs=32,
-        vocab_size=100,
-        kv_bytes_per_token=1 << 16,
-        ref=common_pb2.WorkerRef(worker_id=worker_id),
-    )
-    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def fleet_of(*members: WorkerFacts, clock: Clock | None = None) -> Fleet:
-    fleet = Fleet(POLICY, clock or Clock(), lambda: None)
-    for member in members:
-        entry = fleet.add(member)
-        fleet.set_state(entry, WorkerState.LIVE)
-        fleet.set_connected(entry, True)
-    return fleet
-
-
-def query(fleet: Fleet, num_tokens: int, **cached: int) -> PlacementQuery:
-    tokens = np.zeros(fleet.num_slots, dtype=np.int64)
-    for worker_id, count in cached.items():
-        entry = fleet.get(worker_id)
-        assert entry is not None
-        tokens[entry.slot] = count
-    return PlacementQuery(num_tokens, 16, 0, tokens)
-
-
-def pick(fleet: Fleet, wanted: PlacementQuery, policy: RouterConfig = POLICY) -> tuple[str, str]:
-    placement = choose(wanted, fleet.arrays, policy, 100.0, random.Random(0))
-    assert placement is not None
-    return placement.prefill_worker, placement.decode_worker
-
-
-def two_and_two(clock: Clock | None = None) -> Fleet:
-    return fleet_of(
-        facts("p0", True, False),
-        facts("p1", True, False),
-        facts("d0", False, True),
-        facts("d1", False, True),
-        clock=clock,
-    )
+from tests.router.fleets import POLICY, entry_of, facts, fleet_of, pick, query, two_and_two
 
 
 def test_a_cached_prefix_decides_among_idle_workers() -> None:
@@ -90,8 +22,7 @@ def test_a_cached_prefix_decides_among_idle_workers() -> None:
 
 def test_a_long_queue_outweighs_a_cached_prefix() -> None:
     fleet = two_and_two()
-    holder = fleet.get("p1")
-    assert holder is not None
+    holder = entry_of(fleet, "p1")
     fleet.report(holder, ReportedLoad(num_queued_tokens=5000))
     assert pick(fleet, query(fleet, 1000, p1=800))[0] == "p0"
 
@@ -135,12 +66,10 @@ def test_a_worker_without_room_a_suspect_and_a_disconnected_one_get_nothing() ->
 
 def test_a_worker_that_failed_the_request_is_taken_only_when_no_other_is_left() -> None:
     fleet = two_and_two()
-    p0 = fleet.get("p0")
-    assert p0 is not None
+    p0 = entry_of(fleet, "p0")
     wanted = dataclasses.replace(query(fleet, 500, p0=499), failed=frozenset({p0.slot}))
     assert pick(fleet, wanted)[0] == "p1"
-    p1 = fleet.get("p1")
-    assert p1 is not None
+    p1 = entry_of(fleet, "p1")
     fleet.remove(p1)
     never = dataclasses.replace(POLICY, local_prefill="never")
     assert pick(fleet, wanted, never)[0] == "p0"
@@ -167,8 +96,7 @@ def test_the_choice_is_the_cheapest_candidate_and_its_terms_add_up(
     fleet = two_and_two()
     names = ("p0", "p1", "d0", "d1")
     for name, tokens in zip(names, queued):
-        entry = fleet.get(name)
-        assert entry is not None
+        entry = entry_of(fleet, name)
         fleet.report(entry, ReportedLoad(num_queued_tokens=tokens))
     held = {name: min(count, num_tokens - 1) for name, count in zip(names, cached)}
     wanted = query(fleet, num_tokens, **held)
@@ -184,8 +112,7 @@ def test_the_choice_is_the_cheapest_candidate_and_its_terms_add_up(
 
 
 def told(fleet: Fleet, worker_id: str, **figures: float) -> None:
-    entry = fleet.get(worker_id)
-    assert entry is not None
+    entry = entry_of(fleet, worker_id)
     fleet.report(entry, dataclasses.replace(ReportedLoad(), **figures))  # type: ignore[arg-type]
 
 
@@ -203,7 +130,7 @@ def test_a_worker_that_was_never_measured_counts_as_the_best_of_its_class() -> N
 
 
 def test_a_worker_that_looked_slow_once_is_tried_again_when_its_measure_is_old() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     for name, rate, step_s in (("0", 10_000.0, 0.005), ("1", 380.0, 0.1)):
         told(fleet, f"p{name}", prefill_tokens_per_s=rate)
@@ -213,13 +140,13 @@ def test_a_worker_that_looked_slow_once_is_tried_again_when_its_measure_is_old()
         wanted = dataclasses.replace(query(fleet, 1000), explores=explores)
         rng, names = random.Random(1), set()
         for _ in range(64):
-            placement = choose(wanted, fleet.arrays, POLICY, clock.now_s, rng)
+            placement = choose(wanted, fleet.arrays, POLICY, clock.now_s(), rng)
             assert placement is not None
             names |= {placement.prefill_worker, placement.decode_worker}
         return names
 
     assert chosen(True) == {"p0", "d0"}
-    clock.now_s += POLICY.trust_rates_s + 1
+    clock.advance(POLICY.trust_rates_s + 1)
     told(fleet, "p1", prefill_tokens_per_s=380.0)  # told again, but not measured again
     assert chosen(False) == {"p0", "d0"}
     assert chosen(True) == {"p0", "d0", "p1", "d1"}
@@ -236,28 +163,27 @@ def test_patience_goes_by_a_worker_s_own_measure_also_where_it_is_not_trusted() 
     policy = dataclasses.replace(POLICY, trust_rates_s=0.0, local_prefill="never")
     for placement in ranked(wanted, fleet.arrays, policy, 101.0, 4):
         assert placement.prefill_s == 0.6
-        entry = fleet.get(placement.prefill_worker)
-        assert entry is not None
+        entry = entry_of(fleet, placement.prefill_worker)
         expected_s = 60.0 if placement.prefill_worker == "p1" else 0.6
         assert placement.first_token_s(fleet.prefill_tokens_per_s(entry)) == expected_s
 
 
 def test_a_booking_is_felt_at_once_and_released_exactly_once() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_and_two(clock)
-    placement = choose(query(fleet, 1000), fleet.arrays, POLICY, clock.now_s, random.Random(0))
+    placement = choose(query(fleet, 1000), fleet.arrays, POLICY, clock.now_s(), random.Random(0))
     assert placement is not None
     booking = fleet.book(placement, 16)
     slot = placement.prefill_slot
     assert slot is not None
     rates = fleet.arrays.prefill_tokens_per_s
-    assert fleet.arrays.queue_s(rates, clock.now_s)[slot] == 0.5
-    clock.now_s += 0.3  # the prompt at the head of the queue has made progress since
-    assert abs(fleet.arrays.queue_s(rates, clock.now_s)[slot] - 0.2) < 1e-9
+    assert fleet.arrays.queue_s(rates, clock.now_s())[slot] == 0.5
+    clock.advance(0.3)  # the prompt at the head of the queue has made progress since
+    assert abs(fleet.arrays.queue_s(rates, clock.now_s())[slot] - 0.2) < 1e-9
     fleet.check_integrity()
     fleet.release_prefill(booking)
     fleet.release_prefill(booking)
-    assert fleet.arrays.queue_s(rates, clock.now_s)[slot] == 0
+    assert fleet.arrays.queue_s(rates, clock.now_s())[slot] == 0
     assert fleet.arrays.running[placement.decode_slot] == 1
     fleet.release(booking)
     assert fleet.arrays.running[placement.decode_slot] == 0
@@ -283,8 +209,7 @@ def test_a_booking_on_a_worker_that_left_touches_nobody_in_its_row() -> None:
 def test_no_more_than_a_third_of_a_pool_is_ejected_at_once() -> None:
     fleet = fleet_of(*(facts(f"d{n}", False, True) for n in range(6)))
     for n in range(6):
-        entry = fleet.get(f"d{n}")
-        assert entry is not None
+        entry = entry_of(fleet, f"d{n}")
         fleet.eject(entry, 5.0)
     assert int((fleet.arrays.hold_until_s > 100.0).sum()) == 2
 
@@ -292,8 +217,7 @@ def test_no_more_than_a_third_of_a_pool_is_ejected_at_once() -> None:
 def held_after(fleet: Fleet, *failing: str) -> set[str]:
     """Who is held once these workers have failed, one after the other."""
     for worker_id in failing:
-        entry = fleet.get(worker_id)
-        assert entry is not None
+        entry = entry_of(fleet, worker_id)
         fleet.eject(entry, 5.0)
     holds = fleet.arrays.hold_until_s
     return {entry.facts.worker_id for entry in fleet if holds[entry.slot] > 100.0}
@@ -318,8 +242,7 @@ def test_when_both_of_two_workers_fail_both_serve_until_one_fails_again() -> Non
 
 def test_a_worker_held_for_want_of_room_is_not_let_go_by_another_s_failure() -> None:
     fleet = two_and_two()
-    full = fleet.get("d0")
-    assert full is not None
+    full = entry_of(fleet, "d0")
     fleet.hold(full, 9.0)
     assert held_after(fleet, "d1") == {"d0"}
 
@@ -330,7 +253,7 @@ def test_a_worker_that_fails_while_it_is_held_does_not_count_twice() -> None:
 
 
 def test_a_report_of_a_moment_ago_does_not_count_what_has_ended_since() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     prefill, decode = fleet.get("p0"), fleet.get("d0")
     assert prefill is not None
@@ -343,12 +266,12 @@ def test_a_report_of_a_moment_ago_does_not_count_what_has_ended_since() -> None:
     bookings = [fleet.book(placement, 16) for _ in range(32)]
     for booking in bookings[1:]:
         fleet.release(booking)
-    clock.now_s += 1.3
+    clock.advance(1.3)
     fleet.report(decode, ReportedLoad(num_requests=35))  # three are another router's
     fleet.report(prefill, ReportedLoad(num_queued_tokens=32 * 999 + 500))
     assert fleet.arrays.running[decode.slot] == 1 + 3
     assert fleet.arrays.queued_tokens[prefill.slot] == 999 + 500
-    clock.now_s += 1.0
+    clock.advance(1.0)
     fleet.report(decode, ReportedLoad(num_requests=35))  # and now they are others', all but one
     fleet.report(prefill, ReportedLoad(num_queued_tokens=32 * 999 + 500))
     assert fleet.arrays.running[decode.slot] == 35

@@ -27,11 +27,11 @@ from router.fleet_links import FleetLinks, FleetReport
 from router.metrics import RouterMetrics
 from router.server import RouterServer
 from router.text import TextModel
-from tests.router.deployment import PROMPT, Answer, Client, ask_for, byte_model, deployment
+from tests.router.answers import PROMPT, Answer, Client, ask_for, assert_whole
+from tests.router.deployment import byte_model, deployment
 from tests.router.proxy import Proxy
 from tests.router.scripted_tokens import oracle
 from tests.router.scripted_worker import MODEL
-from tests.router.test_requests import assert_whole
 
 
 @asynccontextmanager
@@ -64,10 +64,10 @@ async def router_process(
 
 
 async def test_a_killed_router_s_streams_go_on_at_another_without_a_step_repeated(
-    text_model: TextModel, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     byte_model(tmp_path)
-    async with deployment(text_model, 1, 2, resume_window_s=20.0) as d:
+    async with deployment(1, 2, resume_window_s=20.0) as d:
         for worker in ("d0", "d1"):
             d.worker(worker).step_s = 0.02
         async with router_process(d.registry.address, tmp_path) as (process, client):
@@ -104,13 +104,12 @@ async def test_a_killed_router_s_streams_go_on_at_another_without_a_step_repeate
             assert answer.text + rest.text == bytes(whole).decode()
             steps += 39  # the first token is the prefill worker's
         assert d.worker("d0").num_decode_steps + d.worker("d1").num_decode_steps == steps
-        await d.check_empty()
 
 
-async def test_sigterm_drains_and_ends_the_process(text_model: TextModel, tmp_path: Path) -> None:
+async def test_sigterm_drains_and_ends_the_process(tmp_path: Path) -> None:
     byte_model(tmp_path)
     async with (
-        deployment(text_model) as d,
+        deployment() as d,
         router_process(d.registry.address, tmp_path) as (process, client),
     ):
         d.worker("d0").may_decode.clear()
@@ -123,10 +122,10 @@ async def test_sigterm_drains_and_ends_the_process(text_model: TextModel, tmp_pa
 
 
 async def test_a_request_s_line_is_in_the_log_unless_the_cluster_s_level_leaves_it_out(
-    text_model: TextModel, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     byte_model(tmp_path)
-    async with deployment(text_model) as d:
+    async with deployment() as d:
         for level, num_lines in (("info", 1), ("warning", 0)):
             with (tmp_path / level).open("w+") as log:
                 async with router_process(d.registry.address, tmp_path, level, log) as (_, client):
@@ -136,7 +135,7 @@ async def test_a_request_s_line_is_in_the_log_unless_the_cluster_s_level_leaves_
 
 
 async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_streams(
-    text_model: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     byte_model(tmp_path)
     told: list[FleetLinks] = []
@@ -156,7 +155,7 @@ async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_st
         await start(server)
 
     monkeypatch.setattr(RouterServer, "start", keep)
-    async with deployment(text_model) as d:
+    async with deployment() as d:
         d.worker("d0").may_decode.clear()
         routing = RouterConfig(local_prefill="never")
         config = ClusterConfig(str(tmp_path), served_model_name=MODEL, router=routing)
@@ -176,22 +175,21 @@ async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_st
 
 
 async def test_a_router_finds_registry_and_workers_past_the_environment_s_http_proxy(
-    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("grpc_proxy", "https_proxy", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_grpc_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    async with deployment(text_model) as d, AsyncClient(d.servers[0].address) as client:
+    async with deployment() as d, AsyncClient(d.servers[0].address) as client:
         assert [model.name for model in await client.models()] == [MODEL]
-        await d.check_empty()
 
 
 async def test_a_second_sigterm_leaves_every_request_to_its_worker_for_another_router(
-    text_model: TextModel, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     byte_model(tmp_path)
-    async with deployment(text_model) as d:
+    async with deployment() as d:
         worker = d.worker("d0")
         worker.on_token = lambda running: (
             worker.may_decode.clear() if len(running.output) >= 3 else None
@@ -218,7 +216,6 @@ async def test_a_second_sigterm_leaves_every_request_to_its_worker_for_another_r
             assert_whole(await d.client.ask(request), prompt, 20)
         assert worker.num_reserves == 4
         assert worker.num_decode_steps == 4 * 19
-        await d.check_empty()
 
 
 async def until_not_serving(health: health_pb2_grpc.HealthStub) -> None:
@@ -228,10 +225,8 @@ async def until_not_serving(health: health_pb2_grpc.HealthStub) -> None:
                 return
 
 
-async def test_a_client_that_cancels_while_the_router_drains_ends_its_request_at_once(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
+async def test_a_client_that_cancels_while_the_router_drains_ends_its_request_at_once() -> None:
+    async with deployment() as d:
         d.worker("d0").may_decode.clear()
         call = d.client.stub.Generate(ask_for(PROMPT))
         await d.until(lambda: bool(d.worker("d0").runs))
@@ -242,10 +237,8 @@ async def test_a_client_that_cancels_while_the_router_drains_ends_its_request_at
         assert len(d.worker("d0").cancels) == 1
 
 
-async def test_a_host_that_goes_silent_is_noticed_by_its_unanswered_pings(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, 1, 1) as d:
+async def test_a_host_that_goes_silent_is_noticed_by_its_unanswered_pings() -> None:
+    async with deployment(1, 1) as d:
         hung = await d.add_worker("d9", d.worker("d0").role)
         proxy = await Proxy.to(hung.address)
         d.registry.workers = [w for w in d.registry.workers if w.worker_id != "d9"]

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
+from baton.clock import ManualClock
 from baton.config.router import LocalPrefill, RouterConfig
 from baton.errors import UnavailableError
 from router.admission import SCAN_AHEAD
 from router.fleet import Fleet, ReportedLoad
 from router.placement import reach
-from tests.router.test_admission import admission_of, entry_of, prompt, rounds
-from tests.router.test_placement import Clock, facts, fleet_of, pick, query
+from tests.router.fleets import admission_of, entry_of, facts, fleet_of, pick, prompt, query, rounds
 
 NEVER = RouterConfig(local_prefill="never")
 
@@ -21,7 +21,7 @@ def quarantine(fleet: Fleet, worker_id: str, num_blocks: int) -> None:
     fleet.report(entry_of(fleet, worker_id), ReportedLoad(num_quarantined_blocks=num_blocks))
 
 
-def two_prefill_workers(clock: Clock | None = None) -> Fleet:
+def two_prefill_workers(clock: ManualClock | None = None) -> Fleet:
     """Of 10 blocks of 16 tokens each, of which p0 has 6 in quarantine: room for 64 tokens."""
     fleet = fleet_of(
         facts("p0", True, False, num_blocks=10, max_request_tokens=160),
@@ -84,7 +84,7 @@ def test_who_is_within_reach_goes_by_the_prefill_workers_room() -> None:
 
 
 async def test_prompts_that_fit_nowhere_hold_nobody_back_and_are_refused() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_prefill_workers(clock)
     quarantine(fleet, "p1", 6)
     admission = admission_of(fleet, clock, fleet_wait_s=10.0)
@@ -107,7 +107,7 @@ async def test_prompts_that_fit_nowhere_hold_nobody_back_and_are_refused() -> No
 async def test_a_prompt_is_placed_when_quarantine_ends_or_nobody_tells_of_it(
     registry_is_gone: bool,
 ) -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_prefill_workers(clock)
     quarantine(fleet, "p1", 6)
     admission = admission_of(fleet, clock, fleet_wait_s=10.0)
@@ -124,7 +124,7 @@ async def test_a_prompt_is_placed_when_quarantine_ends_or_nobody_tells_of_it(
 
 async def test_a_prompt_whose_handoff_broke_and_filled_quarantine_is_refused_in_time() -> None:
     """It was predicted to be cached where it ran; that made it look as if there were room."""
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = two_prefill_workers(clock)
     admission = admission_of(fleet, clock, fleet_wait_s=10.0, prediction_ttl_s=60.0)
     ticket = admission.ticket(prompt(100), 4)

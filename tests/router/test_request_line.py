@@ -10,15 +10,15 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from baton.clock import ManualClock
 from baton.errors import BatonError
 from baton.v1 import router_pb2
 from router.output import FinishReason
 from router.request_line import judged, trace_id
 from router.router import Router
-from router.text import TextModel
-from tests.router.deployment import PROMPT, ask_for, deployment
-from tests.router.test_placement import Clock
-from tests.router.test_request_output import output_for
+from tests.router.answers import PROMPT, ask_for
+from tests.router.deployment import deployment
+from tests.router.request_outputs import output_for
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -35,9 +35,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 async def test_a_request_s_line_tells_where_it_ran_and_how_it_went_but_nothing_that_was_said(
-    text_model: TextModel, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with deployment(text_model) as d:
+    async with deployment() as d:
         asked = ask_for(
             PROMPT,
             request_id="mine",
@@ -78,9 +78,9 @@ async def test_a_request_s_line_tells_where_it_ran_and_how_it_went_but_nothing_t
 
 
 async def test_a_request_that_is_tried_again_has_one_line_with_the_workers_that_ended_it(
-    text_model: TextModel, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with deployment(text_model, prefill=2) as d:
+    async with deployment(prefill=2) as d:
         for worker_id in ("p0", "p1"):
             d.worker(worker_id).faults.fail_prefills = 1
         answer = await d.client.ask(ask_for(PROMPT))
@@ -92,9 +92,9 @@ async def test_a_request_that_is_tried_again_has_one_line_with_the_workers_that_
 
 
 async def test_what_is_refused_or_aborted_has_its_line_too(
-    text_model: TextModel, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with deployment(text_model) as d:
+    async with deployment() as d:
         for wrong in (
             ask_for(PROMPT, request_id="unknown", model="another"),
             ask_for(PROMPT, request_id="secret words"),
@@ -115,10 +115,10 @@ async def test_what_is_refused_or_aborted_has_its_line_too(
 
 
 async def test_no_line_is_made_where_the_log_s_level_leaves_it_out(
-    text_model: TextModel, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING, "router.request_line")
-    async with deployment(text_model) as d:
+    async with deployment() as d:
         await d.client.ask(ask_for(PROMPT))
     assert not lines(caplog)
 
@@ -145,25 +145,24 @@ def counted(router: Router) -> dict[tuple[str, str], float]:
     ],
 )
 async def test_a_request_meets_or_misses_the_targets_that_it_names(
-    text_model: TextModel,
     caplog: pytest.LogCaptureFixture,
     ttft_ms: int | None,
     itl_ms: int | None,
     expected: dict[tuple[str, str], float],
 ) -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     request = ask_for("prompt", 5)
     if ttft_ms is not None:
         request.ttft_target_ms = ttft_ms
     if itl_ms is not None:
         request.itl_target_ms = itl_ms
-    router, output = output_for(text_model, clock, request)
-    clock.now_s += 0.5
+    router, output = output_for(clock, request)
+    clock.advance(0.5)
     output.emit([97], [], None)
-    clock.now_s += 3.0  # the gap before the second token is the handoff's
+    clock.advance(3.0)  # the gap before the second token is the handoff's
     output.emit([97], [], None)
     for _ in range(3):
-        clock.now_s += 0.05
+        clock.advance(0.05)
         output.emit([97], [], None)
     output.finish()
     assert counted(router) == expected
@@ -174,20 +173,20 @@ async def test_a_request_meets_or_misses_the_targets_that_it_names(
 
 @pytest.mark.parametrize(("waited_s", "expected"), [(0.4, {}), (0.6, {("ttft", "missed"): 1})])
 async def test_a_request_without_a_token_has_missed_its_target_once_that_is_over(
-    text_model: TextModel, waited_s: float, expected: dict[tuple[str, str], float]
+    waited_s: float, expected: dict[tuple[str, str], float]
 ) -> None:
-    clock = Clock()
-    router, output = output_for(text_model, clock, ask_for("prompt", 5, ttft_target_ms=500))
-    clock.now_s += waited_s
+    clock = ManualClock(100.0)
+    router, output = output_for(clock, ask_for("prompt", 5, ttft_target_ms=500))
+    clock.advance(waited_s)
     output.fail(BatonError("lost"))
     assert counted(router) == expected
 
 
-async def test_a_request_that_is_resumed_is_judged_by_nobody(text_model: TextModel) -> None:
-    clock = Clock()
+async def test_a_request_that_is_resumed_is_judged_by_nobody() -> None:
+    clock = ManualClock(100.0)
     asked = ask_for("prompt", 1, request_id="mine", ttft_target_ms=500, resume_from_index=0)
-    router, output = output_for(text_model, clock, asked)
-    clock.now_s += 9.0
+    router, output = output_for(clock, asked)
+    clock.advance(9.0)
     output.emit([97], [], None)
     output.finish()
     assert counted(router) == {}

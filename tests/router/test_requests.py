@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from router.text import TextModel
-from tests.router.deployment import PROMPT, Answer, ask_for, deployment
-from tests.router.scripted_tokens import oracle
+from tests.router.answers import PROMPT, ask_for, assert_whole
+from tests.router.deployment import deployment
 
 
-def expected(prompt: str, num_tokens: int, seed: int = 7) -> list[int]:
-    return oracle(list(prompt.encode()), seed, num_tokens)
-
-
-def assert_whole(answer: Answer, prompt: str, num_tokens: int = 12, seed: int = 7) -> None:
-    """The fault-free tokens and their text, once and in order, and an end."""
-    assert answer.ids == expected(prompt, num_tokens, seed)[answer.from_index :]
-    assert answer.finished is not None
-    assert answer.text == bytes(answer.ids).decode()
-
-
-async def test_a_prompt_is_prefilled_in_one_pool_and_streams_from_the_other(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
+async def test_a_prompt_is_prefilled_in_one_pool_and_streams_from_the_other() -> None:
+    async with deployment() as d:
         answer = await d.client.ask(ask_for("Once upon a time"))
         assert_whole(answer, "Once upon a time")
         assert answer.routed[0].prefill_worker == "p0"
@@ -33,32 +19,26 @@ async def test_a_prompt_is_prefilled_in_one_pool_and_streams_from_the_other(
         assert answer.finished.usage.num_prompt_tokens == 16
         assert answer.finished.usage.num_output_tokens == 12
         assert answer.finished.timings.ttft_ms > 0
-        await d.check_empty()
 
 
-async def test_a_first_token_that_ends_the_request_releases_the_lease(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
+async def test_a_first_token_that_ends_the_request_releases_the_lease() -> None:
+    async with deployment() as d:
         answer = await d.client.ask(ask_for(PROMPT, 1))
         assert_whole(answer, PROMPT, 1)
         await d.check_empty()
         assert d.worker("d0").num_decode_steps == 0
 
 
-async def test_a_mixed_fleet_serves_by_local_prefill_and_by_handoff(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, 0, 0, mixed=2, local_prefill="auto") as d:
+async def test_a_mixed_fleet_serves_by_local_prefill_and_by_handoff() -> None:
+    async with deployment(0, 0, mixed=2, local_prefill="auto") as d:
         answer = await d.client.ask(ask_for(PROMPT))
         assert_whole(answer, PROMPT)
-    async with deployment(text_model, 0, 0, mixed=2, local_prefill="never") as d:
+    async with deployment(0, 0, mixed=2, local_prefill="never") as d:
         answer = await d.client.ask(ask_for(PROMPT))
         assert_whole(answer, PROMPT)
         assert answer.routed[0].prefill_worker != answer.routed[0].decode_worker
-    async with deployment(text_model, 1, 1, local_prefill="always") as d:
+    async with deployment(1, 1, local_prefill="always") as d:
         answer = await d.client.ask(ask_for(PROMPT))
         assert_whole(answer, PROMPT)
         assert answer.routed[0].prefill_worker == ""
         assert len(answer.prefilled) == 1
-        await d.check_empty()

@@ -7,15 +7,14 @@ import asyncio
 import grpc.aio
 import pytest
 
+from baton.clock import ManualClock
 from baton.errors import OverloadedError, UnavailableError
 from baton.v1 import common_pb2, control_pb2
 from router.fleet_watch import read_fleet
 from router.roles_away import RolesAway
-from router.text import TextModel
-from tests.router.deployment import DECODE, MIXED, PREFILL, PROMPT, Deployment, ask_for, deployment
-from tests.router.test_admission import admission_of, prompt, rounds
-from tests.router.test_placement import Clock, fleet_of, two_and_two
-from tests.router.test_requests import assert_whole
+from tests.router.answers import PROMPT, ask_for, assert_whole
+from tests.router.deployment import DECODE, MIXED, PREFILL, Deployment, deployment
+from tests.router.fleets import admission_of, fleet_of, prompt, rounds, two_and_two
 
 
 def pool(
@@ -67,7 +66,7 @@ def test_requests_wait_for_the_roles_that_they_cannot_do_without() -> None:
 
 
 async def test_a_held_request_outwaits_a_stopped_pool_and_patience_begins_when_it_is_back() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = fleet_of(clock=clock)
     fleet.away = AT_ZERO
     admission = admission_of(fleet, clock, fleet_wait_s=10.0)
@@ -82,7 +81,7 @@ async def test_a_held_request_outwaits_a_stopped_pool_and_patience_begins_when_i
 
 
 async def test_held_requests_are_a_bounded_line_and_go_on_in_order_with_the_first_workers() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = fleet_of(clock=clock)
     fleet.away = AT_ZERO
     admission = admission_of(fleet, clock, max_queue=2)
@@ -114,38 +113,33 @@ async def tell_pools(d: Deployment, desired: int, live: int = 0) -> None:
     await d.until(lambda: d.router.fleet.away.hold("never") is (live == 0))
 
 
-async def test_a_request_that_comes_while_nothing_runs_is_told_as_held_and_then_answered(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, prefill=0, decode=0, fleet_wait_s=0.1) as d:
+async def test_a_request_that_comes_while_nothing_runs_is_told_as_held_and_then_answered() -> None:
+    async with deployment(prefill=0, decode=0, fleet_wait_s=0.1) as d:
         await tell_pools(d, 0)
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
         await d.until(lambda: len(d.router.admission) == 1)
-        assert d.router._report().num_held == 1
+        assert d.router.report().num_held == 1
         await tell_pools(d, 1)
         (ticket,) = d.router.admission.waiting
-        await d.until(lambda: d.router.clock() - ticket.since_s > 0.5)  # five times the patience
+        until_s = ticket.since_s + 0.5  # five times the patience
+        await d.until(lambda: d.router.clock.now_s() > until_s)
         assert not asking.done()
         await d.add_worker("p0", PREFILL)
         await d.add_worker("d0", DECODE)
         assert_whole(await asking, PROMPT)
-        assert d.router._report().num_held == 0
-        await d.check_empty()
+        assert d.router.report().num_held == 0
 
 
-async def test_a_held_request_ends_at_its_own_deadline(text_model: TextModel) -> None:
-    async with deployment(text_model, prefill=0, decode=0, fleet_wait_s=0.1) as d:
+async def test_a_held_request_ends_at_its_own_deadline() -> None:
+    async with deployment(prefill=0, decode=0, fleet_wait_s=0.1) as d:
         await tell_pools(d, 0)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await d.client.ask(ask_for(PROMPT, timeout_ms=500))
         assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await d.check_empty()
 
 
-async def test_a_stream_whose_pools_are_stopped_goes_on_when_they_are_back(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, fleet_wait_s=0.1) as d:
+async def test_a_stream_whose_pools_are_stopped_goes_on_when_they_are_back() -> None:
+    async with deployment(fleet_wait_s=0.1) as d:
         worker, has_begun = d.worker("d0"), asyncio.Event()
 
         def stop(_: object) -> None:
@@ -159,9 +153,9 @@ async def test_a_stream_whose_pools_are_stopped_goes_on_when_they_are_back(
         await worker.die()
         await d.until(lambda: len(d.router.admission) == 1)
         (ticket,) = d.router.admission.waiting
-        await d.until(lambda: d.router.clock() - ticket.since_s > 0.5)  # five times the patience
+        until_s = ticket.since_s + 0.5  # five times the patience
+        await d.until(lambda: d.router.clock.now_s() > until_s)
         assert not asking.done()
         await tell_pools(d, 1)
         await d.add_worker("d0", DECODE, 2)
         assert_whole(await asking, PROMPT)
-        await d.check_empty()

@@ -6,16 +6,14 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-import grpc.aio
 import pytest
 
 from baton.errors import OverloadedError
 from baton.status import from_rpc_error
 from router import searching
 from router.searching import Searching
-from router.text import TextModel
-from tests.router.deployment import PROMPT, QUICK, ask_for, deployment
-from tests.router.test_requests import assert_whole
+from tests.router.answers import PROMPT, ask_for, assert_whole, refusal
+from tests.router.deployment import QUICK, deployment
 
 
 class Searches:
@@ -103,10 +101,8 @@ async def test_who_leaves_gives_its_turn_to_the_next_also_when_it_has_just_come(
     assert (searches.turns.num_searching, searches.turns.num_waiting) == (0, 0)
 
 
-async def test_resumes_ask_the_workers_no_faster_than_searches_may_and_are_refused_beyond_that(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, max_queue=1, attach_timeout_s=20.0) as d:
+async def test_resumes_ask_the_workers_no_faster_than_searches_may_and_are_refused_beyond() -> None:
+    async with deployment(max_queue=1, attach_timeout_s=20.0) as d:
         worker = d.worker("d0")
         worker.faults.hang_attaches = 2
         asking = []
@@ -115,13 +111,11 @@ async def test_resumes_ask_the_workers_no_faster_than_searches_may_and_are_refus
             asking.append(asyncio.create_task(d.client.ask(request)))
             await d.until(lambda n=number: d.router.num_active == n + 1)  # type: ignore[misc]
         await d.until(lambda: worker.num_attaching == 2)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await d.client.ask(ask_for(PROMPT, request_id="r3", resume_from_index=0))
-        problem = from_rpc_error(caught.value)  # type: ignore[arg-type]
+        error = await refusal(d.client, ask_for(PROMPT, request_id="r3", resume_from_index=0))
+        problem = from_rpc_error(error)  # type: ignore[arg-type]
         assert isinstance(problem, OverloadedError)
         assert problem.retry_after_s == QUICK.overload_retry_s
         assert worker.num_attaching == 2
         asking[0].cancel()
         assert_whole(await asking[2], PROMPT)  # it was nowhere, and ran
         asking[1].cancel()
-        await d.check_empty()

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 
+from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from baton.wire import ORPHANED
-from router.fleet import WorkerEntry, WorkerState
+from router.attempt import Attempt
+from router.fleet import WorkerState
 from router.patience import Patience
 from router.session import RouterIdentity, Session, SessionLostError
-from router.text import TextModel
-from tests.router.deployment import DECODE, PROMPT, Answer, Deployment, ask_for, deployment
+from tests.router.answers import PROMPT, Answer, ask_for, assert_whole, failures_of
+from tests.router.deployment import DECODE, Deployment, deployment
+from tests.router.fleets import entry_of, facts, fleet_of
 from tests.router.proxy import Proxy
 from tests.router.scripted_tokens import Running
 from tests.router.scripted_worker import ScriptedWorker
-from tests.router.test_placement import Clock, facts, fleet_of
-from tests.router.test_requests import assert_whole
 
 
 def assert_attached_again(answer: Answer, worker: ScriptedWorker, num_tokens: int) -> None:
@@ -34,10 +36,8 @@ def assert_attached_again(answer: Answer, worker: ScriptedWorker, num_tokens: in
     assert not worker.cancels
 
 
-async def test_a_session_closed_plainly_is_opened_again_and_its_requests_go_on(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
+async def test_a_session_closed_plainly_is_opened_again_and_its_requests_go_on() -> None:
+    async with deployment() as d:
         worker = d.worker("d0")
         worker.on_token = lambda running: (
             worker.drop_sessions() if len(running.output) == 4 else None
@@ -45,13 +45,10 @@ async def test_a_session_closed_plainly_is_opened_again_and_its_requests_go_on(
         answer = await d.client.ask(ask_for(PROMPT, 60))
         assert_attached_again(answer, worker, 60)
         assert d.worker("p0").num_prefills == 1
-        await d.check_empty()
 
 
-async def test_a_request_that_ended_while_its_session_was_lost_is_read_to_its_end(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
+async def test_a_request_that_ended_while_its_session_was_lost_is_read_to_its_end() -> None:
+    async with deployment() as d:
         worker = d.worker("d0")
         worker.step_s = 0.0  # it is done long before the router is back
 
@@ -61,11 +58,10 @@ async def test_a_request_that_ended_while_its_session_was_lost_is_read_to_its_en
 
         worker.on_token = on_token
         assert_attached_again(await d.client.ask(ask_for(PROMPT, 30)), worker, 30)
-        await d.check_empty()
 
 
-async def test_a_cut_connection_loses_no_token_and_no_step(text_model: TextModel) -> None:
-    async with deployment(text_model, decode=0) as d:
+async def test_a_cut_connection_loses_no_token_and_no_step() -> None:
+    async with deployment(decode=0) as d:
         proxy = await behind_proxy(d, "d0")
         worker = d.worker("d0")
         worker.on_token = lambda running: proxy.cut() if len(running.output) == 5 else None
@@ -88,8 +84,8 @@ async def behind_proxy(d: Deployment, worker_id: str) -> Proxy:
     return proxy
 
 
-async def test_a_session_lost_during_the_prefill_does_not_repeat_it(text_model: TextModel) -> None:
-    async with deployment(text_model) as d:
+async def test_a_session_lost_during_the_prefill_does_not_repeat_it() -> None:
+    async with deployment() as d:
         prefill, decode = d.worker("p0"), d.worker("d0")
         prefill.may_prefill.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
@@ -99,11 +95,10 @@ async def test_a_session_lost_during_the_prefill_does_not_repeat_it(text_model: 
         prefill.may_prefill.set()
         assert_attached_again(await asking, decode, 12)
         assert prefill.num_prefills == 1
-        await d.check_empty()
 
 
-async def test_a_request_the_worker_no_longer_knows_starts_anew(text_model: TextModel) -> None:
-    async with deployment(text_model) as d:
+async def test_a_request_the_worker_no_longer_knows_starts_anew() -> None:
+    async with deployment() as d:
         worker = d.worker("d0")
 
         def on_token(running: Running) -> None:
@@ -116,7 +111,6 @@ async def test_a_request_the_worker_no_longer_knows_starts_anew(text_model: Text
         assert_whole(answer, PROMPT, 30)
         assert len(answer.routed) == 2
         assert answer.migrated[0].from_index <= 4
-        await d.check_empty()
 
 
 def ended_while_the_session_is_lost(worker: ScriptedWorker, error: str) -> None:
@@ -130,36 +124,31 @@ def ended_while_the_session_is_lost(worker: ScriptedWorker, error: str) -> None:
     worker.on_token = on_token
 
 
-async def test_a_request_its_worker_gave_up_for_want_of_a_router_goes_on_once_that_is_back(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, eject_s=30.0) as d:
+async def test_a_request_its_worker_gave_up_for_want_of_a_router_goes_on_once_that_is_back() -> (
+    None
+):
+    async with deployment(eject_s=30.0) as d:
         ended_while_the_session_is_lost(d.worker("d0"), ORPHANED)
         answer = await d.client.ask(ask_for(PROMPT, 30))
         assert_whole(answer, PROMPT, 30)
         assert [routed.attempt for routed in answer.routed] == [1, 2]
-        assert {labels[0] for labels in d.router.metrics.failures._metrics} == {"GIVEN_UP"}
+        assert failures_of(d.router).keys() == {"GIVEN_UP"}
         assert not d.router.fleet.arrays.hold_until_s.any()
-        await d.check_empty()
 
 
-async def test_a_request_aborted_elsewhere_while_its_session_is_lost_is_not_begun_again(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model) as d:
+async def test_a_request_aborted_elsewhere_while_its_session_is_lost_is_not_begun_again() -> None:
+    async with deployment() as d:
         ended_while_the_session_is_lost(d.worker("d0"), "cancelled")
         answer = await d.client.ask(ask_for(PROMPT, 30))
-        assert answer.finished is not None
-        assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
+        assert answer.reason == common_pb2.FINISH_REASON_ABORTED
         assert d.worker("d0").num_reserves == 1
-        await d.check_empty()
 
 
-async def test_a_session_that_does_not_come_back_in_time_is_left(text_model: TextModel) -> None:
-    async with deployment(text_model, decode=1, reattach_timeout_s=0.2, keepalive_s=30.0) as d:
+async def test_a_session_that_does_not_come_back_in_time_is_left() -> None:
+    async with deployment(decode=1, reattach_timeout_s=0.2, keepalive_s=30.0) as d:
         proxy = await behind_proxy(d, "d1")
         slow = d.worker("d1")
-        d.router.fleet.hold(entry_of(d, "d0"), 0.3)  # the request goes to d1
+        d.router.fleet.hold(d.entry("d0"), 0.3)  # the request goes to d1
 
         def on_token(running: Running) -> None:
             if len(running.output) == 5:
@@ -176,30 +165,41 @@ async def test_a_session_that_does_not_come_back_in_time_is_left(text_model: Tex
         await proxy.close()
 
 
-def entry_of(d: Deployment, worker_id: str) -> WorkerEntry:
-    entry = d.router.fleet.get(worker_id)
-    assert entry is not None
-    return entry
-
-
 # --- a session's own backlog and faults ----------------------------------------------------------
 
 
+class FrozenStub:
+    """Of a worker that opens a session, and neither reads nor writes anything."""
+
+    def Session(self) -> FrozenStub:  # noqa: N802
+        return self
+
+    async def write(self, message: worker_pb2.SessionRequest) -> None:
+        await asyncio.Event().wait()
+
+    async def __aiter__(self) -> AsyncIterator[worker_pb2.SessionResponse]:
+        await asyncio.Event().wait()
+        yield worker_pb2.SessionResponse()
+
+    def cancel(self) -> None:
+        """Nothing is to be cancelled."""
+
+
 async def test_a_frozen_session_s_backlog_loses_the_session_and_keeps_the_cancels() -> None:
-    session = Session("d0", RouterIdentity("r", 1), max_backlog=2)
-    session._outbox = asyncio.Queue(2)  # opened, and nobody reads
+    session, is_open = Session("d0", RouterIdentity("r", 1), max_backlog=2), asyncio.Event()
+    serving = asyncio.create_task(session.run(FrozenStub(), is_open.set))  # type: ignore[arg-type]
+    await is_open.wait()  # and nobody reads
     for attempt in range(1, 4):
         session.cancel("mine", attempt)
     assert not session.is_open
     assert session.unconfirmed_cancels == [("mine", 1), ("mine", 2), ("mine", 3)]
     with pytest.raises(SessionLostError):
         session.reserve(worker_pb2.Reserve())
+    serving.cancel()
 
 
-async def test_a_session_whose_backlog_overflows_is_opened_again_and_its_streams_go_on(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, max_session_backlog=4) as d:
+async def test_a_session_whose_backlog_overflows_is_opened_again_and_its_streams_go_on() -> None:
+    async with deployment(max_session_backlog=4) as d:
         worker = d.worker("d0")
         worker.may_decode.clear()
         asking = []
@@ -214,30 +214,29 @@ async def test_a_session_whose_backlog_overflows_is_opened_again_and_its_streams
         answers = await asyncio.gather(*asking)
         for number in (6, 7):
             assert_whole(answers[number], f"{PROMPT} {number}")
-        await d.check_empty()
 
 
-async def test_a_fault_of_ours_in_a_session_does_not_lose_the_worker(text_model: TextModel) -> None:
-    async with deployment(text_model) as d:
-        (link,) = (link for link in d.router.links if link.entry.facts.can_decode)
-        dispatch, faults = link.session._dispatch, []
+async def test_a_fault_of_ours_in_a_session_does_not_lose_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with deployment() as d:
+        faults, on_admitted = list[Attempt](), Attempt.on_admitted
 
-        def fail_once(response: worker_pb2.SessionResponse) -> None:
-            link.session._dispatch = dispatch  # type: ignore[method-assign]
-            faults.append(response)
+        def fail_once(attempt: Attempt) -> None:
+            monkeypatch.setattr(Attempt, "on_admitted", on_admitted)
+            faults.append(attempt)
             raise AssertionError("a fault of ours")
 
-        link.session._dispatch = fail_once  # type: ignore[method-assign]
+        monkeypatch.setattr(Attempt, "on_admitted", fail_once)
         assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
         assert len(faults) == 1
-        await d.check_empty()
 
 
 # --- workers the registry calls suspect -----------------------------------------------------------
 
 
-async def test_a_silent_stream_leaves_a_suspect_worker_soon(text_model: TextModel) -> None:
-    async with deployment(text_model, decode=2, suspect_silence_s=0.2) as d:
+async def test_a_silent_stream_leaves_a_suspect_worker_soon() -> None:
+    async with deployment(decode=2, suspect_silence_s=0.2) as d:
         assert d.router.config.token_timeout_s >= 30
         asking = asyncio.create_task(paused(d, index=3))
         await d.until(lambda: any(not d.worker(w).may_decode.is_set() for w in ("d0", "d1")))
@@ -249,7 +248,6 @@ async def test_a_silent_stream_leaves_a_suspect_worker_soon(text_model: TextMode
         assert time.monotonic() - began_s < 5.0
         assert_whole(answer, PROMPT)
         assert [r.decode_worker for r in answer.routed] == [stuck, "d1" if stuck == "d0" else "d0"]
-        await d.check_empty()
 
 
 async def paused(d: Deployment, index: int) -> Answer:
@@ -263,8 +261,8 @@ async def paused(d: Deployment, index: int) -> Answer:
     return await d.client.ask(ask_for(PROMPT))
 
 
-async def test_a_prompt_leaves_a_suspect_prefill_worker_soon(text_model: TextModel) -> None:
-    async with deployment(text_model, prefill=2, suspect_silence_s=0.2) as d:
+async def test_a_prompt_leaves_a_suspect_prefill_worker_soon() -> None:
+    async with deployment(prefill=2, suspect_silence_s=0.2) as d:
         for worker_id in ("p0", "p1"):
             d.worker(worker_id).may_prefill.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
@@ -276,11 +274,10 @@ async def test_a_prompt_leaves_a_suspect_prefill_worker_soon(text_model: TextMod
         answer = await asking
         assert_whole(answer, PROMPT)
         assert [r.prefill_worker for r in answer.routed] == [stuck, other]
-        await d.check_empty()
 
 
-async def test_a_flowing_stream_stays_on_a_suspect_worker(text_model: TextModel) -> None:
-    async with deployment(text_model, suspect_silence_s=0.4) as d:
+async def test_a_flowing_stream_stays_on_a_suspect_worker() -> None:
+    async with deployment(suspect_silence_s=0.4) as d:
         worker = d.worker("d0")
         worker.step_s = 0.02
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, 60)))  # 1.2 s at the least
@@ -290,30 +287,26 @@ async def test_a_flowing_stream_stays_on_a_suspect_worker(text_model: TextModel)
         answer = await asking
         assert_whole(answer, PROMPT, 60)
         assert len(answer.routed) == 1
-        await d.check_empty()
 
 
 async def test_a_worker_that_is_live_again_gets_its_full_time_back() -> None:
-    clock = Clock()
+    clock = ManualClock(100.0)
     fleet = fleet_of(facts("d0", False, True), clock=clock)
-    entry = fleet.get("d0")
-    assert entry is not None
+    entry = entry_of(fleet, "d0")
     over: list[str] = []
     patience = Patience(1.5, clock, lambda worker, what: over.append(what))
     patience.expect("a token", 30.0, entry)
-    clock.now_s += 10.0
+    clock.advance(10.0)
     fleet.set_state(entry, WorkerState.SUSPECT)
     patience.review()
-    clock.now_s += 1.4
-    patience._on_timer()
+    clock.advance(1.4)
     assert not over  # suspect for less than the limit, though silent for long
     fleet.set_state(entry, WorkerState.LIVE)
-    clock.now_s += 1.0
-    patience._on_timer()
+    clock.advance(1.0)
     assert not over
     fleet.set_state(entry, WorkerState.SUSPECT)
-    clock.now_s += 1.5
-    patience._on_timer()
+    patience.review()
+    clock.advance(1.5)
     assert over == ["a token"]
     patience.end()
 
@@ -321,10 +314,8 @@ async def test_a_worker_that_is_live_again_gets_its_full_time_back() -> None:
 # --- a worker that came back as another -----------------------------------------------------------
 
 
-async def test_a_worker_replaced_by_one_of_another_fingerprint_costs_nobody_a_token(
-    text_model: TextModel,
-) -> None:
-    async with deployment(text_model, decode=2, max_attempts=1) as d:
+async def test_a_worker_replaced_by_one_of_another_fingerprint_costs_nobody_a_token() -> None:
+    async with deployment(decode=2, max_attempts=1) as d:
         d.router.fleet.arrays.max_running[:] = 0
         prompts = [f"{PROMPT} {number}" for number in range(6)]
         asking = [asyncio.create_task(d.client.ask(ask_for(prompt))) for prompt in prompts]
@@ -348,7 +339,6 @@ async def test_a_worker_replaced_by_one_of_another_fingerprint_costs_nobody_a_to
         await d.until(lambda: d.router.links.find("d0", 2) is not None)
         answer = await d.client.ask(ask_for(PROMPT))
         assert answer.routed[0].decode_worker == "d1"  # no prefill worker is of the other's kind
-        await d.check_empty()
 
 
 def test_the_default_bounds_are_a_second_or_two() -> None:
@@ -358,11 +348,9 @@ def test_the_default_bounds_are_a_second_or_two() -> None:
 
 
 @pytest.mark.parametrize("seed", [1])
-async def test_sessions_that_keep_breaking_repeat_no_decode_step(
-    text_model: TextModel, seed: int
-) -> None:
+async def test_sessions_that_keep_breaking_repeat_no_decode_step(seed: int) -> None:
     """Only sessions break here, so every token is computed exactly once."""
-    async with deployment(text_model, decode=2) as d:
+    async with deployment(decode=2) as d:
         rng = random.Random(seed)
         workers = [d.worker("d0"), d.worker("d1")]
         for worker in workers:
@@ -380,4 +368,3 @@ async def test_sessions_that_keep_breaking_repeat_no_decode_step(
         assert sum(worker.num_decode_steps for worker in workers) == 12 * 59
         assert d.worker("p0").num_prefills == 12
         assert sum(worker.num_attaches for worker in workers) >= 12
-        await d.check_empty()

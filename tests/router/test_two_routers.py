@@ -12,31 +12,26 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.config.engine import FakeEngineConfig
 from baton.v1 import common_pb2, router_pb2
 from cluster.pools.role_plan import Role
 from decode_worker.runs import Phase
 from router.request_run import RequestRun
 from router.router import Router
-from router.text import TextModel
-from tests.cluster.conftest import ENGINE, HeldStep, nothing_held, running_worker
-from tests.router.deployment import QUICK, Answer, Client
+from tests.cluster.conftest import HeldStep, nothing_held, running_worker
+from tests.router.answers import Answer, Client, failures_of, refusal
 from tests.router.proxy import Proxy
-from tests.router.test_real_workers import (
+from tests.router.real_workers import (
+    CONFIG,
     NUM_TOKENS,
+    SLOW,
     Listed,
     alone,
+    named,
     num_decoded,
     request_of,
     router_over,
     until,
 )
-
-SLOW = dataclasses.replace(
-    ENGINE,
-    fake=FakeEngineConfig(window=20, vocab_size=257, decode_step_s=0.02, prefill_token_s=1e-6),
-)
-CONFIG = dataclasses.replace(QUICK, resume_window_s=0.2)
 
 
 @pytest.fixture
@@ -49,19 +44,13 @@ async def listed() -> AsyncIterator[list[Listed]]:
         await nothing_held(prefill, decode)
 
 
-def named(number: int) -> router_pb2.GenerateRequest:
-    request = request_of(number)
-    request.request_id = "named"
-    return request
-
-
 async def test_a_router_that_lost_its_client_does_not_end_the_stream_at_the_next(
-    text_model: TextModel, listed: list[Listed]
+    listed: list[Listed],
 ) -> None:
     worker = Client(listed[1].address)
     async with (
-        router_over(text_model, *listed, config=CONFIG) as (router_a, client_a),
-        router_over(text_model, *listed, config=CONFIG) as (router_b, client_b),
+        router_over(*listed, config=CONFIG) as (router_a, client_a),
+        router_over(*listed, config=CONFIG) as (router_b, client_b),
     ):
         await client_a.ask(request_of(1))  # its prompt is cached from now on
         steps = await num_decoded(worker)
@@ -76,19 +65,19 @@ async def test_a_router_that_lost_its_client_does_not_end_the_stream_at_the_next
         assert await num_decoded(worker) - steps == NUM_TOKENS - 1
         await until(lambda: router_a.fleet.num_bookings == 0)
         for router in (router_a, router_b):
-            failures = {labels[0] for labels in router.metrics.failures._metrics}
+            failures = failures_of(router).keys()
             assert failures <= {"MOVED"}
     await worker.channel.close()
 
 
 async def test_a_router_whose_request_was_attached_while_it_is_prefilled_sees_the_handoff_through(
-    text_model: TextModel, listed: list[Listed]
+    listed: list[Listed],
 ) -> None:
     step = HeldStep(listed[0].worker)
     patient = dataclasses.replace(CONFIG, resume_window_s=30.0)
     async with (
-        router_over(text_model, *listed, config=patient) as (_, client_a),
-        router_over(text_model, *listed, config=patient) as (router_b, client_b),
+        router_over(*listed, config=patient) as (_, client_a),
+        router_over(*listed, config=patient) as (router_b, client_b),
     ):
         former = asyncio.create_task(client_a.ask(named(1)))
         await asyncio.to_thread(step.begun.wait, 10)
@@ -105,25 +94,25 @@ async def test_a_router_whose_request_was_attached_while_it_is_prefilled_sees_th
         answer = await latter
         assert answer.ids == alone(1)
         assert not answer.migrated
-        assert not router_b.metrics.failures._metrics
+        assert not failures_of(router_b)
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
 async def test_a_router_that_closes_leaves_the_prefill_to_the_one_that_asked_for_it_since(
-    text_model: TextModel, listed: list[Listed], is_aborted: bool
+    listed: list[Listed], is_aborted: bool
 ) -> None:
     step = HeldStep(listed[0].worker)
     patient = dataclasses.replace(CONFIG, resume_window_s=30.0)
     async with (
-        router_over(text_model, *listed, config=patient) as (router_a, client_a),
-        router_over(text_model, *listed, config=patient) as (router_b, client_b),
+        router_over(*listed, config=patient) as (router_a, client_a),
+        router_over(*listed, config=patient) as (router_b, client_b),
     ):
         former = asyncio.create_task(client_a.ask(named(1)))
         await asyncio.to_thread(step.begun.wait, 10)
         again = named(1)
         again.resume_from_index = 0
         latter = asyncio.create_task(client_b.ask(again))
-        await until(lambda: any(has_asked_its_writer(run) for run in router_b._runs.values()))
+        await until(lambda: any(has_asked_its_writer(run) for run in router_b.runs))
         await router_a.close()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await former
@@ -134,18 +123,18 @@ async def test_a_router_that_closes_leaves_the_prefill_to_the_one_that_asked_for
         answer = await latter
         assert answer.finished is not None
         assert [routed.attempt for routed in answer.routed] == [1]
-        assert not router_b.metrics.failures._metrics
+        assert not failures_of(router_b)
         assert answer.ids == ([] if is_aborted else alone(1))
         assert is_aborted or (await listed[0].worker.integrity()).num_first_tokens == 1
 
 
 def has_asked_its_writer(run: RequestRun) -> bool:
-    return run._attempt is not None and run._attempt._is_lease_taken
+    return run.attempt is not None and run.attempt.is_lease_taken
 
 
 @pytest.mark.parametrize("is_first_gone", [False, True])
 async def test_a_router_that_attaches_before_a_lease_was_told_has_the_prompt_computed_itself(
-    text_model: TextModel, listed: list[Listed], is_first_gone: bool
+    listed: list[Listed], is_first_gone: bool
 ) -> None:
     """Where the first router is gone nobody was told, and the second comes after the lease."""
     patient = dataclasses.replace(CONFIG, resume_window_s=30.0, attach_timeout_s=10.0)
@@ -153,12 +142,12 @@ async def test_a_router_that_attaches_before_a_lease_was_told_has_the_prompt_com
     assert decode.decode is not None
     hold = threading.Event()
     async with (
-        router_over(text_model, *listed, config=patient) as (router_a, client_a),
-        router_over(text_model, *listed, config=patient) as (router_b, client_b),
+        router_over(*listed, config=patient) as (router_a, client_a),
+        router_over(*listed, config=patient) as (router_b, client_b),
     ):
         decode.engine.post(lambda _: hold.wait(30))
         former = asyncio.create_task(client_a.ask(named(1)))
-        runs = decode.decode._runs
+        runs = decode.decode.runs
         await until(lambda: len(runs) == 1)
         if is_first_gone:
             await router_a.close()
@@ -177,13 +166,13 @@ async def test_a_router_that_attaches_before_a_lease_was_told_has_the_prompt_com
         answer = await latter
         assert answer.ids == alone(1)
         assert [routed.attempt for routed in answer.routed] == [1]
-        assert not router_b.metrics.failures._metrics
+        assert not failures_of(router_b)
         assert (await prefill.integrity()).num_first_tokens == 1
         assert (await decode.integrity()).num_later_tokens == NUM_TOKENS - 1
 
 
 async def test_a_prompt_that_its_writer_lost_is_given_up_by_the_router_that_asked_for_it_last(
-    text_model: TextModel, listed: list[Listed]
+    listed: list[Listed],
 ) -> None:
     hasty = dataclasses.replace(
         CONFIG, resume_window_s=30.0, attach_timeout_s=10.0, first_token_timeout_s=0.3
@@ -192,12 +181,12 @@ async def test_a_prompt_that_its_writer_lost_is_given_up_by_the_router_that_aske
     assert decode.decode is not None
     hold_decode, hold_prefill = threading.Event(), threading.Event()
     async with (
-        router_over(text_model, *listed, config=hasty) as (router_a, client_a),
-        router_over(text_model, *listed, config=hasty) as (router_b, client_b),
+        router_over(*listed, config=hasty) as (router_a, client_a),
+        router_over(*listed, config=hasty) as (router_b, client_b),
     ):
         decode.engine.post(lambda _: hold_decode.wait(30))
         former = asyncio.create_task(client_a.ask(named(1)))
-        runs = decode.decode._runs
+        runs = decode.decode.runs
         await until(lambda: len(runs) == 1)
         await router_a.close()
         with pytest.raises(grpc.aio.AioRpcError):
@@ -207,22 +196,22 @@ async def test_a_prompt_that_its_writer_lost_is_given_up_by_the_router_that_aske
         again = named(1)
         again.resume_from_index = 0
         latter = asyncio.create_task(client_b.ask(again))
-        await until(lambda: bool(router_b.metrics.failures._metrics))
+        await until(lambda: bool(failures_of(router_b)))
         hold_prefill.set()
         assert (await latter).ids == alone(1)
 
 
 async def test_a_first_token_that_ends_a_request_that_has_moved_ends_it_at_the_router_of_now(
-    text_model: TextModel, listed: list[Listed]
+    listed: list[Listed],
 ) -> None:
     step = HeldStep(listed[0].worker)
     patient = dataclasses.replace(CONFIG, resume_window_s=30.0)
     request = named(1)
     request.sampling.max_tokens = 1
     async with (
-        router_over(text_model, *listed, config=patient) as (_, client_a),
-        router_over(text_model, *listed, config=patient) as (router_b, client_b),
-        router_over(text_model, *listed, config=patient) as (_, client_c),
+        router_over(*listed, config=patient) as (_, client_a),
+        router_over(*listed, config=patient) as (router_b, client_b),
+        router_over(*listed, config=patient) as (_, client_c),
     ):
         former = asyncio.create_task(client_a.ask(request))
         await asyncio.to_thread(step.begun.wait, 10)
@@ -234,9 +223,8 @@ async def test_a_first_token_that_ends_a_request_that_has_moved_ends_it_at_the_r
         for answer in (await former, await latter, await later):
             assert answer.ids == alone(1)[:1]
             assert [routed.attempt for routed in answer.routed] == [1]
-            assert answer.finished is not None
-            assert answer.finished.reason == common_pb2.FINISH_REASON_LENGTH
-        assert not router_b.metrics.failures._metrics
+            assert answer.reason == common_pb2.FINISH_REASON_LENGTH
+        assert not failures_of(router_b)
         assert (await listed[0].worker.integrity()).num_first_tokens == 1
         assert (await listed[1].worker.integrity()).num_later_tokens == 0
 
@@ -260,7 +248,7 @@ class Parted:
 
 
 @asynccontextmanager
-async def parted(text_model: TextModel, listed: list[Listed]) -> AsyncIterator[Parted]:
+async def parted(listed: list[Listed]) -> AsyncIterator[Parted]:
     patient = dataclasses.replace(
         CONFIG, resume_window_s=30.0, reattach_timeout_s=10.0, keepalive_s=30.0
     )
@@ -268,8 +256,8 @@ async def parted(text_model: TextModel, listed: list[Listed]) -> AsyncIterator[P
     behind = [listed[0], Listed(listed[1].worker, proxy.address)]
     try:
         async with (
-            router_over(text_model, *behind, config=patient) as (router_a, client_a),
-            router_over(text_model, *listed, config=patient) as (router_b, client_b),
+            router_over(*behind, config=patient) as (router_a, client_a),
+            router_over(*listed, config=patient) as (router_b, client_b),
         ):
             yield Parted(client_a, router_a, client_b, router_b, proxy)
     finally:
@@ -278,19 +266,19 @@ async def parted(text_model: TextModel, listed: list[Listed]) -> AsyncIterator[P
 
 @pytest.mark.parametrize("is_prefilling", [False, True])
 async def test_a_router_whose_session_was_gone_does_not_take_back_what_another_attached(
-    text_model: TextModel, listed: list[Listed], is_prefilling: bool
+    listed: list[Listed], is_prefilling: bool
 ) -> None:
     """Nobody could tell it of the move. The prefill that it began is needed all the same."""
     prefill, decode = (one.worker for one in listed)
     assert decode.decode is not None
-    runs = decode.decode._runs
+    runs = decode.decode.runs
     step = HeldStep(prefill) if is_prefilling else None
-    async with parted(text_model, listed) as two:
+    async with parted(listed) as two:
         former = asyncio.create_task(two.first.ask(named(1)))
         if step is not None:
             await asyncio.to_thread(step.begun.wait, 10)
         else:
-            await until(lambda: any(len(r.log.ids) > 3 for r in two.router._runs.values()))
+            await until(lambda: any(len(r.log.ids) > 3 for r in two.router.runs))
         two.cut_off.freeze()
         two.cut_off.cut()
         await until(lambda: runs.num_orphans() == 1)
@@ -301,52 +289,50 @@ async def test_a_router_whose_session_was_gone_does_not_take_back_what_another_a
         two.cut_off.thaw()
         if step is not None:
             try:
-                await until(lambda: any(run._has_moved for run in two.router._runs.values()))
+                await until(lambda: any(run.has_moved for run in two.router.runs))
             finally:
                 step.go_on.set()
         await refused_as_moved(former)
         answer = await latter
         assert answer.ids == alone(1)
         assert [routed.attempt for routed in answer.routed] == [1]
-        assert not two.second_router.metrics.failures._metrics
+        assert not failures_of(two.second_router)
         assert (await prefill.integrity()).num_first_tokens == 1
         assert (await decode.integrity()).num_later_tokens == NUM_TOKENS - 1
 
 
 async def test_a_request_that_is_aborted_at_another_router_ends_as_such_and_is_nobody_s_fault(
-    text_model: TextModel, listed: list[Listed]
+    listed: list[Listed],
 ) -> None:
     async with (
-        router_over(text_model, *listed, config=CONFIG) as (router_a, client_a),
-        router_over(text_model, *listed, config=CONFIG) as (router_b, _),
+        router_over(*listed, config=CONFIG) as (router_a, client_a),
+        router_over(*listed, config=CONFIG) as (router_b, _),
     ):
         asking = asyncio.create_task(client_a.ask(named(1)))
-        await until(lambda: any(len(run.log.ids) > 3 for run in router_a._runs.values()))
+        await until(lambda: any(len(run.log.ids) > 3 for run in router_a.runs))
         router_b.abort_everywhere("", "named")
         answer = await asking
-        assert answer.finished is not None
-        assert answer.finished.reason == common_pb2.FINISH_REASON_ABORTED
+        assert answer.reason == common_pb2.FINISH_REASON_ABORTED
         assert answer.ids == alone(1)[: len(answer.ids)]
         assert len(answer.routed) == 1
-        assert not router_a.metrics.failures._metrics
+        assert not failures_of(router_a)
 
 
 async def test_an_id_that_another_router_runs_with_another_body_is_taken_until_it_is_aborted(
-    text_model: TextModel, listed: list[Listed]
+    listed: list[Listed],
 ) -> None:
     async with (
-        router_over(text_model, *listed, config=CONFIG) as (_, client_a),
-        router_over(text_model, *listed, config=CONFIG) as (router_b, client_b),
+        router_over(*listed, config=CONFIG) as (_, client_a),
+        router_over(*listed, config=CONFIG) as (router_b, client_b),
     ):
         seen = await client_a.ask(named(1), until=lambda a: len(a.ids) >= 6)
         assert len(seen.ids) < NUM_TOKENS
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client_b.ask(named(2))
-        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        error = await refusal(client_b, named(2))
+        assert error.code() is grpc.StatusCode.ALREADY_EXISTS
         await client_a.stub.Abort(router_pb2.AbortRequest(request_id="named"))
         decode = listed[1].worker.decode
         await until(lambda: decode.is_idle)
         answer = await client_b.ask(named(2))
         assert answer.ids == alone(2)
         assert not answer.migrated
-        assert {labels[0] for labels in router_b.metrics.failures._metrics} == {"TAKEN", "STALE"}
+        assert failures_of(router_b).keys() == {"TAKEN", "STALE"}

@@ -16,14 +16,20 @@ from baton.v1 import control_pb2, router_pb2
 from cluster.pools.role_plan import Role
 from router.fleet import WorkerState
 from router.router import Router
-from router.text import TextModel
 from tests.cluster.conftest import nothing_held, running_worker
-from tests.router.deployment import PROMPT, Answer, Client, Deployment, ask_for, deployment
+from tests.router.answers import PROMPT, Answer, Client, ask_for, expected
+from tests.router.deployment import Deployment, deployment, left_behind
 from tests.router.proxy import Proxy
-from tests.router.test_clients import left_behind
-from tests.router.test_real_workers import NUM_TOKENS, Listed, alone, router_over, until
-from tests.router.test_requests import expected
-from tests.router.test_two_routers import CONFIG, SLOW, named
+from tests.router.real_workers import (
+    CONFIG,
+    NUM_TOKENS,
+    SLOW,
+    Listed,
+    alone,
+    named,
+    router_over,
+    until,
+)
 
 PATIENT = dataclasses.replace(CONFIG, attach_timeout_s=2.0)
 
@@ -40,10 +46,10 @@ async def refused(client: Client, request: router_pb2.GenerateRequest) -> None:
 
 @contextlib.asynccontextmanager
 async def left_on_a_worker_that_hangs(
-    text_model: TextModel, num_hangs: int, **changes: Any
+    num_hangs: int, **changes: Any
 ) -> AsyncIterator[tuple[Deployment, Client, router_pb2.GenerateRequest]]:
     """The request is for its first token's successors."""
-    async with deployment(text_model, decode=2, **changes) as d:
+    async with deployment(decode=2, **changes) as d:
         request = ask_for(PROMPT, request_id="mine")
         second = await d.add_router()
         await d.connected(3, d.routers[1])
@@ -55,22 +61,17 @@ async def left_on_a_worker_that_hangs(
         yield d, second, request
 
 
-async def test_a_worker_that_does_not_answer_is_not_one_that_does_not_keep_the_request(
-    text_model: TextModel,
-) -> None:
-    async with left_on_a_worker_that_hangs(text_model, num_hangs=1) as (d, client, request):
+async def test_a_worker_that_does_not_answer_is_not_one_that_does_not_keep_the_request() -> None:
+    async with left_on_a_worker_that_hangs(num_hangs=1) as (d, client, request):
         await refused(client, request)
         answer = await client.ask(request)
         assert answer.ids == expected(PROMPT, 12)[1:]
         assert [routed.attempt for routed in answer.routed] == [1]
         assert num_reserves(d) == 1
-        await d.check_empty()
 
 
-async def test_what_a_worker_told_of_a_stream_stays_known_when_its_session_ends_before_all_answer(
-    text_model: TextModel,
-) -> None:
-    async with left_on_a_worker_that_hangs(text_model, num_hangs=0) as (d, client, request):
+async def test_what_a_worker_said_of_a_stream_is_kept_when_its_session_ends_first() -> None:
+    async with left_on_a_worker_that_hangs(num_hangs=0) as (d, client, request):
         d.worker("d1").faults.hang_attaches = 1
         d.worker("d0").may_decode.clear()
         asking = asyncio.create_task(client.ask(request))
@@ -82,17 +83,13 @@ async def test_what_a_worker_told_of_a_stream_stays_known_when_its_session_ends_
         assert answer.ids == expected(PROMPT, 12)[1:]
         assert [routed.attempt for routed in answer.routed] == [1]
         assert num_reserves(d) == 1
-        await d.check_empty()
 
 
-async def test_what_a_worker_keeps_that_the_registry_suspects_is_run_again(
-    text_model: TextModel,
-) -> None:
-    async with left_on_a_worker_that_hangs(text_model, num_hangs=1) as (d, client, request):
+async def test_what_a_worker_keeps_that_the_registry_suspects_is_run_again() -> None:
+    async with left_on_a_worker_that_hangs(num_hangs=1) as (d, client, request):
         d.worker("d0").state = control_pb2.WORKER_STATE_SUSPECT
         await d.registry.publish()
-        entry = d.router.fleet.get("d0")
-        assert entry is not None
+        entry = d.entry("d0")
         await d.until(lambda: entry.state is WorkerState.SUSPECT)
         answer = await client.ask(request)
         assert answer.ids == expected(PROMPT, 12)[1:]
@@ -100,10 +97,8 @@ async def test_what_a_worker_keeps_that_the_registry_suspects_is_run_again(
         assert num_reserves(d) == 2
 
 
-async def test_a_stream_waits_at_a_door_that_knows_of_no_units_yet(
-    text_model: TextModel,
-) -> None:
-    async with left_on_a_worker_that_hangs(text_model, 0, attach_timeout_s=0.3) as left:
+async def test_a_stream_waits_at_a_door_that_knows_of_no_units_yet() -> None:
+    async with left_on_a_worker_that_hangs(0, attach_timeout_s=0.3) as left:
         d, _, request = left
         port = int(d.registry.address.rpartition(":")[2])
         await d.registry.stop()
@@ -117,10 +112,8 @@ async def test_a_stream_waits_at_a_door_that_knows_of_no_units_yet(
 
 
 @pytest.mark.parametrize("registered", [[], ["p0", "d1"]], ids=["nobody", "some"])
-async def test_nothing_is_run_again_while_the_registry_settles(
-    text_model: TextModel, registered: list[str]
-) -> None:
-    async with left_on_a_worker_that_hangs(text_model, 0, attach_timeout_s=0.3) as left:
+async def test_nothing_is_run_again_while_the_registry_settles(registered: list[str]) -> None:
+    async with left_on_a_worker_that_hangs(0, attach_timeout_s=0.3) as left:
         d, _, request = left
         everyone = d.registry.workers
         d.registry.workers = [w for w in everyone if w.worker_id in registered]
@@ -142,24 +135,19 @@ async def test_nothing_is_run_again_while_the_registry_settles(
         assert d.worker("d0").num_reserves == 1
 
 
-async def test_a_client_that_has_seen_nothing_waits_for_no_worker_that_does_not_answer(
-    text_model: TextModel,
-) -> None:
-    async with left_on_a_worker_that_hangs(text_model, num_hangs=1) as (d, client, request):
+async def test_a_client_that_has_seen_nothing_waits_for_no_worker_that_does_not_answer() -> None:
+    async with left_on_a_worker_that_hangs(num_hangs=1) as (d, client, request):
         request.resume_from_index = 0
         assert (await client.ask(request)).ids == expected(PROMPT, 12)
         assert num_reserves(d) > 1  # where it runs already that attempt is stale
 
 
-async def test_a_worker_whose_sessions_end_as_they_open_is_waited_for_for_so_long_only(
-    text_model: TextModel,
-) -> None:
-    async with left_on_a_worker_that_hangs(text_model, 0, attach_timeout_s=0.3) as left:
+async def test_a_worker_whose_sessions_end_as_they_open_is_waited_for_for_so_long_only() -> None:
+    async with left_on_a_worker_that_hangs(0, attach_timeout_s=0.3) as left:
         d, client, request = left
         d.worker("d0").faults.end_sessions = 1 << 30
         d.worker("d0").drop_sessions()
-        entry = d.router.fleet.get("d0")
-        assert entry is not None
+        entry = d.entry("d0")
         await d.until(lambda: not entry.connected)
         await refused(client, request)
         answer = None
@@ -190,7 +178,7 @@ class Cut:
 
 
 @contextlib.asynccontextmanager
-async def cut_off_from_its_worker(text_model: TextModel) -> AsyncIterator[Cut]:
+async def cut_off_from_its_worker() -> AsyncIterator[Cut]:
     async with (
         running_worker("p0", Role.PREFILL, SLOW) as prefill,
         running_worker("d0", Role.DECODE, SLOW) as first,
@@ -201,14 +189,14 @@ async def cut_off_from_its_worker(text_model: TextModel) -> AsyncIterator[Cut]:
         ways = {name: await Proxy.to(workers[name].address) for name in ("d0", "d1")}
         behind = [listed[0], *(Listed(workers[name], way.address) for name, way in ways.items())]
         try:
-            async with router_over(text_model, *behind, config=PATIENT) as (router, client):
-                async with router_over(text_model, *listed, config=PATIENT) as (lost, former):
+            async with router_over(*behind, config=PATIENT) as (router, client):
+                async with router_over(*listed, config=PATIENT) as (lost, former):
                     asking = asyncio.create_task(former.ask(named(1)))
-                    runs = lost._runs.values()
+                    runs = lost.runs
                     await until(lambda: any(len(run.log.ids) > 3 for run in runs))
                     (run,) = runs
                     seen = Answer(0, list(run.log.ids[:3]))
-                    (name,) = (n for n in ways if workers[n].decode._runs)  # type: ignore[union-attr]
+                    (name,) = (n for n in ways if workers[n].decode.runs)  # type: ignore[union-attr]
                     await lost.close()
                     with pytest.raises(grpc.aio.AioRpcError):
                         await asking
@@ -225,10 +213,8 @@ async def cut_off_from_its_worker(text_model: TextModel) -> AsyncIterator[Cut]:
         assert sorted(later)[1] == NUM_TOKENS - 1, later
 
 
-async def test_a_stream_waits_for_the_worker_that_keeps_it_to_be_reached_again(
-    text_model: TextModel,
-) -> None:
-    async with cut_off_from_its_worker(text_model) as cut:
+async def test_a_stream_waits_for_the_worker_that_keeps_it_to_be_reached_again() -> None:
+    async with cut_off_from_its_worker() as cut:
         await refused(cut.client, cut.request)
         cut.way.thaw()
         await until(lambda: cut.is_whole)
@@ -238,10 +224,8 @@ async def test_a_stream_waits_for_the_worker_that_keeps_it_to_be_reached_again(
         assert not answer.migrated
 
 
-async def test_a_stream_goes_on_elsewhere_where_its_worker_is_not_reached_for_long(
-    text_model: TextModel,
-) -> None:
-    async with cut_off_from_its_worker(text_model) as cut:
+async def test_a_stream_goes_on_elsewhere_where_its_worker_is_not_reached_for_long() -> None:
+    async with cut_off_from_its_worker() as cut:
         await refused(cut.client, cut.request)
         answer = None
         async with asyncio.timeout(8.0):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.baton.fetch.checkpoint_server import CheckpointServer, write_certificate
-from tests.baton.fetch.test_fetch import CHECKPOINT, LARGE, WITHIN_S, under
+from tests.baton.fetch.nodes import CHECKPOINT, LARGE, WITHIN_S, under
 
 pytestmark = pytest.mark.full
 

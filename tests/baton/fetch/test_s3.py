@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.baton.fetch.checkpoint_server import CheckpointServer
-from tests.baton.fetch.test_fetch import CHECKPOINT, LARGE, OTHERS, Node, under
+from tests.baton.fetch.nodes import CHECKPOINT, LARGE, OTHERS, Node, under
 
 
 @pytest.fixture

@@ -67,8 +67,8 @@ class _ManualTimer:
 class ManualClock:
     """A clock that stands still until `advance`."""
 
-    def __init__(self) -> None:
-        self._now_s = 0.0
+    def __init__(self, now_s: float = 0.0) -> None:
+        self._now_s = now_s
         self._order = itertools.count()
         self._timers: list[tuple[float, int, _ManualTimer]] = []
 
@@ -88,7 +88,7 @@ class ManualClock:
             self._now_s = max(self._now_s, due_s)
             if timer.callback is not None:
                 timer.callback()
-        self._now_s = end_s
+        self._now_s = max(self._now_s, end_s)  # a callback may have advanced further
 
 
 class AwakeClock:

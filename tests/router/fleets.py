@@ -1,0 +1,100 @@
+"""Fleets without a network, and the queue in front of one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+
+import numpy as np
+
+from baton.clock import ManualClock
+from baton.config.router import RouterConfig
+from baton.v1 import common_pb2
+from router.admission import Admission
+from router.fleet import Fleet, WorkerEntry, WorkerState
+from router.placement import PlacementQuery, choose
+from router.prefix_index import PrefixIndex
+from router.prompt import PromptBlocks
+from router.worker_facts import WorkerFacts
+
+POLICY = RouterConfig()
+
+
+def facts(worker_id: str, prefill: bool, decode: bool, **changes: object) -> WorkerFacts:
+    made = WorkerFacts(
+        worker_id=worker_id,
+        incarnation=1,
+        can_prefill=prefill,
+        can_decode=decode,
+        address="127.0.0.1:1",
+        model="tiny",
+        kv_fingerprint=b"f",
+        block_size=16,
+        num_blocks=1000,
+        max_model_len=8192,
+        max_request_tokens=0,
+        max_held_tokens=0,
+        max_num_seqs=32,
+        vocab_size=100,
+        kv_bytes_per_token=1 << 16,
+        ref=common_pb2.WorkerRef(worker_id=worker_id),
+    )
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+def fleet_of(*members: WorkerFacts, clock: ManualClock | None = None) -> Fleet:
+    fleet = Fleet(POLICY, (clock or ManualClock(100.0)).now_s, lambda: None)
+    for member in members:
+        entry = fleet.add(member)
+        fleet.set_state(entry, WorkerState.LIVE)
+        fleet.set_connected(entry, True)
+    return fleet
+
+
+def two_and_two(clock: ManualClock | None = None) -> Fleet:
+    return fleet_of(
+        facts("p0", True, False),
+        facts("p1", True, False),
+        facts("d0", False, True),
+        facts("d1", False, True),
+        clock=clock,
+    )
+
+
+def query(fleet: Fleet, num_tokens: int, **cached: int) -> PlacementQuery:
+    tokens = np.zeros(fleet.num_slots, dtype=np.int64)
+    for worker_id, count in cached.items():
+        entry = entry_of(fleet, worker_id)
+        tokens[entry.slot] = count
+    return PlacementQuery(num_tokens, 16, 0, tokens)
+
+
+def pick(fleet: Fleet, wanted: PlacementQuery, policy: RouterConfig = POLICY) -> tuple[str, str]:
+    placement = choose(wanted, fleet.arrays, policy, 100.0, random.Random(0))
+    assert placement is not None
+    return placement.prefill_worker, placement.decode_worker
+
+
+def prompt(num_tokens: int, first: int = 0) -> PromptBlocks:
+    return PromptBlocks(np.arange(first, first + num_tokens, dtype=np.uint32), "")
+
+
+def admission_of(fleet: Fleet, clock: ManualClock, **changes: object) -> Admission:
+    config = dataclasses.replace(RouterConfig(local_prefill="never"), **changes)  # type: ignore[arg-type]
+    return Admission(config, fleet, PrefixIndex(), clock, random.Random(0))
+
+
+async def rounds(admission: Admission, clock: ManualClock, seconds: float) -> None:
+    """Let a time pass in which rounds are held, as they would be."""
+    for _ in range(round(seconds / 0.25)):
+        admission.kick()
+        clock.advance(0.25)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # who was placed has been told
+
+
+def entry_of(fleet: Fleet, worker_id: str) -> WorkerEntry:
+    entry = fleet.get(worker_id)
+    assert entry is not None
+    return entry

@@ -1,0 +1,33 @@
+"""The output of one request, without its worker."""
+
+from __future__ import annotations
+
+import random
+
+from baton.clock import ManualClock
+from baton.v1 import router_pb2
+from router.metrics import RouterMetrics
+from router.request_output import RequestOutput
+from router.router import Router
+from router.run_parts import Arrival
+from router.served_model import ServedModel
+from router.validate import RequestLimits, parse_generate
+from tests.router.deployment import QUICK, default_model
+from tests.router.scripted_worker import MODEL
+
+
+def output_for(
+    clock: ManualClock, request: router_pb2.GenerateRequest
+) -> tuple[Router, RequestOutput]:
+    router = Router(
+        QUICK,
+        "127.0.0.1:1",
+        ServedModel(MODEL, default_model()),
+        RouterMetrics(),
+        on_fault=lambda task: None,
+        clock=clock,
+        rng=random.Random(0),
+    )
+    parsed = parse_generate(request, default_model(), RequestLimits(512, model_names=(MODEL,)))
+    arrival = Arrival("id", parsed, "", clock.now_s(), 0.0)
+    return router, RequestOutput(arrival, router.parts)
