@@ -15,7 +15,7 @@ from pathlib import Path
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from deploy.controller.controller import Controller, ControllerSettings
-from deploy.controller.kit.command_connection import command_connection
+from deploy.controller.kit.connection import command_connection
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import PodMonitors, Release

@@ -37,10 +37,10 @@ from deploy.controller.companions import Companions
 from deploy.controller.fleet_watch import FleetWatch, merged
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.discovery import Discovery
-from deploy.controller.kit.each import each
 from deploy.controller.kit.errors import (
     KubeError,
     StatusError,
+    each,
 )
 from deploy.controller.kit.finalizers import Finalizers
 from deploy.controller.kit.kube import Kube
@@ -81,7 +81,7 @@ from deploy.controller.resources import (
     WORKER_POOLS,
 )
 from deploy.controller.rollout import Figures, PoolSeen, Strategy, UnitSeen, next_step, total
-from deploy.controller.status import hindrances
+from deploy.controller.status import conditions
 from deploy.controller.status.cluster_events import ClusterEvents
 from deploy.controller.status.cluster_status import Refusals
 from deploy.controller.status.conditions import Verdict, timestamp
@@ -155,14 +155,14 @@ class ClusterReconciler:
             raise
         except (ConfigError, ValueError) as error:
             log.warning("%s: %s", key, error)
-            return self._hindered(obj, hindrances.invalid_spec(obj, str(error)))
+            return self._hindered(obj, conditions.invalid_spec(obj, str(error)))
         return self._bring_nearer(view, contexts, groups, failed)
 
     def tell_fault(self, key: Key, error: Exception) -> None:
         """Of a reconcile that has raised what it never should; raises KubeError."""
         obj = self._caches.clusters.get(key)
         if obj is not None:
-            self._tell(obj, hindrances.internal_error(error))
+            self._tell(obj, conditions.internal_error(error))
 
     def _tell(self, obj: Object, verdicts: list[Verdict]) -> None:
         self._statuses.tell(SERVING_CLUSTERS, obj, verdicts, timestamp(self._now()))
@@ -173,7 +173,7 @@ class ClusterReconciler:
         if error.code not in _REFUSALS:
             return
         with contextlib.suppress(KubeError):  # that, too: the log has it
-            self._tell(obj, hindrances.refused(error))
+            self._tell(obj, conditions.refused(error))
 
     def _let_go(self, obj: Object) -> float | None:
         """Nothing of its pools is waited for any more: what else belongs to it goes with it. Its
@@ -185,7 +185,7 @@ class ClusterReconciler:
             self._tell_refused(obj, error)
             raise
         if is_left:
-            self._tell(obj, hindrances.ray_ends())
+            self._tell(obj, conditions.ray_ends())
             return _LOOK_AGAIN_S
         self._forget(key_of(obj))
         self._finalizers.drop(SERVING_CLUSTERS, obj)
@@ -206,7 +206,7 @@ class ClusterReconciler:
         return None
 
     def _tell_kuberay_missing(self, obj: Object) -> float:
-        verdicts, now = hindrances.kuberay_missing(), timestamp(self._now())
+        verdicts, now = conditions.kuberay_missing(), timestamp(self._now())
         for pool in self._caches.of_cluster(self._caches.pools, key_of(obj)):
             self._statuses.tell(WORKER_POOLS, pool, verdicts, now)
         self._hindered(obj, verdicts)
@@ -279,7 +279,7 @@ class ClusterReconciler:
                 specs[name] = read_spec(WorkerPoolSpec, with_accepted_size(name, pool, cluster))
             except ConfigError as error:
                 problems.append(str(error))
-                told = hindrances.invalid_spec(pool, str(error))
+                told = conditions.invalid_spec(pool, str(error))
                 self._statuses.tell(WORKER_POOLS, pool, told, timestamp(self._now()))
         if problems:
             raise ConfigError("; ".join(problems))

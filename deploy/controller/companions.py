@@ -22,8 +22,7 @@ from deploy.controller.manifests.pod_disruption_budgets import (
     pool_budget,
     router_budget,
 )
-from deploy.controller.manifests.router_access import router_certificate
-from deploy.controller.manifests.routes import grpc_route, ingress
+from deploy.controller.manifests.router_access import grpc_route, ingress, router_certificate
 from deploy.controller.resources import (
     BUDGETS,
     CERTIFICATES,

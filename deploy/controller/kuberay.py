@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from deploy.controller.caches import Caches
-from deploy.controller.group_size import group_size
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.errors import NotFoundError, UnreachableError
 from deploy.controller.kit.finalizers import Finalizers
@@ -19,9 +18,15 @@ from deploy.controller.manifests.cluster_yaml import cluster_config, unit_config
 from deploy.controller.manifests.common import CLUSTER_LABEL
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.pods import PodContext
-from deploy.controller.manifests.ray_cluster import GroupSize, ray_cluster, sized, worker_group
-from deploy.controller.manifests.shared import pods_account, ray_token
-from deploy.controller.observed import FleetPool
+from deploy.controller.manifests.ray_cluster import (
+    GroupSize,
+    pods_account,
+    ray_cluster,
+    ray_token,
+    sized,
+    worker_group,
+)
+from deploy.controller.observed import FleetPool, Place, Pod
 from deploy.controller.resources import CONFIG_MAPS, RAY_CLUSTERS, SECRETS, SERVICE_ACCOUNTS
 from deploy.controller.view import ClusterView, PoolView, UnitView
 
@@ -151,3 +156,42 @@ def _unheard(view: ClusterView, unit: UnitView) -> list[Object]:
     """Groups of pools whose WorkerPool the API server has not listed just now: they stay."""
     wanted = view.obj["spec"]["pools"].keys() - view.pools.keys()
     return [group for name, group in unit.groups.items() if name in wanted]
+
+
+def group_size(replicas: int, pods: Sequence[Pod], pool: FleetPool | None) -> GroupSize:
+    """How many pods a pool's worker group is to have, and which go. Pure.
+
+    A pod goes only when no worker is left on it. The supervisor gets the pool's new size and drains
+    the slots that are too many; then the empty pods go in one patch.
+
+    `replicas`: the pool's size; `pods`: all of its group; `pool`: None while the supervisor is
+    silent or does not know the pool. Nothing goes then.
+    """
+    staying = [pod for pod in pods if not pod.is_going]
+    going = tuple(sorted(pod.name for pod in pods if pod.is_going))
+    if pool is None:
+        return GroupSize(max(replicas, len(staying)), going)
+    surplus = _surplus(replicas, staying, pool.places)
+    chosen = sorted(_empty(staying, pool.places), key=_least_wanted_first)[:surplus]
+    names = tuple(sorted(pod.name for pod in chosen))
+    # What was seen of the pods may be old: none with a worker on it may be left out of the count.
+    known = {pod.name for pod in pods}
+    num_unseen = len({place.pod for place in pool.places if place.pod} - known)
+    num_staying = len(staying) + num_unseen - len(chosen)
+    return GroupSize(max(replicas, num_staying), (*going, *names))
+
+
+def _empty(pods: Sequence[Pod], places: Sequence[Place]) -> list[Pod]:
+    taken = {place.pod for place in places}
+    return [pod for pod in pods if pod.name not in taken]
+
+
+def _surplus(replicas: int, pods: Sequence[Pod], places: Sequence[Place]) -> int:
+    """Pods that neither the pool's size nor a place without a pod will want."""
+    num_homeless = sum(not place.pod for place in places)
+    return max(0, min(len(pods) - replicas, len(_empty(pods, places)) - num_homeless))
+
+
+def _least_wanted_first(pod: Pod) -> tuple[bool, str, str]:
+    """Those that are not ready go first, then the oldest: what is new is of the newest version."""
+    return pod.is_ready, pod.created_at, pod.name

@@ -19,8 +19,13 @@ from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import PoolTemplate, WorkerPoolSpec
 from deploy.controller.caches import Caches
 from deploy.controller.kit.applied import Applied
-from deploy.controller.kit.each import each
-from deploy.controller.kit.errors import AlreadyExistsError, KubeError, NotFoundError, UnfitError
+from deploy.controller.kit.errors import (
+    AlreadyExistsError,
+    KubeError,
+    NotFoundError,
+    UnfitError,
+    each,
+)
 from deploy.controller.kit.finalizers import FINALIZER, Finalizers
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, key_of

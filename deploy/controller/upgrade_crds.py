@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from deploy.api.crd import KINDS
-from deploy.controller.kit.command_connection import command_connection
+from deploy.controller.kit.connection import command_connection
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Resource
 

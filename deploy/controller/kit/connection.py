@@ -15,6 +15,7 @@ account, renewing tokens, TLS, proxies. The requests themselves go straight to i
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -177,3 +178,13 @@ def _status_of(response: urllib3.BaseHTTPResponse, body: bytes) -> dict[str, Any
     if retry_after.isdecimal():
         details["retryAfterSeconds"] = int(retry_after)
     return {**status, "code": response.status, "details": details}
+
+
+def command_connection(kubeconfig: Path | None) -> Connection:
+    """None: by the account of the pod that we are in. Where there is neither the process ends, and
+    says what to name."""
+    try:
+        return Connection.from_kubeconfig(kubeconfig) if kubeconfig else Connection.in_cluster()
+    except NotConfiguredError as error:
+        hint = "" if kubeconfig else "; outside of a pod name a file by --kubeconfig"
+        sys.exit(f"{error}{hint}")

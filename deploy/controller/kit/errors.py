@@ -20,7 +20,7 @@ KubeError
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,3 +131,14 @@ def status_error(status: Mapping[str, Any], doing: str) -> StatusError:
     if code >= 500:
         return ServerError(status, doing)
     return _BY_CODE.get(code, StatusError)(status, doing)
+
+
+def each(parts: Iterable[Callable[[], object]]) -> list[KubeError]:
+    """What failed: one that the API server refuses keeps no other from being done."""
+    failed = []
+    for part in parts:
+        try:
+            part()
+        except KubeError as error:
+            failed.append(error)
+    return failed

@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from deploy.controller.kit.backoff import Backoff
 from deploy.controller.kit.cache import Cache, Change
 from deploy.controller.kit.errors import KubeError, NotFoundError, StatusError, UnreachableError
 from deploy.controller.kit.kube import Kube, Listing
@@ -41,6 +40,7 @@ from deploy.controller.kit.objects import (
     resource_version_of,
 )
 from deploy.controller.kit.watch_stream import WatchEvent, WatchEventType, WatchStream, Window
+from deploy.controller.kit.workqueue import Backoff
 
 log = logging.getLogger(__name__)
 

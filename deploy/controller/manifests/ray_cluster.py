@@ -1,4 +1,6 @@
-"""KubeRay's RayCluster of a unit: a head, and a worker group for each pool, called as the pool."""
+"""KubeRay's RayCluster of a unit: a head, and a worker group for each pool, called as the pool.
+Beside it what the pods share: their account, which may do nothing, and Ray's token.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from deploy.api.serving_cluster import GcsFaultTolerance
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.cluster_yaml import cluster_config, model_name
-from deploy.controller.manifests.common import UNIT_LABEL, Object
+from deploy.controller.manifests.common import UNIT_LABEL, Object, Owner
 from deploy.controller.manifests.pods import (
     OWN_COMMAND,
     PodContext,
@@ -150,3 +152,23 @@ def _fault_tolerance(wanted: GcsFaultTolerance) -> Object:
         secret = {"name": wanted.redis_secret_name, "key": "password"}
         options["redisPassword"] = {"valueFrom": {"secretKeyRef": secret}}
     return options
+
+
+def pods_account(owner: Owner) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": owner.metadata(f"{owner.name}-pods", "pods"),
+        "automountServiceAccountToken": False,
+    }
+
+
+def ray_token(owner: Owner, token: str) -> Object:
+    """As KubeRay reads it."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": owner.metadata(f"{owner.name}-ray-token", "ray"),
+        "type": "Opaque",
+        "stringData": {"auth_token": token},
+    }

@@ -1,6 +1,9 @@
-"""TLS and bearer tokens of the routers: what they read, where it is mounted, who issues it.
+"""The way to the routers: TLS, bearer tokens, and a GRPCRoute or Ingress from outside.
 
-What is in the Secrets may change while the routers run: they read the files again.
+Secrets may change while the routers run: they read the files again.
+
+A Gateway speaks to the routers as the Service's appProtocol says. Where they serve TLS it needs a
+BackendTLSPolicy, which only those can write who know its authority.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from baton.config.router import AuthConfig, RouterConfig, TlsConfig
-from deploy.api.serving_cluster import RouterSpec, RouterTls, ServingClusterSpec
+from deploy.api.serving_cluster import RouterIngress, RouterSpec, RouterTls, ServingClusterSpec
 from deploy.controller.manifests.common import METRICS_PORT, ROUTER_PORT, Object, Owner
 
 HEALTH_PORT = 7103
@@ -87,3 +90,51 @@ def router_certificate(owner: Owner, router: RouterSpec) -> Object | None:
 
 def _secret(name: str, secret: str) -> Object:
     return {"name": name, "secret": {"secretName": secret, "defaultMode": _OWNER_AND_GROUP}}
+
+
+def grpc_route(owner: Owner, router: RouterSpec) -> Object:
+    assert router.hostname is not None
+    assert router.gateway is not None
+    namespace, _, name = router.gateway.rpartition("/")
+    gateway = {"name": name} | ({"namespace": namespace} if namespace else {})
+    backend = {"name": owner.router_name, "port": ROUTER_PORT}
+    return {
+        "apiVersion": "gateway.networking.k8s.io/v1",
+        "kind": "GRPCRoute",
+        "metadata": owner.metadata(owner.router_name, "router"),
+        "spec": {
+            "parentRefs": [gateway],
+            "hostnames": [router.hostname],
+            "rules": [{"backendRefs": [backend]}],
+        },
+    }
+
+
+def ingress(owner: Owner, spec: ServingClusterSpec) -> Object:
+    """gRPC is no part of the kind: our own annotations are ingress-nginx's, which others ignore; it
+    gives a stream up that says nothing for its read timeout."""
+    router = spec.router
+    assert router.hostname is not None
+    settings = router.ingress or RouterIngress()
+    longest_s = str(int(spec.advanced.router.max_timeout_s))
+    metadata = owner.metadata(owner.router_name, "router")
+    metadata["annotations"] = {
+        "nginx.ingress.kubernetes.io/backend-protocol": "GRPC" if router.tls is None else "GRPCS",
+        "nginx.ingress.kubernetes.io/proxy-read-timeout": longest_s,
+        "nginx.ingress.kubernetes.io/proxy-send-timeout": longest_s,
+        **settings.annotations,
+    }
+    service = {"name": owner.router_name, "port": {"number": ROUTER_PORT}}
+    path = {"path": "/", "pathType": "Prefix", "backend": {"service": service}}
+    made: Object = {"rules": [{"host": router.hostname, "http": {"paths": [path]}}]}
+    if settings.class_name is not None:
+        made["ingressClassName"] = settings.class_name
+    secret = settings.tls_secret_name or (router.tls and tls_secret(owner, router.tls))
+    if secret is not None:
+        made["tls"] = [{"hosts": [router.hostname], "secretName": secret}]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "Ingress",
+        "metadata": metadata,
+        "spec": made,
+    }

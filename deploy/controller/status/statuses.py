@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from cluster.planner.planner import PoolPlan
-from deploy.controller.kit.each import each
-from deploy.controller.kit.errors import KubeError, NotFoundError
+from deploy.controller.kit.errors import KubeError, NotFoundError, each
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Object, Resource, key_of
 from deploy.controller.manifests.common import Object as Manifest

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.api.status import MESSAGE, Condition
-from deploy.controller.status.conditions import AVAILABLE, DEGRADED, Verdict, conditions
-from deploy.controller.status.hindrances import invalid_spec
+from deploy.controller.status.conditions import (
+    AVAILABLE,
+    DEGRADED,
+    Verdict,
+    conditions,
+    invalid_spec,
+)
 
 BEFORE, NOW = "2026-01-01T10:00:00Z", "2026-01-01T11:00:00Z"
 

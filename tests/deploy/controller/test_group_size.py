@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.controller.group_size import group_size
+from deploy.controller.kuberay import group_size
 from deploy.controller.observed import FleetPool, Place, PlaceState, Pod
 
 

@@ -9,10 +9,9 @@ from collections import Counter
 
 import pytest
 
-from deploy.controller.kit.backoff import Backoff
 from deploy.controller.kit.errors import UnreachableError, status_error
 from deploy.controller.kit.workers import Workers
-from deploy.controller.kit.workqueue import PendingKeys, WorkQueue
+from deploy.controller.kit.workqueue import Backoff, PendingKeys, WorkQueue
 
 _TIMEOUT_S = 10.0
 _AGAIN = re.compile(r"test: (\w+): .*again in ([0-9.]+) s")
