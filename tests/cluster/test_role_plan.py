@@ -86,7 +86,7 @@ def test_the_one_that_can_do_both_leaves_and_the_others_do_both_in_its_place() -
 
 
 def test_a_pool_of_one_role_is_not_split() -> None:
-    with pytest.raises(InvalidRequestError, match="only a mixed one"):
+    with pytest.raises(InvalidRequestError, match="only a mixed pool"):
         registry_of(Role.DECODE).pools.set_role_plan("main", RolePlan(1, 1))
 
 
