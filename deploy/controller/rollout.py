@@ -121,7 +121,7 @@ class Record:
 class UnitSeen:
     unit: Unit
     made_at: str = ""
-    """When its RayCluster was made; orders units."""
+    """When its RayCluster was made, to the second; orders units."""
     record: Record = field(default_factory=Record)
     pools: Mapping[str, PoolSeen] = field(default_factory=dict)
     figures: Figures | None = None
@@ -177,7 +177,7 @@ def next_step(
     """`wanted`: None where the ServingCluster is deleted; `totals`: each pool's size over both
     units; `num_left`: pods of units that have no RayCluster any more; `max_timeout_s`: the longest
     time that a request may take."""
-    units = sorted(units, key=lambda each: (each.made_at, each.unit.code))
+    units = sorted(units, key=lambda each: (each.made_at, -each.record.share, each.unit.code))
     if wanted is None:
         return _leave(units, "the ServingCluster is deleted", num_left)
     staying = [each for each in units if not each.is_ending]
