@@ -11,7 +11,9 @@ from tests.bare_machine import bare_environment
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_engine_without_its_messages_is_imported_where_nothing_else_is_installed(tmp_path: Path) -> None:
+def test_the_engine_without_its_messages_is_imported_where_nothing_else_is_installed(
+    tmp_path: Path,
+) -> None:
     files = sorted(set((ROOT / "engine").rglob("*.py")) - {ROOT / "engine" / "wire.py"})  # protobuf
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
