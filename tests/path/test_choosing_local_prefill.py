@@ -48,7 +48,7 @@ async def until_cheapest(
     request = router_pb2.GenerateRequest(cache_salt=SALT)
     request.token_ids.ids[:] = prompt
     async with asyncio.timeout(30):
-        while not is_so((await router.explain(request))[0]):  # noqa: ASYNC110
+        while not is_so((await router.explain(request)).candidates[0]):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
