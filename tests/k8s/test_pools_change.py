@@ -15,7 +15,7 @@ from tests.k8s.operating import condition, eventually
 from tests.k8s.patches import check_patches
 from tests.k8s.streaming import streaming
 from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine
-from tests.k8s.units import group_sizes_in, unit_of
+from tests.k8s.units import group_sizes_in, unit_of, units_of
 
 pytestmark = [
     pytest.mark.full,
@@ -68,26 +68,31 @@ def unit_named(installed: Installed) -> str:
     return str(installed.read("servingcluster/default")["status"].get("unit"))
 
 
-def test_a_version_that_does_not_start_gives_way_to_the_one_before(
+def test_a_version_that_does_not_start_leaves_the_one_before_as_it_is(
     installed: Installed, control_plane: ControlPlane, kubelet: Kubelet, kuberay: KubeRay
 ) -> None:
-    before = unit_named(installed)
+    before = unit_of(control_plane, installed.namespace)
+    assert before
     broken = {"name": "ray-worker", "args": ["echo this version is broken; exit 3"]}
     template = {"spec": {"containers": [broken]}}
-    change(control_plane, installed.namespace, decode={"podTemplate": template})
+    with streaming(kubelet, NUM_TOKENS) as streams:
+        change(control_plane, installed.namespace, decode={"podTemplate": template})
 
-    def is_stuck() -> bool:
-        told = condition(installed.read("wp/decode"), "Available")
-        return unit_named(installed) != before and "exit code 3" in told.get("message", "")
+        def is_stuck() -> bool:
+            streams.check()
+            told = condition(installed.read("servingcluster/default"), "Progressing")
+            return "exit code 3" in told.get("message", "")
 
-    eventually(is_stuck, "the pool says what keeps it from starting", 240)
-    change(control_plane, installed.namespace, decode={"podTemplate": None})
-
-    def is_back() -> bool:
-        unit_of(control_plane, installed.namespace)  # never two
-        return unit_named(installed) == before and is_whole(installed, "decode", 2)
-
-    eventually(is_back, "the version before serves again", CHANGED_WITHIN_S)
+        eventually(is_stuck, "the cluster says what keeps it from starting", 240)
+        assert len(units_of(control_plane, installed.namespace)) == 2
+        change(control_plane, installed.namespace, decode={"podTemplate": None})
+        is_alone = lambda: len(units_of(control_plane, installed.namespace)) == 1  # noqa: E731
+        eventually(is_alone, "the version before serves alone", CHANGED_WITHIN_S)
+        streams.wait_round()
+    after = unit_of(control_plane, installed.namespace)
+    assert after
+    assert after["metadata"]["uid"] == before["metadata"]["uid"]
+    assert is_whole(installed, "decode", 2)
 
 
 def test_a_pool_is_added_to_a_running_cluster_and_taken_away_again(

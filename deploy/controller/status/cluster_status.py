@@ -139,7 +139,10 @@ def _progressing(view: ClusterView, late: Sequence[str], silent: Silence) -> Ver
     if view.is_rolling:
         is_over = view.step.state is State.REVERTED
         reason = f"Unit{view.step.state.value}"
-        return Verdict(PROGRESSING, not is_over, reason, view.step.reason)
+        waits = [f"{name}: {waits}" for name, pool in view.pools.items()
+                 if (waits := pool_waits(view, pool))]  # fmt: skip
+        message = with_waits(view.step.reason, ", ".join(waits))
+        return Verdict(PROGRESSING, not is_over, reason, message)
     if view.fleet is None:
         message = with_waits(silent.message, ", ".join(late))
         return Verdict(PROGRESSING, True, silent.reason, message)
