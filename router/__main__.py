@@ -16,10 +16,9 @@ from prometheus_client import start_http_server
 from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from router.door import Door
-from router.listening import cannot_listen, split_address
-from router.metrics import RouterMetrics
-from router.server import RouterServer
+from router.door.door import Door
+from router.door.server import RouterServer, cannot_listen, split_address
+from router.report.metrics import RouterMetrics
 
 log = logging.getLogger("router")
 

@@ -21,29 +21,23 @@ from baton.clock import Clock, Timer
 from baton.config.router import RouterConfig
 from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
 from baton.v1 import control_pb2, router_pb2
-from router.admission import Admission
-from router.figures import Counts, Figures
-from router.fleet import Fleet
-from router.fleet_links import FleetLinks, FleetReport
-from router.fleet_watch import FleetWatch
-from router.metrics import Gauges, RouterMetrics
-from router.output import Finished, FinishReason, OutputReader
-from router.placement import Placement
-from router.pool_figures import PoolFigures
-from router.prefix_index import PrefixIndex
-from router.prompt import PromptBlocks
-from router.reporting import Reporting, waiting_requests
-from router.request_figures import RequestFigures
-from router.request_run import SHUTTING_DOWN, RequestRun
-from router.resume import is_kept
-from router.retry_budget import RetryBudget
-from router.run_parts import Arrival, RunParts, Sought, wire_id
-from router.searching import Searching
-from router.served_model import ServedModel
-from router.session import RouterIdentity
-from router.ticket import Ticket
-from router.validate import ParsedRequest, RequestLimits, body_digest
-from router.worker_facts import NO_BOUND, WorkerFacts
+from router.fleet.fleet import Fleet
+from router.fleet.fleet_links import FleetLinks, FleetReport
+from router.fleet.registry import FleetWatch, Reporting, waiting_requests
+from router.fleet.session import RouterIdentity
+from router.fleet.worker_facts import NO_BOUND, WorkerFacts
+from router.placement.admission import Admission
+from router.placement.fairness import RetryBudget, Searching
+from router.placement.placement import Placement
+from router.placement.prefix_index import PrefixIndex
+from router.placement.ticket import PromptBlocks, Ticket
+from router.report.figures import Counts, Figures, PoolFigures, RequestFigures
+from router.report.metrics import Gauges, RouterMetrics
+from router.request.output import Finished, FinishReason, OutputReader
+from router.request.request_run import SHUTTING_DOWN, RequestRun
+from router.request.resume import is_kept
+from router.request.run_parts import Arrival, RunParts, ServedModel, Sought, wire_id
+from router.request.validate import ParsedRequest, RequestLimits, body_digest
 
 log = logging.getLogger(__name__)
 

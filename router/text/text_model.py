@@ -1,9 +1,16 @@
-"""One model's text side: tokenizer, chat template, end-of-sequence ids, sampling defaults."""
+"""One model's text side: tokenizer, chat template, end-of-sequence ids, sampling defaults.
+
+All of it is read once from a Hugging Face model's files, and checked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -11,8 +18,137 @@ from baton.errors import ConfigError, InvalidRequestError
 from router.text.chat_template import ChatTemplate, Message
 from router.text.detokenizer import BytesDecoder, TextDecoder, WindowDecoder
 from router.text.encoder import SegmentEncoder
-from router.text.model_files import ModelFiles, SamplingDefaults, read_model_files
 from router.text.token_bytes import DecodeRules, TokenBytes
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+_Named = Mapping[str, Path]
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What the model's own generation_config.json asks for where a request says nothing."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    tokenizer_path: Path
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+    """Name to text, for example "bos_token": "<s>"; what a chat template may use."""
+    eos_token_ids: frozenset[int]
+    """From generation_config.json, else config.json; the tokenizer's own is added later."""
+    vocab_size: int | None
+    max_model_len: int | None
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+
+def read_model_files(files: Iterable[Path]) -> ModelFiles:
+    """Read all text-related files of a model. `files`: as `find_text_files` found them.
+
+    Raises ConfigError naming the file that is wrong.
+    """
+    named = {path.name: path for path in files}
+    if "tokenizer.json" not in named:
+        raise ConfigError("tokenizer.json: missing", field="tokenizer")
+    tokenizer_config = _read_json(named, "tokenizer_config.json")
+    config = _read_json(named, "config.json")
+    text_config = config.get("text_config")
+    if isinstance(text_config, dict):
+        config = {**config, **text_config}
+    generation = _read_json(named, "generation_config.json")
+    eos = generation.get("eos_token_id")
+    if eos is None:  # null says nothing: what the engine reads too
+        eos = config.get("eos_token_id")
+    return ModelFiles(
+        tokenizer_path=named["tokenizer.json"],
+        chat_template=_chat_template(named, tokenizer_config),
+        special_tokens=_special_tokens(named, tokenizer_config),
+        eos_token_ids=_token_ids(eos),
+        vocab_size=_size(config, "vocab_size"),
+        max_model_len=_size(config, "max_position_embeddings"),
+        defaults=_sampling_defaults(generation),
+    )
+
+
+def _read_json(named: _Named, name: str) -> dict[str, Any]:
+    """Empty where there is no such file."""
+    path = named.get(name)
+    if path is None:
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: a JSON object is expected")
+    return value
+
+
+def _chat_template(named: _Named, tokenizer_config: Mapping[str, Any]) -> str | None:
+    path = named.get("chat_template.jinja")
+    if path is not None:
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from error
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template") for e in entries if e.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise ConfigError("tokenizer_config.json: chat_template: text is expected")
+    return template
+
+
+def _special_tokens(named: _Named, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for source in (_read_json(named, "special_tokens_map.json"), tokenizer_config):
+        for name in SPECIAL_TOKEN_NAMES:
+            value = source.get(name)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                tokens[name] = value
+    return tokens
+
+
+def _token_ids(value: object) -> frozenset[int]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, int) and item >= 0 for item in values):
+        raise ConfigError(f"eos_token_id: token ids are expected, not {value!r}")
+    return frozenset(values)
+
+
+def _size(config: Mapping[str, Any], name: str) -> int | None:
+    value = config.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise ConfigError(f"config.json: {name}: a number is expected, not {value!r}")
+    return value
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+    base = SamplingDefaults()
+    values: dict[str, Any] = {}
+    path = "generation_config.json"
+    for name, default in vars(base).items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{path}: {name}: a number is expected, not {value!r}")
+        if value < 0 or not math.isfinite(value):
+            raise ConfigError(f"{path}: {name}: a number from 0 on is expected, not {value!r}")
+        values[name] = type(default)(value)
+    if generation.get("do_sample") is False:
+        values["temperature"] = 0.0
+    return replace(base, **values)
 
 
 class TextModel:

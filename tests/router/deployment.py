@@ -26,12 +26,12 @@ from baton.v1 import (
     control_pb2_grpc,
     router_pb2,
 )
-from router.door import UNITS_EVERY_S, Door
-from router.fleet import WorkerEntry
+from router.door.door import UNITS_EVERY_S, Door
+from router.door.server import RouterServer
+from router.door.unit import ReadTokenizer
+from router.fleet.fleet import WorkerEntry
 from router.router import Router
-from router.server import RouterServer
 from router.text import TextModel
-from router.tokenizer_reading import ReadTokenizer
 from tests.router.answers import Client
 from tests.router.fleets import entry_of
 from tests.router.scripted_worker import MODEL, Fabric, ScriptedWorker

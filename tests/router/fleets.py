@@ -11,12 +11,12 @@ import numpy as np
 from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.v1 import common_pb2
-from router.admission import Admission
-from router.fleet import Fleet, WorkerEntry, WorkerState
-from router.placement import PlacementQuery, choose
-from router.prefix_index import PrefixIndex
-from router.prompt import PromptBlocks
-from router.worker_facts import WorkerFacts
+from router.fleet.fleet import Fleet, WorkerEntry, WorkerState
+from router.fleet.worker_facts import WorkerFacts
+from router.placement.admission import Admission
+from router.placement.placement import PlacementQuery, choose
+from router.placement.prefix_index import PrefixIndex
+from router.placement.ticket import PromptBlocks
 
 POLICY = RouterConfig()
 

@@ -27,7 +27,7 @@ from baton.errors import (
     UnauthenticatedError,
 )
 from baton.v1 import router_pb2, router_pb2_grpc
-from router import access
+from router.door import access
 from tests.certificates import Authority, swap
 from tests.router.answers import PROMPT, ask_for, error_reason
 from tests.router.deployment import deployment

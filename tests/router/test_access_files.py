@@ -10,9 +10,7 @@ import pytest
 from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import AuthConfig, RouterConfig, TlsConfig
 from baton.errors import ConfigError
-from router.access import Access
-from router.rereading import Reread
-from router.tls import ServerTls
+from router.door.access import Access, Reread, ServerTls
 from tests.certificates import Authority, swap
 from tests.router.secured import secured
 

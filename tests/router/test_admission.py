@@ -11,10 +11,10 @@ import pytest
 from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.errors import NoCapacityError, OverloadedError, UnavailableError
-from router.admission import POLL_S, SCAN_AHEAD, Admission
-from router.fleet import Fleet, ReportedLoad, WorkerState
-from router.prefix_index import PrefixIndex
-from router.ticket import Placed, Ticket
+from router.fleet.fleet import Fleet, ReportedLoad, WorkerState
+from router.placement.admission import POLL_S, SCAN_AHEAD, Admission
+from router.placement.prefix_index import PrefixIndex
+from router.placement.ticket import Placed, Ticket
 from tests.router.fleets import admission_of, entry_of, facts, fleet_of, prompt, rounds, two_and_two
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.v1 import control_pb2, worker_pb2
-from router.fleet_watch import read_fleet
+from router.fleet.registry import read_fleet
 from tests.router.answers import PROMPT, ask_for, assert_whole
 from tests.router.deployment import Deployment, deployment, held
 from tests.router.fleets import admission_of, facts, fleet_of, prompt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.clock import ManualClock
-from router.contact import Contact
+from router.fleet.worker_link import Contact
 
 PATIENCE_S = 6.0
 

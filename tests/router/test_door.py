@@ -27,11 +27,11 @@ from cluster.registry.units import Unit as Listed
 from cluster.registry.units import UnitList
 from cluster.worker.worker import Worker
 from engine.wire import read_spec
-from router.door import Door
+from router.door.door import Door
+from router.door.server import RouterServer
+from router.door.unit import drawn
 from router.router import Router
-from router.server import RouterServer
 from router.text import TextModel
-from router.unit import drawn
 from tests.cluster.conftest import ENGINE, engine_tokens, nothing_held, running_worker
 from tests.cluster.pool_settings import settings_of
 from tests.router.answers import Answer, Client, error_reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.unit import drawn
+from router.door.unit import drawn
 
 OLD, NEW = 0, 1
 SHARES = st.floats(0, 1)

@@ -6,7 +6,7 @@ import pytest
 
 from baton.grpc_options import WORKER_MESSAGE_BYTES
 from baton.v1 import common_pb2, worker_pb2
-from router.output import sendable_logprobs
+from router.request.output import sendable_logprobs
 
 
 @pytest.mark.parametrize("max_message_bytes", [1 << 14, (1 << 31) - 1])

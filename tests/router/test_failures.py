@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from router.attempt import Attempt
+from router.request.attempt import Attempt
 from tests.router.answers import PROMPT, ask_for, assert_whole
 from tests.router.deployment import DECODE, Deployment, deployment
 from tests.router.scripted_tokens import Running

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.errors import OverloadedError
-from router.fair_share import SWEEP_ABOVE, FairShare
-from router.fleet import Fleet, ReportedLoad
-from router.prediction import earliest_first_token_s
-from router.ticket import Ticket
+from router.fleet.fleet import Fleet, ReportedLoad
+from router.placement.fairness import SWEEP_ABOVE, FairShare
+from router.placement.placement import earliest_first_token_s
+from router.placement.ticket import Ticket
 from tests.router.answers import PROMPT, ask_for, assert_whole, error_reason, refusal
 from tests.router.deployment import deployment
 from tests.router.fleets import admission_of, entry_of, facts, fleet_of, prompt, query, two_and_two

@@ -9,9 +9,15 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.v1 import control_pb2
-from router.figures import WINDOW_S, Counts, Figures, Waiting
-from router.pool_figures import RECENT_S, PoolFigures
-from router.pool_figures import WINDOW_S as POOLS_WINDOW_S
+from router.report.figures import (
+    RATES_WINDOW_S,
+    RECENT_S,
+    WINDOW_S,
+    Counts,
+    Figures,
+    PoolFigures,
+    Waiting,
+)
 from tests.router.answers import PROMPT, ask_for
 from tests.router.deployment import deployment
 
@@ -45,7 +51,7 @@ def test_nothing_that_arrives_is_exactly_nothing_after_the_window() -> None:
     told, clock = figures()
     counts = Counts(num_arrivals=5, prompt_tokens=500)
     told.report(counts, [])
-    for _ in range(int(WINDOW_S) + 2):
+    for _ in range(int(RATES_WINDOW_S) + 2):
         clock.advance(1.0)
         report = told.report(counts, [])
     assert report.requests_per_s == 0.0
@@ -99,7 +105,7 @@ def test_each_pool_s_slowest_but_a_twentieth_are_told_for_a_minute() -> None:
     assert prefill.ttft_p95_s == pytest.approx(0.95)
     assert not prefill.HasField("itl_p95_s")
     assert decode.itl_p95_s == pytest.approx(0.5)
-    clock.advance(POOLS_WINDOW_S)
+    clock.advance(WINDOW_S)
     assert figures.report() == []
 
 

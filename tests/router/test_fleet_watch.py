@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from baton.v1 import control_pb2
-from router.fleet_watch import FleetWatch
+from router.fleet.registry import FleetWatch
 from tests.router.deployment import QUICK, Context, Registry
 
 

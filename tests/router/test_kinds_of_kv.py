@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from baton.clock import ManualClock
-from router.admission import SCAN_AHEAD
-from router.fleet import Fleet, ReportedLoad
-from router.worker_facts import WorkerFacts
+from router.fleet.fleet import Fleet, ReportedLoad
+from router.fleet.worker_facts import WorkerFacts
+from router.placement.admission import SCAN_AHEAD
 from tests.router.answers import PROMPT, ask_for, assert_whole, expected
 from tests.router.deployment import DECODE, PREFILL, Deployment, deployment
 from tests.router.fleets import admission_of, entry_of, facts, fleet_of, prompt, rounds

@@ -8,8 +8,8 @@ import asyncio
 import pytest
 
 from baton.v1 import control_pb2, worker_pb2
-from router.fleet import WorkerState
-from router.fleet_watch import read_fleet
+from router.fleet.fleet import WorkerState
+from router.fleet.registry import read_fleet
 from tests.router.answers import PROMPT, ask_for, assert_whole, failures_of
 from tests.router.deployment import Deployment, deployment
 from tests.router.scripted_tokens import Running

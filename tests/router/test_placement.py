@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from router.fleet import Fleet, ReportedLoad, WorkerState
-from router.placement import choose, ranked
-from router.recent_peak import RecentPeak
+from router.fleet.fleet import Fleet, RecentPeak, ReportedLoad, WorkerState
+from router.placement.placement import choose, ranked
 from tests.router.fleets import POLICY, entry_of, facts, fleet_of, pick, query, two_and_two
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kv_transfer.block_hash import BlockHash
-from router.prefix_index import PrefixIndex
+from router.placement.prefix_index import PrefixIndex
 
 NUM_WORKERS = 3
 

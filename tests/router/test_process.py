@@ -23,9 +23,9 @@ from baton.config.cluster import ClusterConfig
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from router.__main__ import serve, serve_metrics
-from router.fleet_links import FleetLinks, FleetReport
-from router.metrics import RouterMetrics
-from router.server import RouterServer
+from router.door.server import RouterServer
+from router.fleet.fleet_links import FleetLinks, FleetReport
+from router.report.metrics import RouterMetrics
 from router.text import TextModel
 from tests.router.answers import PROMPT, Answer, Client, ask_for, assert_whole
 from tests.router.deployment import byte_model, deployment

@@ -9,9 +9,9 @@ import pytest
 from baton.clock import ManualClock
 from baton.config.router import LocalPrefill, RouterConfig
 from baton.errors import UnavailableError
-from router.admission import SCAN_AHEAD
-from router.fleet import Fleet, ReportedLoad
-from router.placement import reach
+from router.fleet.fleet import Fleet, ReportedLoad
+from router.placement.admission import SCAN_AHEAD
+from router.placement.placement import reach
 from tests.router.fleets import admission_of, entry_of, facts, fleet_of, pick, prompt, query, rounds
 
 NEVER = RouterConfig(local_prefill="never")

@@ -10,7 +10,7 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
-from router.request_figures import WINDOW_S, RequestFigures
+from router.report.figures import WINDOW_S, RequestFigures
 from tests.router.answers import PROMPT, ask_for, assert_whole, error_reason
 from tests.router.deployment import PREFILL, Deployment, deployment
 

@@ -13,8 +13,8 @@ import pytest
 from baton.clock import ManualClock
 from baton.errors import BatonError
 from baton.v1 import router_pb2
-from router.output import FinishReason
-from router.request_line import judged, trace_id
+from router.report.request_line import judged, trace_id
+from router.request.output import FinishReason
 from router.router import Router
 from tests.router.answers import PROMPT, ask_for
 from tests.router.deployment import deployment

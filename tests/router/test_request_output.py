@@ -6,8 +6,8 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.v1 import worker_pb2
-from router.output import Finished, FinishReason
-from router.request_output import RequestOutput
+from router.request.output import Finished, FinishReason
+from router.request.request_output import RequestOutput
 from tests.router.answers import ask_for
 from tests.router.request_outputs import output_for
 

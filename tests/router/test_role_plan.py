@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from baton.v1 import control_pb2
-from router.fleet_watch import read_fleet
+from router.fleet.registry import read_fleet
 from tests.router.answers import PROMPT, ask_for, assert_whole
 from tests.router.deployment import DECODE, PREFILL, Deployment, deployment
 

@@ -10,8 +10,8 @@ import pytest
 from baton.clock import ManualClock
 from baton.errors import OverloadedError, UnavailableError
 from baton.v1 import common_pb2, control_pb2
-from router.fleet_watch import read_fleet
-from router.roles_away import RolesAway
+from router.fleet.fleet import RolesAway
+from router.fleet.registry import read_fleet
 from tests.router.answers import PROMPT, ask_for, assert_whole
 from tests.router.deployment import DECODE, MIXED, PREFILL, Deployment, deployment
 from tests.router.fleets import admission_of, fleet_of, prompt, rounds, two_and_two

@@ -10,8 +10,8 @@ import pytest
 
 from baton.errors import OverloadedError
 from baton.status import from_rpc_error
-from router import searching
-from router.searching import Searching
+from router.placement import fairness as searching
+from router.placement.fairness import Searching
 from tests.router.answers import PROMPT, ask_for, assert_whole, refusal
 from tests.router.deployment import QUICK, deployment
 

@@ -15,8 +15,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from baton.v1 import common_pb2, router_pb2
-from router.attempt import Attempt
-from router.request_run import RequestRun
+from router.request.attempt import Attempt
+from router.request.request_run import RequestRun
 from tests.router.answers import (
     PROMPT,
     ask_for,

@@ -13,10 +13,10 @@ from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from baton.wire import ORPHANED
-from router.attempt import Attempt
-from router.fleet import WorkerState
-from router.patience import Patience
-from router.session import RouterIdentity, Session, SessionLostError
+from router.fleet.fleet import WorkerState
+from router.fleet.session import RouterIdentity, Session, SessionLostError
+from router.request.attempt import Attempt
+from router.request.patience import Patience
 from tests.router.answers import PROMPT, Answer, ask_for, assert_whole, failures_of
 from tests.router.deployment import DECODE, Deployment, deployment
 from tests.router.fleets import entry_of, facts, fleet_of

@@ -16,7 +16,7 @@ from baton.config.router import AuthConfig, RouterConfig
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, router_pb2
 from router.text import TextModel
-from router.tokenizing import Tokenizing
+from router.text.tokenizing import Tokenizing
 from tests.router.answers import PROMPT, ask_for, assert_whole
 from tests.router.deployment import Deployment, byte_model, deployment, left_behind
 from tests.router.scripted_worker import MODEL

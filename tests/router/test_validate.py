@@ -16,8 +16,8 @@ from baton.v1.router_pb2 import (
     TokenIds,
     TokenizeRequest,
 )
+from router.request.validate import RequestLimits, check_tokenize_names, parse_generate
 from router.text import TextModel
-from router.validate import RequestLimits, check_tokenize_names, parse_generate
 from tests.router.text_fixtures import byte_level_tokenizer, load_text, write_model
 
 LIMITS = RequestLimits(max_model_len=64, model_names=("demo",))

@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from baton.v1 import control_pb2
-from router.fleet_watch import FleetWatch
-from router.reporting import Reporting
+from router.fleet.registry import FleetWatch, Reporting
 from tests.router.deployment import QUICK, Registry
 from tests.router.proxy import Proxy
 
