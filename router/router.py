@@ -27,7 +27,7 @@ from router.fleet.registry import FleetWatch, Reporting, waiting_requests
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import NO_BOUND, WorkerFacts
 from router.placement.admission import Admission
-from router.placement.fairness import RetryBudget, Searching
+from router.placement.fairness import FairLine, RetryBudget
 from router.placement.placement import Placement
 from router.placement.prefix_index import PrefixIndex
 from router.placement.ticket import PromptBlocks, Ticket
@@ -40,6 +40,8 @@ from router.request.run_parts import Arrival, RunParts, ServedModel, Sought, wir
 from router.request.validate import ParsedRequest, RequestLimits, body_digest
 
 log = logging.getLogger(__name__)
+
+SEARCHES_AT_ONCE = 256  # each asks every decode worker
 
 
 class Router:
@@ -88,7 +90,12 @@ class Router:
             fleet=self.fleet,
             links=self.links,
             admission=self.admission,
-            searching=Searching(self.config),
+            searching=FairLine(
+                "looked for at the decode workers",
+                at_once=SEARCHES_AT_ONCE,
+                max_requests=self.config.max_queue + SEARCHES_AT_ONCE,
+                retry_after_s=self.config.overload_retry_s,
+            ),
             retries=RetryBudget(self.config, self.clock.now_s),
             metrics=self.metrics,
             counts=Counts(),

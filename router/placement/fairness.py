@@ -1,11 +1,19 @@
-"""How tenants share what is scarce: turns in a line, and retries."""
+"""How tenants share what is scarce: turns in a line, and retries.
+
+Turns follow start-time fair queueing. Every tenant has a clock that advances by the work it asks
+for, and by what it turns out to get beyond that. A request is stamped with its tenant's clock, or
+with the clock of what is being served if that is ahead. So an idle tenant saves up nothing, and one
+that asks for a lot waits behind its own requests only.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from baton.clock import NowS
 from baton.config.router import RouterConfig
@@ -56,88 +64,153 @@ class FairShare:
         return len(self._next)
 
 
-AT_ONCE = 256
+@dataclass(eq=False)
+class Turn:
+    """A request in a `FairLine`; it runs once `begins` is done."""
+
+    tenant: str
+    num_bytes: int
+    begins: asyncio.Future[None]
 
 
-class Searching:
-    """Own whose turn it is to search: tenants in equal parts, each one's first come first."""
+@dataclass(eq=False)
+class _Tenant:
+    """One tenant's requests: those that wait, oldest first, and how much is waiting or running."""
 
-    def __init__(self, config: RouterConfig) -> None:
-        self._config = config
-        self._fair = FairShare()  # by searches
-        self._lines: dict[str, dict[asyncio.Future[None], None]] = {}  # of tenants; none is empty
-        self.num_waiting = self.num_searching = 0
+    waiting: dict[Turn, None] = field(default_factory=dict)
+    running: set[Turn] = field(default_factory=set)
+    num_bytes: int = 0
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+
+class FairLine:
+    """Own whose turn it is: `at_once` requests run, tenants take turns by bytes, and a tenant's
+    oldest request is first. Bounded in requests and bytes, those that run included."""
+
+    def __init__(
+        self,
+        purpose: str,
+        at_once: int,
+        max_requests: int,
+        retry_after_s: float,
+        max_bytes: float = math.inf,
+    ) -> None:
+        """`purpose`: what requests wait for, as the refusal says it."""
+        self._purpose, self._retry_after_s = purpose, retry_after_s
+        self._at_once, self._max_requests, self._max_bytes = at_once, max_requests, max_bytes
+        self._fair = FairShare()
+        self._tenants: dict[str, _Tenant] = {}
+        self._num_running = 0
+
+    @property
+    def num_requests(self) -> int:
+        return sum(tenant.num_requests for tenant in self._tenants.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tenant.num_bytes for tenant in self._tenants.values())
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for it; it lasts as long as the context.
-
-        Where `max_queue` requests wait the newest of the tenant that has most of them is refused:
-        raises OverloadedError, at once or while it waits.
-        """
-        await self._wait(tenant)
+        """Wait for a turn that lasts as long as the context. Raises what `enter` does."""
+        turn = await self.enter(tenant)
         try:
             yield
         finally:
-            self._ended()
+            self.leave(turn)
 
-    async def _wait(self, tenant: str) -> None:
-        if self.num_waiting >= self._config.max_queue:
-            self._shed_for(tenant)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(tenant, {})[turn] = None
-        self.num_waiting += 1
+    async def enter(self, tenant: str, num_bytes: int = 1) -> Turn:
+        """Wait for a turn; the caller ends it with `leave`.
+
+        When the line is full, the newest request of the tenant that has most of it is shed: raises
+        OverloadedError, at once or while it waits. A request larger than `max_bytes` is taken when
+        nobody else is there.
+        """
+        for shed in self._to_shed(tenant, num_bytes):
+            self.leave(shed)
+            if not shed.begins.done():  # else its caller is leaving
+                shed.begins.set_exception(self._overloaded())
+        turn = Turn(tenant, num_bytes, asyncio.get_running_loop().create_future())
+        entry = self._tenants.setdefault(tenant, _Tenant())
+        entry.waiting[turn] = None
+        entry.num_bytes += num_bytes
         self._start_next()
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._ended()  # it came and was left at once
+            await turn.begins
+        except BaseException:
+            self.leave(turn)
             raise
-        finally:
-            self._leave(tenant, turn)
+        return turn
 
-    def _shed_for(self, tenant: str) -> None:
-        """Make room for a request of the tenant. Raises OverloadedError where it is itself what
-        there is most of."""
-        longest = max(self._lines, key=lambda name: len(self._lines[name]))
-        if len(self._lines[longest]) <= len(self._lines.get(tenant, ())) + 1:
-            raise self._overloaded()
-        newest = next(reversed(self._lines[longest]))
-        self._leave(longest, newest)
-        if not newest.done():  # else its caller is leaving
-            newest.set_exception(self._overloaded())
-
-    def _leave(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        line = self._lines.get(tenant, {})
-        if turn in line:
-            del line[turn]
-            self.num_waiting -= 1
-            if not line:
-                del self._lines[tenant]
+    def leave(self, turn: Turn) -> None:
+        """The request is over, or gives up its position. Later calls do nothing."""
+        entry = self._tenants.get(turn.tenant)
+        if entry is None:
+            return
+        if turn in entry.running:
+            entry.running.remove(turn)
+            self._num_running -= 1
+        elif turn in entry.waiting:
+            del entry.waiting[turn]
+        else:
+            return
+        entry.num_bytes -= turn.num_bytes
+        if not entry.num_requests:
+            del self._tenants[turn.tenant]
+        self._start_next()
 
     def _start_next(self) -> None:
-        while self._lines and self.num_searching < AT_ONCE:
-            tenant = min(self._lines, key=self._fair.stamp)
-            turn = next(iter(self._lines[tenant]))
-            self._leave(tenant, turn)
-            if turn.done():
-                continue  # its caller is leaving
+        while self._num_running < self._at_once:
+            waiting = [name for name, entry in self._tenants.items() if entry.waiting]
+            if not waiting:
+                self._fair.idle()
+                return
+            tenant = min(waiting, key=self._fair.stamp)
+            entry = self._tenants[tenant]
+            turn = next(iter(entry.waiting))
+            del entry.waiting[turn]
+            entry.running.add(turn)
+            self._num_running += 1
             self._fair.served(self._fair.stamp(tenant))
-            self._fair.charge(tenant, 1)
-            self.num_searching += 1
-            turn.set_result(None)
-        if not self._lines:
-            self._fair.idle()
+            self._fair.charge(tenant, turn.num_bytes)
+            if not turn.begins.done():  # else its caller is leaving
+                turn.begins.set_result(None)
 
-    def _ended(self) -> None:
-        self.num_searching -= 1
-        self._start_next()
+    def _to_shed(self, tenant: str, num_bytes: int) -> list[Turn]:
+        """The requests that make room for a new one. Raises OverloadedError if that is the new one
+        itself."""
+        left = {name: (t.num_requests, t.num_bytes) for name, t in self._tenants.items()}
+        newest = {name: reversed(entry.waiting) for name, entry in self._tenants.items()}
+        num_left, bytes_left = self.num_requests, self.num_bytes
+        own_requests, own_bytes = left.get(tenant, (0, 0))
+        own = self._share(own_requests + 1, own_bytes + num_bytes)
+        shed: list[Turn] = []
+        while num_left and (
+            num_left >= self._max_requests or bytes_left + num_bytes > self._max_bytes
+        ):
+            most = max(newest, key=lambda name: self._share(*left[name]), default=None)
+            if most is None or self._share(*left[most]) <= own:
+                raise self._overloaded()
+            turn = next(newest[most], None)
+            if turn is None:
+                del newest[most]  # the rest of it runs
+                continue
+            shed.append(turn)
+            num_left, bytes_left = num_left - 1, bytes_left - turn.num_bytes
+            left[most] = (left[most][0] - 1, left[most][1] - turn.num_bytes)
+        return shed
+
+    def _share(self, num_requests: int, num_bytes: int) -> float:
+        """Of the line, by whichever bound is nearer."""
+        return max(num_requests / self._max_requests, num_bytes / self._max_bytes)
 
     def _overloaded(self) -> OverloadedError:
         return OverloadedError(
-            f"{self.num_waiting} requests wait to be looked for at the decode workers",
-            retry_after_s=self._config.overload_retry_s,
+            f"{self.num_requests} requests wait to be {self._purpose}",
+            retry_after_s=self._retry_after_s,
         )
 
 

@@ -12,7 +12,7 @@ from baton.errors import NotResumableError
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_links import FleetLinks
 from router.placement.admission import Admission
-from router.placement.fairness import RetryBudget, Searching
+from router.placement.fairness import FairLine, RetryBudget
 from router.report.figures import Counts, PoolFigures, RequestFigures
 from router.report.metrics import RouterMetrics
 from router.request.validate import ParsedRequest
@@ -49,7 +49,8 @@ class RunParts:
     fleet: Fleet
     links: FleetLinks
     admission: Admission
-    searching: Searching
+    searching: FairLine
+    """Of requests that are looked for at the decode workers."""
     retries: RetryBudget
     metrics: RouterMetrics
     counts: Counts

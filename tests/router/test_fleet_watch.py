@@ -33,7 +33,7 @@ class MoodyRegistry(Registry):
 async def test_a_registry_that_does_not_answer_is_told_of_once_and_again_when_it_is_lost(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "router.following")
+    caplog.set_level(logging.INFO, "router.fleet.registry")
     registry = MoodyRegistry()
     await registry.start()
     num_lost = 0

@@ -26,11 +26,11 @@ PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 @pytest.fixture(autouse=True)
 def log_level(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "router.request_line")
+    caplog.set_level(logging.INFO, "router.report.request_line")
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    told = [each for each in caplog.records if each.name == "router.request_line"]
+    told = [each for each in caplog.records if each.name == "router.report.request_line"]
     return [json.loads(each.getMessage()) for each in told]
 
 
@@ -117,7 +117,7 @@ async def test_what_is_refused_or_aborted_has_its_line_too(
 async def test_no_line_is_made_where_the_log_s_level_leaves_it_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.WARNING, "router.request_line")
+    caplog.set_level(logging.WARNING, "router.report.request_line")
     async with deployment() as d:
         await d.client.ask(ask_for(PROMPT))
     assert not lines(caplog)

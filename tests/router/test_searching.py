@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from baton.errors import OverloadedError
 from baton.status import from_rpc_error
-from router.placement import fairness as searching
-from router.placement.fairness import Searching
+from router import router
+from router.placement.fairness import FairLine
 from tests.router.answers import PROMPT, ask_for, assert_whole, refusal
 from tests.router.deployment import QUICK, deployment
 
@@ -20,7 +19,7 @@ class Searches:
     """What searches under the turns that it is given, in the order in which they came."""
 
     def __init__(self, max_queue: int) -> None:
-        self.turns = Searching(replace(QUICK, max_queue=max_queue))
+        self.turns = FairLine("found", 2, 2 + max_queue, QUICK.overload_retry_s)
         self.begun: list[str] = []
         self.on_end: Callable[[], object] = lambda: None
         self._may_end: dict[str, asyncio.Event] = {}
@@ -48,7 +47,7 @@ async def settled() -> None:
 
 @pytest.fixture
 def _two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "AT_ONCE", 2)
+    monkeypatch.setattr(router, "SEARCHES_AT_ONCE", 2)
 
 
 pytestmark = pytest.mark.usefixtures("_two_at_once")
@@ -64,7 +63,7 @@ async def test_a_tenant_that_asks_for_little_waits_behind_its_own_requests_only(
         await searches.end(name)
     await asyncio.gather(*asked.values())
     assert searches.begun == ["a1", "a2", "a3", "b1", "a4", "a5"]
-    assert (searches.turns.num_searching, searches.turns.num_waiting) == (0, 0)
+    assert searches.turns.num_requests == 0
 
 
 async def test_a_full_line_refuses_the_newest_of_the_tenant_that_has_most_of_it() -> None:
@@ -77,12 +76,15 @@ async def test_a_full_line_refuses_the_newest_of_the_tenant_that_has_most_of_it(
     other = searches.ask("b1")
     with pytest.raises(OverloadedError):
         await asked.pop("a4")
+    others = [other, searches.ask("b2")]
     with pytest.raises(OverloadedError):
-        await searches.ask("b2")
-    for name in ("a1", "a2", "a3", "b1"):
+        await asked.pop("a3")
+    with pytest.raises(OverloadedError):
+        await searches.ask("b3")  # what `a` has left runs
+    for name in ("a1", "a2", "b1", "b2"):
         await searches.end(name)
-    await asyncio.gather(other, *asked.values())
-    assert (searches.turns.num_searching, searches.turns.num_waiting) == (0, 0)
+    await asyncio.gather(*others, *asked.values())
+    assert searches.turns.num_requests == 0
 
 
 async def test_who_leaves_gives_its_turn_to_the_next_also_when_it_has_just_come() -> None:
@@ -98,7 +100,7 @@ async def test_who_leaves_gives_its_turn_to_the_next_also_when_it_has_just_come(
     for name in ("a2", "a5"):
         await searches.end(name)
     await asyncio.gather(*asked.values(), return_exceptions=True)
-    assert (searches.turns.num_searching, searches.turns.num_waiting) == (0, 0)
+    assert searches.turns.num_requests == 0
 
 
 async def test_resumes_ask_the_workers_no_faster_than_searches_may_and_are_refused_beyond() -> None:

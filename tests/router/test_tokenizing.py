@@ -16,7 +16,8 @@ from baton.config.router import AuthConfig, RouterConfig
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, router_pb2
 from router.text import TextModel
-from router.text.tokenizing import Tokenizing
+from router.door.arriving import Tokenizing
+from router.placement.fairness import FairLine
 from tests.router.answers import PROMPT, ask_for, assert_whole
 from tests.router.deployment import Deployment, byte_model, deployment, left_behind
 from tests.router.scripted_worker import MODEL
@@ -63,8 +64,8 @@ async def whole(d: Deployment, prompt: str) -> None:
     assert_whole(await d.client.ask(ask_for(prompt)), prompt)
 
 
-def tokenizing(d: Deployment) -> Tokenizing:
-    return d.servers[0].service.tokenizing
+def tokenizing(d: Deployment) -> FairLine:
+    return d.servers[0].service.tokenizing.line
 
 
 async def refused(d: Deployment, request: router_pb2.GenerateRequest) -> grpc.aio.AioRpcError:
@@ -180,7 +181,7 @@ async def tokenized_order(requests: list[tuple[str, int]]) -> list[str]:
     await asyncio.sleep(0)  # all are in line before the first leaves it
     gate.set()
     await asyncio.gather(begun, *waiting)
-    assert tokenizing.num_requests == tokenizing.num_bytes == 0
+    assert tokenizing.line.num_requests == tokenizing.line.num_bytes == 0
     tokenizing.close()
     return order
 
@@ -276,10 +277,10 @@ async def test_a_client_that_leaves_while_its_prompt_is_tokenized_leaves_nothing
         call = d.client.stub.Generate(ask_for("gone"))
         await d.until(lambda: slow_model.num_encoding == 1)
         call.cancel()
-        await d.until(lambda: tokenizing(d).num_requests == 0)
         next_one = asyncio.create_task(whole(d, PROMPT))
         slow_model.gate.set()
         await next_one  # the thread was not lost
+        await d.until(lambda: tokenizing(d).num_requests == 0)
         assert d.worker("d0").num_reserves == 1
 
 
