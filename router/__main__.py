@@ -25,7 +25,7 @@ log = logging.getLogger("router")
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m router", description="Baton's router")
-    parser.add_argument("--control", required=True, metavar="HOST:PORT", help="tells the units")
+    parser.add_argument("--control", required=True, metavar="HOST:PORT", help="the control service")
     parser.add_argument("--config", metavar="FILE", help="cluster.yaml; without it, the defaults")
     parser.add_argument("--listen", metavar="HOST:PORT", help="overrides the configuration")
     levels = ("debug", "info", "warning", "error")

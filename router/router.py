@@ -23,7 +23,7 @@ from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
 from baton.v1 import control_pb2, router_pb2
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_links import FleetLinks, FleetReport
-from router.fleet.registry import FleetWatch, Reporting, waiting_requests
+from router.fleet.registry import FleetWatch, keep_reporting, waiting_requests
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import NO_BOUND, WorkerFacts
 from router.placement.admission import Admission
@@ -58,7 +58,7 @@ class Router:
         clock: Clock,
         rng: random.Random | None = None,
     ) -> None:
-        """`on_fault` hears of a task that has ended, and must not while the router serves."""
+        """`on_fault` gets a task that has ended, and must not while the router serves."""
         self.config, self.model, self.text = config, model, model.text
         self.clock, self._on_fault = clock, on_fault
         self._rng = rng or random.SystemRandom()
@@ -107,8 +107,8 @@ class Router:
 
     async def start(self) -> None:
         """Begin to follow the fleet."""
-        reporting = Reporting(self._control_address, self.config, self.report)
-        for work in (self.watch.run(), reporting.run()):
+        reporting = keep_reporting(self._control_address, self.config, self.report)
+        for work in (self.watch.run(), reporting):
             task = asyncio.create_task(work)
             task.add_done_callback(self._ended_task)
             self._stack.push_async_callback(_stop, task)
@@ -280,7 +280,7 @@ class Router:
 
     def max_model_len(self) -> int | None:
         """The longest prompt plus output that some decode worker takes; None: not known yet."""
-        longest = self.fleet.longest_request
+        longest = self.fleet.kinds.longest_request
         return self.text.max_model_len if longest in (None, NO_BOUND) else longest
 
     def request_limits(self) -> RequestLimits:
@@ -322,13 +322,8 @@ class Router:
     def num_active(self) -> int:
         return sum(run.log.end is None for run in self._runs.values())
 
-    @property
-    def num_remembered(self) -> int:
-        """Requests that run, or whose output is kept."""
-        return len(self._runs)
-
     def check_integrity(self) -> None:
-        """Raise AssertionError when books disagree, or hold something no request accounts for."""
+        """Raise AssertionError when the parts disagree, or hold what no request accounts for."""
         self.fleet.check_integrity()
         self.index.check_integrity()
         assert self._timers.keys() <= set(self.runs), "a timer of a request that is forgotten"

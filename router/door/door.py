@@ -30,7 +30,7 @@ from baton.errors import (
 )
 from baton.v1 import control_pb2, router_pb2
 from router.door.unit import ReadTokenizer, UnitKey, UnitRouter, drawn, read_tokenizer
-from router.fleet.registry import Following, Reporting
+from router.fleet.registry import Followed, keep_reporting
 from router.report.metrics import METRICS_EVERY_S, RouterMetrics
 from router.request.request_run import SHUTTING_DOWN
 from router.request.run_parts import ServedModel, not_resumable
@@ -72,7 +72,7 @@ class Door:
     async def start(self) -> None:
         """Begin to follow the list of units."""
         self.fault = asyncio.get_running_loop().create_future()
-        units = Following(
+        units = Followed(
             self._control_address,
             self.config,
             UNITS_EVERY_S + self.config.registry_silence_s,
@@ -81,7 +81,7 @@ class Door:
         )
         for work in (units.run(), self._measure()):
             task = asyncio.create_task(work)
-            task.add_done_callback(self.tell_fault)
+            task.add_done_callback(self.report_fault)
             self._tasks.append(task)
 
     async def can_serve(self) -> None:
@@ -92,10 +92,10 @@ class Door:
                 while not self._has_all:
                     await self._changed.wait()
                 for router in self.routers:
-                    await router.links.wait_heard()
+                    await router.links.wait_reported()
 
-    def tell_fault(self, ended: asyncio.Future[None]) -> None:
-        """Of a task that must not end while the router serves."""
+    def report_fault(self, ended: asyncio.Future[None]) -> None:
+        """A task has ended that must not end while the router serves."""
         if not self._closing and not self.fault.done():
             error = None if ended.cancelled() else ended.exception()
             log.critical("%s ended: %r", ended, error, exc_info=error)
@@ -147,7 +147,7 @@ class Door:
 
         router = await self._until_there(found, named_s)
         if is_sought and len(self.routers) > 1:
-            return await self._keeper_of(request, self.routers) or router
+            return await self._router_that_keeps(request, self.routers) or router
         return router
 
     async def main_router(self) -> Router:
@@ -187,7 +187,7 @@ class Door:
                 raise not_resumable()
         return self.units[drawn(request_id, self._shares)]
 
-    async def _keeper_of(
+    async def _router_that_keeps(
         self, request: router_pb2.GenerateRequest, routers: list[Router]
     ) -> Router | None:
         """The router of the unit whose decode workers keep the request; None: no unit's do.
@@ -253,9 +253,9 @@ class Door:
         missing = [unit for unit in self.units if unit.router is None]
         if missing:
             named = " and ".join(unit.key.code or "the cluster" for unit in missing)
-            message = f"no worker of {named} has told its tokenizer yet"
+            message = f"no worker of {named} has sent its tokenizer yet"
         else:
-            message = f"the control service at {self._control_address} tells of no units"
+            message = f"the control service at {self._control_address} reports no units"
         if named_s is not None:
             return DeadlineError(f"the request's deadline has passed: {message}")
         return UnavailableError(message, retry_after_s=1.0)
@@ -289,14 +289,15 @@ class Door:
             if unit in self.leaving:
                 self.leaving.remove(unit)
             if not unit.has_left or (not task.cancelled() and task.exception() is not None):
-                self.tell_fault(task)
+                self.report_fault(task)
 
         unit.start(ended)
         return unit
 
     async def _make(self, key: UnitKey) -> Router:
-        reporting = Reporting(key.control_address, self.config, lambda: self._held(key))
-        reports = asyncio.create_task(reporting.run())
+        reports = asyncio.create_task(
+            keep_reporting(key.control_address, self.config, lambda: self._held(key))
+        )
         try:
             tokenizer = await self._read(key.control_address, self.config)
         finally:
@@ -308,7 +309,7 @@ class Door:
             key.control_address,
             model,
             self.metrics,
-            on_fault=self.tell_fault,
+            on_fault=self.report_fault,
             clock=self.clock,
             rng=self._rng,
         )

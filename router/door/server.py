@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -55,29 +56,6 @@ def cannot_listen(address: str, error: Exception) -> ConfigError:
     return ConfigError(f"cannot listen on {address}: {why}")
 
 
-class HealthPort:
-    """Own its server. The servicer knows the health."""
-
-    def __init__(self, servicer: health.aio.HealthServicer, config: RouterConfig) -> None:
-        """Raises ConfigError when the port is taken."""
-        listen = f"{config.host}:{config.health_port}"
-        check_can_listen(listen, config.reuse_port)
-        self._server = grpc.aio.server(
-            options=(("grpc.so_reuseport", int(config.reuse_port)), *accepts_pings())
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
-        try:
-            self.port = self._server.add_insecure_port(listen)
-        except RuntimeError as error:  # taken since it was checked
-            raise cannot_listen(listen, error) from error
-
-    async def start(self) -> None:
-        await self._server.start()
-
-    async def stop(self) -> None:
-        await self._server.stop(grace=None)
-
-
 log = logging.getLogger(__name__)
 
 _CLIENT_KEEPALIVE_S = 7.5
@@ -94,10 +72,6 @@ class RouterServer:
         self.door, self._config = door, config
         self.service = RouterService(door)
         self._health = health.aio.HealthServicer()
-        self._health_server = (
-            None if config.health_port is None else HealthPort(self._health, config)
-        )
-        self.health_port = None if self._health_server is None else self._health_server.port
         self._access = Access(config)
         self._following: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -116,11 +90,23 @@ class RouterServer:
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         host, _, _ = listen.rpartition(":")
-        try:
-            self.port = self._access.listen(self._server, listen)
-        except RuntimeError as error:  # taken since it was checked
-            raise cannot_listen(listen, error) from error
+        self.port = _bound(lambda: self._access.listen(self._server, listen), listen)
         self.address = f"{host}:{self.port}"
+        self._serve_health(config)
+
+    def _serve_health(self, config: RouterConfig) -> None:
+        """On a port of its own, in plain text, where the configuration names one."""
+        self.health_port: int | None = None
+        self._health_server: grpc.aio.Server | None = None
+        if config.health_port is None:
+            return
+        listen = f"{config.host}:{config.health_port}"
+        check_can_listen(listen, config.reuse_port)
+        server = self._health_server = grpc.aio.server(
+            options=(("grpc.so_reuseport", int(config.reuse_port)), *accepts_pings())
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self.health_port = _bound(lambda: server.add_insecure_port(listen), listen)
 
     async def start(self) -> None:
         await self.door.start()
@@ -128,9 +114,9 @@ class RouterServer:
         if self._health_server is not None:
             await self._health_server.start()
         self._following = asyncio.create_task(self._access.follow())
-        self._following.add_done_callback(self.door.tell_fault)
+        self._following.add_done_callback(self.door.report_fault)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self._starting = asyncio.create_task(self._tell_serving())
+        self._starting = asyncio.create_task(self._report_serving())
         log.info("the router listens on %s", self.address)
 
     async def stop(self, drain_s: float) -> None:
@@ -145,17 +131,25 @@ class RouterServer:
         await self.door.close(drain_s)
         await self._server.stop(grace=1.0)
         if self._health_server is not None:
-            await self._health_server.stop()
+            await self._health_server.stop(grace=None)
         self.service.close()
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
 
-    async def _tell_serving(self) -> None:
-        """It still serves those that ask it. Only those that look for a router must wait."""
+    async def _report_serving(self) -> None:
+        """Report health once the door can serve. Earlier requests are served all the same."""
         await self.door.can_serve()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE):
             await self._health.set(name, status)
+
+
+def _bound(listen: Callable[[], int], address: str) -> int:
+    """The port. Raises ConfigError when it was taken since it was checked."""
+    try:
+        return listen()
+    except RuntimeError as error:
+        raise cannot_listen(address, error) from error

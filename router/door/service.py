@@ -8,17 +8,17 @@ the router named is aborted at once, at every hop.
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc.aio
 
 from baton.errors import BatonError, NotFoundError
 from baton.status import abort
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
+from router.door.arriving import Arriving, Tokenizing
 from router.door.door import Door
 from router.fleet.worker_facts import NO_BOUND
 from router.placement.placement import Placement
@@ -27,11 +27,7 @@ from router.request.output import (
     Event,
     Finished,
     FinishReason,
-    HandedOff,
-    Migrated,
     OutputReader,
-    Prefilled,
-    Routed,
     Timings,
     TokenRun,
 )
@@ -46,7 +42,6 @@ from router.request.validate import (
     parse_generate,
 )
 from router.router import Router
-from router.door.arriving import Arriving, Tokenizing
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -223,28 +218,22 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
 
 
 def _response(event: Event) -> router_pb2.GenerateResponse:
-    if isinstance(event, TokenRun):
-        tokens = router_pb2.Tokens(
-            index=event.index, ids=event.ids, text=event.text, logprobs=event.logprobs
-        )
-        return router_pb2.GenerateResponse(tokens=tokens)
-    if isinstance(event, Finished):
-        return router_pb2.GenerateResponse(finished=_finished(event))
-    if isinstance(event, Routed):
-        return router_pb2.GenerateResponse(routed=router_pb2.Routed(**vars(event)))
-    if isinstance(event, Prefilled):
-        prefilled = router_pb2.Prefilled(
-            ttft_ms=event.ttft_s * 1e3, num_cached_tokens=event.num_cached_tokens
-        )
-        return router_pb2.GenerateResponse(prefilled=prefilled)
-    if isinstance(event, HandedOff):
-        handed_off = router_pb2.HandedOff(
-            kv_bytes=event.num_bytes, put_ms=event.put_s * 1e3, exposed_ms=event.exposed_s * 1e3
-        )
-        return router_pb2.GenerateResponse(handed_off=handed_off)
-    assert isinstance(event, Migrated), event
-    migrated = router_pb2.Migrated(from_index=event.from_index, reason=event.reason)
-    return router_pb2.GenerateResponse(migrated=migrated)
+    match event:
+        case TokenRun():
+            tokens = router_pb2.Tokens(
+                index=event.index, ids=event.ids, text=event.text, logprobs=event.logprobs
+            )
+            return router_pb2.GenerateResponse(tokens=tokens)
+        case Finished():
+            return router_pb2.GenerateResponse(finished=_finished(event))
+        case router_pb2.Routed():
+            return router_pb2.GenerateResponse(routed=event)
+        case router_pb2.Prefilled():
+            return router_pb2.GenerateResponse(prefilled=event)
+        case router_pb2.HandedOff():
+            return router_pb2.GenerateResponse(handed_off=event)
+        case router_pb2.Migrated():
+            return router_pb2.GenerateResponse(migrated=event)
 
 
 def _aborted(e2e_s: float) -> Finished:

@@ -22,7 +22,7 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError, UnavailableError
 from baton.text_files import TEXT_FILES
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
-from router.fleet.worker_link import Backoff, channel_options
+from router.fleet.worker_link import Backoff, channel_to
 from router.router import Router
 from router.text import TextModel
 
@@ -41,7 +41,7 @@ class ReadTokenizer:
 
 async def read_tokenizer(control_address: str, config: RouterConfig) -> ReadTokenizer:
     """Read it from any live worker. Tries again until one has it."""
-    backoff = Backoff(config.reconnect_min_s, config.reconnect_max_s, random.Random())
+    backoff = Backoff(config)
     last_why = ""
     while True:
         try:
@@ -68,8 +68,7 @@ async def _read_once(control_address: str, config: RouterConfig) -> ReadTokenize
 
 async def _live_worker(control_address: str, config: RouterConfig) -> control_pb2.WorkerInfo:
     """Raises AioRpcError, UnavailableError."""
-    options = channel_options(config)
-    async with grpc.aio.insecure_channel(control_address, options=options) as channel:
+    async with channel_to(control_address, config) as channel:
         stub = control_pb2_grpc.ControlServiceStub(channel)
         fleet = stub.WatchFleet(control_pb2.WatchFleetRequest(), timeout=_FLEET_WITHIN_S)
         message = await anext(aiter(fleet), None)
@@ -83,7 +82,7 @@ async def _live_worker(control_address: str, config: RouterConfig) -> control_pb
 
 async def _fetched(address: str, config: RouterConfig, folder: Path) -> list[Path]:
     """Raises AioRpcError."""
-    async with grpc.aio.insecure_channel(address, options=channel_options(config)) as channel:
+    async with channel_to(address, config) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         files: dict[str, Path] = {}
         async for piece in stub.ReadTokenizer(worker_pb2.ReadTokenizerRequest()):
@@ -107,7 +106,7 @@ class UnitKey:
 
 class UnitRouter:
     """Own a unit's router. `make` makes one that was not started, however long that takes;
-    `on_change` hears when `router` is another."""
+    `on_change` is called when `router` is another."""
 
     def __init__(
         self,
@@ -131,7 +130,7 @@ class UnitRouter:
 
     @property
     def has_left(self) -> bool:
-        """It is in the list no more."""
+        """It is no longer in the list."""
         return self._leaves.is_set()
 
     def leave(self) -> None:
@@ -141,7 +140,7 @@ class UnitRouter:
             self._task.cancel()
 
     async def close(self, drain_s: float) -> None:
-        """At once; what runs has `drain_s` to end."""
+        """Close at once; what runs has `drain_s` to end."""
         self._leaves.set()
         if self._task is not None:
             self._task.cancel()

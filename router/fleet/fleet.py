@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NewType
@@ -18,7 +18,7 @@ import numpy as np
 
 from baton.clock import NowS
 from baton.config.router import LocalPrefill, RouterConfig
-from router.fleet.worker_facts import WorkerFacts, WorkerKinds
+from router.fleet.worker_facts import KvClass, WorkerFacts, WorkerKinds
 from router.placement.placement import FleetArrays, Placement
 
 
@@ -136,7 +136,8 @@ class Fleet:
         self._on_change = on_change
         self._entries: dict[str, WorkerEntry] = {}
         self._by_slot: dict[Slot, WorkerEntry] = {}
-        self.kinds = WorkerKinds()
+        self._class_numbers: dict[KvClass, int] = {}  # no other class ever gets the number
+        self._kinds: WorkerKinds | None = None  # of the workers that are here; None: not known
         self._booking_ids = itertools.count(1)
         self._bookings: dict[int, Booking] = {}
         self.arrays = FleetArrays.empty(8)
@@ -166,14 +167,12 @@ class Fleet:
         return len(self.arrays.names)
 
     @property
-    def longest_request(self) -> int | None:
-        """Prompt plus output tokens that some decode worker accepts; None without one."""
-        return self.kinds.longest_request
-
-    @property
-    def longest_prompt(self) -> int | None:
-        """Prompt tokens that some prefill worker accepts; None without one."""
-        return self.kinds.longest_prompt
+    def kinds(self) -> WorkerKinds:
+        """Cached: every request reads them, and they hardly ever change."""
+        if self._kinds is None:
+            facts = (entry.facts for entry in self._entries.values())
+            self._kinds = WorkerKinds.of(facts, self._class_numbers)
+        return self._kinds
 
     def add(self, facts: WorkerFacts) -> WorkerEntry:
         """Give a new worker a row. The caller removes an older incarnation first."""
@@ -185,7 +184,8 @@ class Fleet:
         self._entries[facts.worker_id] = self._by_slot[slot] = entry
         a, config = self.arrays, self._config
         a.names[slot] = facts.worker_id
-        a.kv_class[slot] = self.kinds.add(facts)
+        a.kv_class[slot] = self._class_numbers.setdefault(facts.kv_class, len(self._class_numbers))
+        self._kinds = None
         a.can_prefill[slot] = facts.can_prefill
         a.can_decode[slot] = facts.can_decode
         a.kv_bytes_per_token[slot] = facts.kv_bytes_per_token
@@ -206,7 +206,7 @@ class Fleet:
             return
         del self._entries[entry.facts.worker_id]
         del self._by_slot[entry.slot]
-        self.kinds.remove(entry.facts)
+        self._kinds = None
         entry.connected = False
         self.arrays.kv_class[entry.slot] = -1
         self.arrays.usable[entry.slot] = False
@@ -274,12 +274,12 @@ class Fleet:
         entry.others_requests = max(0, load.num_requests - booked)
         entry.others_queued_tokens = max(0, load.num_queued_tokens - queued)
         entry.num_quarantined_blocks = load.num_quarantined_blocks
-        for told, figures, measured_s in (
+        for reported, figures, measured_s in (
             (load.prefill_tokens_per_s, a.prefill_tokens_per_s, a.prefill_measured_s),
             (load.decode_step_s, a.decode_step_s, a.decode_measured_s),
         ):
-            if told > 0 and (told != figures[slot] or np.isinf(measured_s[slot])):
-                figures[slot], measured_s[slot] = told, now
+            if reported > 0 and (reported != figures[slot] or np.isinf(measured_s[slot])):
+                figures[slot], measured_s[slot] = reported, now
         if load.handoff_bytes_per_s > 0:
             a.handoff_bytes_per_s[slot] = load.handoff_bytes_per_s
         self._recount(entry)
@@ -293,7 +293,7 @@ class Fleet:
 
     def prefill_tokens_per_s(self, entry: WorkerEntry) -> float:
         """The worker's last report; the default before the first."""
-        if not self._is_here(entry):  # its slot may be another's by now
+        if not self._is_here(entry):  # its slot may have been given away
             return self._config.default_prefill_tokens_per_s
         return float(self.arrays.prefill_tokens_per_s[entry.slot])
 
@@ -384,7 +384,6 @@ class Fleet:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when rows and bookings disagree."""
-        self.kinds.check_integrity(Counter(e.facts.kv_class for e in self._entries.values()))
         for entry in self._entries.values():
             slot = entry.slot
             assert self._by_slot[slot] is entry, f"slot {slot} is not {entry.facts.worker_id}'s"

@@ -63,7 +63,7 @@ class FleetLinks:
         self._fleet, self._index, self._is_served = fleet, index, is_served
         self._links: dict[str, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._heard, self._settles = asyncio.Event(), False
+        self._reported, self._settles = asyncio.Event(), False
         self.refused: set[str] = set()
 
     def __iter__(self) -> Iterator[WorkerLink]:
@@ -94,23 +94,23 @@ class FleetLinks:
     @property
     def are_all_known(self) -> bool:
         """The registry has reported a fleet, and does not settle any more."""
-        return self._heard.is_set() and not self._settles
+        return self._reported.is_set() and not self._settles
 
-    async def wait_heard(self) -> None:
+    async def wait_reported(self) -> None:
         """Wait until the registry has reported a fleet."""
-        await self._heard.wait()
+        await self._reported.wait()
 
     async def wait_tried(self, timeout_s: float) -> None:
         """Until the fleet is known and every link has been tried once, or the time is up."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._heard.wait()
+                await self._reported.wait()
                 for link in list(self._links.values()):
                     await link.tried.wait()
         except TimeoutError:
             log.info("not every worker answered within %.1f s", timeout_s)
 
-    # --- what the registry says ----------------------------------------------------------------
+    # --- what the registry reports -------------------------------------------------------------
 
     def update(self, fleet: FleetReport) -> None:
         self._fleet.away = fleet.away
@@ -129,7 +129,7 @@ class FleetLinks:
         for worker_id, link in list(self._links.items()):
             if worker_id not in listed:
                 self._unlist(link)
-        self._heard.set()
+        self._reported.set()
 
     def _update_one(self, report: WorkerReport) -> None:
         facts = report.facts

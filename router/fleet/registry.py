@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -19,7 +18,7 @@ from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerState
 from router.fleet.fleet_links import FleetReport, WorkerReport
 from router.fleet.worker_facts import WorkerFacts
-from router.fleet.worker_link import Backoff, channel_options
+from router.fleet.worker_link import Backoff, channel_to
 from router.placement.ticket import Ticket
 from router.report.figures import Waiting
 
@@ -34,8 +33,8 @@ class Call(Protocol[M_co]):
     def cancel(self) -> bool: ...
 
 
-class Following(Generic[M]):
-    """Own the stream. `take` gets each message, `on_lost` hears once that no more come."""
+class Followed(Generic[M]):
+    """Own the stream. `take` gets each message, `on_lost` is called once when no more come."""
 
     def __init__(
         self,
@@ -46,18 +45,16 @@ class Following(Generic[M]):
         take: Callable[[M], Awaitable[None]],
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """`silence_s`: the registry is asked anew after this long without a message."""
+        """`silence_s`: the registry is asked again after this long without a message."""
         self._address, self._config, self._silence_s = address, config, silence_s
         self._call, self._take, self._on_lost = call, take, on_lost
         self.is_connected = False
-        self._told_lost = False  # warned of once, until it is back
+        self._is_loss_logged = False  # once, until it is back
 
     async def run(self) -> None:
-        """Until cancelled."""
-        config = self._config
-        backoff = Backoff(config.reconnect_min_s, config.reconnect_max_s, random.Random())
-        options = channel_options(config)
-        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+        """Follow the registry until cancelled, through any number of its restarts."""
+        backoff = Backoff(self._config)
+        async with channel_to(self._address, self._config) as channel:
             stub = control_pb2_grpc.ControlServiceStub(channel)
             while True:
                 why = "it ended the stream"
@@ -81,8 +78,8 @@ class Following(Generic[M]):
                 if message is None:
                     return
                 backoff.reset()
-                if self._told_lost:
-                    self._told_lost = False
+                if self._is_loss_logged:
+                    self._is_loss_logged = False
                     log.info("registry %s: connected", self._address)
                 self.is_connected = True
                 await self._take(message)
@@ -90,8 +87,8 @@ class Following(Generic[M]):
             call.cancel()
 
     def _lose(self, why: str) -> None:
-        if not self._told_lost:
-            self._told_lost = True
+        if not self._is_loss_logged:
+            self._is_loss_logged = True
             log.warning("registry %s: %s", self._address, why)
         if self.is_connected:
             self.is_connected = False
@@ -174,8 +171,10 @@ def _is_away(
     role: common_pb2.WorkerRole.ValueType,
     can: Collection[common_pb2.WorkerRole.ValueType],
 ) -> bool:
-    """Whether no pool is to have workers for the role, or those of one have yet to start. If a
-    registry keeps pools and knows none yet, both roles are to come."""
+    """Whether no pool wants workers for the role, or those that return to it have yet to start.
+
+    If a registry keeps pools and knows none yet, both roles are away.
+    """
     if not message.pools:
         return message.keeps_pools
     pools = [pool for pool in message.pools if pool.role in can]
@@ -197,7 +196,7 @@ class FleetWatch:
         self.last: control_pb2.WatchFleetResponse | None = None
         self._has_ended = False
         self._news = asyncio.Condition()
-        self._following = Following(
+        self._stream = Followed(
             address,
             config,
             config.registry_silence_s,
@@ -208,12 +207,12 @@ class FleetWatch:
 
     @property
     def is_connected(self) -> bool:
-        return self._following.is_connected
+        return self._stream.is_connected
 
     async def run(self) -> None:
         """Follow the registry until cancelled, through any number of its restarts."""
         try:
-            await self._following.run()
+            await self._stream.run()
         finally:
             self._has_ended = True
             async with self._news:
@@ -240,44 +239,35 @@ EVERY_S = 1.0
 _LEAVE_WITHIN_S = 1.0
 
 
-class Reporting:
-    """Own the call on which this router reports its figures."""
+async def keep_reporting(
+    address: str, config: RouterConfig, report: Callable[[], control_pb2.ReportRouterRequest]
+) -> None:
+    """Report a router's figures to the registry until cancelled. `FleetWatch` logs a lost
+    registry."""
+    backoff = Backoff(config)
 
-    def __init__(
-        self,
-        address: str,
-        config: RouterConfig,
-        report: Callable[[], control_pb2.ReportRouterRequest],
-    ) -> None:
-        self._address, self._config, self._report = address, config, report
-
-    async def run(self) -> None:
-        """Report until cancelled. FleetWatch logs a registry that is lost."""
-        config = self._config
-        backoff = Backoff(config.reconnect_min_s, config.reconnect_max_s, random.Random())
-        options = channel_options(config)
-        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
-            stub = control_pb2_grpc.ControlServiceStub(channel)
-            try:
-                while True:
-                    with contextlib.suppress(grpc.aio.AioRpcError):
-                        await stub.ReportRouter(self._reports(backoff))
-                    await asyncio.sleep(backoff.next_s())
-            finally:
-                # A call that only breaks would have it counted as cut off, for minutes.
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    await stub.ReportRouter(self._farewell(), timeout=_LEAVE_WITHIN_S)
-
-    async def _reports(self, backoff: Backoff) -> AsyncIterator[control_pb2.ReportRouterRequest]:
+    async def reports() -> AsyncIterator[control_pb2.ReportRouterRequest]:
         while True:
-            yield self._report()
+            yield report()
             await asyncio.sleep(EVERY_S)
             backoff.reset()
 
-    async def _farewell(self) -> AsyncIterator[control_pb2.ReportRouterRequest]:
-        last = self._report()
+    async def farewell() -> AsyncIterator[control_pb2.ReportRouterRequest]:
+        last = report()
         last.leaves = True
         yield last
+
+    async with channel_to(address, config) as channel:
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        try:
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await stub.ReportRouter(reports())
+                await asyncio.sleep(backoff.next_s())
+        finally:
+            # A call that only breaks would count as cut off, for minutes.
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await stub.ReportRouter(farewell(), timeout=_LEAVE_WITHIN_S)
 
 
 def waiting_requests(

@@ -14,7 +14,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +30,7 @@ from router.fleet.fleet import WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity, Session
 from router.placement.prefix_index import PrefixIndex
 
-SETTLED_S = 1.0
+STABLE_S = 1.0
 """A connection counts only after it has lasted this long."""
 
 
@@ -41,7 +41,7 @@ class Contact:
 
     def __init__(self, patience_s: float, clock: NowS) -> None:
         self._patience_s, self._clock = patience_s, clock
-        self._settled_s = min(SETTLED_S, patience_s)
+        self._stable_s = min(STABLE_S, patience_s)
         self._in_doubt_since_s = clock()
         self._began_s = math.inf  # the connection that there is
         self._was_none_at_s = -math.inf  # when the last one ended, if it did too soon
@@ -54,7 +54,7 @@ class Contact:
 
     def end(self) -> None:
         now = self._clock()
-        if self._is_settled(now):
+        if self._is_stable(now):
             self._in_doubt_since_s, self._was_none_at_s = now, -math.inf
         else:
             self._was_none_at_s = now
@@ -62,31 +62,29 @@ class Contact:
 
     @property
     def may_be_heard(self) -> bool:
-        """Now or in a moment."""
+        """The worker may answer now or in a moment."""
         now = self._clock()
-        return self._is_settled(now) or now - self._in_doubt_since_s < self._patience_s
+        return self._is_stable(now) or now - self._in_doubt_since_s < self._patience_s
 
-    def _is_settled(self, now: float) -> bool:
-        return now - self._began_s >= self._settled_s
+    def _is_stable(self, now: float) -> bool:
+        return now - self._began_s >= self._stable_s
 
 
 class Backoff:
-    """Doubles from `first_s` to `longest_s`, with jitter so that routers do not march in step."""
+    """How long to wait before a peer is asked again: doubles, with jitter so that routers do not
+    march in step."""
 
-    def __init__(self, first_s: float, longest_s: float, rng: random.Random) -> None:
-        self._first_s, self._longest_s, self._rng = first_s, longest_s, rng
-        self._next_s = first_s
+    def __init__(self, config: RouterConfig) -> None:
+        self._first_s, self._longest_s = config.reconnect_min_s, config.reconnect_max_s
+        self._next_s = self._first_s
 
     def reset(self) -> None:
         self._next_s = self._first_s
 
     def next_s(self) -> float:
-        wait_s = self._next_s * self._rng.uniform(0.5, 1.0)
+        wait_s = self._next_s * random.uniform(0.5, 1.0)
         self._next_s = min(self._longest_s, self._next_s * 2)
         return wait_s
-
-
-log = logging.getLogger(__name__)
 
 
 class IndexState(enum.Enum):
@@ -115,7 +113,7 @@ class KvFollower:
         """Follow one subscription; raises grpc.aio.AioRpcError when it breaks.
 
         `on_connected` is called with the first message. False when the worker ended it, True when
-        events were missed and it is to be made anew at once.
+        events were missed and it is to be made again at once.
         """
         self._sequence = None
         call = stub.SubscribeKv(worker_pb2.SubscribeKvRequest())
@@ -154,14 +152,18 @@ class KvFollower:
 ATTACH_AGAIN_S = 0.005  # while the session's first message is on its way to the worker
 LOST_FOR = 2.0  # times `attach_timeout_s`: what a worker kept is waited for no longer
 
+log = logging.getLogger(__name__)
+
 PrefillCall = grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]
 
 
-def channel_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
-    """To a worker or the registry. A peer that answers no ping for twice `keepalive_s` is lost, as
-    is one whose host vanished without a word; a lost peer is tried again soon and often; message
-    sizes are the router's."""
-    return (
+def channel_to(address: str, config: RouterConfig) -> grpc.aio.Channel:
+    """Connect to a worker or the registry.
+
+    A peer that answers no ping for twice `keepalive_s` is lost, as is one whose host vanished
+    silently. A lost peer is tried again soon and often. Message sizes are the router's.
+    """
+    options = (
         *sends_pings(config.keepalive_s),
         ("grpc.initial_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
         ("grpc.min_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
@@ -171,6 +173,7 @@ def channel_options(config: RouterConfig) -> Sequence[tuple[str, int]]:
         ("grpc.use_local_subchannel_pool", 1),
         *DIRECT,
     )
+    return grpc.aio.insecure_channel(address, options=options)
 
 
 class Waiting(Protocol):
@@ -198,9 +201,8 @@ class WorkerLink:
         self.entry = entry
         self._config = config
         self._on_connected = on_connected
-        self._rng = random.Random()
         facts = entry.facts
-        self._channel = grpc.aio.insecure_channel(facts.address, options=channel_options(config))
+        self._channel = channel_to(facts.address, config)
         self._decode = worker_pb2_grpc.DecodeServiceStub(self._channel)
         self._prefill = worker_pb2_grpc.PrefillServiceStub(self._channel)
         self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
@@ -238,7 +240,7 @@ class WorkerLink:
         def ended(_: asyncio.Task[None]) -> None:
             if not self._is_stopped:
                 error = None if task.cancelled() else task.exception()
-                log.error("%s ended and is begun anew: %r", name, error, exc_info=error)
+                log.error("%s ended and is started again: %r", name, error, exc_info=error)
                 again_s = self._config.reconnect_max_s
                 asyncio.get_running_loop().call_later(again_s, self._begin, name, work)
 
@@ -317,7 +319,7 @@ class WorkerLink:
 
     async def _follow_kv(self) -> None:
         counts = not self.entry.facts.can_decode
-        backoff = self._backoff()
+        backoff = Backoff(self._config)
 
         def connected() -> None:
             backoff.reset()
@@ -336,7 +338,7 @@ class WorkerLink:
 
     async def _hold_session(self) -> None:
         """Attempts of a lost session wait for the next one, so the first try comes at once."""
-        backoff = self._backoff()
+        backoff = Backoff(self._config)
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -352,7 +354,7 @@ class WorkerLink:
                 log.info("session with %s: %s", self.entry.facts.worker_id, error.code().name)
             finally:
                 self._set_connected(False)
-            if loop.time() - opened_at > SETTLED_S:
+            if loop.time() - opened_at > STABLE_S:
                 backoff.reset()
             else:
                 await asyncio.sleep(backoff.next_s())
@@ -364,9 +366,6 @@ class WorkerLink:
             if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 self.session.refuse_waiting()
             await self._channel.wait_for_state_change(state)
-
-    def _backoff(self) -> Backoff:
-        return Backoff(self._config.reconnect_min_s, self._config.reconnect_max_s, self._rng)
 
     def _set_connected(self, connected: bool) -> None:
         self.tried.set()

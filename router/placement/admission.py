@@ -6,8 +6,8 @@ A request leaves only when a decode worker has room and its best prefill can sta
 - Order: priority, then a fair share for every tenant, then arrival. A request that can start now
   may overtake others. After `max_bypass_s` the decode workers that a request could use are kept for
   it; other workers serve other requests.
-- A request that no usable worker takes is refused after `fleet_wait_s`. That time begins anew while
-  a pool that it needs is scaled to zero: the request is held until the pool is back.
+- A request that no usable worker takes is refused after `fleet_wait_s`. While a pool that it needs
+  is scaled to zero, the request is held, and that time starts again once the pool is back.
 - A full line sheds its last request: the newest of the tenant that asked for most.
 - A request whose first token would come after its own deadline is refused at once.
 """
@@ -39,13 +39,13 @@ from router.placement.ticket import Placed, PromptBlocks, Ticket
 def too_large(ticket: Ticket, fleet: Fleet, policy: RouterConfig) -> NoCapacityError | None:
     """Return why no worker of the fleet takes the request, usable now or not; None: one does."""
     num_tokens, least_new_tokens = len(ticket.prompt), ticket.least_new_tokens
-    longest = fleet.longest_request
+    longest = fleet.kinds.longest_request
     if longest is not None and num_tokens + least_new_tokens > longest:
         return NoCapacityError(
             f"{num_tokens} tokens and {least_new_tokens} more exceed what every decode worker takes"
             f" ({longest} tokens)"
         )
-    longest = fleet.longest_prompt
+    longest = fleet.kinds.longest_prompt
     if policy.local_prefill == "never" and longest is not None and num_tokens > longest:
         return NoCapacityError(
             f"{num_tokens} tokens exceed what every prefill worker takes ({longest} tokens)"
@@ -78,7 +78,7 @@ ROUND_PAUSE = 4.0  # times what a round spent in vain: the rest of the event loo
 
 @dataclass
 class _Tally:
-    """Of one round."""
+    """What one round tried."""
 
     next_s: float
     """Seconds until another try may help."""
@@ -149,7 +149,7 @@ class Admission:
             if self._waiting:
                 self._owed[tenant] += work
 
-    def _settle(self) -> None:
+    def _charge_owed(self) -> None:
         """Sort the line again by what the tenants owe."""
         if not self._owed:
             return
@@ -214,11 +214,6 @@ class Admission:
         if at < len(self._waiting) and self._waiting[at] is ticket:
             del self._waiting[at]
 
-    @property
-    def num_tenants(self) -> int:
-        """Tenants whose share is kept account of."""
-        return len(self._shares)
-
     def kick(self) -> None:
         """Something changed: try the waiting requests soon, many changes at once."""
         if self._waiting:
@@ -275,7 +270,7 @@ class Admission:
         reserved = np.zeros(self._fleet.num_slots, dtype=np.bool_)
         longest = longest_open(arrays, reserved, now)
         if longest:
-            self._settle()
+            self._charge_owed()
         for ticket in self._waiting:
             if not longest or tally.num_tries >= SCAN_AHEAD:
                 break
@@ -337,7 +332,7 @@ class Admission:
 
     def _refuse_stranded(self, within_reach: Reach, now: float) -> None:
         """The time without a usable worker counts, not the whole wait: a worker that is away for a
-        moment costs no request its place in line."""
+        moment costs no request its position in line."""
         are_held = self._fleet.away.hold(self._config.local_prefill)
         for ticket in self._waiting:
             assert ticket.placed is not None

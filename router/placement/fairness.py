@@ -31,7 +31,7 @@ class FairShare:
         self._sweep_at = SWEEP_ABOVE
 
     def stamp(self, tenant: str) -> float:
-        """The place in line of the tenant's next request, lowest first."""
+        """The position of the tenant's next request, lowest first."""
         return max(self._served, self._next.get(tenant, 0.0))
 
     def charge(self, tenant: str, work: float) -> None:
@@ -56,7 +56,7 @@ class FairShare:
         self._next.clear()
 
     def _sweep(self) -> None:
-        """Drop clocks that fell behind: they say nothing."""
+        """Drop clocks that fell behind: they have no effect."""
         self._next = {tenant: at for tenant, at in self._next.items() if at > self._served}
         self._sweep_at = max(SWEEP_ABOVE, 2 * len(self._next))
 

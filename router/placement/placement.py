@@ -44,7 +44,7 @@ class FleetArrays:
     head_since_s: Floats
     running: Floats  # requests that decode, or will
     max_running: Floats
-    free_tokens: Floats  # room for KV by this router's books
+    free_tokens: Floats  # room for KV by this router's bookings
     longest_request: Floats  # prompt plus output tokens that the worker accepts
     max_held_tokens: Floats  # that one request holds at once; infinite: its whole length
     unquarantined_tokens: Floats  # room for KV beside quarantine; infinite: nothing is in it
@@ -293,7 +293,7 @@ def reach(fleet: FleetArrays, policy: RouterConfig) -> Reach:
 
 
 def longest_open(fleet: FleetArrays, reserved: Bools, now_s: float) -> float:
-    """The longest request that a decode worker takes which has a place free; 0: none has."""
+    """The longest request that a decode worker takes which has a free slot; 0: none has."""
     is_open = fleet.usable & fleet.can_decode & (fleet.hold_until_s <= now_s) & ~reserved
     is_open &= fleet.running < fleet.max_running
     return float(fleet.longest_request[is_open].max(initial=0.0))

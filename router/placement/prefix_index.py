@@ -5,8 +5,8 @@ Every worker has a bit. Per block the index keeps two masks: who *holds* it and 
 the number of leading blocks a worker holds is found by binary search, for all workers at once.
 
 Predictions (blocks that a placed prompt is about to leave) are kept apart: they expire, and never
-mix with what workers have said. A chain is predicted from its start, so that no block is believed
-longer than its ancestors: where a worker's prediction ends is found by the same search.
+mix with what workers have reported. A chain is predicted from its start, so no block is believed
+longer than its ancestors, and the same search finds where a worker's prediction ends.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class PrefixIndex:
         """Blocks the worker holds, reachable or not."""
         return len(self._held_by.get(slot, ()))
 
-    # --- what workers say ----------------------------------------------------------------------
+    # --- what workers report -------------------------------------------------------------------
 
     def store(self, slot: int, parent: BlockHash | None, hashes: Sequence[BlockHash]) -> None:
         """The worker holds a chain of blocks, each the child of the one before; parents first."""

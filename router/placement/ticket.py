@@ -48,7 +48,7 @@ class PromptBlocks:
 
 @dataclass(order=True)
 class Ticket:
-    """A request's place in line, kept over its retries."""
+    """A request's position in line, kept over its retries."""
 
     rank: tuple[int, float, int]
     """(-priority, fair share's stamp, arrival)."""

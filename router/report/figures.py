@@ -33,7 +33,7 @@ class Spans(Generic[T]):
         self._spans: deque[tuple[float, T]] = deque()
 
     def at(self, now_s: float) -> T:
-        """That of this second."""
+        """This second's."""
         spans = self._spans
         if not spans or now_s - spans[-1][0] >= SPAN_S:
             self._forget(now_s)
@@ -41,7 +41,7 @@ class Spans(Generic[T]):
         return spans[-1][1]
 
     def within(self, now_s: float, last_s: float = math.inf) -> Iterator[T]:
-        """Of the whole window, or of its `last_s` alone; oldest first."""
+        """Those of the whole window, or of its `last_s`; oldest first."""
         self._forget(now_s)
         return (each for at_s, each in self._spans if now_s - at_s < last_s)
 
@@ -61,8 +61,8 @@ class _Samples:
         self.num_seen += 1
         if len(self.kept) < _MAX_SAMPLES:
             self.kept.append(sample)
-        elif (place := rng.randrange(self.num_seen)) < _MAX_SAMPLES:
-            self.kept[place] = sample
+        elif (index := rng.randrange(self.num_seen)) < _MAX_SAMPLES:
+            self.kept[index] = sample
 
 
 class Recent:
@@ -105,8 +105,7 @@ class _Pool:
 
 
 class PoolFigures:
-    """Own what was seen of each pool in the last `WINDOW_S`; one of which nothing was seen any more
-    is forgotten."""
+    """Own what clients saw of each pool in the last `WINDOW_S`. An unused pool is forgotten."""
 
     def __init__(self, clock: NowS) -> None:
         self._clock = clock
@@ -122,14 +121,14 @@ class PoolFigures:
 
     def report(self) -> list[control_pb2.PoolFigures]:
         now_s = self._clock()
-        told = []
+        reported = []
         for name, pool in sorted(self._pools.items()):
             ttft_s = pool.ttft_s.quantile(_SHARE, now_s)
             gap_s = pool.gaps_s.quantile(_SHARE, now_s)
             if ttft_s is None and gap_s is None:
                 del self._pools[name]
             else:
-                told.append(
+                reported.append(
                     control_pb2.PoolFigures(
                         pool=name,
                         ttft_p95_s=ttft_s,
@@ -138,7 +137,7 @@ class PoolFigures:
                         num_recent_gaps=pool.gaps_s.count(now_s, RECENT_S),
                     )
                 )
-        return told
+        return reported
 
     def _of(self, pool: str) -> _Pool:
         found = self._pools.get(pool)
@@ -213,7 +212,7 @@ _LEAST_S = 1.0  # one prompt in the first moment is no rate
 
 @dataclass
 class Counts:
-    """Of one unit's requests, since its router's start."""
+    """One unit's requests since its router's start."""
 
     num_arrivals: int = 0
     prompt_tokens: int = 0

@@ -46,8 +46,8 @@ class RequestLine:
 
     def write(self) -> None:
         if log.isEnabledFor(logging.INFO):
-            said = {name: _short(value) for name, value in vars(self).items() if _says(value)}
-            log.info("%s", json.dumps(said))
+            known = {name: _short(value) for name, value in vars(self).items() if _is_known(value)}
+            log.info("%s", json.dumps(known))
 
 
 def of_refused(request: router_pb2.GenerateRequest, outcome: str, e2e_s: float) -> RequestLine:
@@ -76,7 +76,7 @@ def trace_id(traceparent: str) -> str:
     return "" if found is None else found["trace"]
 
 
-def _says(value: str | float | None) -> bool:
+def _is_known(value: str | float | None) -> bool:
     return value is not None and value != ""
 
 

@@ -132,7 +132,7 @@ class Attempt:
         await self._follow()
 
     def listen(self) -> None:
-        """Before attaching: keep what the session says until `adopt`. Raises SessionLostError."""
+        """Before attaching: keep what the session brings until `adopt`. Raises SessionLostError."""
         self._adopted = False
         self._workers.decode.session.listen(self)
 
@@ -243,7 +243,7 @@ class Attempt:
         failure = Failure.MOVED if self.has_moved else failure
         self._done.set_exception(AttemptError(failure, worker, message, retry_after_s, field))
 
-    # --- what the session says -----------------------------------------------------------------
+    # --- what the session reports --------------------------------------------------------------
 
     def on_reserved(self, reserved: worker_pb2.Reserved) -> None:
         if not self._adopted:
@@ -257,7 +257,7 @@ class Attempt:
             self._expect_first(writer.entry)
             request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
             self._prefill_leg.ask(writer, request, self._config.max_timeout_s)
-        # Else the first router has asked it: the lease says how long to wait.
+        # Else the first router has asked it: the lease gives the time to wait.
         if (
             not self._reserved
         ):  # reported after the prefill was asked for, which must not wait for it
@@ -351,7 +351,7 @@ class Attempt:
                 stale = f"attempt {response.spec.attempt} runs there"
                 self._fail(Failure.STALE, self._decode, stale)
 
-    # --- what the prefill worker says ----------------------------------------------------------
+    # --- what the prefill worker reports -------------------------------------------------------
 
     def on_handed_off(self, done: worker_pb2.HandoffDone) -> None:
         self._sink.handed_off(done)
@@ -360,7 +360,7 @@ class Attempt:
 
     def on_lease_refused(self) -> None:
         self.is_lease_taken = self._find_worker is not None  # else its writer came too late for it
-        if not self.running:  # the lease says how long to wait
+        if not self.running:  # the lease gives the time to wait
             self._patience.expect("a token", self._config.max_timeout_s, self._decode)
 
     def on_first_token(self, first: worker_pb2.FirstToken) -> None:

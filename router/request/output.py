@@ -14,7 +14,7 @@ from typing import Protocol
 
 from baton.errors import BatonError
 from baton.grpc_options import WORKER_MESSAGE_BYTES
-from baton.v1 import common_pb2, worker_pb2
+from baton.v1 import common_pb2, router_pb2, worker_pb2
 from baton.wire import DEADLINE
 
 TokenLogprobs = common_pb2.Logprobs  # carried from worker to client unread
@@ -40,39 +40,6 @@ _FINISHED = {
 def finish_reason_of(tokens: worker_pb2.RequestTokens) -> FinishReason | None:
     """How a run of tokens ends its request. None: it continues, or only the attempt is over."""
     return None if tokens.error == DEADLINE else _FINISHED.get(tokens.finished)
-
-
-@dataclass(frozen=True)
-class Routed:
-    request_id: str
-    seed: int
-    prefill_worker: str
-    decode_worker: str
-    reason: str
-    num_prompt_tokens: int
-    num_cached_tokens_prefill: int
-    num_cached_tokens_decode: int
-    attempt: int
-    unit: str
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    ttft_s: float
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True)
-class HandedOff:
-    num_bytes: int
-    put_s: float
-    exposed_s: float
-
-
-@dataclass(frozen=True)
-class Migrated:
-    from_index: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -110,13 +77,13 @@ class TokenRun:
     logprobs: Sequence[TokenLogprobs]
 
 
-Mark = Routed | Prefilled | HandedOff | Migrated
+Mark = router_pb2.Routed | router_pb2.Prefilled | router_pb2.HandedOff | router_pb2.Migrated
 Event = Mark | TokenRun | Finished
 
 
 @dataclass
 class OutputLog:
-    """Own a request's output: tokens as columns, other events with their place among them."""
+    """Own a request's output: tokens as columns, other events with their position among them."""
 
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # what each token made readable
@@ -202,7 +169,7 @@ class OutputReader:
             if self._next_mark < len(marks) and marks[self._next_mark][0] <= self._index:
                 position, mark = marks[self._next_mark]
                 self._next_mark += 1
-                if position >= self._from_index or isinstance(mark, Routed):
+                if position >= self._from_index or isinstance(mark, router_pb2.Routed):
                     events.append(mark)
                 continue
             stop = marks[self._next_mark][0] if self._next_mark < len(marks) else len(log.ids)

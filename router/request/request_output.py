@@ -14,17 +14,14 @@ from baton.errors import (
     PoisonError,
     WorkerLostError,
 )
-from baton.v1 import worker_pb2
+from baton.v1 import router_pb2, worker_pb2
 from router.fleet.fleet import Booking
 from router.placement.placement import least_prefill_s
 from router.report.request_line import RequestLine, judged, trace_id
 from router.request.output import (
     Finished,
     FinishReason,
-    HandedOff,
     OutputLog,
-    Prefilled,
-    Routed,
     Timings,
     TokenLogprobs,
 )
@@ -55,13 +52,12 @@ class RequestOutput:
         parsed = arrival.parsed
         self._ends = frozenset(parsed.stop_token_ids)
         self._detokenizer = Detokenizer(
-            parts.model.text,
+            parts.model.text.new_decoder(after_text=not parsed.is_chat),
             parsed.stop,
-            after_text=not parsed.is_chat,
             min_tokens=parsed.sampling.min_tokens,
         )
         self._booking: Booking | None = None
-        self._routed: Routed | None = None
+        self._routed: router_pb2.Routed | None = None
         self._on_taken_in: Callable[[], None] = lambda: None
         self._num_attempts, self._lease_id = 0, ""
         self.has_failed = False
@@ -81,7 +77,7 @@ class RequestOutput:
     def new_attempt(
         self,
         booking: Booking,
-        routed: Routed | None,
+        routed: router_pb2.Routed | None,
         on_taken_in: Callable[[], None],
         has_time: bool,
     ) -> None:
@@ -136,14 +132,20 @@ class RequestOutput:
         self._parts.metrics.prefilled_tokens.inc(num_tokens)
         self._parts.counts.cached_tokens += self._num_cached_tokens
         self._parts.counts.prefilled_tokens += num_tokens
-        self.log.mark(Prefilled(ttft_s, self._num_cached_tokens))
+        self.log.mark(
+            router_pb2.Prefilled(ttft_ms=ttft_s * 1e3, num_cached_tokens=self._num_cached_tokens)
+        )
 
     def handed_off(self, done: worker_pb2.HandoffDone) -> None:
         put_s = done.put_ms / 1e3
         if self._booking is not None:
             self._parts.fleet.observe_handoff(self._booking.prefill, done.num_bytes, put_s)
         self._parts.metrics.handoff_bytes.inc(done.num_bytes)
-        self.log.mark(HandedOff(done.num_bytes, put_s, done.exposed_ms / 1e3))
+        self.log.mark(
+            router_pb2.HandedOff(
+                kv_bytes=done.num_bytes, put_ms=done.put_ms, exposed_ms=done.exposed_ms
+            )
+        )
 
     def emit(
         self,
@@ -161,7 +163,7 @@ class RequestOutput:
             if ends and token_id in self._ends:
                 log.texts.append("")  # what ends the text is no part of it
                 continue
-            emitted = self._detokenizer.push((token_id,))
+            emitted = self._detokenizer.push(token_id)
             log.texts.append(emitted.text)
             if emitted.stop is not None:
                 stop, finished = emitted.stop, FinishReason.STOP
@@ -196,11 +198,11 @@ class RequestOutput:
             if not self._gaps_s:
                 self._second_token_s = gap_s
             else:
-                self._tell_gap(gap_s / num_new, now)
+                self._report_gap(gap_s / num_new, now)
             self._gaps_s += [gap_s / num_new] * num_new
         self._last_at_s, self._still_s = now, 0.0
 
-    def _tell_gap(self, gap_s: float, now_s: float) -> None:
+    def _report_gap(self, gap_s: float, now_s: float) -> None:
         self._parts.request_figures.saw_gap(gap_s, now_s)
         if self._booking is not None:
             self._parts.pool_figures.saw_gap(self._booking.decode.facts.pool, gap_s)
@@ -231,7 +233,7 @@ class RequestOutput:
     def fail(self, error: BatonError) -> None:
         self._parts.metrics.requests.labels(error.reason).inc()
         self._count(self._judge(error))
-        self._tell_end(error.reason, self._timings())
+        self._report_end(error.reason, self._timings())
         self.log.close(error)
 
     def _judge(self, error: BatonError) -> Served:
@@ -272,7 +274,7 @@ class RequestOutput:
         metrics.queue_wait.observe(timings.queue_s)
         if timings.itl_s:
             metrics.itl.observe(timings.itl_s)
-        self._tell_end(reason.value, timings)
+        self._report_end(reason.value, timings)
         self.log.close(
             Finished(
                 reason=reason,
@@ -284,7 +286,7 @@ class RequestOutput:
             )
         )
 
-    def _tell_end(self, outcome: str, timings: Timings) -> None:
+    def _report_end(self, outcome: str, timings: Timings) -> None:
         """For operators: a line in the log, and the counters of targets."""
         arrival, parsed, booking = self._arrival, self._arrival.parsed, self._booking
         prefill = decode = ""

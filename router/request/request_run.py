@@ -26,13 +26,13 @@ from baton.errors import (
     DeadlineError,
     ShuttingDownError,
 )
-from baton.v1 import common_pb2, worker_pb2
+from baton.v1 import common_pb2, router_pb2, worker_pb2
 from router.fleet.fleet import Booking, WorkerEntry
 from router.fleet.worker_link import Workers
 from router.placement.placement import Placement, least_prefill_s
 from router.placement.ticket import Placed, PromptBlocks, Ticket
 from router.request.attempt import Attempt
-from router.request.output import OutputLog, Routed, sendable_logprobs
+from router.request.output import OutputLog, sendable_logprobs
 from router.request.request_output import RequestOutput
 from router.request.resume import check_resumable, find_running
 from router.request.retrying import OUT_OF_TIME, AttemptError, Failure, Retrying
@@ -162,7 +162,7 @@ class RequestRun:
         return await self._parts.admission.place(ticket)
 
     def _ticket(self) -> Ticket:
-        """A place in line, which a request that runs already does not need.
+        """A position in line, which a request that runs already does not need.
 
         Raises OverloadedError.
         """
@@ -216,7 +216,7 @@ class RequestRun:
         attempt: Attempt,
         running: Coroutine[None, None, None],
         booking: Booking,
-        routed: Routed | None = None,
+        routed: router_pb2.Routed | None = None,
     ) -> None:
         """See an attempt through to its end, and leave nothing of it behind on its workers."""
         taken_in = partial(self._retrying.taken_in, booking.decode)
@@ -332,9 +332,9 @@ class RequestRun:
 
     def _routed(
         self, decode: WorkerEntry, reason: str, placement: Placement | None = None
-    ) -> Routed:
+    ) -> router_pb2.Routed:
         """`placement` None: another router's."""
-        return Routed(
+        return router_pb2.Routed(
             request_id=self.arrival.request_id,
             seed=self.seed,
             prefill_worker="" if placement is None else placement.prefill_worker,

@@ -119,12 +119,12 @@ def _check_all_heard(links: FleetLinks, heard: Set[WorkerLink]) -> None:
     """Raises UnavailableError while a worker may keep the request: one that may answer in a moment,
     or one that a silent or just started registry may yet report."""
     if not links.are_all_known:
-        message = "the registry has yet to tell which workers may keep the request"
+        message = "the registry has yet to report which workers may keep the request"
         raise UnavailableError(message, retry_after_s=1.0)
     for link in links:
         if link not in heard and link.may_be_heard_again:
             worker_id = link.entry.facts.worker_id
-            message = f"{worker_id} has yet to tell whether it keeps the request"
+            message = f"{worker_id} has yet to answer whether it keeps the request"
             raise UnavailableError(message, retry_after_s=1.0)
 
 

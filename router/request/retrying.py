@@ -22,9 +22,9 @@ from baton.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from baton.v1 import worker_pb2
+from baton.v1 import router_pb2, worker_pb2
 from router.fleet.fleet import WorkerEntry, WorkerState
-from router.request.output import Migrated, OutputLog
+from router.request.output import OutputLog
 from router.request.run_parts import Arrival, RunParts
 
 
@@ -42,7 +42,7 @@ class Failure(enum.Enum):
     PREFILL_FAILED = "prefill failed"
     HANDOFF_FAILED = "handoff failed"
     WRITER_UNKNOWN = "handoff failed, and another router had asked for it"
-    MOVED = "moved"  # another router went on with the request
+    MOVED = "moved"  # another router continued the request
     GIVEN_UP = "given up"  # before this router attached it
     DECODE_LOST = "decode worker lost"
     DECODE_FAILED = "decode failed"
@@ -168,7 +168,8 @@ class Retrying:
             return 0.0
         if self._output.ids:
             parts.metrics.migrations.inc()
-            self._output.mark(Migrated(len(self._output.ids), error.message))
+            num_out = len(self._output.ids)
+            self._output.mark(router_pb2.Migrated(from_index=num_out, reason=error.message))
         if failure in (Failure.DRAINED, Failure.GIVEN_UP):
             return 0.0
         if failure is Failure.STALE:
@@ -184,7 +185,10 @@ class Retrying:
         fleet, failure = self._parts.fleet, error.failure
         if failure is Failure.NO_CAPACITY:
             fleet.hold(error.worker, max(MIN_HOLD_S, error.retry_after_s))
-        elif failure in (Failure.FINGERPRINT, Failure.REPLACED):  # the registry is yet to say so
+        elif failure in (
+            Failure.FINGERPRINT,
+            Failure.REPLACED,
+        ):  # the registry will report it
             fleet.hold(error.worker, self._parts.config.eject_s)
         elif failure is Failure.DRAINING:
             fleet.set_state(error.worker, WorkerState.DRAINING)
@@ -236,5 +240,5 @@ def _ending(error: AttemptError) -> BatonError | None:
     if error.failure is Failure.DEADLINE:
         return DeadlineError(OUT_OF_TIME)
     if error.failure is Failure.MOVED:
-        return UnavailableError("another router goes on with the request", retry_after_s=0.0)
+        return UnavailableError("another router continues the request", retry_after_s=0.0)
     return None

@@ -22,7 +22,7 @@ from router.text import TextModel
 def not_resumable() -> NotResumableError:
     return NotResumableError(
         "the model that the request's tokens come from is not served any more;"
-        " ask anew under a new id"
+        " ask again under a new id"
     )
 
 

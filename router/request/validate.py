@@ -10,17 +10,22 @@ import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from baton.errors import InvalidRequestError, NoCapacityError, NotFoundError
 from baton.v1 import common_pb2, router_pb2
 from kv_transfer.block_hash import TokenIds
-from router.text import Message, SamplingDefaults
+from router.text import SamplingDefaults, TextModel
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 _ROLES = ("system", "user", "assistant")
+_MAX_STOP_STRINGS, _MAX_STOP_CHARS, _MAX_STOP_TOKEN_IDS = 16, 256, 64
+_MAX_LOGPROBS = 20
+_MAX_CHAT_MESSAGES = 4096
+_MAX_NAME_CHARS = 128
+_MAX_BYTES_PER_TOKEN = 64  # of a whole message, for every token of the context: no text needs it
 # What a client may change when it comes back for a request that runs.
 _NOT_IN_DIGEST = (
     "request_id",
@@ -33,19 +38,6 @@ _NOT_IN_DIGEST = (
 )
 
 
-class EncodingModel(Protocol):
-    """What validation needs of `router.text.TextModel`."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> frozenset[int]: ...
-    @property
-    def sampling_defaults(self) -> SamplingDefaults: ...
-    def encode(self, text: str) -> list[int]: ...
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class RequestLimits:
     max_model_len: int
@@ -54,14 +46,6 @@ class RequestLimits:
     """Of the model, where KV memory holds less than it; None: nothing holds less."""
     model_names: Collection[str] = ()
     """Names a request may call the model by; a request that names none means this one."""
-    max_stop_strings: int = 16
-    max_stop_chars: int = 256
-    max_stop_token_ids: int = 64
-    max_logprobs: int = 20
-    max_chat_messages: int = 4096
-    max_name_chars: int = 128
-    max_bytes_per_token: int = 64
-    """Of a whole message, for every token of the context: no text in use comes near it."""
 
     @property
     def context(self) -> int:
@@ -69,7 +53,7 @@ class RequestLimits:
 
     @property
     def max_bytes(self) -> int:
-        return self.context * self.max_bytes_per_token + (1 << 20)
+        return self.context * _MAX_BYTES_PER_TOKEN + (1 << 20)
 
 
 @dataclass(frozen=True)
@@ -96,7 +80,7 @@ class ParsedRequest:
     resume_from_index: int | None
     is_chat: bool
     body_digest: bytes
-    """Of all that makes two requests of one id the same, but the seed (see `is_same_as`)."""
+    """Equal for two requests that ask for the same, seed aside (see `is_same_as`)."""
 
     def is_same_as(self, body_digest: bytes, seed: int) -> bool:
         """Whether this is the request that runs under its id with that digest and effective seed.
@@ -107,7 +91,7 @@ class ParsedRequest:
 
 
 def parse_generate(
-    request: router_pb2.GenerateRequest, model: EncodingModel, limits: RequestLimits
+    request: router_pb2.GenerateRequest, model: TextModel, limits: RequestLimits
 ) -> ParsedRequest:
     """Check all fields, encode the prompt, fill in defaults.
 
@@ -116,8 +100,8 @@ def parse_generate(
     NotFoundError for an unknown model.
     """
     check_names(request, limits)
-    _check_stop(request, model, limits)
-    _check_sampling(request.sampling, limits)
+    _check_stop(request, model.vocab_size)
+    _check_sampling(request.sampling)
     if constraint := request.WhichOneof("constraint"):
         raise InvalidRequestError(
             f"{constraint}: constrained output is not supported by this release", field=constraint
@@ -170,7 +154,7 @@ def body_digest(request: router_pb2.GenerateRequest) -> bytes:
 
 def encode_prompt(
     request: router_pb2.GenerateRequest | router_pb2.TokenizeRequest,
-    model: EncodingModel,
+    model: TextModel,
     limits: RequestLimits,
 ) -> TokenIds:
     """Token ids of a request's prompt, [num_prompt_tokens] uint32, in the vocabulary and at least
@@ -209,13 +193,13 @@ def encode_prompt(
 
 
 def _encode_chat(
-    messages: Sequence[router_pb2.ChatMessage], model: EncodingModel, limits: RequestLimits
+    messages: Sequence[router_pb2.ChatMessage], model: TextModel, limits: RequestLimits
 ) -> list[int]:
     if not messages:
         raise InvalidRequestError("chat: at least one message is needed", field="chat.messages")
-    if len(messages) > limits.max_chat_messages:
+    if len(messages) > _MAX_CHAT_MESSAGES:
         raise InvalidRequestError(
-            f"chat: {len(messages)} messages; at most {limits.max_chat_messages} are taken",
+            f"chat: {len(messages)} messages; at most {_MAX_CHAT_MESSAGES} are taken",
             field="chat.messages",
         )
     for index, message in enumerate(messages):
@@ -245,7 +229,7 @@ def check_names(request: router_pb2.GenerateRequest, limits: RequestLimits) -> N
             field="request_id",
         )
     for name in ("tenant", "session_id", "cache_salt", "traceparent"):
-        _check_name(name, getattr(request, name), limits)
+        _check_name(name, getattr(request, name))
     for name in ("timeout_ms", "ttft_target_ms", "itl_target_ms"):
         if request.HasField(name) and getattr(request, name) == 0:  # type: ignore[arg-type]
             raise InvalidRequestError(f"{name}: must be at least 1", field=name)
@@ -257,39 +241,35 @@ def check_names(request: router_pb2.GenerateRequest, limits: RequestLimits) -> N
 
 def check_tokenize_names(request: router_pb2.TokenizeRequest, limits: RequestLimits) -> None:
     _check_model_name(request.model, limits)
-    _check_name("tenant", request.tenant, limits)
+    _check_name("tenant", request.tenant)
 
 
-def _check_name(field: str, value: str, limits: RequestLimits) -> None:
-    if len(value) > limits.max_name_chars:
-        raise InvalidRequestError(
-            f"{field}: longer than {limits.max_name_chars} characters", field=field
-        )
+def _check_name(field: str, value: str) -> None:
+    if len(value) > _MAX_NAME_CHARS:
+        raise InvalidRequestError(f"{field}: longer than {_MAX_NAME_CHARS} characters", field=field)
     if any(ord(char) < 0x20 for char in value):
         raise InvalidRequestError(f"{field}: control characters are not allowed", field=field)
 
 
-def _check_stop(
-    request: router_pb2.GenerateRequest, model: EncodingModel, limits: RequestLimits
-) -> None:
-    if len(request.stop) > limits.max_stop_strings:
+def _check_stop(request: router_pb2.GenerateRequest, vocab_size: int) -> None:
+    if len(request.stop) > _MAX_STOP_STRINGS:
         raise InvalidRequestError(
-            f"stop: {len(request.stop)} strings; at most {limits.max_stop_strings} are taken",
+            f"stop: {len(request.stop)} strings; at most {_MAX_STOP_STRINGS} are taken",
             field="stop",
         )
     for index, stop in enumerate(request.stop):
-        if not stop or len(stop) > limits.max_stop_chars:
-            problem = "is empty" if not stop else f"exceeds {limits.max_stop_chars} characters"
+        if not stop or len(stop) > _MAX_STOP_CHARS:
+            problem = "is empty" if not stop else f"exceeds {_MAX_STOP_CHARS} characters"
             raise InvalidRequestError(f"stop: string {index} {problem}", field=f"stop[{index}]")
-    if len(request.stop_token_ids) > limits.max_stop_token_ids:
+    if len(request.stop_token_ids) > _MAX_STOP_TOKEN_IDS:
         raise InvalidRequestError(
-            f"stop_token_ids: at most {limits.max_stop_token_ids} are taken",
+            f"stop_token_ids: at most {_MAX_STOP_TOKEN_IDS} are taken",
             field="stop_token_ids",
         )
     for index, token_id in enumerate(request.stop_token_ids):
-        if token_id >= model.vocab_size:
+        if token_id >= vocab_size:
             raise InvalidRequestError(
-                f"stop_token_ids: {token_id} is outside the vocabulary of {model.vocab_size}",
+                f"stop_token_ids: {token_id} is outside the vocabulary of {vocab_size}",
                 field=f"stop_token_ids[{index}]",
             )
 
@@ -308,7 +288,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 
 
-def _check_sampling(sampling: common_pb2.SamplingParams, limits: RequestLimits) -> None:
+def _check_sampling(sampling: common_pb2.SamplingParams) -> None:
     for name, is_valid, meaning in _RANGES:
         if not sampling.HasField(name):  # type: ignore[arg-type]
             continue
@@ -317,9 +297,9 @@ def _check_sampling(sampling: common_pb2.SamplingParams, limits: RequestLimits) 
             raise InvalidRequestError(
                 f"sampling.{name}: must be {meaning}, not {value:g}", field=f"sampling.{name}"
             )
-    if sampling.logprobs > limits.max_logprobs:
+    if sampling.logprobs > _MAX_LOGPROBS:
         raise InvalidRequestError(
-            f"sampling.logprobs: at most {limits.max_logprobs}, not {sampling.logprobs}",
+            f"sampling.logprobs: at most {_MAX_LOGPROBS}, not {sampling.logprobs}",
             field="sampling.logprobs",
         )
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:

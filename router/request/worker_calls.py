@@ -97,7 +97,7 @@ async def follow_prefill(call: PrefillCall, worker: WorkerEntry, listener: Prefi
     is_over = False
     try:
         async for response in call:
-            is_over |= _tell(listener, worker_id, response)
+            is_over |= _report(listener, worker_id, response)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
             log.info("%s: %s", worker_id, error.details())
@@ -121,7 +121,9 @@ async def follow_prefill(call: PrefillCall, worker: WorkerEntry, listener: Prefi
         listener.on_prefill_failed(PrefillFailed(Failure.PREFILL_FAILED, message))
 
 
-def _tell(listener: PrefillListener, worker_id: str, response: worker_pb2.PrefillResponse) -> bool:
+def _report(
+    listener: PrefillListener, worker_id: str, response: worker_pb2.PrefillResponse
+) -> bool:
     """True when nothing more has to come."""
     kind = response.WhichOneof("event")
     if kind == "first_token":

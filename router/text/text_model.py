@@ -201,12 +201,14 @@ class TextModel:
             )
         return self._encoder.encode_rendered(*self._template.render(messages))
 
-    def decode(self, token_ids: Sequence[int], *, after_text: bool = False) -> str:
-        """The text of a whole answer: what a Detokenizer without stop strings emits in total."""
-        decoder = self.new_decoder(after_text=after_text)
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole answer."""
+        decoder = self.new_decoder()
         return "".join(map(decoder.push, token_ids)) + decoder.finish()
 
-    def new_decoder(self, *, after_text: bool) -> TextDecoder:
+    def new_decoder(self, *, after_text: bool = False) -> TextDecoder:
+        """`after_text=True` where the answer continues a plain text prompt: tokenizers of the
+        SentencePiece kind otherwise drop the space at its beginning."""
         if self._token_bytes is None:
             return WindowDecoder(self._tokenizer)
         return BytesDecoder(self._token_bytes, after_text=after_text)

@@ -58,8 +58,8 @@ async def test_two_clients_of_one_request_see_the_same() -> None:
         assert_whole(late, PROMPT, 30)
         assert d.worker("d0").num_reserves == 1
         await d.check_empty()
-        assert d.router.num_remembered == 1
-        await d.until(lambda: d.router.num_remembered == 0)
+        assert len(d.router.runs) == 1
+        await d.until(lambda: len(d.router.runs) == 0)
 
 
 async def test_of_finished_requests_the_output_is_remembered_up_to_so_many_bytes() -> None:

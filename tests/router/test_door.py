@@ -343,7 +343,7 @@ async def test_only_so_many_wait_and_each_until_its_own_deadline(tmp_path: Path)
             "DEADLINE",
             "UNAVAILABLE",
         ]
-        assert all("no worker of the cluster has told its tokenizer" in str(end) for end in ends)
+        assert all("no worker of the cluster has sent its tokenizer" in str(end) for end in ends)
         assert door.num_waiting == 0
 
 

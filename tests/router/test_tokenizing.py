@@ -15,9 +15,9 @@ import pytest
 from baton.config.router import AuthConfig, RouterConfig
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, router_pb2
-from router.text import TextModel
 from router.door.arriving import Tokenizing
 from router.placement.fairness import FairLine
+from router.text import TextModel
 from tests.router.answers import PROMPT, ask_for, assert_whole
 from tests.router.deployment import Deployment, byte_model, deployment, left_behind
 from tests.router.scripted_worker import MODEL
@@ -215,7 +215,7 @@ async def test_a_client_that_leaves_the_line_leaves_nothing(
         await d.until(lambda: tokenizing(d).num_requests == 2)
         call.cancel()
         await d.until(lambda: tokenizing(d).num_requests == 1)
-        assert d.router.num_remembered == 0
+        assert len(d.router.runs) == 0
         slow_model.gate.set()
         await first
         assert slow_model.num_encoded == 1

@@ -39,7 +39,7 @@ def num_reserves(d: Deployment) -> int:
 
 
 async def refused(client: Client, request: router_pb2.GenerateRequest) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match="has yet to tell") as caught:
+    with pytest.raises(grpc.aio.AioRpcError, match=r"has yet to (answer|report)") as caught:
         await client.ask(request)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
@@ -121,7 +121,7 @@ async def test_nothing_is_run_again_while_the_registry_settles(registered: list[
         await d.registry.publish()
         third = await d.add_router(fleet_wait_s=10.0)
         router = d.routers[-1]
-        await router.links.wait_heard()
+        await router.links.wait_reported()
         await d.connected(len(registered), router)
         await refused(third, request)
         if registered:

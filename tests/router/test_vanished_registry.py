@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from baton.v1 import control_pb2
-from router.fleet.registry import FleetWatch, Reporting
+from router.fleet.registry import FleetWatch, keep_reporting
 from tests.router.deployment import QUICK, Registry
 from tests.router.proxy import Proxy
 
@@ -66,8 +66,8 @@ async def test_a_router_s_figures_reach_the_registry_again_over_a_new_connection
         return control_pb2.ReportRouterRequest(router_id=str(num_told))
 
     async with registry_behind_proxy() as (registry, proxy):
-        reporting = Reporting(proxy.address, CONFIG, report)
-        async with running(reporting.run()):
+        reporting = keep_reporting(proxy.address, CONFIG, report)
+        async with running(reporting):
             await until(lambda: bool(registry.last_report.router_id))
             heard = registry.last_report.router_id
             proxy.strand()
