@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from router.fleet.worker_facts import WorkerFacts
 from router.placement.admission import Admission
 from router.placement.placement import PlacementQuery, choose
 from router.placement.prefix_index import PrefixIndex
-from router.placement.ticket import PromptBlocks
+from router.placement.ticket import Placed, PromptBlocks
 
 POLICY = RouterConfig()
 
@@ -83,6 +84,11 @@ def prompt(num_tokens: int, first: int = 0) -> PromptBlocks:
 def admission_of(fleet: Fleet, clock: ManualClock, **changes: object) -> Admission:
     config = dataclasses.replace(RouterConfig(local_prefill="never"), **changes)  # type: ignore[arg-type]
     return Admission(config, fleet, PrefixIndex(), clock, random.Random(0))
+
+
+def in_line(admission: Admission, *ticket: Any, **named: Any) -> asyncio.Task[Placed]:
+    """A request in line; `ticket` is what `Admission.ticket` takes."""
+    return asyncio.create_task(admission.place(admission.ticket(*ticket, **named)))
 
 
 async def rounds(admission: Admission, clock: ManualClock, seconds: float) -> None:

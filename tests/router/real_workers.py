@@ -110,7 +110,9 @@ SLOW = dataclasses.replace(
 CONFIG = dataclasses.replace(QUICK, resume_window_s=0.2)
 
 
-def named(number: int) -> router_pb2.GenerateRequest:
+def named(number: int, resume_from_index: int | None = None) -> router_pb2.GenerateRequest:
     request = request_of(number)
     request.request_id = "named"
+    if resume_from_index is not None:
+        request.resume_from_index = resume_from_index
     return request

@@ -29,7 +29,7 @@ from baton.errors import (
 from baton.v1 import router_pb2, router_pb2_grpc
 from router.door import access
 from tests.certificates import Authority, swap
-from tests.router.answers import PROMPT, ask_for, error_reason
+from tests.router.answers import PROMPT, ask_for, error_of, error_reason
 from tests.router.deployment import deployment
 from tests.router.scripted_worker import MODEL
 from tests.router.secured import BLUE, RED, Site, secured
@@ -93,9 +93,7 @@ async def test_without_a_known_token_nothing_is_told_but_health(site: Site) -> N
                 stub.Abort(router_pb2.AbortRequest(request_id="x"), metadata=metadata),
             )
             for call in short:
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await call
-                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                assert (await error_of(call)).code() is grpc.StatusCode.UNAUTHENTICATED
             reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
                 iter([reflection_pb2.ServerReflectionRequest(list_services="")])
             )
@@ -246,9 +244,9 @@ async def test_probes_ask_health_in_plain_text_at_a_port_where_nothing_else_is(
             )
             assert health.status == health.SERVING
             stub = router_pb2_grpc.RouterServiceStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.ListModels(router_pb2.ListModelsRequest())
-            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert (
+                await error_of(stub.ListModels(router_pb2.ListModelsRequest()))
+            ).code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_tokens_are_wanted_without_tls_too(tmp_path: Path) -> None:

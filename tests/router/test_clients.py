@@ -15,6 +15,7 @@ from tests.router.answers import (
     Answer,
     ask_for,
     assert_whole,
+    error_of,
     error_reason,
     expected,
     failures_of,
@@ -281,9 +282,7 @@ async def test_a_lost_session_takes_nothing_from_the_router_that_went_on_with_th
         worker.session_calls[former].cancel()  # only now does the first router ask for its own
         await d.until(lambda: any(run.has_moved for run in d.router.runs))
         prefill.unhang.set()  # its lease is fenced
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await first_asking
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (await error_of(first_asking)).code() is grpc.StatusCode.UNAVAILABLE
         worker.may_decode.set()
         answer = await asking
         assert_whole(answer, PROMPT)

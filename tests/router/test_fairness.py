@@ -20,7 +20,16 @@ from router.placement.placement import earliest_first_token_s
 from router.placement.ticket import Ticket
 from tests.router.answers import PROMPT, ask_for, assert_whole, error_reason, refusal
 from tests.router.deployment import deployment
-from tests.router.fleets import admission_of, entry_of, facts, fleet_of, prompt, query, two_and_two
+from tests.router.fleets import (
+    admission_of,
+    entry_of,
+    facts,
+    fleet_of,
+    in_line,
+    prompt,
+    query,
+    two_and_two,
+)
 
 POLICY = RouterConfig()
 
@@ -110,7 +119,7 @@ async def test_what_is_refused_costs_its_tenant_nothing() -> None:
     fleet.report(prefill, ReportedLoad(prefill_tokens_per_s=100.0))
     admission = admission_of(fleet, clock)
     fleet.arrays.max_running[:] = 0
-    first = asyncio.create_task(admission.place(admission.ticket(prompt(10), 4, 0, "other")))
+    first = in_line(admission, prompt(10), 4, 0, "other")
     await asyncio.sleep(0)
     before = admission.ticket(prompt(10), 4, 0, "hasty").rank[1]
     for _ in range(5):
@@ -172,14 +181,11 @@ async def test_a_full_line_sheds_the_newest_request_of_who_asked_for_most() -> N
     fleet = two_and_two(clock)
     fleet.arrays.max_running[:] = 0
     admission = admission_of(fleet, clock, max_queue=4)
-    tasks = [
-        asyncio.create_task(admission.place(admission.ticket(prompt(10), 4, 0, "many")))
-        for _ in range(4)
-    ]
+    tasks = [in_line(admission, prompt(10), 4, 0, "many") for _ in range(4)]
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError):
         admission.ticket(prompt(10), 4, 0, "many")
-    few = asyncio.create_task(admission.place(admission.ticket(prompt(10), 4, 0, "few")))
+    few = in_line(admission, prompt(10), 4, 0, "few")
     await asyncio.wait({tasks[3]})
     assert isinstance(tasks[3].exception(), OverloadedError)
     assert len(admission) == 4

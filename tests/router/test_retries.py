@@ -10,7 +10,7 @@ import pytest
 
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, worker_pb2
-from tests.router.answers import PROMPT, ask_for, assert_whole, error_reason, refusal
+from tests.router.answers import PROMPT, ask_for, assert_whole, error_of, error_reason, refusal
 from tests.router.deployment import deployment
 
 
@@ -160,6 +160,4 @@ async def test_a_deadline_that_the_decode_worker_sees_first_is_told_as_one() -> 
         over = worker.tokens_of(running, len(running.output))
         over.finished, over.error = common_pb2.FINISH_REASON_ABORTED, "deadline"
         worker.tell(running.router_id, tokens=[over])
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asking
-        assert error_reason(caught.value) == "DEADLINE"
+        assert error_reason(await error_of(asking)) == "DEADLINE"

@@ -12,9 +12,9 @@ from baton.errors import OverloadedError, UnavailableError
 from baton.v1 import common_pb2, control_pb2
 from router.fleet.fleet import RolesAway
 from router.fleet.registry import read_fleet
-from tests.router.answers import PROMPT, ask_for, assert_whole
+from tests.router.answers import PROMPT, ask_for, assert_whole, error_of
 from tests.router.deployment import DECODE, MIXED, PREFILL, Deployment, deployment
-from tests.router.fleets import admission_of, fleet_of, prompt, rounds, two_and_two
+from tests.router.fleets import admission_of, fleet_of, in_line, prompt, rounds, two_and_two
 
 
 def pool(
@@ -70,7 +70,7 @@ async def test_a_held_request_outwaits_a_stopped_pool_and_patience_begins_when_i
     fleet = fleet_of(clock=clock)
     fleet.away = AT_ZERO
     admission = admission_of(fleet, clock, fleet_wait_s=10.0)
-    held = asyncio.create_task(admission.place(admission.ticket(prompt(10), 4)))
+    held = in_line(admission, prompt(10), 4)
     await rounds(admission, clock, 100.0)
     fleet.away = RolesAway()  # but no worker is connected
     await rounds(admission, clock, 9.0)
@@ -85,10 +85,7 @@ async def test_held_requests_are_a_bounded_line_and_go_on_in_order_with_the_firs
     fleet = fleet_of(clock=clock)
     fleet.away = AT_ZERO
     admission = admission_of(fleet, clock, max_queue=2)
-    held = [
-        asyncio.create_task(admission.place(admission.ticket(prompt(10, n * 10), 4)))
-        for n in range(2)
-    ]
+    held = [in_line(admission, prompt(10, n * 10), 4) for n in range(2)]
     await rounds(admission, clock, 20.0)
     with pytest.raises(OverloadedError):
         admission.ticket(prompt(10), 4)
@@ -133,9 +130,9 @@ async def test_a_request_that_comes_while_nothing_runs_is_told_as_held_and_then_
 async def test_a_held_request_ends_at_its_own_deadline() -> None:
     async with deployment(prefill=0, decode=0, fleet_wait_s=0.1) as d:
         await tell_pools(d, 0)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await d.client.ask(ask_for(PROMPT, timeout_ms=500))
-        assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (
+            await error_of(d.client.ask(ask_for(PROMPT, timeout_ms=500)))
+        ).code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_a_stream_whose_pools_are_stopped_goes_on_when_they_are_back() -> None:
