@@ -7,21 +7,98 @@ KV "moves" through a `Fabric` the workers share.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 
 from baton.errors import InvalidRequestError
 from baton.grpc_options import accepts_pings
 from baton.status import abort
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
-from tests.router.scripted_faults import Faults
-from tests.router.scripted_kv import BLOCK_SIZE, ScriptedKv
+from kv_transfer.block_hash import block_hashes, chain_seed
 from tests.router.scripted_tokens import Running, known_tokens
 
+
+@dataclass
+class Faults:
+    """Own what is still to go wrong; each count is used up one by one."""
+
+    fail_prefills: int = 0
+    not_for_us: list[str] = field(default_factory=list)  # reasons to refuse a prompt with
+    refuse_prefills: int = 0
+    fail_handoffs: int = 0
+    handoff_reason: str = "TIMEOUT"  # of those
+    hang_handoffs: int = 0  # after the first token
+    hang_prefills: int = 0  # until `unhang`
+    late_prefills: int = 0  # they find their lease fenced by its owner
+    lose_moves: int = 0  # attached by another router, the former one is not told
+    reject: list[tuple[int, int]] = field(default_factory=list)  # (RejectReason, retry ms)
+    hang_reservations: int = 0
+    hang_attaches: int = 0
+    end_sessions: int = 0  # as soon as they are opened
+    end_early: int = 0  # prefill streams that end after the first token
+
+    def use(self, fault: str) -> bool:
+        """Whether this one is to go wrong; one less is left then."""
+        left: int = getattr(self, fault)
+        if left:
+            setattr(self, fault, left - 1)
+        return bool(left)
+
+
 Context = grpc.aio.ServicerContext[Any, Any]
+
+BLOCK_SIZE = 4
+
+
+class ScriptedKv(worker_pb2_grpc.WorkerServiceServicer):
+    """Own the blocks a worker claims to hold, and who is told of them."""
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.held: list[bytes] = []
+        self.text_files = dict[str, bytes]()
+        self.queues: list[asyncio.Queue[worker_pb2.SubscribeKvResponse | None]] = []
+        """One per subscriber; None: this message is lost on the way."""
+
+    async def SubscribeKv(  # noqa: N802
+        self, request: worker_pb2.SubscribeKvRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.SubscribeKvResponse]:
+        queue: asyncio.Queue[worker_pb2.SubscribeKvResponse | None] = asyncio.Queue()
+        self.queues.append(queue)
+        sequence = 1
+        yield worker_pb2.SubscribeKvResponse(
+            incarnation=self.incarnation,
+            sequence=sequence,
+            snapshot=True,
+            stored=[worker_pb2.BlockStored(hashes=chain) for chain in self.held],
+        )
+        while True:
+            message = await queue.get()
+            sequence += 1
+            if message is not None:
+                message.sequence, message.incarnation = sequence, self.incarnation
+                yield message
+
+    async def ReadTokenizer(  # noqa: N802
+        self, request: worker_pb2.ReadTokenizerRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ReadTokenizerResponse]:
+        for name, data in self.text_files.items():
+            yield worker_pb2.ReadTokenizerResponse(name=name, data=data)
+
+    def hold(self, kv_fingerprint: bytes, tokens: Sequence[int], salt: str = "") -> None:
+        """A prompt's blocks became shareable here."""
+        ids = np.asarray(tokens, dtype=np.uint32)
+        chain = b"".join(block_hashes(chain_seed(kv_fingerprint, salt), ids, BLOCK_SIZE))
+        self.held.append(chain)
+        for queue in self.queues:
+            stored = [worker_pb2.BlockStored(hashes=chain)]
+            queue.put_nowait(worker_pb2.SubscribeKvResponse(stored=stored))
+
 
 FINGERPRINT = b"f" * 16
 MODEL = "tiny"

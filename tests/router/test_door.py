@@ -1,4 +1,4 @@
-"""The door over real control services and workers: units of different models at once."""
+"""The door: which unit a request goes to, how it is drawn, and what waits there."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.router import RouterConfig
@@ -360,3 +362,30 @@ async def test_a_process_that_leaves_sends_those_who_wait_to_another(tmp_path: P
         await door.close()
         with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
             await asking
+
+
+OLD, NEW = 0, 1
+SHARES = st.floats(0, 1)
+IDS = [f"request-{number}" for number in range(2000)]
+
+
+@given(st.text(), SHARES, SHARES)
+def test_a_growing_share_moves_requests_to_the_youngest_unit_alone(
+    request_id: str, one: float, other: float
+) -> None:
+    less, more = sorted((one, other))
+    before, after = drawn(request_id, [1 - less, less]), drawn(request_id, [1 - more, more])
+    assert (before, after) in ((OLD, OLD), (OLD, NEW), (NEW, NEW))
+
+
+@given(SHARES)
+def test_each_unit_gets_its_share(share: float) -> None:
+    num_new = sum(drawn(request_id, [1 - share, share]) for request_id in IDS)
+    assert abs(num_new / len(IDS) - share) < 0.05
+
+
+@given(st.text())
+def test_a_unit_without_a_share_gets_nothing(request_id: str) -> None:
+    assert drawn(request_id, [1.0, 0.0]) == OLD
+    assert drawn(request_id, [0.0, 1.0 - 1e-7]) == NEW
+    assert drawn(request_id, [1.0]) == OLD
