@@ -25,7 +25,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.fleet_links import FleetLinks, FleetReport
 from router.fleet.registry import FleetWatch, keep_reporting, waiting_requests
 from router.fleet.session import RouterIdentity
-from router.fleet.worker_facts import NO_BOUND, WorkerFacts
+from router.fleet.worker_facts import NO_BOUND
 from router.placement.admission import Admission
 from router.placement.fairness import FairLine, RetryBudget
 from router.placement.placement import Placement
@@ -67,8 +67,8 @@ class Router:
         self.identity = RouterIdentity(f"router-{uuid.uuid4().hex[:12]}", time.time_ns())
         self._figures = Figures(self.identity.router_id, clock.now_s)
         self.index = PrefixIndex(config.max_predictions)
-        self.fleet = Fleet(config, clock.now_s, self._fleet_changed)
-        self.links = FleetLinks(config, self.identity, self.fleet, self.index, self._is_served)
+        self.fleet = Fleet(config, clock.now_s, lambda: self.admission.kick())
+        self.links = FleetLinks(config, self.identity, self.fleet, self.index, model.name)
         self.admission = Admission(config, self.fleet, self.index, clock, random.Random())
         self.watch = FleetWatch(control_address, config, self._take_fleet, self.fleet.forget_others)
         self.parts = self._make_parts()
@@ -271,12 +271,6 @@ class Router:
             for run in list(self._runs.values()):
                 run.lose_model()
             self.replaced.set()
-
-    def _is_served(self, facts: WorkerFacts) -> bool:
-        return facts.model == self.model.name
-
-    def _fleet_changed(self) -> None:
-        self.admission.kick()
 
     def max_model_len(self) -> int | None:
         """The longest prompt plus output that some decode worker takes; None: not known yet."""

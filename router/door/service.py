@@ -90,10 +90,18 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def _open(
         self, request: router_pb2.GenerateRequest, arrived_s: float
     ) -> tuple[Router, RequestRun, OutputReader] | None:
-        """None: aborted before the router knew it. What comes no further leaves its line here."""
+        """None: aborted before the router knew it. Only a request that its client named can be.
+
+        A request that comes no further leaves its line in the log here.
+        """
+        request_id = request.request_id or uuid.uuid4().hex
         outcome, opened = FinishReason.ABORTED.value, None
+        arriving: Coroutine[Any, Any, tuple[Router, Arrival] | None]
+        arriving = self._arrival(request, request_id, arrived_s)
+        if request.request_id:
+            arriving = self.arriving.run((request.tenant, request_id), arriving)
         try:
-            arrived = await self._arrive(request, arrived_s)
+            arrived = await arriving
             if arrived is not None:
                 router, arrival = arrived
                 opened = (router, *router.open(arrival))
@@ -104,17 +112,6 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             if opened is None:
                 of_refused(request, outcome, self._door.clock.now_s() - arrived_s).write()
         return opened
-
-    async def _arrive(
-        self, request: router_pb2.GenerateRequest, arrived_s: float
-    ) -> tuple[Router, Arrival] | None:
-        """None: aborted before the router knew it. Only what its client named can be."""
-        request_id = request.request_id or uuid.uuid4().hex
-        arriving: Coroutine[Any, Any, tuple[Router, Arrival] | None]
-        arriving = self._arrival(request, request_id, arrived_s)
-        if request.request_id:
-            arriving = self.arriving.run((request.tenant, request.request_id), arriving)
-        return await arriving
 
     async def _arrival(
         self, request: router_pb2.GenerateRequest, request_id: str, arrived_s: float

@@ -60,7 +60,7 @@ REPORT_AGE_S = 2.0  # of a worker's figures at most: its heartbeat's and the reg
 
 
 class WorkerState(enum.Enum):
-    """The state in the registry. UNLISTED: the registry no longer names the worker, perhaps after a
+    """A worker's state in the registry. UNLISTED: the registry no longer names it, perhaps after a
     restart."""
 
     STARTING = "starting"
@@ -158,7 +158,7 @@ class Fleet:
         return self._by_slot[Slot(slot)]
 
     def slots_of(self, identities: Collection[tuple[str, int]]) -> frozenset[int]:
-        """Of those that are still here."""
+        """The slots of those that are still here."""
         here = (self._entries.get(worker_id) for worker_id, _ in identities)
         return frozenset(e.slot for e in here if e is not None and e.facts.identity in identities)
 

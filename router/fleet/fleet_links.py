@@ -1,15 +1,15 @@
 """Brings the registry's view of the fleet and this router's connections together.
 
-The registry says who exists; the connection says who answers. A worker the registry no longer
-names is kept as long as it answers: the registry may have been restarted and fill up again. One it
-calls GONE is let go at once.
+The registry reports who exists; the connection shows who answers. A worker that the registry no
+longer names is kept as long as it answers: a restarted registry fills up again. A worker that it
+calls GONE is dropped at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.config.router import RouterConfig
@@ -30,9 +30,9 @@ class WorkerReport:
     state: WorkerState
     load: ReportedLoad
     prefills: bool = True
-    """Whether it is to get new prompts to prefill for others, if it can."""
+    """Whether it gets new prompts to prefill for others, if it can."""
     decodes: bool = True
-    """Whether it is to get new requests to decode, if it can."""
+    """Whether it gets new requests to decode, if it can."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class FleetReport:
     workers: Sequence[WorkerReport]
     away: RolesAway = RolesAway()  # noqa: RUF009
     settles: bool = False
-    """The registry has just started: workers may have yet to register with it again."""
+    """The registry has just started: some workers have yet to register with it again."""
     model_fingerprint: bytes = b""
-    """Of the one model that is served; empty: no worker has registered."""
+    """The served model's; empty: no worker has registered."""
 
 
 class FleetLinks:
@@ -56,11 +56,10 @@ class FleetLinks:
         identity: RouterIdentity,
         fleet: Fleet,
         index: PrefixIndex,
-        is_served: Callable[[WorkerFacts], bool],
+        model_name: str,
     ) -> None:
-        """`is_served`: whether a worker runs the model this router speaks for."""
         self._config, self._identity = config, identity
-        self._fleet, self._index, self._is_served = fleet, index, is_served
+        self._fleet, self._index, self._model_name = fleet, index, model_name
         self._links: dict[str, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._reported, self._settles = asyncio.Event(), False
@@ -101,7 +100,7 @@ class FleetLinks:
         await self._reported.wait()
 
     async def wait_tried(self, timeout_s: float) -> None:
-        """Until the fleet is known and every link has been tried once, or the time is up."""
+        """Wait until the fleet is known and every link has been tried once, or the time is up."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._reported.wait()
@@ -118,7 +117,7 @@ class FleetLinks:
         listed = set()
         self.refused &= {report.facts.worker_id for report in fleet.workers}
         for report in fleet.workers:
-            if self._is_served(report.facts):
+            if report.facts.model == self._model_name:
                 listed.add(report.facts.worker_id)
                 self._update_one(report)
             elif report.facts.worker_id not in self.refused:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.v1 import common_pb2
 
-NO_BOUND = 1 << 30  # tokens; of an unknown length
+NO_BOUND = 1 << 30  # tokens: the length is not known
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class WorkerFacts:
     max_model_len: int
     max_request_tokens: int
     max_held_tokens: int
-    """Of one request, where windows leave blocks as it goes; 0: it holds its whole length."""
+    """Tokens that one request holds at once where windows free blocks; 0: its whole length."""
     max_num_seqs: int
     vocab_size: int
     kv_bytes_per_token: int
@@ -44,7 +44,7 @@ class WorkerFacts:
 
     @property
     def identity(self) -> tuple[str, int]:
-        """Worker id and incarnation: its slot, once it has left, is given to another."""
+        """Worker id and incarnation. Its slot goes to another worker once it has left."""
         return (self.worker_id, self.incarnation)
 
     @property

@@ -37,7 +37,7 @@ from router.placement.ticket import Placed, PromptBlocks, Ticket
 
 
 def too_large(ticket: Ticket, fleet: Fleet, policy: RouterConfig) -> NoCapacityError | None:
-    """Return why no worker of the fleet takes the request, usable now or not; None: one does."""
+    """Why no worker of the fleet takes the request, usable now or not; None: one does."""
     num_tokens, least_new_tokens = len(ticket.prompt), ticket.least_new_tokens
     longest = fleet.kinds.longest_request
     if longest is not None and num_tokens + least_new_tokens > longest:
@@ -54,7 +54,7 @@ def too_large(ticket: Ticket, fleet: Fleet, policy: RouterConfig) -> NoCapacityE
 
 
 def stranded(ticket: Ticket, within_reach: Reach) -> UnavailableError:
-    """Return why the request ends that no usable worker took for long enough."""
+    """Why a request ends that no usable worker took for `fleet_wait_s`."""
     total_tokens, num_tokens = ticket.num_tokens, len(ticket.prompt)
     longest = int(within_reach.request_tokens.max(initial=0.0))
     if not longest:

@@ -93,8 +93,8 @@ class FleetArrays:
     def speeds(self, kv_class: int, since_s: float) -> tuple[Floats, Floats]:
         """(prefill tokens/s, seconds a decode step) [slots] to reckon with.
 
-        What was never measured, or not since then, is taken to be as good as the best of its class:
-        a worker that looks slow is not chosen, and one that is not chosen is not measured again.
+        A worker that was not measured since then counts as the best of its class. Else a worker
+        that looks slow is never chosen, and so never measured again.
         """
         here = self.usable & (self.kv_class == kv_class)
         rates, steps = self.prefill_tokens_per_s, self.decode_step_s
@@ -236,15 +236,15 @@ def evaluate(
 
 
 def _longest_beside_quarantine(fleet: FleetArrays) -> Floats:
-    """[slots] The longest prompt that could ever start while quarantine lasts, infinite where it
-    leaves room enough for any. What is cached of it makes no difference: those blocks are among
-    what is left, or in quarantine until a late reader has stopped."""
+    """[slots] The longest prompt that could start while quarantine lasts; infinite where it leaves
+    room for any. Cached tokens make no difference: their blocks are among those left, or in
+    quarantine until a late reader has stopped."""
     left = fleet.unquarantined_tokens
     return np.where(fleet.max_held_tokens <= left, np.inf, left)
 
 
 def _exclude(total: Floats, p: Ints, d: Ints, policy: RouterConfig) -> None:
-    """No pair of a worker with itself: that is local prefill; and what the policy rules out."""
+    """Rule out a worker paired with itself (local prefill), and what the policy forbids."""
     total[:-1][p[:, None] == d[None, :]] = np.inf
     if policy.local_prefill == "never":
         total[-1] = np.inf
@@ -254,11 +254,11 @@ def _exclude(total: Floats, p: Ints, d: Ints, policy: RouterConfig) -> None:
 
 @dataclass(frozen=True)
 class Reach:
-    """How long a request each decode worker could take, had it and a prefill worker room but for
-    what is in quarantine.
+    """The longest request that each decode worker could take if it and a prefill worker were empty
+    but for quarantine.
 
-    Tokens, float64 [slots]; 0: it takes none. The prompt is bounded apart, by who prefills it and
-    by quarantine at either.
+    Tokens, float64 [slots]; 0: it takes none. The prompt has a bound of its own, by who prefills it
+    and by quarantine at either.
     """
 
     request_tokens: Floats
@@ -270,12 +270,12 @@ class Reach:
         return fits & (num_tokens <= self.prompt_tokens)
 
     def kinds(self) -> set[tuple[float, float]]:
-        """(request tokens, prompt tokens), each once: there are few, of however many workers."""
+        """(request tokens, prompt tokens), each once: few, even of many workers."""
         return set(zip(self.request_tokens.tolist(), self.prompt_tokens.tolist()))
 
 
 def reach(fleet: FleetArrays, policy: RouterConfig) -> Reach:
-    """Of the workers that are usable now, held or not. Pure."""
+    """Reach over the workers that are usable now, held or not. Pure."""
     request = np.where(fleet.usable & fleet.can_decode, fleet.longest_request, 0.0)
     beside = _longest_beside_quarantine(fleet)
     if policy.local_prefill != "never":  # a partner has the prompt held here as well
@@ -293,7 +293,7 @@ def reach(fleet: FleetArrays, policy: RouterConfig) -> Reach:
 
 
 def longest_open(fleet: FleetArrays, reserved: Bools, now_s: float) -> float:
-    """The longest request that a decode worker takes which has a free slot; 0: none has."""
+    """The longest request that some decode worker with a free slot takes; 0: none has one."""
     is_open = fleet.usable & fleet.can_decode & (fleet.hold_until_s <= now_s) & ~reserved
     is_open &= fleet.running < fleet.max_running
     return float(fleet.longest_request[is_open].max(initial=0.0))
@@ -387,8 +387,8 @@ def earliest_first_token_s(
 
 
 def least_prefill_s(num_tokens: int, fleet: FleetArrays) -> float:
-    """Seconds in which no worker that was measured could prefill so many tokens; 0 where
-    none was."""
+    """Seconds that the fastest measured worker takes to prefill this many tokens; 0: none was
+    measured."""
     learned = fleet.usable & np.isfinite(fleet.prefill_measured_s)
     if not learned.any():
         return 0.0
