@@ -97,7 +97,7 @@ async def rounds(admission: Admission, clock: ManualClock, seconds: float) -> No
         admission.kick()
         clock.advance(0.25)
         await asyncio.sleep(0)
-        await asyncio.sleep(0)  # who was placed has been told
+        await asyncio.sleep(0)  # who was placed knows it
 
 
 def entry_of(fleet: Fleet, worker_id: str) -> WorkerEntry:

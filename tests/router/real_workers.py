@@ -31,7 +31,7 @@ NUM_TOKENS = 60
 
 @dataclass
 class Listed:
-    """A worker as the registry tells of it; `address` may be a proxy's."""
+    """A worker as the registry reports it; `address` may be a proxy's."""
 
     worker: Worker
     address: str

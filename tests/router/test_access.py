@@ -82,7 +82,7 @@ async def test_whoever_trusts_the_authority_and_has_a_token_is_answered(site: Si
     await site.d.check_empty()
 
 
-async def test_without_a_known_token_nothing_is_told_but_health(site: Site) -> None:
+async def test_without_a_known_token_nothing_is_served_but_health(site: Site) -> None:
     for token in (None, "", "guess", RED[:-1], f"{RED}x"):
         async with grpc.aio.secure_channel(site.address, site.tls.credentials()) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
@@ -185,7 +185,7 @@ async def test_tokens_go_over_to_the_next_while_the_router_runs(site: Site, tmp_
         assert await models_at(site, token=BLUE)
 
 
-async def test_tokens_that_cannot_be_read_change_nothing_and_are_told(
+async def test_tokens_that_cannot_be_read_change_nothing_and_are_logged(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     swap(site.tokens / "green", RED.encode())
@@ -270,9 +270,9 @@ def test_relative_files_are_those_beside_the_cluster_file(tmp_path: Path) -> Non
     )
     file = tmp_path / "cluster.yaml"
     file.write_text(ClusterConfig(router=config).to_yaml())
-    told = load_config(file).router
-    assert told.tls == TlsConfig(f"{tmp_path}/tls.crt", "/keys/tls.key", f"{tmp_path}/ca.crt")
-    assert told.auth == AuthConfig(f"{tmp_path}/tokens")
+    loaded = load_config(file).router
+    assert loaded.tls == TlsConfig(f"{tmp_path}/tls.crt", "/keys/tls.key", f"{tmp_path}/ca.crt")
+    assert loaded.auth == AuthConfig(f"{tmp_path}/tokens")
 
 
 def a_site(folder: Path) -> tuple[Authority, RouterConfig]:
@@ -287,13 +287,13 @@ def test_files_that_hold_no_certificate_with_its_key_are_named_at_the_start(
     assert config.tls is not None
     key = Path(config.tls.key_file)
     other = authority.issue("other")
-    for spoil, told in (
+    for spoil, message in (
         (lambda: key.write_bytes(other.key.read_bytes()), "KEY_VALUES_MISMATCH"),
         (lambda: key.write_text("nonsense"), "not a certificate and its key"),
         (key.unlink, "router.tls.key_file: .* cannot be read: No such file"),
     ):
         spoil()
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             Access(config)
 
 
@@ -317,7 +317,7 @@ def test_a_key_that_is_taken_away_while_it_is_read_leaves_what_was_read_before(
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("", "green has no token"),
         ("two\none", "green and red have the same token"),
@@ -326,17 +326,17 @@ def test_a_key_that_is_taken_away_while_it_is_read_leaves_what_was_read_before(
     ],
 )
 def test_tokens_that_cannot_be_are_refused_at_the_start(
-    tmp_path: Path, content: str, told: str
+    tmp_path: Path, content: str, message: str
 ) -> None:
     _, config = a_site(tmp_path)
     (tmp_path / "tokens" / "red").write_text("one")
     (tmp_path / "tokens" / "green").write_text(content, encoding="latin-1")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         Access(config)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("[red, blue]", "a mapping from tenants to tokens"),
         ("red: 123", "put them into quotes"),
@@ -348,10 +348,10 @@ def test_tokens_that_cannot_be_are_refused_at_the_start(
     ],
 )
 def test_a_file_of_tokens_that_cannot_be_read_is_refused_and_not_quoted(
-    tmp_path: Path, text: str, told: str
+    tmp_path: Path, text: str, message: str
 ) -> None:
     (tmp_path / "tokens.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         Access(RouterConfig(auth=AuthConfig(str(tmp_path / "tokens.yaml"))))
     assert "secret" not in caught.value.message
 

@@ -173,7 +173,7 @@ async def test_a_failure_is_not_held_against_the_worker_that_took_the_row_over()
     assert (await admission.place(ticket)).placement.decode_worker == "d0"  # d1 has one already
 
 
-async def test_others_load_is_forgotten_when_nobody_tells_of_it_any_more() -> None:
+async def test_others_load_is_forgotten_when_nobody_reports_it_any_more() -> None:
     async with deployment(fleet_wait_s=60.0) as d:
         worker = d.worker("d0")
         worker.load.num_running = worker.max_num_seqs  # another router's
@@ -239,7 +239,7 @@ async def test_a_prompt_that_two_live_workers_have_lost_is_given_up_by_each_afte
 
 
 @pytest.mark.parametrize("is_given_up", [False, True])
-async def test_what_a_worker_tells_of_its_speed_meanwhile_is_what_its_prompt_is_waited_for(
+async def test_what_a_worker_reports_of_its_speed_meanwhile_is_what_its_prompt_is_waited_for(
     is_given_up: bool,
 ) -> None:
     """500 tokens at 2 a second; and some time on top, after which the prompt is lost there."""

@@ -63,10 +63,10 @@ def attempts(d: Deployment) -> list[Attempt]:
 
 async def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
     async with deployment() as d:
-        d.worker("p0").may_tell_first.clear()
+        d.worker("p0").may_send_first.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
         await d.until(lambda: any(attempt.early for attempt in attempts(d)))
-        d.worker("p0").may_tell_first.set()
+        d.worker("p0").may_send_first.set()
         answer = await asking
         assert_whole(answer, PROMPT)
         assert len(answer.routed) == 1
@@ -74,10 +74,10 @@ async def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
 
 async def test_a_handoff_given_up_because_the_first_token_ended_the_request_is_no_failure() -> None:
     async with deployment(handoff_report_wait_s=10.0) as d:
-        d.worker("p0").may_tell_first.clear()
+        d.worker("p0").may_send_first.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, 1)))
         await d.until(lambda: any(attempt.is_over_at_worker for attempt in attempts(d)))
-        d.worker("p0").may_tell_first.set()
+        d.worker("p0").may_send_first.set()
         answer = await asking
         assert_whole(answer, PROMPT, num_tokens=1)
         assert len(answer.ids) == len(answer.routed) == 1

@@ -232,7 +232,7 @@ def test_the_line_ahead_is_shared_by_all_workers() -> None:
     assert earliest(fleet, 500, ahead=8000) == pytest.approx(2.5)  # four workers may compute
 
 
-def test_default_rates_tell_nothing() -> None:
+def test_default_rates_predict_nothing() -> None:
     fleet = two_and_two()
     assert earliest(fleet, 1 << 20) is None
     entry = entry_of(fleet, "p0")

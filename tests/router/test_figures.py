@@ -31,7 +31,7 @@ def figures() -> tuple[Figures, ManualClock]:
 
 
 def test_rates_are_those_of_the_last_seconds() -> None:
-    told, clock = figures()
+    own, clock = figures()
     counts = Counts()
     for _ in range(30):
         clock.advance(1.0)
@@ -44,32 +44,32 @@ def test_rates_are_those_of_the_last_seconds() -> None:
             num_ended=counts.num_ended + 1,
             output_tokens=counts.output_tokens + 64,
         )
-        report = told.report(counts, [])
+        report = own.report(counts, [])
     assert report.requests_per_s == pytest.approx(2.0)
     assert report.uncached_tokens_per_s == pytest.approx(150.0)
     assert report.output_tokens == pytest.approx(64.0)
 
 
 def test_nothing_that_arrives_is_exactly_nothing_after_the_window() -> None:
-    told, clock = figures()
+    own, clock = figures()
     counts = Counts(num_arrivals=5, prompt_tokens=500)
-    told.report(counts, [])
+    own.report(counts, [])
     for _ in range(int(RATES_WINDOW_S) + 2):
         clock.advance(1.0)
-        report = told.report(counts, [])
+        report = own.report(counts, [])
     assert report.requests_per_s == 0.0
     assert report.uncached_tokens_per_s == 0.0
     assert not report.HasField("output_tokens")
 
 
-def test_queues_are_told_by_what_is_waited_for() -> None:
-    told, _ = figures()
+def test_queues_are_reported_by_what_is_waited_for() -> None:
+    own, _ = figures()
     waiting = [
         Waiting(100, 3.0, for_decode=False),
         Waiting(50, 1.0, for_decode=False),
         Waiting(10, 9.0, for_decode=True, is_held=True),
     ]
-    report = told.report(Counts(), waiting)
+    report = own.report(Counts(), waiting)
     prefill, decode = report.waiting_for_prefill, report.waiting_for_decode
     assert (prefill.num_requests, prefill.num_tokens, prefill.oldest_wait_s) == (2, 150, 3.0)
     assert prefill.median_wait_s == 2.0
@@ -77,7 +77,7 @@ def test_queues_are_told_by_what_is_waited_for() -> None:
     assert report.num_held == 1
 
 
-async def test_a_router_counts_what_comes_in_and_tells_who_waits_for_which_worker() -> None:
+async def test_a_router_counts_what_comes_in_and_reports_who_waits_for_which_worker() -> None:
     async with deployment(prefill=1, decode=1) as d:
         await d.client.ask(ask_for(PROMPT))
         counts = d.router.parts.counts
@@ -96,7 +96,7 @@ async def test_a_router_counts_what_comes_in_and_tells_who_waits_for_which_worke
         await asking
 
 
-def test_each_pool_s_slowest_but_a_twentieth_are_told_for_a_minute() -> None:
+def test_each_pool_s_slowest_but_a_twentieth_are_reported_for_a_minute() -> None:
     clock = ManualClock(100.0)
     figures = PoolFigures(clock.now_s)
     for number in range(100):
@@ -112,7 +112,7 @@ def test_each_pool_s_slowest_but_a_twentieth_are_told_for_a_minute() -> None:
     assert figures.report() == []
 
 
-def test_gaps_of_the_last_seconds_are_told_apart_and_how_many_they_are() -> None:
+def test_gaps_of_the_last_seconds_are_apart_and_how_many_they_are() -> None:
     clock = ManualClock(100.0)
     figures = PoolFigures(clock.now_s)
     for gap_s in (0.5, 0.02):
@@ -140,14 +140,14 @@ def test_a_second_in_which_little_was_seen_counts_for_little() -> None:
     assert decode.itl_p95_s == pytest.approx(0.02)
 
 
-async def test_a_router_tells_what_clients_saw_of_the_pools_that_served_them() -> None:
+async def test_a_router_reports_what_clients_saw_of_the_pools_that_served_them() -> None:
     async with deployment(prefill=1, decode=1) as d:
         answer = await d.client.ask(ask_for(PROMPT))
-        told = {each.pool: each for each in d.router.report().pools}
-        assert told.keys() == {"prefill", "decode"}
+        report = {each.pool: each for each in d.router.report().pools}
+        assert report.keys() == {"prefill", "decode"}
         (prefilled,) = answer.prefilled
-        assert told["prefill"].ttft_p95_s == pytest.approx(prefilled.ttft_ms / 1e3, rel=1e-3)
-        assert told["decode"].itl_p95_s > 0
+        assert report["prefill"].ttft_p95_s == pytest.approx(prefilled.ttft_ms / 1e3, rel=1e-3)
+        assert report["decode"].itl_p95_s > 0
 
 
 def test_figures_are_those_of_the_last_minute() -> None:
@@ -159,9 +159,9 @@ def test_figures_are_those_of_the_last_minute() -> None:
             figures.saw_gap(gap_s, clock.now_s())
         figures.ended(failed=second >= 60)
     clock.advance(0.5)
-    told = figures.report(num_active=3)
-    assert (told.num_requests, told.num_failures, told.num_active) == (60, 30, 3)
-    assert told.itl_s == pytest.approx(0.02)
+    report = figures.report(num_active=3)
+    assert (report.num_requests, report.num_failures, report.num_active) == (60, 30, 3)
+    assert report.itl_s == pytest.approx(0.02)
     clock.advance(WINDOW_S)
     assert figures.report(0) == control_pb2.RequestFigures()
 
@@ -189,8 +189,8 @@ def test_what_is_too_long_goes_by_first_tokens_and_is_remembered() -> None:
 def test_what_clients_gave_up_on_is_reported_beside_what_ended() -> None:
     figures = RequestFigures(ManualClock(100.0).now_s)
     figures.abandoned()
-    told = figures.report(0)
-    assert (told.num_requests, told.num_failures, told.num_abandoned) == (0, 0, 1)
+    report = figures.report(0)
+    assert (report.num_requests, report.num_failures, report.num_abandoned) == (0, 0, 1)
 
 
 # --- a whole router -------------------------------------------------------------------------------
@@ -202,8 +202,8 @@ def reported(d: Deployment) -> control_pb2.RequestFigures:
 
 def num_counted(d: Deployment) -> tuple[int, int]:
     """(requests, failures)."""
-    told = reported(d)
-    return told.num_requests, told.num_failures
+    report = reported(d)
+    return report.num_requests, report.num_failures
 
 
 async def test_a_request_that_is_served_after_a_retry_is_no_failure() -> None:
@@ -270,8 +270,8 @@ async def test_a_request_that_its_client_cancels_says_nothing() -> None:
         await d.client.stub.Abort(router_pb2.AbortRequest(request_id="r"))
         answer = await asking
         assert answer.reason == common_pb2.FINISH_REASON_ABORTED
-        told = reported(d)
-        assert (told.num_requests, told.num_abandoned, told.num_active) == (0, 0, 0)
+        report = reported(d)
+        assert (report.num_requests, report.num_abandoned, report.num_active) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("hangs_before", ["first token", "next token"])

@@ -110,7 +110,7 @@ def test_the_choice_is_the_cheapest_candidate_and_its_terms_add_up(
         assert abs(terms - candidate.cost_s) < 1e-9
 
 
-def told(fleet: Fleet, worker_id: str, **figures: float) -> None:
+def reports(fleet: Fleet, worker_id: str, **figures: float) -> None:
     entry = entry_of(fleet, worker_id)
     fleet.report(entry, dataclasses.replace(ReportedLoad(), **figures))  # type: ignore[arg-type]
 
@@ -118,8 +118,8 @@ def told(fleet: Fleet, worker_id: str, **figures: float) -> None:
 def test_a_worker_that_was_never_measured_counts_as_the_best_of_its_class() -> None:
     """Else nothing would go to a new one: its default may be far below what the others do."""
     fleet = two_and_two()
-    told(fleet, "p0", prefill_tokens_per_s=90_000.0)
-    told(fleet, "d0", decode_step_s=0.001)
+    reports(fleet, "p0", prefill_tokens_per_s=90_000.0)
+    reports(fleet, "d0", decode_step_s=0.001)
     rng, policy = random.Random(1), dataclasses.replace(POLICY, local_prefill="never")
     chosen = [choose(query(fleet, 4000), fleet.arrays, policy, 100.0, rng) for _ in range(64)]
     pairs = {
@@ -132,8 +132,8 @@ def test_a_worker_that_looked_slow_once_is_tried_again_when_its_measure_is_old()
     clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     for name, rate, step_s in (("0", 10_000.0, 0.005), ("1", 380.0, 0.1)):
-        told(fleet, f"p{name}", prefill_tokens_per_s=rate)
-        told(fleet, f"d{name}", decode_step_s=step_s)
+        reports(fleet, f"p{name}", prefill_tokens_per_s=rate)
+        reports(fleet, f"d{name}", decode_step_s=step_s)
 
     def chosen(explores: bool) -> set[str]:
         wanted = dataclasses.replace(query(fleet, 1000), explores=explores)
@@ -146,18 +146,18 @@ def test_a_worker_that_looked_slow_once_is_tried_again_when_its_measure_is_old()
 
     assert chosen(True) == {"p0", "d0"}
     clock.advance(POLICY.trust_rates_s + 1)
-    told(fleet, "p1", prefill_tokens_per_s=380.0)  # told again, but not measured again
+    reports(fleet, "p1", prefill_tokens_per_s=380.0)  # reported again, but not measured again
     assert chosen(False) == {"p0", "d0"}
     assert chosen(True) == {"p0", "d0", "p1", "d1"}
-    told(fleet, "p1", prefill_tokens_per_s=381.0)
-    told(fleet, "d1", decode_step_s=0.11)
+    reports(fleet, "p1", prefill_tokens_per_s=381.0)
+    reports(fleet, "d1", decode_step_s=0.11)
     assert chosen(True) == {"p0", "d0"}
 
 
 def test_patience_goes_by_a_worker_s_own_measure_also_where_it_is_not_trusted() -> None:
     fleet = two_and_two()
-    told(fleet, "p0", prefill_tokens_per_s=10_000.0)
-    told(fleet, "p1", prefill_tokens_per_s=100.0)
+    reports(fleet, "p0", prefill_tokens_per_s=10_000.0)
+    reports(fleet, "p1", prefill_tokens_per_s=100.0)
     wanted = dataclasses.replace(query(fleet, 6000), explores=True)
     policy = dataclasses.replace(POLICY, trust_rates_s=0.0, local_prefill="never")
     for placement in ranked(wanted, fleet.arrays, policy, 101.0, 4):

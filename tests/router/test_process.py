@@ -136,15 +136,15 @@ async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_st
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     byte_model(tmp_path)
-    told: list[FleetLinks] = []
+    failing: list[FleetLinks] = []
     update = FleetLinks.update
 
-    def fail_when_told(links: FleetLinks, report: FleetReport) -> None:
-        if links in told:
+    def fail_when_failing(links: FleetLinks, report: FleetReport) -> None:
+        if links in failing:
             raise AssertionError("a fault of ours")
         update(links, report)
 
-    monkeypatch.setattr(FleetLinks, "update", fail_when_told)
+    monkeypatch.setattr(FleetLinks, "update", fail_when_failing)
     servers: list[RouterServer] = []
     start = RouterServer.start
 
@@ -163,7 +163,7 @@ async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_st
         await d.connected(2, router)
         asking = asyncio.create_task(client.ask(ask_for(PROMPT)))
         await d.until(lambda: bool(d.worker("d0").runs))
-        told.append(router.links)
+        failing.append(router.links)
         await d.registry.publish()
         await asyncio.wait_for(servers[1].door.fault, 10)
         d.worker("d0").may_decode.set()
@@ -319,7 +319,7 @@ def test_metrics_are_served_at_the_addresses_at_which_grpc_would_be(
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"local_prefill": "sometimes"}, "local_prefill"),
         ({"token_timeout_s": -1.0}, "token_timeout_s"),
@@ -335,7 +335,7 @@ def test_metrics_are_served_at_the_addresses_at_which_grpc_would_be(
     ],
 )
 def test_unknown_modes_and_times_that_would_make_the_router_spin_are_refused(
-    changes: dict[str, Any], told: str
+    changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         RouterConfig(**changes)

@@ -114,7 +114,7 @@ async def test_prompts_that_fit_nowhere_hold_nobody_back_and_are_refused() -> No
 
 
 @pytest.mark.parametrize("registry_is_gone", [False, True])
-async def test_a_prompt_is_placed_when_quarantine_ends_or_nobody_tells_of_it(
+async def test_a_prompt_is_placed_when_quarantine_ends_or_nobody_reports_it(
     registry_is_gone: bool,
 ) -> None:
     clock = ManualClock(100.0)

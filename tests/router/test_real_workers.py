@@ -66,7 +66,7 @@ async def test_a_real_prefill_worker_that_drains_refuses_prompts_at_no_cost() ->
         running_worker("d0", Role.DECODE, SMALL_VOCABULARY) as decode,
     ):
         assert draining.prefill is not None
-        draining.prefill.begin_drain()  # the registry has not heard of it yet
+        draining.prefill.begin_drain()  # the registry does not know of it yet
         listed = [Listed(worker, worker.address) for worker in (draining, prefill, decode)]
         once = dataclasses.replace(QUICK, max_attempts=1, retry_burst=0)
         async with router_over(*listed, config=once) as (router, client):
@@ -170,10 +170,10 @@ async def test_a_resumed_stream_has_the_log_probabilities_of_an_attempt_whose_wo
         survivor = Listed(worker, proxy.address)
         request.resume_from_index = 8
         async with router_over(listed[0], survivor) as (_, client):
-            resumed, told = await ask_with_logprobs(client, request)
+            resumed, known = await ask_with_logprobs(client, request)
         assert resumed.ids == alone(0)[8:]
         num_unknown = 0 if max_message_bytes > 1 << 12 else migrated.from_index - 8
         assert all(one.rank for one in expected)
-        assert told[:num_unknown] == [common_pb2.Logprobs()] * num_unknown
-        assert told[num_unknown:] == expected[8 + num_unknown :]
+        assert known[:num_unknown] == [common_pb2.Logprobs()] * num_unknown
+        assert known[num_unknown:] == expected[8 + num_unknown :]
         await proxy.close()

@@ -18,7 +18,7 @@ from tests.router.proxy import Proxy
 
 
 class MoodyRegistry(Registry):
-    """Refuses to tell of the fleet while it is told to."""
+    """Refuses to report the fleet while `refuses` is set."""
 
     refuses = True
     num_refused = 0
@@ -33,7 +33,7 @@ class MoodyRegistry(Registry):
             yield response
 
 
-async def test_a_registry_that_does_not_answer_is_told_of_once_and_again_when_it_is_lost(
+async def test_a_registry_that_does_not_answer_is_logged_once_and_again_when_it_is_lost(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "router.fleet.registry")
@@ -45,13 +45,13 @@ async def test_a_registry_that_does_not_answer_is_told_of_once_and_again_when_it
         nonlocal num_lost
         num_lost += 1
 
-    watch = FleetWatch(registry.address, QUICK, lambda *told: None, lost)
+    watch = FleetWatch(registry.address, QUICK, lambda *report: None, lost)
     running = asyncio.create_task(watch.run())
     try:
         for losses in (0, 1):
             async with asyncio.timeout(10):
                 refused = registry.num_refused
-                while registry.num_refused < refused + 5:  # noqa: ASYNC110  no event tells it
+                while registry.num_refused < refused + 5:  # noqa: ASYNC110  it has no event
                     await asyncio.sleep(0.01)
                 registry.refuses = False
                 await watch.next_after(watch.last)
@@ -99,13 +99,13 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_router_hears_of_the_fleet_again_over_a_new_connection() -> None:
+async def test_a_router_follows_the_fleet_again_over_a_new_connection() -> None:
     def lost() -> None:
         was_lost.set()
 
     was_lost = asyncio.Event()
     async with registry_behind_proxy() as (_, proxy):
-        watch = FleetWatch(proxy.address, CONFIG, lambda *told: None, lost)
+        watch = FleetWatch(proxy.address, CONFIG, lambda *report: None, lost)
         async with running(watch.run()), asyncio.timeout(10):
             await watch.next_after(None)
             proxy.strand()
@@ -125,6 +125,6 @@ async def test_a_router_s_figures_reach_the_registry_again_over_a_new_connection
         reporting = keep_reporting(proxy.address, CONFIG, report)
         async with running(reporting):
             await until(lambda: bool(registry.last_report.router_id))
-            heard = registry.last_report.router_id
+            reported = registry.last_report.router_id
             proxy.strand()
-            await until(lambda: registry.last_report.router_id != heard)
+            await until(lambda: registry.last_report.router_id != reported)

@@ -1,4 +1,4 @@
-"""What a request tells of its own timing."""
+"""What a request reports of its own timing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_one_token_has_no_gap_at_all() -> None:
     assert timings.ttft_s == pytest.approx(0.25)
 
 
-async def test_the_prefill_worker_s_own_wait_and_work_are_told_apart() -> None:
+async def test_the_prefill_worker_s_own_wait_and_work_are_apart() -> None:
     clock = ManualClock(100.0)
     output = output_of(clock, 1)
     clock.advance(0.25)

@@ -1,4 +1,4 @@
-"""What is tried again, at whose cost, and what ends a request and how its client is told."""
+"""What is tried again, at whose cost, and what ends a request and what its client sees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_no_capacity_puts_a_request_back_in_line_at_no_cost() -> None:
         assert d.worker("d0").num_reserves == 6
         assert [routed.attempt for routed in answer.routed] == [
             6
-        ]  # where it was not taken is not told
+        ]  # refused placements are not shown
 
 
 async def test_a_draining_worker_gets_nothing_more() -> None:
@@ -55,7 +55,7 @@ async def test_a_worker_that_calls_every_attempt_stale_ends_the_request() -> Non
         assert error_reason(error) == "WORKER_LOST"
 
 
-async def test_what_a_worker_calls_invalid_is_told_and_not_retried() -> None:
+async def test_what_a_worker_calls_invalid_is_reported_and_not_retried() -> None:
     async with deployment() as d:
         d.worker("d0").faults.reject = [(worker_pb2.REJECT_REASON_INVALID, 0)]
         error = await refusal(d.client, ask_for(PROMPT))
@@ -150,7 +150,7 @@ async def test_a_deadline_aborts_everywhere() -> None:
         assert error_reason(error) == "DEADLINE"
 
 
-async def test_a_deadline_that_the_decode_worker_sees_first_is_told_as_one() -> None:
+async def test_a_deadline_that_the_decode_worker_sees_first_is_reported_as_one() -> None:
     async with deployment(is_emptied=False) as d:
         worker = d.worker("d0")
         worker.may_decode.clear()
@@ -159,5 +159,5 @@ async def test_a_deadline_that_the_decode_worker_sees_first_is_told_as_one() -> 
         running = worker.runs["mine"]
         over = worker.tokens_of(running, len(running.output))
         over.finished, over.error = common_pb2.FINISH_REASON_ABORTED, "deadline"
-        worker.tell(running.router_id, tokens=[over])
+        worker.send(running.router_id, tokens=[over])
         assert error_reason(await error_of(asking)) == "DEADLINE"

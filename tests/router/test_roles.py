@@ -50,7 +50,7 @@ def test_a_role_that_no_pool_can_do_is_not_waited_for() -> None:
     assert away(pool(DECODE, 1)) == RolesAway()
 
 
-def test_a_registry_that_keeps_pools_and_was_told_of_none_has_all_of_them_to_come() -> None:
+def test_a_registry_that_keeps_pools_and_knows_of_none_has_all_of_them_to_come() -> None:
     assert read_fleet(control_pb2.WatchFleetResponse(keeps_pools=True)).away == AT_ZERO
     assert away() == RolesAway()  # workers that somebody else starts
 
@@ -110,7 +110,9 @@ async def tell_pools(d: Deployment, desired: int, live: int = 0) -> None:
     await d.until(lambda: d.router.fleet.away.hold("never") is (live == 0))
 
 
-async def test_a_request_that_comes_while_nothing_runs_is_told_as_held_and_then_answered() -> None:
+async def test_a_request_that_comes_while_nothing_runs_is_reported_as_held_and_then_answered() -> (
+    None
+):
     async with deployment(prefill=0, decode=0, fleet_wait_s=0.1) as d:
         await tell_pools(d, 0)
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
@@ -159,7 +161,7 @@ async def test_a_stream_whose_pools_are_stopped_goes_on_when_they_are_back() -> 
 
 
 def split(d: Deployment, **roles: int) -> None:
-    """As the registry tells it, and at once: the test goes on with the roles in force."""
+    """As the registry reports it, and at once: the test continues with the roles in force."""
     for worker_id, role in roles.items():
         d.worker(worker_id).active_role = role
     workers = [worker.info() for worker in d.registry.workers]

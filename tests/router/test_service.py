@@ -53,7 +53,7 @@ async def test_an_oversized_message_is_refused_and_harms_no_one() -> None:
         await d.until(lambda: bool(worker.runs))
         error = await refusal(d.client, ask_for("x" * 100_000))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "65536" in (error.details() or "")  # the limit is told
+        assert "65536" in (error.details() or "")  # the limit is named
         worker.may_decode.set()
         assert_whole(await running, PROMPT)
         assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
@@ -146,7 +146,7 @@ async def test_a_stop_id_ends_the_request_and_is_no_part_of_the_text() -> None:
         assert answer.finished.stop == str(stop)
 
 
-async def test_a_drawn_seed_is_told_and_gives_the_same_tokens_again() -> None:
+async def test_a_drawn_seed_is_shown_and_gives_the_same_tokens_again() -> None:
     async with deployment() as d:
         request = ask_for(PROMPT)
         request.ClearField("seed")

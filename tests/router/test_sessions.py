@@ -97,7 +97,7 @@ async def test_a_session_lost_during_the_prefill_does_not_repeat_it() -> None:
         assert prefill.num_prefills == 1
 
 
-async def test_a_request_the_worker_no_longer_knows_starts_anew() -> None:
+async def test_a_request_the_worker_no_longer_knows_starts_again() -> None:
     async with deployment() as d:
         worker = d.worker("d0")
 
@@ -325,7 +325,7 @@ async def test_a_worker_replaced_by_one_of_another_fingerprint_costs_nobody_a_to
         await d.until(lambda: d.router.links.find("d0", 1) is None)
         other = ScriptedWorker("d0", DECODE, d.fabric, incarnation=2)
         other.kv_fingerprint = b"g" * 16
-        d.all_workers.append(await other.start(port))  # the registry has not heard of it yet
+        d.all_workers.append(await other.start(port))  # the registry does not know of it yet
         await d.until(lambda: d.router.links.find("d0", 1) is not None)
         d.router.fleet.arrays.max_running[:] = 8
         d.router.admission.kick()

@@ -126,7 +126,7 @@ def test_spaces_that_the_template_s_special_tokens_take_are_taken_beside_quoted_
 @pytest.mark.parametrize(
     "template", ["{{ 1 // 0 }}", "{{ range(10**30) | list }}", "{{ 'x' * 10**18 }}", RECURSIVE]
 )
-def test_whatever_a_template_fails_with_is_told_as_a_refusal(tmp_path: Path, template: str) -> None:
+def test_whatever_a_template_fails_with_is_seen_as_a_refusal(tmp_path: Path, template: str) -> None:
     model = load_text(write_model(tmp_path, byte_level_tokenizer(), chat_template=template))
     with pytest.raises(InvalidRequestError, match="refuses"):
         model.encode_chat([Turn("user", "hello")])

@@ -289,7 +289,7 @@ async def test_a_prompt_far_beyond_the_context_is_refused_unread(slow_model: Slo
         assert slow_model.num_encoding == 0
 
 
-async def test_a_mistake_is_told_in_a_bounded_message() -> None:
+async def test_a_mistake_is_reported_in_a_bounded_message() -> None:
     """gRPC drops an answer whose trailing metadata exceed 8 KiB or so."""
     async with deployment() as d:
         error = await refused(d, ask_for(PROMPT, model=MODEL * 10_000))

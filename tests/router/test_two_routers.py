@@ -131,10 +131,10 @@ def has_asked_its_writer(run: RequestRun) -> bool:
 
 
 @pytest.mark.parametrize("is_first_gone", [False, True])
-async def test_a_router_that_attaches_before_a_lease_was_told_has_the_prompt_computed_itself(
+async def test_a_router_that_attaches_before_a_lease_was_sent_has_the_prompt_computed_itself(
     listed: list[Listed], is_first_gone: bool
 ) -> None:
-    """Where the first router is gone nobody was told, and the second comes after the lease."""
+    """Where the first router is gone nobody knows of it, and the second comes after the lease."""
     prefill, decode = (one.worker for one in listed)
     assert decode.decode is not None
     hold = threading.Event()
@@ -241,7 +241,7 @@ async def parted(listed: list[Listed]) -> AsyncIterator[Parted]:
 async def test_a_router_whose_session_was_gone_does_not_take_back_what_another_attached(
     listed: list[Listed], is_prefilling: bool
 ) -> None:
-    """Nobody could tell it of the move. The prefill that it began is needed all the same."""
+    """Nobody could report the move to it. The prefill that it began is needed all the same."""
     prefill, decode = (one.worker for one in listed)
     assert decode.decode is not None
     runs = decode.decode.runs

@@ -275,7 +275,7 @@ def test_connections_that_end_as_they_begin_make_nobody_wait_longer() -> None:
     assert contact.may_be_heard, "this one lasts"
 
 
-def test_a_worker_that_comes_back_after_long_is_waited_for_anew() -> None:
+def test_a_worker_that_comes_back_after_long_is_waited_for_again() -> None:
     clock = ManualClock(100.0)
     contact = Contact(PATIENCE_S, clock.now_s)
     for lasted_s in (100.0, 0.0):
