@@ -167,8 +167,8 @@ async def test_a_request_meets_or_misses_the_targets_that_it_names(
     output.finish()
     assert counted(router) == expected
     [line] = lines(caplog)
-    counted = {(n, line[f"{n}_target"]): 1 for n in ("ttft", "itl") if f"{n}_target" in line}
-    assert counted == expected
+    judged = {(n, line[f"{n}_target"]): 1 for n in ("ttft", "itl") if f"{n}_target" in line}
+    assert judged == expected
 
 
 @pytest.mark.parametrize(("waited_s", "expected"), [(0.4, {}), (0.6, {("ttft", "missed"): 1})])
