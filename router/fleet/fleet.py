@@ -124,7 +124,6 @@ class Booking:
     prefill_tokens: int
     kv_tokens: int
     prefill_held: bool = True
-    decode_held: bool = True
 
 
 class Fleet:
@@ -370,10 +369,9 @@ class Fleet:
 
     def release(self, booking: Booking) -> None:
         """The attempt is over. Must be called exactly once."""
-        assert booking.decode_held, f"booking {booking.booking_id} was released before"
+        assert booking.booking_id in self._bookings, f"{booking} was released before"
         self.release_prefill(booking)
         booking.decode.peak_requests.falls(booking.decode.num_booked, self._clock())
-        booking.decode_held = False
         del booking.decode.decodes[booking.booking_id]
         del self._bookings[booking.booking_id]
         self._recount(booking.decode)
@@ -387,9 +385,7 @@ class Fleet:
         for entry in self._entries.values():
             slot = entry.slot
             assert self._by_slot[slot] is entry, f"slot {slot} is not {entry.facts.worker_id}'s"
-            booked = {
-                b.booking_id for b in self._bookings.values() if b.decode is entry and b.decode_held
-            }
+            booked = {b.booking_id for b in self._bookings.values() if b.decode is entry}
             assert booked == set(entry.decodes), (entry.facts.worker_id, booked, entry.decodes)
             queued = {
                 b.booking_id

@@ -64,7 +64,7 @@ class Placing:
         expires_s = now + self._config.prediction_ttl_s
         slots = {booking.prefill.slot, booking.decode.slot}
         self._index.predict(slots, hashes, now, expires_s)
-        return Placed(placement, booking, facts.kv_fingerprint)
+        return Placed(placement, booking)
 
     def queries(
         self, ticket: Ticket, now: float, reserved: Bools | None = None

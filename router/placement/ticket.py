@@ -91,4 +91,3 @@ class Ticket:
 class Placed:
     placement: Placement
     booking: Booking
-    kv_fingerprint: bytes

@@ -28,8 +28,9 @@ from baton.wire import DEADLINE, ORPHANED
 from router.fleet.fleet import WorkerEntry
 from router.fleet.session import SessionLostError
 from router.fleet.worker_link import WorkerLink, Workers
-from router.request.output import TokenLogprobs, TokenSink, finish_reason_of
+from router.request.output import TokenLogprobs, finish_reason_of
 from router.request.patience import Patience
+from router.request.request_output import RequestOutput
 from router.request.retrying import AttemptError, Failure, failure_of, loss_of
 from router.request.worker_calls import (
     NotAttachedError,
@@ -38,33 +39,6 @@ from router.request.worker_calls import (
     TakenOverError,
     attach_again,
 )
-
-
-class EarlyTokens:
-    """Own the runs of tokens of one attempt that are not put out yet."""
-
-    def __init__(self) -> None:
-        self._runs: list[worker_pb2.RequestTokens] = []
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def keep(self, run: worker_pb2.RequestTokens) -> None:
-        self._runs.append(run)
-
-    def take_all(self) -> list[worker_pb2.RequestTokens]:
-        """As they came."""
-        runs, self._runs = self._runs, []
-        return runs
-
-    def next_after(self, num_emitted: int) -> worker_pb2.RequestTokens | None:
-        """The first run, if no gap is before it."""
-        first = min(self._runs, key=lambda run: run.index, default=None)
-        if first is None or first.index > num_emitted:
-            return None
-        self._runs.remove(first)
-        return first
-
 
 FindWorker = Callable[[str, int], WorkerLink | None]  # by id and incarnation
 
@@ -76,7 +50,7 @@ class Attempt:
         self,
         wire_id: str,
         workers: Workers,
-        sink: TokenSink,
+        sink: RequestOutput,
         config: RouterConfig,
         clock: Clock,
         first_token_limit_s: Callable[[WorkerEntry], float],
@@ -92,7 +66,7 @@ class Attempt:
         self._spec = worker_pb2.RequestSpec()
         self._first_index = 0  # output index of the first token that is this attempt's own
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.early = EarlyTokens()
+        self.early: list[worker_pb2.RequestTokens] = []  # runs that wait for those before them
         self._early_reserved: worker_pb2.Reserved | None = None
         self._early_loss: str | None = None  # of the session, before `adopt`
         self._adopted = True
@@ -162,7 +136,8 @@ class Attempt:
         self._adopted = True
         if was_given_up:
             tokens.ClearField("finished")
-        for run in (tokens, *self.early.take_all()):
+        early, self.early = self.early, []
+        for run in (tokens, *early):
             if run.attempt == self.number:
                 self.on_tokens(run)
         reserved, self._early_reserved = self._early_reserved, None
@@ -300,13 +275,13 @@ class Attempt:
 
     def on_tokens(self, tokens: worker_pb2.RequestTokens) -> None:
         if not self._adopted:
-            self.early.keep(tokens)
+            self.early.append(tokens)
             return
         if self._done.done():
             return
         if tokens.index > self._sink.num_emitted:
             self.running = True
-            self.early.keep(tokens)
+            self.early.append(tokens)
             return
         self._deliver(tokens)
         self._deliver_early()
@@ -429,7 +404,8 @@ class Attempt:
 
     def _deliver_early(self) -> None:
         while not self._done.done():
-            run = self.early.next_after(self._sink.num_emitted)
-            if run is None:
+            first = min(self.early, key=lambda run: run.index, default=None)
+            if first is None or first.index > self._sink.num_emitted:
                 return
-            self._deliver(run)
+            self.early.remove(first)
+            self._deliver(first)

@@ -10,7 +10,6 @@ import asyncio
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from baton.errors import BatonError
 from baton.grpc_options import WORKER_MESSAGE_BYTES
@@ -192,28 +191,3 @@ def sendable_logprobs(
     the worker's session."""
     num_bytes = spec.ByteSize() + sum(one.ByteSize() for one in known)
     return known if num_bytes <= min(max_message_bytes, WORKER_MESSAGE_BYTES) // 2 else ()
-
-
-class TokenSink(Protocol):
-    """What an attempt puts a request's output into."""
-
-    @property
-    def num_emitted(self) -> int: ...
-    def emit(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs],
-        finished: FinishReason | None,
-    ) -> bool:
-        """Put out the next tokens; True when the request is over with them."""
-
-    def reserved(self, lease_id: str) -> None:
-        """The decode worker has room; the lease's id is empty where it prefills by itself."""
-
-    def attached(self, num_cached_tokens: int) -> None:
-        """Another router had the prompt computed, all but what was cached."""
-
-    def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
-        """The prompt is computed, all but what was cached; None where the decode worker did it."""
-
-    def handed_off(self, done: worker_pb2.HandoffDone) -> None: ...

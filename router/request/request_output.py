@@ -1,4 +1,4 @@
-"""A request's tokens on their way out: text, stop strings, figures. Its attempts' `TokenSink`."""
+"""A request's tokens on their way out: text, stop strings, figures."""
 
 from __future__ import annotations
 
@@ -98,6 +98,7 @@ class RequestOutput:
         return len(self.log.ids)
 
     def reserved(self, lease_id: str) -> None:
+        """The decode worker has room; the lease's id is empty where it prefills by itself."""
         self._lease_id = lease_id
         self._reserve_s = self._parts.clock.now_s() - self._attempt_at_s
         self._on_taken_in()
@@ -105,9 +106,11 @@ class RequestOutput:
             self.log.mark(self._routed)
 
     def attached(self, num_cached_tokens: int) -> None:
+        """Another router had the prompt computed, all but what was cached."""
         self._num_cached_tokens = num_cached_tokens
 
     def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
+        """The prompt is computed, all but what was cached; None where the decode worker did it."""
         now = self._parts.clock.now_s()
         booking = self._booking
         prefilled = booking is not None and booking.prefill_held  # else found where it ran

@@ -316,7 +316,7 @@ class RequestRun:
             priority=parsed.priority,
             timeout_ms=max(1, int(left_s * 1e3)),
             traceparent=arrival.traceparent,
-            kv_fingerprint=placed.kv_fingerprint,
+            kv_fingerprint=placed.booking.decode.facts.kv_fingerprint,
         )
 
     def _sampling(self, placed: Placed) -> common_pb2.SamplingParams:

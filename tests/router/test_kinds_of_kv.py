@@ -41,7 +41,7 @@ async def test_workers_pair_with_their_own_kind_wherever_there_is_less_to_do() -
         "p-other",
         "d-other",
     )
-    assert placed.kv_fingerprint == b"other"
+    assert placed.booking.decode.facts.kv_fingerprint == b"other"
     fleet.release(placed.booking)
     explained = admission.candidates(admission.ticket(prompt(10), 4), 10)
     pairs = [(one.prefill_worker, one.decode_worker) for one in explained if one.prefill_worker]
