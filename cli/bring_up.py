@@ -163,7 +163,7 @@ class Startup:
         config = with_model_folder(config, self._announce, self._steps.detail)
         self._announce("reading the tokenizer")
         # A wrong folder is reported before anything starts.
-        TextModel.load(find_text_files(config.model, tokenizer=config.tokenizer))
+        TextModel(find_text_files(config.model, tokenizer=config.tokenizer))
         self._cluster = start_cluster(config, on_progress=self._announce)
         self._catch()
         return self._cluster

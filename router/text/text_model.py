@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,68 +36,105 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
 
-@dataclass(frozen=True)
-class ModelFiles:
-    tokenizer_path: Path
-    chat_template: str | None
-    special_tokens: Mapping[str, str]
-    """Name to text, for example "bos_token": "<s>"; what a chat template may use."""
-    eos_token_ids: frozenset[int]
-    """From generation_config.json, else config.json; the tokenizer's own is added later."""
-    vocab_size: int | None
-    max_model_len: int | None
-    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+class TextModel:
+    """Encodes prompts and decodes answers of one model. Immutable; safe to share among threads."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        """Read a model's text files, as `find_text_files` finds them.
+
+        Raises ConfigError naming what is wrong with them.
+        """
+        named = {path.name: path for path in files}
+        if "tokenizer.json" not in named:
+            raise ConfigError("tokenizer.json: missing", field="tokenizer")
+        tokenizer_config = _read_json(named, "tokenizer_config.json")
+        config = _read_json(named, "config.json")
+        text_config = config.get("text_config")
+        if isinstance(text_config, dict):
+            config = {**config, **text_config}
+        generation = _read_json(named, "generation_config.json")
+        special_tokens = _special_tokens(named, tokenizer_config)
+        template = _chat_template(named, tokenizer_config)
+        tokenizer = self._tokenizer = _read_tokenizer(named["tokenizer.json"])
+        self._encoder = SegmentEncoder(tokenizer)
+        self._template = (
+            None
+            if template is None
+            else ChatTemplate(template, special_tokens, self._encoder.special_tokens)
+        )
+        rules = DecodeRules.read(tokenizer)
+        self._token_bytes = None if rules is None else TokenBytes(tokenizer, rules)
+        self.vocab_size: int = _size(config, "vocab_size") or tokenizer.get_vocab_size()
+        self.max_model_len = _size(config, "max_position_embeddings")
+        self.sampling_defaults = _sampling_defaults(generation)
+        eos = generation.get("eos_token_id")
+        if eos is None:  # null counts as absent, as in the engine
+            eos = config.get("eos_token_id")
+        eos_token = special_tokens.get("eos_token")
+        own = None if eos_token is None else tokenizer.token_to_id(eos_token)
+        self.eos_token_ids = _token_ids(eos) | (frozenset() if own is None else {own})
+
+    def encode(self, text: str) -> list[int]:
+        """A plain prompt as the model's tokenizer encodes it, its own special tokens included.
+        Special tokens written in the text are parsed as such."""
+        return self._encoder.encode(text)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Messages through the chat template, up to where the assistant begins. Special tokens
+        written in a message are encoded as ordinary text.
+
+        Raises InvalidRequestError when there is no template, or it refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidRequestError(
+                "the model has no chat template; send a plain text prompt", field="chat"
+            )
+        return self._encoder.encode_rendered(*self._template.render(messages))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole answer."""
+        decoder = self.new_decoder()
+        return "".join(map(decoder.push, token_ids)) + decoder.finish()
+
+    def new_decoder(self, *, after_text: bool = False) -> TextDecoder:
+        """`after_text=True` where the answer continues a plain text prompt: tokenizers of the
+        SentencePiece kind otherwise drop the space at its beginning."""
+        if self._token_bytes is None:
+            return WindowDecoder(self._tokenizer)
+        return BytesDecoder(self._token_bytes, after_text=after_text)
 
 
-def read_model_files(files: Iterable[Path]) -> ModelFiles:
-    """Read all text-related files of a model. `files`: as `find_text_files` found them.
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower class
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
 
-    Raises ConfigError naming the file that is wrong.
-    """
-    named = {path.name: path for path in files}
-    if "tokenizer.json" not in named:
-        raise ConfigError("tokenizer.json: missing", field="tokenizer")
-    tokenizer_config = _read_json(named, "tokenizer_config.json")
-    config = _read_json(named, "config.json")
-    text_config = config.get("text_config")
-    if isinstance(text_config, dict):
-        config = {**config, **text_config}
-    generation = _read_json(named, "generation_config.json")
-    eos = generation.get("eos_token_id")
-    if eos is None:  # null says nothing: what the engine reads too
-        eos = config.get("eos_token_id")
-    return ModelFiles(
-        tokenizer_path=named["tokenizer.json"],
-        chat_template=_chat_template(named, tokenizer_config),
-        special_tokens=_special_tokens(named, tokenizer_config),
-        eos_token_ids=_token_ids(eos),
-        vocab_size=_size(config, "vocab_size"),
-        max_model_len=_size(config, "max_position_embeddings"),
-        defaults=_sampling_defaults(generation),
-    )
+
+def _read_text(named: _Named, name: str) -> str | None:
+    """None where there is no such file."""
+    path = named.get(name)
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
 def _read_json(named: _Named, name: str) -> dict[str, Any]:
     """Empty where there is no such file."""
-    path = named.get(name)
-    if path is None:
-        return {}
+    text = _read_text(named, name)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        value = {} if text is None else json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{named[name]}: cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: a JSON object is expected")
+        raise ConfigError(f"{named[name]}: a JSON object is expected")
     return value
 
 
 def _chat_template(named: _Named, tokenizer_config: Mapping[str, Any]) -> str | None:
-    path = named.get("chat_template.jinja")
-    if path is not None:
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if (text := _read_text(named, "chat_template.jinja")) is not None:
+        return text
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several named ones
         entries = [entry for entry in template if isinstance(entry, dict)]
@@ -149,66 +186,3 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
     if generation.get("do_sample") is False:
         values["temperature"] = 0.0
     return replace(base, **values)
-
-
-class TextModel:
-    """Encodes prompts and decodes answers of one model. Immutable; safe to share among threads."""
-
-    def __init__(self, tokenizer: Tokenizer, files: ModelFiles) -> None:
-        self._tokenizer = tokenizer
-        self._encoder = SegmentEncoder(tokenizer)
-        self._template: ChatTemplate | None = None
-        if files.chat_template is not None:
-            guarded = self._encoder.special_tokens
-            self._template = ChatTemplate(files.chat_template, files.special_tokens, guarded)
-        rules = DecodeRules.read(tokenizer)
-        self._token_bytes = None if rules is None else TokenBytes(tokenizer, rules)
-        self.vocab_size: int = files.vocab_size or tokenizer.get_vocab_size()
-        self.max_model_len: int | None = files.max_model_len
-        self.sampling_defaults: SamplingDefaults = files.defaults
-        self.eos_token_ids: frozenset[int] = files.eos_token_ids
-        eos_token = files.special_tokens.get("eos_token")
-        if eos_token is not None and (eos_id := tokenizer.token_to_id(eos_token)) is not None:
-            self.eos_token_ids |= {eos_id}
-
-    @classmethod
-    def load(cls, files: Iterable[Path]) -> TextModel:
-        """Read a model's text files, as `find_text_files` finds them.
-
-        Raises ConfigError naming what is wrong with them.
-        """
-        read_files = read_model_files(files)
-        try:
-            tokenizer = Tokenizer.from_file(str(read_files.tokenizer_path))
-        except Exception as error:  # the library raises no narrower class
-            raise ConfigError(f"{read_files.tokenizer_path}: cannot be read: {error}") from error
-        return cls(tokenizer, read_files)
-
-    def encode(self, text: str) -> list[int]:
-        """A plain prompt as the model's tokenizer encodes it, its own special tokens included.
-        Special tokens written in the text are parsed as such."""
-        return self._encoder.encode(text)
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Messages through the chat template, up to where the assistant begins. Special tokens
-        written in a message are encoded as ordinary text.
-
-        Raises InvalidRequestError when there is no template, or it refuses the messages.
-        """
-        if self._template is None:
-            raise InvalidRequestError(
-                "the model has no chat template; send a plain text prompt", field="chat"
-            )
-        return self._encoder.encode_rendered(*self._template.render(messages))
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a whole answer."""
-        decoder = self.new_decoder()
-        return "".join(map(decoder.push, token_ids)) + decoder.finish()
-
-    def new_decoder(self, *, after_text: bool = False) -> TextDecoder:
-        """`after_text=True` where the answer continues a plain text prompt: tokenizers of the
-        SentencePiece kind otherwise drop the space at its beginning."""
-        if self._token_bytes is None:
-            return WindowDecoder(self._tokenizer)
-        return BytesDecoder(self._token_bytes, after_text=after_text)

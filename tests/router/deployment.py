@@ -81,7 +81,7 @@ def byte_model(folder: Path, shift: int = 0) -> TextModel:
     folder.mkdir(exist_ok=True)
     for name, data in byte_files(shift).items():
         (folder / name).write_bytes(data)
-    return TextModel.load(find_text_files(folder))
+    return TextModel(find_text_files(folder))
 
 
 def _byte_alphabet() -> list[str]:
