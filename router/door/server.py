@@ -34,7 +34,8 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def check_can_listen(address: str, reuse_port: bool) -> None:
-    """Raises ConfigError when the port is taken, or the host is not this machine's.
+    """Raises ConfigError, with the reason that gRPC would leave out, when the port is taken or the
+    host is not this machine's.
 
     `reuse_port`: other processes may listen there that allow it too.
     """

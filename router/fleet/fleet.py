@@ -24,6 +24,8 @@ from router.placement.placement import FleetArrays, Placement
 
 @dataclass(frozen=True)
 class RolesAway:
+    """The roles that nobody serves now, but will again, as the registry reports them."""
+
     prefill: bool = False
     decode: bool = False
 

@@ -34,7 +34,8 @@ class Call(Protocol[M_co]):
 
 
 class Followed(Generic[M]):
-    """Own the stream. `take` gets each message, `on_lost` is called once when no more come."""
+    """Own a stream from the registry. `take` gets each message, `on_lost` is called once when no
+    more come."""
 
     def __init__(
         self,

@@ -35,7 +35,9 @@ STABLE_S = 1.0
 
 
 class Contact:
-    """Own the time since which a worker seems out of reach. If its connections all end as soon as
+    """How long to wait for a worker that does not answer: it may keep what nobody else has.
+
+    Owns the time since which the worker seems out of reach. If its connections all end as soon as
     they begin, that is the start of the first one.
     """
 

@@ -152,7 +152,7 @@ _LEAST_STILL_S = 5.0
 
 @dataclass
 class _Ended:
-    """Requests, in one second."""
+    """How many requests ended in one second."""
 
     num_all: int = 0
     num_failed: int = 0
@@ -161,7 +161,13 @@ class _Ended:
 
 
 class RequestFigures:
-    """Own what was seen of requests in the last `WINDOW_S`."""
+    """Own what became of requests in the last `WINDOW_S`.
+
+    A request counts once, when it ends after at least one attempt. Requests that their clients ended
+    do not count, nor do those with a deadline that nobody could have met: they show nothing of the
+    workers. A request that stood still for far too long before its client ended it counts apart:
+    clients give up on what hangs.
+    """
 
     def __init__(self, clock: NowS) -> None:
         self._clock = clock

@@ -29,6 +29,8 @@ from router.request.run_parts import Arrival, RunParts
 
 
 class Failure(enum.Enum):
+    """Why an attempt failed. The reaction depends on it."""
+
     NO_CAPACITY = "no capacity"
     DRAINING = "draining"  # it takes nothing more
     DRAINED = "drained"  # it was lost while it drained, as it had to be some time

@@ -28,6 +28,8 @@ def not_resumable() -> NotResumableError:
 
 @dataclass(frozen=True)
 class ServedModel:
+    """The model that a router serves for its life, with its tokenizer."""
+
     name: str
     """What clients call it."""
     text: TextModel
