@@ -163,10 +163,10 @@ class _Ended:
 class RequestFigures:
     """Own what became of requests in the last `WINDOW_S`.
 
-    A request counts once, when it ends after at least one attempt. Requests that their clients ended
-    do not count, nor do those with a deadline that nobody could have met: they show nothing of the
-    workers. A request that stood still for far too long before its client ended it counts apart:
-    clients give up on what hangs.
+    A request counts once, when it ends after at least one attempt. Requests that their clients
+    ended do not count, nor do those with a deadline that nobody could have met: they show nothing
+    of the workers. A request that stood still for far too long before its client ended it counts
+    apart: clients give up on what hangs.
     """
 
     def __init__(self, clock: NowS) -> None:

@@ -15,7 +15,7 @@ from baton.v1 import common_pb2
 from router.fleet.fleet import Fleet, WorkerEntry, WorkerState
 from router.fleet.worker_facts import WorkerFacts
 from router.placement.admission import Admission
-from router.placement.placement import PlacementQuery, choose
+from router.placement.placement import Placement, PlacementQuery, choose
 from router.placement.prefix_index import PrefixIndex
 from router.placement.ticket import Placed, PromptBlocks
 
@@ -71,9 +71,14 @@ def query(fleet: Fleet, num_tokens: int, **cached: int) -> PlacementQuery:
     return PlacementQuery(num_tokens, 16, 0, tokens)
 
 
-def pick(fleet: Fleet, wanted: PlacementQuery, policy: RouterConfig = POLICY) -> tuple[str, str]:
+def cheapest(fleet: Fleet, wanted: PlacementQuery, policy: RouterConfig = POLICY) -> Placement:
     placement = choose(wanted, fleet.arrays, policy, 100.0, random.Random(0))
     assert placement is not None
+    return placement
+
+
+def pick(fleet: Fleet, wanted: PlacementQuery, policy: RouterConfig = POLICY) -> tuple[str, str]:
+    placement = cheapest(fleet, wanted, policy)
     return placement.prefill_worker, placement.decode_worker
 
 

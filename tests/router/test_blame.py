@@ -14,7 +14,7 @@ from baton.v1 import control_pb2, worker_pb2
 from router.fleet.registry import read_fleet
 from tests.router.answers import PROMPT, Answer, ask_for, assert_whole
 from tests.router.deployment import Deployment, deployment, held
-from tests.router.fleets import admission_of, facts, fleet_of, prompt
+from tests.router.fleets import admission_of, entry_of, facts, fleet_of, prompt
 from tests.router.scripted_worker import ScriptedWorker
 
 
@@ -159,9 +159,7 @@ async def test_a_failure_is_not_held_against_the_worker_that_took_the_row_over()
         facts("p0", True, False), facts("d0", False, True), facts("d1", False, True), clock=clock
     )
     admission = admission_of(fleet, clock)
-    failed, spare = fleet.get("d0"), fleet.get("d1")
-    assert failed is not None
-    assert spare is not None
+    failed, spare = entry_of(fleet, "d0"), entry_of(fleet, "d1")
     ticket = admission.ticket(prompt(10), 4)
     ticket.failed.add(failed.facts.identity)
     assert (await admission.place(ticket)).placement.decode_worker == "d1"

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from baton.clock import ManualClock
 from router.fleet.fleet import Fleet, RecentPeak, ReportedLoad, WorkerState
 from router.placement.placement import choose, ranked
-from tests.router.fleets import POLICY, entry_of, facts, fleet_of, pick, query, two_and_two
+from tests.router.fleets import (
+    POLICY,
+    cheapest,
+    entry_of,
+    facts,
+    fleet_of,
+    pick,
+    query,
+    two_and_two,
+)
 
 
 def test_a_cached_prefix_decides_among_idle_workers() -> None:
@@ -52,9 +61,7 @@ def test_unequal_kv_never_pairs() -> None:
 
 def test_a_worker_without_room_a_suspect_and_a_disconnected_one_get_nothing() -> None:
     fleet = two_and_two()
-    d0, p0 = fleet.get("d0"), fleet.get("p0")
-    assert d0 is not None
-    assert p0 is not None
+    d0, p0 = entry_of(fleet, "d0"), entry_of(fleet, "p0")
     fleet.report(d0, ReportedLoad(num_requests=32))
     fleet.set_state(p0, WorkerState.SUSPECT)
     assert pick(fleet, query(fleet, 500)) == ("p1", "d1")
@@ -76,8 +83,7 @@ def test_a_worker_that_failed_the_request_is_taken_only_when_no_other_is_left() 
 
 def test_the_reason_names_workers_tokens_and_terms() -> None:
     fleet = two_and_two()
-    placement = choose(query(fleet, 1000, p1=800), fleet.arrays, POLICY, 100.0, random.Random(0))
-    assert placement is not None
+    placement = cheapest(fleet, query(fleet, 1000, p1=800))
     assert "prefill on p1 (800 of 1000 tokens cached)" in placement.reason
     assert "\n" not in placement.reason
     assert placement.num_uncached_tokens == 200
@@ -170,8 +176,7 @@ def test_patience_goes_by_a_worker_s_own_measure_also_where_it_is_not_trusted() 
 def test_a_booking_is_felt_at_once_and_released_exactly_once() -> None:
     clock = ManualClock(100.0)
     fleet = two_and_two(clock)
-    placement = choose(query(fleet, 1000), fleet.arrays, POLICY, clock.now_s(), random.Random(0))
-    assert placement is not None
+    placement = cheapest(fleet, query(fleet, 1000))
     booking = fleet.book(placement, 16)
     slot = placement.prefill_slot
     assert slot is not None
@@ -192,8 +197,7 @@ def test_a_booking_is_felt_at_once_and_released_exactly_once() -> None:
 
 def test_a_booking_on_a_worker_that_left_touches_nobody_in_its_row() -> None:
     fleet = two_and_two()
-    placement = choose(query(fleet, 1000), fleet.arrays, POLICY, 100.0, random.Random(0))
-    assert placement is not None
+    placement = cheapest(fleet, query(fleet, 1000))
     booking = fleet.book(placement, 16)
     fleet.remove(booking.decode)
     fleet.remove(booking.prefill)
@@ -254,13 +258,8 @@ def test_a_worker_that_fails_while_it_is_held_does_not_count_twice() -> None:
 def test_a_report_of_a_moment_ago_does_not_count_what_has_ended_since() -> None:
     clock = ManualClock(100.0)
     fleet = two_and_two(clock)
-    prefill, decode = fleet.get("p0"), fleet.get("d0")
-    assert prefill is not None
-    assert decode is not None
-    placement = choose(
-        query(fleet, 1000, p0=1, d0=1), fleet.arrays, POLICY, 100.0, random.Random(0)
-    )
-    assert placement is not None
+    prefill, decode = entry_of(fleet, "p0"), entry_of(fleet, "d0")
+    placement = cheapest(fleet, query(fleet, 1000, p0=1, d0=1))
     assert (placement.prefill_slot, placement.decode_slot) == (prefill.slot, decode.slot)
     bookings = [fleet.book(placement, 16) for _ in range(32)]
     for booking in bookings[1:]:
