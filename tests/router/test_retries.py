@@ -25,18 +25,6 @@ async def test_no_capacity_puts_a_request_back_in_line_at_no_cost() -> None:
         ]  # refused placements are not shown
 
 
-async def test_a_draining_worker_gets_nothing_more() -> None:
-    async with deployment(decode=2, max_attempts=1) as d:
-        for worker in ("d0", "d1"):
-            d.worker(worker).faults.reject = [(worker_pb2.REJECT_REASON_DRAINING, 0)]
-        first = d.worker("d0").num_reserves + d.worker("d1").num_reserves
-        assert first == 0
-        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: d.worker("d0").num_reserves + d.worker("d1").num_reserves == 2)
-        await d.registry.publish()  # the registry knows better: both are live
-        assert_whole(await asking, PROMPT)
-
-
 async def test_a_stale_attempt_number_is_raised_above_the_worker_s() -> None:
     """At no cost: not to the retry budget, nor to the worker, which did nothing wrong."""
     async with deployment(decode=2, max_attempts=1, retry_burst=0) as d:
@@ -58,19 +46,12 @@ async def test_a_worker_that_calls_every_attempt_stale_ends_the_request() -> Non
 async def test_what_a_worker_calls_invalid_is_reported_and_not_retried() -> None:
     async with deployment() as d:
         d.worker("d0").faults.reject = [(worker_pb2.REJECT_REASON_INVALID, 0)]
-        error = await refusal(d.client, ask_for(PROMPT))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert from_rpc_error(error).field == "token_ids"
-        assert d.worker("d0").num_reserves == 1
-
-
-async def test_a_prompt_the_prefill_worker_calls_invalid_is_not_retried() -> None:
-    async with deployment() as d:
         d.worker("p0").faults.refuse_prefills = 1
-        error = await refusal(d.client, ask_for(PROMPT))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert from_rpc_error(error).field == "sampling.top_k"
-        assert d.worker("p0").num_prefills == 1
+        for worker_field in ("token_ids", "sampling.top_k"):  # the decode worker's, then p0's
+            error = await refusal(d.client, ask_for(PROMPT))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert from_rpc_error(error).field == worker_field
+        assert (d.worker("d0").num_reserves, d.worker("p0").num_prefills) == (2, 1)
 
 
 async def test_a_request_that_two_workers_cannot_read_is_refused_and_ejects_nobody() -> None:

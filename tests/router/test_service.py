@@ -107,17 +107,14 @@ async def test_a_full_queue_refuses_with_the_time_to_wait() -> None:
         assert_whole(await waiting, PROMPT)
 
 
-async def test_without_a_decode_worker_a_request_is_unavailable_after_a_while() -> None:
-    async with deployment(prefill=1, decode=0, fleet_wait_s=0.2) as d:
+@pytest.mark.parametrize(("prefill", "decode", "missing"), [(1, 0, "decode"), (0, 1, "prefill")])
+async def test_without_workers_of_a_role_a_request_is_unavailable_after_a_while(
+    prefill: int, decode: int, missing: str
+) -> None:
+    async with deployment(prefill, decode, fleet_wait_s=0.2, local_prefill="never") as d:
         error = await refusal(d.client, ask_for(PROMPT))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_a_missing_prefill_pool_is_reported_where_prompts_must_be_handed_over() -> None:
-    async with deployment(prefill=0, decode=1, fleet_wait_s=0.2, local_prefill="never") as d:
-        error = await refusal(d.client, ask_for(PROMPT))
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert "prefill" in (error.details() or "")
+        assert missing in (error.details() or "")
 
 
 async def test_stop_strings_end_the_text_and_abort_the_worker() -> None:
