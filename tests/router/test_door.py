@@ -190,7 +190,7 @@ def assert_whole(answer: Answer, unit: Unit, num_tokens: int = NUM_TOKENS) -> No
         assert answer.text == unit.text.decode(whole)
 
 
-def told_of(unit: Unit) -> list[control_pb2.ReportRouterRequest]:
+def reports_of(unit: Unit) -> list[control_pb2.ReportRouterRequest]:
     """What routers report to the unit's registry."""
     reports = unit.registry.snapshot().routers
     return [control_pb2.ReportRouterRequest.FromString(report) for report in reports]
@@ -244,7 +244,7 @@ async def test_a_client_that_was_cut_off_goes_on_in_its_unit_whatever_the_shares
         assert (await two.client.ask(request_of("next"))).routed[0].unit.startswith("old/")
 
 
-async def test_tokens_of_a_unit_that_is_gone_are_not_gone_on_with(tmp_path: Path) -> None:
+async def test_tokens_of_a_unit_that_is_gone_are_not_continued(tmp_path: Path) -> None:
     async with two_units(tmp_path) as two:
         request = request_of("r")
         request.unit, request.resume_from_index = "gone/" + 16 * "0", 3
@@ -319,7 +319,7 @@ async def test_requests_wait_for_the_first_worker_to_load(tmp_path: Path) -> Non
     ):
         asking = asyncio.create_task(client.ask(request_of("r")))
         await until(lambda: door.num_waiting == 1)
-        await until(lambda: [each.num_held for each in told_of(only)] == [1])  # pools at zero start
+        await until(lambda: [each.num_held for each in reports_of(only)] == [1])  # pools at zero start
         await only.start_workers()
         assert_whole(await asking, only)
         assert door.num_waiting == 0

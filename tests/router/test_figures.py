@@ -244,7 +244,7 @@ async def test_a_request_that_hangs_until_its_deadline_is_a_failure() -> None:
 async def test_a_deadline_in_which_nobody_could_have_served_a_request_is_no_failure(
     tokens_per_s: float, is_judged: bool
 ) -> None:
-    """The prefill worker that hangs has yet to tell how fast it is: nothing is refused at once."""
+    """The prefill worker that hangs has yet to report how fast it is: nothing is refused at once."""
     async with deployment() as d:
         await d.add_worker("p1", PREFILL)
         await d.connected(3)
@@ -261,7 +261,7 @@ async def test_a_deadline_in_which_nobody_could_have_served_a_request_is_no_fail
         assert (reported(d).num_failures > 0) is is_judged
 
 
-async def test_a_request_that_its_client_cancels_says_nothing() -> None:
+async def test_a_request_that_its_client_cancels_counts_nowhere() -> None:
     async with deployment() as d:
         d.worker("p0").may_prefill.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id="r")))

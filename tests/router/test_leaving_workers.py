@@ -18,7 +18,7 @@ NO_RETRIES = {"max_attempts": 1, "retry_burst": 0, "eject_s": 30.0}
 
 
 def leaves(d: Deployment, worker_id: str) -> None:
-    """The registry's word that the worker is gone, as the router takes it in."""
+    """The registry reports that the worker is gone, and the router takes it in."""
     d.worker(worker_id).state = control_pb2.WORKER_STATE_GONE
     workers = [worker.info() for worker in d.registry.workers]
     d.router.links.update(read_fleet(control_pb2.WatchFleetResponse(workers=workers)))
@@ -126,7 +126,7 @@ async def test_decode_workers_that_end_while_they_drain_make_no_request_poison()
 
 
 async def drains(d: Deployment, worker_id: str) -> None:
-    """The registry says so, and the router has heard it."""
+    """The registry reports it, and the router knows."""
     d.worker(worker_id).state = control_pb2.WORKER_STATE_DRAINING
     entry = d.entry(worker_id)
     await d.registry.publish()
