@@ -319,7 +319,8 @@ async def test_requests_wait_for_the_first_worker_to_load(tmp_path: Path) -> Non
     ):
         asking = asyncio.create_task(client.ask(request_of("r")))
         await until(lambda: door.num_waiting == 1)
-        await until(lambda: [each.num_held for each in reports_of(only)] == [1])  # pools at zero start
+        # Pools at zero start for it.
+        await until(lambda: [each.num_held for each in reports_of(only)] == [1])
         await only.start_workers()
         assert_whole(await asking, only)
         assert door.num_waiting == 0

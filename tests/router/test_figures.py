@@ -244,7 +244,7 @@ async def test_a_request_that_hangs_until_its_deadline_is_a_failure() -> None:
 async def test_a_deadline_in_which_nobody_could_have_served_a_request_is_no_failure(
     tokens_per_s: float, is_judged: bool
 ) -> None:
-    """The prefill worker that hangs has yet to report how fast it is: nothing is refused at once."""
+    """The worker that hangs has yet to report its speed: nothing is refused at once."""
     async with deployment() as d:
         await d.add_worker("p1", PREFILL)
         await d.connected(3)
