@@ -32,7 +32,7 @@ from router.door.unit import ReadTokenizer
 from router.fleet.fleet import WorkerEntry
 from router.router import Router
 from router.text import TextModel
-from tests.router.answers import Client
+from tests.router.answers import Answer, Client
 from tests.router.fleets import entry_of
 from tests.router.scripted_worker import MODEL, Fabric, ScriptedWorker
 
@@ -316,6 +316,21 @@ async def left_behind(
     await d.servers[router].stop(0.0)
     with pytest.raises(grpc.aio.AioRpcError):
         await asking
+
+
+async def hung_prefill(
+    d: Deployment, request: router_pb2.GenerateRequest
+) -> tuple[asyncio.Task[Answer], ScriptedWorker, ScriptedWorker]:
+    """A request's answer, the worker of two that holds its prompt until it `may_prefill`, and the
+    other one."""
+    workers = [d.worker("p0"), d.worker("p1")]
+    for worker in workers:
+        worker.may_prefill.clear()
+    asking = asyncio.create_task(d.client.ask(request))
+    await d.until(lambda: sum(worker.num_prefilling for worker in workers) == 1)
+    asked, other = sorted(workers, key=lambda worker: not worker.num_prefilling)
+    other.may_prefill.set()
+    return asking, asked, other
 
 
 def held(d: Deployment) -> set[str]:

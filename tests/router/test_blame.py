@@ -12,8 +12,8 @@ import pytest
 from baton.clock import ManualClock
 from baton.v1 import control_pb2, worker_pb2
 from router.fleet.registry import read_fleet
-from tests.router.answers import PROMPT, Answer, ask_for, assert_whole
-from tests.router.deployment import Deployment, deployment, held
+from tests.router.answers import PROMPT, ask_for, assert_whole
+from tests.router.deployment import Deployment, deployment, held, hung_prefill
 from tests.router.fleets import admission_of, entry_of, facts, fleet_of, prompt
 from tests.router.scripted_worker import ScriptedWorker
 
@@ -196,21 +196,10 @@ async def test_workers_of_another_model_are_forgotten_when_they_are_gone() -> No
 LONG = "x" * 500
 
 
-async def prefilling(d: Deployment) -> tuple[asyncio.Task[Answer], ScriptedWorker, ScriptedWorker]:
-    """A long prompt's answer, the worker that computes it until it `may_prefill`, and another."""
-    for name in ("p0", "p1"):
-        d.worker(name).may_prefill.clear()
-    asking = asyncio.create_task(d.client.ask(ask_for(LONG)))
-    await d.until(lambda: d.worker("p0").num_prefilling + d.worker("p1").num_prefilling == 1)
-    asked, other = ("p0", "p1") if d.worker("p0").num_prefilling else ("p1", "p0")
-    d.worker(other).may_prefill.set()
-    return asking, d.worker(asked), d.worker(other)
-
-
 async def test_a_step_that_nothing_predicts_may_take_as_long_as_the_registry_lets_it() -> None:
     clock = ManualClock(100.0)
     async with deployment(prefill=2, clock=clock) as d:
-        asking, asked, _ = await prefilling(d)
+        asking, asked, _ = await hung_prefill(d, ask_for(LONG))
         clock.advance(119.0)
         asked.may_prefill.set()
         answer = await asking
@@ -243,7 +232,7 @@ async def test_what_a_worker_reports_of_its_speed_meanwhile_is_what_its_prompt_i
     """500 tokens at 2 a second; and some time on top, after which the prompt is lost there."""
     clock = ManualClock(100.0)
     async with deployment(prefill=2, clock=clock, first_token_timeout_s=30.0) as d:
-        asking, asked, other = await prefilling(d)
+        asking, asked, other = await hung_prefill(d, ask_for(LONG))
         asked.load.prefill_tokens_per_s = 2.0  # after its first chunk
         await d.registry.publish()
         await d.until(lambda: bool(np.isfinite(d.router.fleet.arrays.prefill_measured_s).any()))

@@ -9,7 +9,7 @@ import pytest
 
 from router.request.attempt import Attempt
 from tests.router.answers import PROMPT, ask_for, assert_whole
-from tests.router.deployment import DECODE, Deployment, deployment
+from tests.router.deployment import DECODE, Deployment, deployment, hung_prefill
 from tests.router.scripted_tokens import Running
 from tests.router.scripted_worker import ScriptedWorker
 
@@ -28,13 +28,8 @@ async def test_a_prefill_worker_that_fails_is_replaced_by_another() -> None:
 
 async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced() -> None:
     async with deployment(prefill=2) as d:
-        for worker in ("p0", "p1"):
-            d.worker(worker).faults.hang_prefills = 1
-        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: d.worker("p0").num_prefilling + d.worker("p1").num_prefilling == 1)
-        dying = "p0" if d.worker("p0").num_prefilling else "p1"
-        d.worker("p0" if dying == "p1" else "p1").faults.hang_prefills = 0
-        await d.worker(dying).die()
+        asking, dying, _ = await hung_prefill(d, ask_for(PROMPT))
+        await dying.die()
         assert_whole(await asking, PROMPT)
 
 

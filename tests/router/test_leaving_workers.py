@@ -11,7 +11,7 @@ from baton.v1 import control_pb2, worker_pb2
 from router.fleet.fleet import WorkerState
 from router.fleet.registry import read_fleet
 from tests.router.answers import PROMPT, ask_for, assert_whole, failures_of
-from tests.router.deployment import Deployment, deployment
+from tests.router.deployment import Deployment, deployment, hung_prefill
 from tests.router.scripted_tokens import Running
 
 NO_RETRIES = {"max_attempts": 1, "retry_burst": 0, "eject_s": 30.0}
@@ -80,17 +80,12 @@ async def test_a_prefill_worker_replaced_before_the_registry_says_so_costs_nothi
 
 async def test_a_prefill_worker_that_ends_while_it_drains_costs_nothing() -> None:
     async with deployment(prefill=2, decode=1, **NO_RETRIES) as d:
-        for worker_id in ("p0", "p1"):
-            d.worker(worker_id).may_prefill.clear()
-        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: d.worker("p0").num_prefilling + d.worker("p1").num_prefilling == 1)
-        ends, other = ("p0", "p1") if d.worker("p0").num_prefilling else ("p1", "p0")
-        await drains(d, ends)
-        d.worker(other).may_prefill.set()
-        await d.worker(ends).die()
+        asking, ends, other = await hung_prefill(d, ask_for(PROMPT))
+        await drains(d, ends.worker_id)
+        await ends.die()
         answer = await asking
         assert_whole(answer, PROMPT)
-        assert [r.prefill_worker for r in answer.routed] == [ends, other]
+        assert [r.prefill_worker for r in answer.routed] == [ends.worker_id, other.worker_id]
         assert (d.router.fleet.arrays.hold_until_s == 0).all()
 
 
@@ -146,13 +141,7 @@ async def test_a_draining_decode_worker_s_refusal_costs_nothing() -> None:
 
 async def test_a_prompt_at_a_prefill_worker_that_leaves_the_fleet_goes_on_at_once() -> None:
     async with deployment(prefill=2) as d:
-        workers = [d.worker("p0"), d.worker("p1")]
-        for worker in workers:
-            worker.faults.hang_prefills = 1
-        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: any(worker.num_prefilling for worker in workers))
-        leaving, other = sorted(workers, key=lambda worker: not worker.num_prefilling)
-        other.faults.hang_prefills = 0
+        asking, leaving, _ = await hung_prefill(d, ask_for(PROMPT))
         leaving.state = control_pb2.WORKER_STATE_GONE
         await d.registry.publish()
         assert_whole(await asyncio.wait_for(asking, 10), PROMPT)

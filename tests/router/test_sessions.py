@@ -18,7 +18,7 @@ from router.fleet.session import RouterIdentity, Session, SessionLostError
 from router.request.attempt import Attempt
 from router.request.patience import Patience
 from tests.router.answers import PROMPT, Answer, ask_for, assert_whole, failures_of
-from tests.router.deployment import DECODE, Deployment, deployment
+from tests.router.deployment import DECODE, Deployment, deployment, hung_prefill
 from tests.router.fleets import entry_of, facts, fleet_of
 from tests.router.proxy import Proxy
 from tests.router.scripted_tokens import Running
@@ -263,17 +263,12 @@ async def paused(d: Deployment, index: int) -> Answer:
 
 async def test_a_prompt_leaves_a_suspect_prefill_worker_soon() -> None:
     async with deployment(prefill=2, suspect_silence_s=0.2) as d:
-        for worker_id in ("p0", "p1"):
-            d.worker(worker_id).may_prefill.clear()
-        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: d.worker("p0").num_prefilling + d.worker("p1").num_prefilling == 1)
-        stuck, other = ("p0", "p1") if d.worker("p0").num_prefilling else ("p1", "p0")
-        d.worker(other).may_prefill.set()
-        d.worker(stuck).state = control_pb2.WORKER_STATE_SUSPECT
+        asking, stuck, other = await hung_prefill(d, ask_for(PROMPT))
+        stuck.state = control_pb2.WORKER_STATE_SUSPECT
         await d.registry.publish()
         answer = await asking
         assert_whole(answer, PROMPT)
-        assert [r.prefill_worker for r in answer.routed] == [stuck, other]
+        assert [r.prefill_worker for r in answer.routed] == [stuck.worker_id, other.worker_id]
 
 
 async def test_a_flowing_stream_stays_on_a_suspect_worker() -> None:
